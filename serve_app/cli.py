@@ -90,7 +90,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "replay",
         "feed a decision log to a new scheduler: the same events must give the same commands",
-        "serve_app.simulation.command.replay",
+        "serve_app.simulation.replay_command",
     ),
     CommandEntry(
         "bench",

@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "first_config": {"access", "errors", "command", "checking", "engines", "engine_model"},
     "tables": set(),
     # A result as a page of its own; commands describe what they found.
-    "reports": WORDS | {"metrics"},
+    "reports": WORDS | {"metrics", "tables"},
     # Another client from outside.
     "status": {"access", "errors", "command", "launch"},
     "receipts": {"errors", "command", "counterfactuals", "status", "tables"},
@@ -112,10 +112,9 @@ PURE = (
     "scaling",
     "routing",
     "metrics",
-    *(f"engine_model/{name}.py" for name in ("batch", "batching", "decoding", "kv_blocks", "model")),
     *(
         f"engine_model/{name}.py"
-        for name in ("recent_mean", "sequences", "settings", "step_time", "waiting", "__init__")
+        for name in ("batching", "model", "recent_mean", "sequences", "step_time", "__init__")
     ),
     "rate_limits.py",
     "request.py",
@@ -138,7 +137,7 @@ HOMES = {
     "scipy": ("calibration",),
     "hyperopt": ("tuning",),
     "opentelemetry": ("serving/gateway/tracing",),
-    "matplotlib": ("bench", "simulation", "planning", "tuning"),
+    "matplotlib": (),
 }
 
 

@@ -1,16 +1,184 @@
-"""The scheduler core alone: what each event costs, and what that makes of one core of a processor."""
+"""The scheduler core alone: what each event costs, and what that makes of one core of a processor.
 
+A fleet of engines that costs next to nothing to play, so that the scheduler's own cost can be measured.
+
+An engine computes one prompt after the other, and decodes every sequence at one pace. It reports what a real
+one would: what it has received, what waits for its prefill, and how full its cache is. The lengths are those
+of a trace; the times are those of an 8B model on one H100, as its profile states them.
+"""
+
+import heapq
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from experiments.ceiling.engines import POOLS, Engines
+from serve_app.errors import Outcome
+from serve_app.request import Usage
 from serve_app.routing.pools import RoutingSettings
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import SimulatedRequest
+
+POOLS = ("short", "long")
+_CONTEXT_TOKENS = {"short": 8_192, "long": 32_768}
+_KV_TOKENS = 427_000
+_MAX_NUM_SEQS = 256
+_PREFILL_S = 0.008
+_PREFILL_TOKEN_S = 0.000_022
+_STEP_S = 0.02
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One engine.
+
+    Attributes:
+        free_at: when it will have computed all prompts that it was sent.
+        starts: when the prefill of each request that it was sent lately begins.
+    """
+
+    spec: ReplicaSpec
+    received: int = 0
+    running: int = 0
+    held_tokens: int = 0
+    free_at: float = 0.0
+    starts: list[float] = field(default_factory=list)
+
+    def accept(self, prompt_tokens: int, now: float) -> float:
+        """Take a request; returns when its first token comes."""
+        self.received += 1
+        self.running += 1
+        begins_at = max(now, self.free_at)
+        self.starts.append(begins_at)
+        self.free_at = begins_at + _PREFILL_S + _PREFILL_TOKEN_S * prompt_tokens
+        return self.free_at
+
+    def report(self, now: float) -> ReplicaReport:
+        """What it would say now."""
+        self.starts = [begins_at for begins_at in self.starts if begins_at > now]
+        waiting = len(self.starts)
+        return ReplicaReport(
+            received=self.received,
+            waiting=waiting,
+            running=self.running - waiting,
+            kv_usage_ratio=min(0.95, self.held_tokens / _KV_TOKENS),
+            tpot_s=_STEP_S,
+            computes=True,
+        )
+
+
+class Engines:
+    """All engines, and the events that they and the arrivals bring about, in the order of time.
+
+    Args:
+        requests: in the order of arrival.
+    """
+
+    def __init__(
+        self, replicas: int, requests: Sequence[SimulatedRequest], *, report_interval_s: float
+    ) -> None:
+        self._report_interval_s = report_interval_s
+        self._serial = itertools.count()
+        self._timeline: list[tuple[float, int, ev.Event]] = []
+        self._live: dict[str, SimulatedRequest] = {}
+        self._placed: dict[str, _Engine] = {}
+        self._arrivals = iter(requests)
+        self._expects_arrivals = False
+        # Pool by pool, as a fleet is listed: half of the replicas short, half long.
+        self._engines = {
+            spec.replica_id: _Engine(spec)
+            for spec in (_spec(number, POOLS[2 * number >= replicas]) for number in range(replicas))
+        }
+
+    def specs(self) -> Iterator[ReplicaSpec]:
+        """What the replicas register with."""
+        return (engine.spec for engine in self._engines.values())
+
+    def begin(self) -> None:
+        """Plan the first reports, spread over the interval."""
+        for place, replica_id in enumerate(self._engines):
+            first_s = self._report_interval_s * place / len(self._engines)
+            self._at(first_s, ev.ReplicaReported(replica_id, self._engines[replica_id].report(0.0)))
+
+    def expect_arrivals(self) -> None:
+        """From now on requests arrive at their own times."""
+        if not self._expects_arrivals:
+            self._expects_arrivals = True
+            self._next_arrival()
+
+    def arrival(self, now: float) -> ev.Arrived:
+        """The next request, which arrives now, with the time to wait that it has."""
+        simulated = next(self._arrivals)
+        request = simulated.request
+        moved = replace(request, arrived_at=now, expires_at=now + request.expires_at - request.arrived_at)
+        self._live[request.request_id] = replace(simulated, request=moved)
+        return ev.Arrived(moved)
+
+    def next_event(self) -> tuple[float, ev.Event]:
+        """The next event and its time; reports are made at that time, and planned anew."""
+        now, _, event = heapq.heappop(self._timeline)
+        if isinstance(event, ev.ReplicaReported):
+            self._at(now + self._report_interval_s, event)
+            event = ev.ReplicaReported(event.replica_id, self._engines[event.replica_id].report(now))
+        elif isinstance(event, ev.Arrived):
+            self._next_arrival()
+        elif isinstance(event, ev.FirstToken):
+            self._plan_end(event.request_id, now)
+        elif isinstance(event, ev.Finished):
+            simulated, engine = self._live.pop(event.request_id), self._placed.pop(event.request_id)
+            engine.running -= 1
+            engine.held_tokens -= _tokens(simulated)
+        return now, event
+
+    def dispatch(self, command: Dispatch, now: float) -> None:
+        """An engine gets what the scheduler sends it."""
+        simulated, engine = self._live[command.request_id], self._engines[command.replica_id]
+        self._placed[command.request_id] = engine
+        engine.held_tokens += _tokens(simulated)
+        first_at = engine.accept(simulated.request.shape.prompt_tokens or 0, now)
+        self._at(first_at, ev.FirstToken(command.request_id))
+
+    def drop(self, request_id: str) -> None:
+        """The scheduler refused it."""
+        self._live.pop(request_id, None)
+
+    def _next_arrival(self) -> None:
+        simulated = next(self._arrivals, None)
+        if simulated is not None:
+            self._live[simulated.request.request_id] = simulated
+            self._at(simulated.request.arrived_at, ev.Arrived(simulated.request))
+
+    def _plan_end(self, request_id: str, now: float) -> None:
+        simulated = self._live[request_id]
+        usage = Usage(
+            prompt_tokens=simulated.request.shape.prompt_tokens or 0, output_tokens=simulated.output_tokens
+        )
+        ends_at = now + _STEP_S * simulated.output_tokens
+        self._at(ends_at, ev.Finished(request_id, Outcome.COMPLETED, usage))
+
+    def _at(self, time_s: float, event: ev.Event) -> None:
+        heapq.heappush(self._timeline, (time_s, next(self._serial), event))
+
+
+def _spec(number: int, pool: str) -> ReplicaSpec:
+    return ReplicaSpec(
+        replica_id=f"r{number}",
+        pool=pool,
+        max_model_len=_CONTEXT_TOKENS[pool],
+        kv_tokens=_KV_TOKENS,
+        max_num_seqs=_MAX_NUM_SEQS,
+        tpot_s=_STEP_S,
+        prefill_token_s=_PREFILL_TOKEN_S,
+    )
+
+
+def _tokens(simulated: SimulatedRequest) -> int:
+    return (simulated.request.shape.prompt_tokens or 0) + simulated.output_tokens
+
 
 KINDS = {
     ev.Arrived: "arrival",

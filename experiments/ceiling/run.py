@@ -6,29 +6,23 @@ time is read around each event, so what other processes do hardly counts. Python
 as it is in the scheduler's own process.
 
 The first two parts have a fleet that keeps up, by its size and by the number of tenants. The third keeps a
-backlog of one length: a request arrives as soon as fewer wait. The last one plays the simulator itself, whose
-engines iterate, and counts requests by the CPU time of the whole process.
+backlog of one length: a request arrives as soon as fewer wait.
 """
 
 import gc
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.ceiling.core import KINDS, CorePlay, Costs, median_tokens
-from experiments.ceiling.engines import Engines
+from experiments.ceiling.core import KINDS, CorePlay, Costs, Engines, median_tokens
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
-from serve_app.errors import Outcome
-from serve_app.metrics.statistics import Distribution
+from serve_app.metrics.summary import Distribution
 from serve_app.serving.memory import keep_memory
 from serve_app.settings_base import POSITIVE, at_least, settings
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.run import RunSettings, simulate
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.workloads.trace import Trace
@@ -42,19 +36,6 @@ _PROBES = 200
 
 
 @settings
-class SimulatorCell:
-    """A fleet that the simulator plays.
-
-    Attributes:
-        per_replica_per_s: requests per second for each replica.
-    """
-
-    replicas: Annotated[int, at_least(2)]
-    requests: Annotated[int, at_least(1)]
-    per_replica_per_s: Annotated[float, POSITIVE]
-
-
-@settings
 class CeilingSettings:
     """What is played.
 
@@ -63,7 +44,6 @@ class CeilingSettings:
         tenants: of the fleets, but where their number is what differs.
         numbers_of_tenants: at `tenants_replicas` replicas.
         waiting: lengths of the backlog, at `waiting_replicas` replicas.
-        simulator: fleets that the simulator plays, one after the other.
         per_replica_per_s: requests per second for each replica.
         fill_requests: that arrive before the measurement, for ten replicas; larger fleets get more.
         requests: that are measured, likewise.
@@ -72,10 +52,8 @@ class CeilingSettings:
     replicas: tuple[int, ...]
     numbers_of_tenants: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
-    simulator: tuple[SimulatorCell, ...] = ()
     tenants_replicas: Annotated[int, at_least(2)] = 100
     waiting_replicas: Annotated[int, at_least(2)] = 20
-    profile: str = "llama31-8b-h100-tp1"
     per_replica_per_s: Annotated[float, POSITIVE] = 10.0
     tenants: Annotated[int, at_least(1)] = 200
     fill_requests: Annotated[int, at_least(1)] = 500
@@ -87,7 +65,7 @@ class CeilingSettings:
 
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
-    """One fleet after the other, then numbers of tenants, backlogs, and the simulator."""
+    """One fleet after the other, then numbers of tenants and backlogs."""
     keep_memory()
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
@@ -105,10 +83,6 @@ def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
             with ProcessPoolExecutor(1, mp_context=context_of_its_own) as process:
                 figures = process.submit(_waiting, settings, waiting).result()
             yield _row(settings, key, figures)
-    for cell in settings.simulator:
-        key = {"part": "simulator", "replicas": cell.replicas}
-        if not context.has(key):
-            yield _row(settings, key, _simulated(settings, cell))
 
 
 def _row(settings: CeilingSettings, key: dict[str, Any], figures: dict[str, Any]) -> Measurement:
@@ -164,31 +138,6 @@ def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
         "bytes_per_request": (after - before) / len(trace.requests),
         "resident_bytes": after,
         "last_of_growth": _figures(growth),
-    }
-
-
-def _simulated(settings: CeilingSettings, cell: SimulatorCell) -> dict[str, Any]:
-    """Requests per minute of one core, and how long the requests had to wait."""
-    half = cell.replicas // 2
-    run = RunSettings(
-        policy=settings.policy,
-        fleet=FleetSettings(profile=settings.profile, replicas={"short": half, "long": cell.replicas - half}),
-        trace=TraceChoice(name=settings.trace, requests=cell.requests, tenants=str(settings.tenants)),
-        rate_per_s=cell.per_replica_per_s * cell.replicas,
-        seed=settings.seed,
-    )
-    began = time.process_time()
-    result = simulate(run)
-    spent_s = time.process_time() - began
-    waits_s = [record.queue_wait_s for record in result.records if record.queue_wait_s is not None]
-    return {
-        "requests": cell.requests,
-        "offered_per_s": cell.per_replica_per_s * cell.replicas,
-        "cpu_s": spent_s,
-        "requests_per_core_minute": 60 * cell.requests / spent_s,
-        "completed": sum(record.outcome is Outcome.COMPLETED for record in result.records),
-        "queue_wait_s": Distribution.of(waits_s).as_json(),
-        "resident_bytes": _resident_bytes(),
     }
 
 

@@ -61,31 +61,6 @@ def _waiting(rows: Sequence[Row]) -> str:
     return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
 
 
-def _simulator(rows: Sequence[Row]) -> str:
-    head = [
-        "replicas",
-        "requests/s",
-        "requests",
-        "completed",
-        "wait p99, s",
-        "CPU, s",
-        "requests/core-minute",
-    ]
-    lines = [
-        [
-            f"{row.key['replicas']:,}",
-            f"{row.figures['offered_per_s']:,.0f}",
-            f"{row.figures['requests']:,}",
-            f"{row.figures['completed']:,}",
-            f"{row.figures['queue_wait_s']['p99']:.2f}",
-            f"{row.figures['cpu_s']:.0f}",
-            f"{row.figures['requests_per_core_minute']:,.0f}",
-        ]
-        for row in rows
-    ]
-    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
-
-
 def _kinds(row: Row) -> list[str]:
     events = row.figures["events_us"]
     return [
@@ -102,5 +77,4 @@ TABLES = {
     ),
     "tenants": Table(where={"part": "tenants"}, text=_tenants, note=f"{_NOTE}; 100 replicas that keep up"),
     "waiting": Table(where={"part": "waiting"}, text=_waiting, note=f"{_NOTE}; 20 saturated replicas"),
-    "simulator": Table(where={"part": "simulator"}, text=_simulator, note="CPU time of the whole process"),
 }

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serve_app.simulation.batch import saturated_rate_of
 from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.load import saturated_rate_of
-from serve_app.workloads.streams import stream
+from serve_app.workloads.generators import stream
 from serve_app.workloads.trace import Trace, TraceRequest
 
 MixPoints = tuple[tuple[float, float], ...]

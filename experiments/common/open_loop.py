@@ -2,9 +2,8 @@
 
 import uvloop
 
-from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import BenchError, ConnectionPool, Target
-from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
+from serve_app.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
 from serve_app.workloads.trace import Trace
 
 

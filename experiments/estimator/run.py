@@ -9,12 +9,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.estimator.bodies import Sample
-from experiments.estimator.cost import call_costs_us
-from experiments.estimator.judgement import OUTPUT_TOKENS, figures_of, judge
-from experiments.estimator.lessons import Lessons, fixed_ratio, learn, seeded
-from experiments.estimator.texts import CORPORA_VARIABLE, corpora, read_texts, text_sources
-from experiments.estimator.tokenizers import missing_packages, tokenizers
+from experiments.estimator.bodies import (
+    CORPORA_VARIABLE,
+    Sample,
+    corpora,
+    missing_packages,
+    read_texts,
+    text_sources,
+    tokenizers,
+)
+from experiments.estimator.lessons import OUTPUT_TOKENS, Lessons, figures_of, fixed_ratio, judge, seeded
 from serve_app.command import progress_bar
 from serve_app.errors import SettingsError
 from serve_app.request import TextCategory
@@ -25,8 +29,6 @@ from serve_app.settings_base import settings
 
 ALL = "all"
 FIXED = "fixed"
-# Observations of each category before bodies are judged by kind and source.
-_BODIES_AFTER = 200
 
 
 @settings
@@ -95,7 +97,7 @@ class Subject:
         return figures_of(judge(estimator, samples, self.experiment.b_short_tokens, margin))
 
 
-def play(experiment: EstimatorExperiment, context: Context) -> Iterator[Measurement]:
+def play(experiment: EstimatorExperiment, _: Context) -> Iterator[Measurement]:
     """Tokenizer by tokenizer.
 
     Raises:
@@ -117,11 +119,9 @@ def play(experiment: EstimatorExperiment, context: Context) -> Iterator[Measurem
                 longest_bytes=experiment.longest_bytes,
             )
             subject = Subject(tokenizer.name, lessons, experiment)
-            for row in (*_learning(subject), _bodies(subject), *_variants(subject)):
+            for row in (*_learning(subject), *_variants(subject)):
                 yield replace(row, traces=sources)
             advance()
-    if not context.has({"cost": "calls"}):
-        yield Measurement(key={"cost": "calls"}, figures=call_costs_us(texts), traces=sources)
 
 
 def unavailable() -> str | None:
@@ -182,27 +182,6 @@ def _by_category(subject: Subject, estimator: TokenEstimator) -> Mapping[str, Ma
         for name, samples in (groups | {ALL: list(unseen)}).items()
         if samples
     }
-
-
-# Bodies
-
-
-def _bodies(subject: Subject) -> Measurement:
-    """By kind of body and by source of its text."""
-    lessons = subject.lessons
-    estimator = lessons.taught(EstimatorSettings(), _BODIES_AFTER, seeded(0))
-    learn(estimator, lessons.seen_images)
-    groups: dict[str, list[Sample]] = {}
-    for one in (*lessons.unseen, *lessons.unseen_images):
-        groups.setdefault(one.kind, []).append(one)
-    for one in lessons.unseen:
-        groups.setdefault(f"text of {one.source}", []).append(one)
-    return Measurement(
-        key={"tokenizer": subject.name, "bodies_after": _BODIES_AFTER},
-        seeds=(0,),
-        figures={name: subject.judged(estimator, samples) for name, samples in sorted(groups.items())},
-        settings=_settings(subject.experiment),
-    )
 
 
 # Settings

@@ -11,8 +11,7 @@ from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
-from experiments.fairness.scenes import SCENES, Figures, Play
-from experiments.fairness.settings import FairnessSettings
+from experiments.fairness.scenes import SCENES, FairnessSettings, Figures, Play
 from serve_app.command import progress_bar
 from serve_app.errors import SettingsError
 from serve_app.simulation.batch import parallel

@@ -15,8 +15,8 @@ from experiments.common.application import started_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import all_completed, play_trace
 from experiments.common.provenance import generated
-from serve_app.bench.bodies import BenchEndpoint, BodyKind, BodySettings
 from serve_app.bench.connection import BenchError
+from serve_app.bench.load import BenchEndpoint, BodyKind, BodySettings
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.settings_base import settings

@@ -12,8 +12,7 @@ from typing import Any
 
 from experiments.common.experiment import Context, Measurement
 from experiments.common.rows import Key, Row
-from experiments.policies.grid import PolicyGrid, cells_of
-from experiments.policies.measurements import play_grid
+from experiments.policies.grid import PolicyGrid, cells_of, play_grid
 from experiments.policies.tables import COLUMNS
 from serve_app.metrics.confidence import ConfidenceInterval, interval_95
 

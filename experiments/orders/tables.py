@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown
 from experiments.orders.points import LONG, SHORT, Order, orders_of
-from experiments.policies.tables import COLUMNS, NOTE
 from serve_app.metrics.confidence import paired_difference_95
 
 _OURS, _BEFORE, _ISOLATED, _DIRECT = "ewsjf", "ewsjf, no bound", "fcfs-isolated", "direct"
@@ -76,25 +75,10 @@ def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decima
     return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
 
 
-def _all(rows: Sequence[Row]) -> str:
-    lines = [
-        [
-            order.case,
-            str(order.load),
-            order.policy if order.deployable else f"{order.policy} (not deployable)",
-            *(order.interval(one.figure).as_text(one.decimals, one.scale) for one in COLUMNS),
-        ]
-        for order in orders_of(rows)
-    ]
-    head = ["case", "load", "policy", *(one.heading for one in COLUMNS)]
-    return markdown(head, lines, text_columns=3)
-
-
 TABLES = {
     "verdicts": Table(
         text=_verdicts,
         note="Llama-2-70B on four H100, simulated, means over seeds. `isolated` is `fcfs-isolated`, and "
         "`before` is ours without the bound on delay; a mark `!` is for intervals that exclude zero",
     ),
-    "all": Table(text=_all, note=NOTE),
 }

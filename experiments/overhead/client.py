@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
-from experiments.overhead.settings import RequestKind
-from experiments.overhead.system import System
-from serve_app.bench.bodies import BodyFactory, BodySettings
+from experiments.overhead.system import RequestKind, System
 from serve_app.bench.connection import BenchError, Target
+from serve_app.bench.load import BodyFactory, BodySettings
 from serve_app.workloads.trace import TraceRequest
 
 KEY = "overhead-bench-key-0123456789abcdef"
@@ -42,7 +41,6 @@ class Load:
         body_bytes: of the prompt.
         shared: prompts have all but their last words in common; otherwise no two begin alike.
         tokens: asked for.
-        exact: the engine is an emulated one, which is told how many it answers with.
         seconds: for how long requests are begun.
     """
 
@@ -52,7 +50,6 @@ class Load:
     shared: bool
     stream: bool
     tokens: int
-    exact: bool
     clients: int
     seconds: float
 
@@ -66,7 +63,6 @@ def load_of(kind: RequestKind, system: System, model: str, clients: int, seconds
         shared=kind.shared,
         stream=kind.chunks > 0,
         tokens=kind.tokens,
-        exact=False,
         clients=clients,
         seconds=seconds,
     )
@@ -258,8 +254,6 @@ def _request(load: Load) -> tuple[bytes, bytes]:
     document: dict[str, Any] = {"model": load.model, "max_tokens": load.tokens}
     if load.stream:
         document["stream"] = True
-    if load.exact:
-        document["ewsjf_output_tokens"] = load.tokens
     opening = json.dumps(document)[:-1] + ', "messages": [{"role": "user", "content": "'
     closing = b'"}]}'
     target = urlsplit(load.url)

@@ -9,7 +9,7 @@ import yaml
 
 from experiments.common.application import served_application
 from experiments.common.processes import CpuMeter, process_tree, role_of
-from experiments.overhead.settings import QuickStartSettings
+from experiments.overhead.system import QuickStartSettings
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 

@@ -1,8 +1,7 @@
-"""The floor: forwarders of the same kind as the gateway, on the same event loop, that decide nothing.
+"""The floor: a forwarder of the same kind as the gateway, on the same event loop, that decides nothing.
 
-`raw` joins each connection of a client to one of an engine, and passes bytes. `parsed` reads requests and
-answers with httptools, holds a body until it is whole, as a gateway must that may have to send it twice, and
-sends it over a kept connection to the next engine.
+It reads requests and answers with httptools, holds a body until it is whole, as a gateway must that may
+have to send it twice, and sends it over a kept connection to the next engine.
 """
 
 import asyncio
@@ -14,51 +13,7 @@ from typing import cast
 import httptools
 import uvloop
 
-RAW, PARSED = "raw", "parsed"
 _HOST = "127.0.0.1"
-
-
-class _RawSide(asyncio.Protocol):
-    """One of two joined connections; the client's opens the engine's."""
-
-    def __init__(self, engines: Iterator[int] | None, other: "_RawSide | None" = None) -> None:
-        self._engines = engines
-        self._other = other
-        self._held: list[bytes] = []
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast, not a check: uvloop's transports do not inherit from asyncio's.
-        self.transport = cast("asyncio.Transport", transport)
-        if self._engines is not None:
-            self._opening = asyncio.ensure_future(self._open(next(self._engines)))
-
-    async def _open(self, port: int) -> None:
-        _, engine = await asyncio.get_running_loop().create_connection(
-            lambda: _RawSide(None, self), _HOST, port
-        )
-        self._other = engine
-        assert engine.transport is not None
-        engine.transport.writelines(self._held)
-
-    def data_received(self, data: bytes) -> None:
-        if self._other is None:
-            self._held.append(data)
-        else:
-            assert self._other.transport is not None
-            self._other.transport.write(data)
-
-    def pause_writing(self) -> None:
-        if self._other is not None and self._other.transport is not None:
-            self._other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self._other is not None and self._other.transport is not None:
-            self._other.transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop passes it
-        if self._other is not None and self._other.transport is not None:
-            self._other.transport.close()
 
 
 class _Engine(asyncio.Protocol):
@@ -151,15 +106,13 @@ class _Client(asyncio.Protocol):
         engine.send(self, request)
 
 
-async def _serve(kind: str, port: int, engines: Sequence[int]) -> None:
+async def _serve(port: int, engines: Sequence[int]) -> None:
     turns = itertools.cycle(engines)
     idle: dict[int, list[_Engine]] = {one: [] for one in engines}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        (lambda: _RawSide(turns)) if kind == RAW else (lambda: _Client(turns, idle)), _HOST, port
-    )
+    server = await loop.create_server(lambda: _Client(turns, idle), _HOST, port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve(sys.argv[1], int(sys.argv[2]), [int(one) for one in sys.argv[3:]]))
+    uvloop.run(_serve(int(sys.argv[1]), [int(one) for one in sys.argv[2:]]))

@@ -13,8 +13,8 @@ from pathlib import Path
 from experiments.common.processes import CpuMeter, ProcessUse
 from experiments.overhead.system import HOST, Endpoints, System, next_port, started_program
 
-PROXY = "proxy"
-"""The role of each of their processes."""
+PROXY, FORWARDER = "proxy", "forwarder, parsed"
+"""The role of each of their processes, and the name of the forwarder."""
 
 # The scripts of this environment, and where Debian keeps servers.
 _PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin"))
@@ -81,12 +81,12 @@ def started_router(name: str, endpoints: Endpoints) -> Iterator[System]:
 
 
 @contextlib.contextmanager
-def started_forwarder(kind: str, endpoints: Endpoints) -> Iterator[System]:
-    """`forwarder`, of a kind that it names."""
+def started_forwarder(endpoints: Endpoints) -> Iterator[System]:
+    """The program `forwarder`."""
     port = next_port()
-    command = [sys.executable, str(_ROOT / "experiments/overhead/forwarder.py"), kind, str(port)]
+    command = [sys.executable, str(_ROOT / "experiments/overhead/forwarder.py"), str(port)]
     with started_program([*command, *map(str, endpoints.ports)], port) as pid:
-        yield _system(f"forwarder, {kind}", pid, port, f"Python {sys.version.partition(' ')[0]}")
+        yield _system(FORWARDER, pid, port, f"Python {sys.version.partition(' ')[0]}")
 
 
 def _system(name: str, pid: int, port: int, version: str) -> System:

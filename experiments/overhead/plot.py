@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments.common.rows import Row, read_rows, where
 from experiments.overhead.run import REMOTE
-from experiments.overhead.settings import RequestKind
-from experiments.overhead.system import DIRECT, OURS
+from experiments.overhead.system import DIRECT, OURS, RequestKind
 from experiments.overhead.tables import layer_ms
 
 HERE = Path(__file__).parent

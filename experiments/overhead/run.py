@@ -2,15 +2,15 @@
 
 A cheap client sends requests to light engines straight, and through each of several systems in turn: nginx,
 routers written in Rust, a bare forwarder, and the application with everything on. CPU time is read from the
-processes, less what they use when idle in the same round. The application with a replica of its own stands
-beside its emulated engine alone. The quick start is started, and left idle.
+processes, less what they use when idle in the same round. The quick start is
+started, and left idle.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -23,29 +23,35 @@ from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.overhead.client import Client, Played, load_of, started_client
 from experiments.overhead.footprint import quick_start_figures
-from experiments.overhead.forwarder import PARSED, RAW
-from experiments.overhead.ours import (
-    REPLICA_MODEL,
-    started_direct,
-    started_engine_alone,
-    started_ours,
-    started_ours_with_replicas,
+from experiments.overhead.ours import started_direct, started_ours
+from experiments.overhead.peers import (
+    FORWARDER,
+    missing_program,
+    started_forwarder,
+    started_nginx,
+    started_router,
 )
-from experiments.overhead.peers import missing_program, started_forwarder, started_nginx, started_router
-from experiments.overhead.settings import OverheadSettings, RequestKind
-from experiments.overhead.system import BEHIND_HAPROXY, DIRECT, OURS, Endpoints, System, started_light_engines
+from experiments.overhead.system import (
+    BEHIND_HAPROXY,
+    DIRECT,
+    OURS,
+    Endpoints,
+    OverheadSettings,
+    RequestKind,
+    System,
+    started_light_engines,
+)
 from serve_app.command import progress_bar, warn
 from serve_app.errors import SettingsError
 
-REMOTE, REPLICAS = "light", "own replica"
+REMOTE = "light"
 TUNER = "tuner"
 STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     DIRECT: started_direct,
     "nginx": started_nginx,
     "smg": partial(started_router, "smg"),
     "vllm-router": partial(started_router, "vllm-router"),
-    f"forwarder, {RAW}": partial(started_forwarder, RAW),
-    f"forwarder, {PARSED}": partial(started_forwarder, PARSED),
+    FORWARDER: started_forwarder,
     BEHIND_HAPROXY: partial(started_ours, name=BEHIND_HAPROXY),
     OURS: started_ours,
 }
@@ -75,14 +81,14 @@ class Player:
     """Sends requests to systems that run, in turn.
 
     Attributes:
-        light: the engines that are told what to answer; None where engines read it from the request.
+        light: the engines that are told what to answer.
     """
 
     settings: OverheadSettings
     client: Client
     systems: Sequence[System]
     model: str
-    light: LightServers | None
+    light: LightServers
 
     def samples(self, kinds: Sequence[str]) -> dict[tuple[str, int], dict[str, list[Sample]]]:
         """By kind and clients, and by system: one for each round."""
@@ -109,10 +115,7 @@ class Player:
 
     def _sample(self, system: System, kind: RequestKind, clients: int, seconds: float) -> Sample:
         load = load_of(kind, system, self.model, clients, seconds)
-        if self.light is None:
-            load = replace(load, exact=True)
-        else:
-            self.light.tell("answer", kind.chunks, kind.pace_ms)
+        self.light.tell("answer", kind.chunks, kind.pace_ms)
         before, client_before, began = system.meter.read(), self._client_cpu_s(), time.monotonic()
         played = self.client.play(load)
         used = system.meter.used_since(before, time.monotonic() - began)
@@ -128,8 +131,8 @@ class Player:
 
 
 def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
-    """Before light engines, then with a replica of its own, then the quick start."""
-    unknown = sorted({*settings.kinds, *settings.replicas.kinds} - settings.requests.keys())
+    """Before light engines, then the quick start."""
+    unknown = sorted(set(settings.kinds) - settings.requests.keys())
     unknown += sorted(set(settings.systems) - STARTED.keys())
     if unknown:
         raise SettingsError(f"no kind of request or system {', '.join(unknown)}: see config.yaml")
@@ -137,8 +140,6 @@ def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
         client = stack.enter_context(started_client())
         if _lacks(settings, context, REMOTE, settings.kinds):
             yield from _remote(settings, client)
-        if _lacks(settings, context, REPLICAS, settings.replicas.kinds):
-            yield from _replicas(settings, client)
     key = _key(settings, {"quick start": True})
     if settings.quick_start.starts and not context.has(key):
         yield Measurement(key=key, figures=quick_start_figures(settings.quick_start))
@@ -151,14 +152,6 @@ def _remote(settings: OverheadSettings, client: Client) -> Iterator[Measurement]
         player = Player(settings, client, systems, MODEL, light)
         samples = player.samples(settings.kinds)
     yield from _measurements(settings, REMOTE, systems, samples)
-
-
-def _replicas(settings: OverheadSettings, client: Client) -> Iterator[Measurement]:
-    engine = (settings.replicas.engine, settings.replicas.engine_advanced)
-    with started_engine_alone(*engine) as alone, started_ours_with_replicas(*engine) as ours:
-        player = Player(settings, client, [alone, ours], REPLICA_MODEL, None)
-        samples = player.samples(settings.replicas.kinds)
-    yield from _measurements(settings, REPLICAS, [alone, ours], samples)
 
 
 def _present(names: Sequence[str]) -> list[str]:

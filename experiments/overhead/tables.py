@@ -6,14 +6,12 @@ from typing import Any
 
 from experiments.common.rows import ANY, Row, where
 from experiments.common.tables import Table, load_note, markdown
-from experiments.overhead.ours import ALONE
-from experiments.overhead.run import REMOTE, REPLICAS, TUNER
+from experiments.overhead.run import REMOTE, TUNER
 from experiments.overhead.system import DIRECT, OURS
 
 Figures = Mapping[str, Any]
 # `serve` is Serve's controller and proxy managers, `watcher` the replica that reads the light engines' load.
 _ROLES = ("gateway", "scheduler", "haproxy", "serve", "ray", "watcher")
-_ENGINE = "engine"
 _HEADLINE_KINDS = ("small", "stream", "paced", "200 kB", "400 kB", "4 MB")
 _NONE = "-"
 
@@ -103,33 +101,6 @@ def _tuner_percent(figures: Figures) -> float:
     return float(median(cpu_ms * per_s for cpu_ms, per_s in pairs)) / 10
 
 
-def _replica(rows: Sequence[Row]) -> str:
-    """The second setting, whose engine is ours."""
-    roles = [role for role in _ROLES if role != "watcher"]
-    share = "replica's own"
-    head = ["request", "clients", *roles, "all of these", share, _ENGINE, ALONE, "added TTFT p50, ms"]
-    lines = [
-        [
-            str(row.key["kind"]),
-            str(row.key["clients"]),
-            *(_role(row.figures[OURS], role) for role in roles),
-            _milliseconds(layer_ms(row.figures[OURS], _ENGINE)),
-            _milliseconds(_replica_ms(row)),
-            _role(row.figures[OURS], _ENGINE),
-            _role(row.figures[DIRECT], ALONE),
-            _NONE if (added := added_ms(row, OURS, "first_p50_ms")) is None else f"{added:+.2f}",
-        ]
-        for row in rows
-    ]
-    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
-
-
-def _replica_ms(row: Row) -> float:
-    """Guard, reports and event loop of a replica: what its engine uses more than alone."""
-    pairs = zip(row.figures[OURS]["cpu_ms"][_ENGINE], row.figures[DIRECT]["cpu_ms"][ALONE], strict=True)
-    return float(median(mine - alone for mine, alone in pairs))
-
-
 def _quick_start(rows: Sequence[Row]) -> str:
     (figures,) = [row.figures for row in rows]
     roles = sorted(figures["memory_mb"], key=lambda role: -median(figures["memory_mb"][role]))
@@ -205,7 +176,6 @@ TABLES = {
         note=f"To the first token, of the direct way and what others add; requests in a second. {_NOTE}",
     ),
     "roles": Table(text=_roles, where={**_NOW, "engines": REMOTE}, note=_CPU_NOTE),
-    "replica": Table(text=_replica, where={**_NOW, "engines": REPLICAS}, note=_CPU_NOTE),
     "quick_start": Table(
         text=_quick_start,
         where={"label": "", "quick start": True},

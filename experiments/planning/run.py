@@ -1,35 +1,161 @@
 """Do two pools save GPUs, and do the closed forms say so truthfully?
 
-Three parts. `cases` runs the planner on published traces: the production scheduler in the simulator, physical
+Two parts. `cases` runs the planner on published traces: the production scheduler in the simulator, physical
 engine profiles, and both baselines. `grid` does the same on synthetic mixes of short and long requests.
-`published` simulates nothing: it computes the papers' tables again with the papers' own engine model.
 """
 
 import csv
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
-from experiments.common.rows import Key
-from experiments.planning.published import recomputed
-from experiments.planning.settings import Mix, MixGrid, PlanCase, PlanningExperiment
 from serve_app.command import progress_bar
-from serve_app.planning.plan import Effort, make_plan
-from serve_app.planning.results import plan_as_json
-from serve_app.planning.sizing.costs import CostTable
-from serve_app.workloads.streams import stream
+from serve_app.metrics.slo import Slo
+from serve_app.planning.fleets import CostTable
+from serve_app.planning.plan import Effort, FleetOptions, make_plan
+from serve_app.planning.report import plan_as_json
+from serve_app.planning.verification import Workload
+from serve_app.settings_base import settings
+from serve_app.simulation.workload import TraceChoice
+from serve_app.workloads.generators import stream
+
+
+@settings
+class PlanCase:
+    """One plan; fields as the arguments of `python -m serve_app plan`.
+
+    Attributes:
+        name: of its row.
+        title: of its line in the table.
+        requests: in each run.
+    """
+
+    name: str
+    title: str
+    trace: str
+    profile: str
+    rate_per_s: float
+    requests: int
+    ttft_s: float = 2.0
+    tpot_s: float = 0.08
+    short_profiles: tuple[str, ...] = ()
+    b_short_tokens: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
+    worst_case_slots: int | None = None
+    variants: bool = True
+    candidates: int = 2
+
+    def options(self) -> FleetOptions:
+        """What the planner may choose from."""
+        return FleetOptions(
+            profile=self.profile,
+            short_profiles=self.short_profiles,
+            b_short_tokens=self.b_short_tokens,
+            worst_case_slots=self.worst_case_slots,
+            variants=self.variants,
+            candidates=self.candidates,
+        )
+
+    def demand(self, trace: str) -> Workload:
+        """What the fleets are to serve.
+
+        Args:
+            trace: name or path of the trace; a mix of the grid is in a file.
+        """
+        return Workload(
+            trace=TraceChoice(name=trace, requests=self.requests, arrivals="poisson"),
+            rate_per_s=self.rate_per_s,
+            slo=Slo(ttft_s=self.ttft_s, tpot_s=self.tpot_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Short and long requests.
+
+    Attributes:
+        short, long: prompt and output tokens, means; lengths vary by a third around them.
+        long_ratio: share of the requests that are long.
+    """
+
+    short: tuple[int, int]
+    long: tuple[int, int]
+    long_ratio: float
+
+    @property
+    def name(self) -> str:
+        """In the table."""
+        (short, answer), (long, long_answer) = self.short, self.long
+        return f"{short:,} + {answer:,} and {long:,} + {long_answer:,}, {self.long_ratio:.0%} long"
+
+    @property
+    def b_short_tokens(self) -> int:
+        """Half-way between the kinds."""
+        return (sum(self.short) + sum(self.long)) // 2
+
+
+@settings
+class MixGrid:
+    """Every combination of these, planned like a case."""
+
+    profile: str
+    rate_per_s: float
+    requests: int
+    long_ratios: tuple[float, ...]
+    short: tuple[tuple[int, int], ...]
+    long: tuple[tuple[int, int], ...]
+    ttft_s: float = 2.0
+    tpot_s: float = 0.08
+    worst_case_slots: int | None = None
+
+    def mixes(self) -> Iterator[Mix]:
+        """All of them."""
+        for ratio in self.long_ratios:
+            for short in self.short:
+                for long in self.long:
+                    yield Mix(short=short, long=long, long_ratio=ratio)
+
+    def case(self, mix: Mix) -> PlanCase:
+        """The plan of one of them."""
+        return PlanCase(
+            name=mix.name,
+            title=mix.name,
+            trace=mix.name,
+            profile=self.profile,
+            rate_per_s=self.rate_per_s,
+            requests=self.requests,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            b_short_tokens=(mix.b_short_tokens,),
+            worst_case_slots=self.worst_case_slots,
+            variants=False,
+            candidates=1,
+        )
+
+
+@settings
+class PlanningExperiment:
+    """What is planned.
+
+    Attributes:
+        stand_in_replicas: an undivided fleet of more is simulated at a share of its size and rate.
+    """
+
+    cases: tuple[PlanCase, ...]
+    grid: MixGrid
+    seeds: int
+    stand_in_replicas: int
+
 
 # Lengths of the grid vary by a third around their means.
 _LEAST, _MOST = 2 / 3, 4 / 3
 
 
 def play(experiment: PlanningExperiment, context: Context) -> Iterator[Measurement]:
-    """The papers' rows, which take no time, then the plans."""
-    yield from _published(experiment)
+    """The cases, then the grid."""
     effort = Effort(
         seeds=range(experiment.seeds), stand_in_replicas=experiment.stand_in_replicas, jobs=context.jobs
     )
@@ -49,17 +175,6 @@ def play(experiment: PlanningExperiment, context: Context) -> Iterator[Measureme
             if not context.has({"mix": mix.name}):
                 yield _of_grid(experiment.grid, mix, effort)
             advance()
-
-
-def _published(experiment: PlanningExperiment) -> Iterator[Measurement]:
-    for row in experiment.published:
-        key: Key = {"published": row.trace, "b_short": row.b_short_tokens}
-        yield Measurement(
-            key=key,
-            traces=trace_sources(row.trace),
-            figures=recomputed(row, experiment.published_requests),
-            settings=asdict(row) | {"requests": experiment.published_requests},
-        )
 
 
 def _of_grid(grid: MixGrid, mix: Mix, effort: Effort) -> Measurement:

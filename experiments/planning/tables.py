@@ -6,8 +6,7 @@ from typing import Any
 
 from experiments.common.rows import ANY, Row
 from experiments.common.tables import Table, markdown
-from experiments.planning.published import PRINTED_WHOLE_RATE
-from serve_app.planning.sizing.fleets import PAGED, POOLS, WORST_CASE
+from serve_app.planning.fleets import PAGED, POOLS, WORST_CASE
 
 _FORMS = {
     "by_requests": "by requests, alpha (1 - 1/rho)",
@@ -98,57 +97,6 @@ def _range(values: Sequence[float]) -> str:
     return f"{100 * min(values):z.0f} to {100 * max(values):z.0f}" if values else _NONE
 
 
-def _terms(rows: Sequence[Row]) -> str:
-    head = [
-        *("plan", "against", "GPUs", "saved, %", "alpha", "w_s"),
-        *("by requests, %", "by work, %", "both pools, %", "P99 TTFT, s"),
-    ]
-    lines = [
-        [row.settings["title"], title, *_comparison(row, baseline)]
-        for row in rows
-        for baseline, title in _BASELINES.items()
-    ]
-    return markdown(head, lines, text_columns=2)
-
-
-def _comparison(row: Row, baseline: str) -> list[str]:
-    fleets, against = row.figures["fleets"], _against(row, baseline)
-    if against is None:
-        return [_gpus(fleets.get(baseline)), *[_NONE] * 7]
-    one, two, terms = fleets[baseline], fleets[POOLS], against["closed_form"]
-    return [
-        f"{one['gpus']:,} > {two['gpus']:,}",
-        f"{100 * against['simulated']:z.1f} ± {100 * against['resolution']:.1f}",
-        f"{terms['alpha']:.3f}",
-        f"{terms['w_s']:.3f}",
-        *(f"{100 * terms[form]:.1f}" for form in _FORMS),
-        f"{one['p99_ttft_s']:.2f} > {two['p99_ttft_s']:.2f}",
-    ]
-
-
-def _published(rows: Sequence[Row]) -> str:
-    head = [
-        *("trace", "printed", "GPUs", "saved, %", "alpha", "w_s", "rho"),
-        *("by requests, %", "by work, %", "alpha implied"),
-    ]
-    lines = [
-        [
-            row.settings["trace"],
-            row.settings["printed"],
-            f"{figures['one_pool_gpus']:,} > {figures['two_pools_gpus']:,}",
-            f"{100 * figures['saving']:.1f}",
-            f"{figures['alpha']:.4f}",
-            f"{figures['w_s']:.3f}",
-            f"{figures['rho']:.2f}",
-            *(f"{100 * figures[form]:.1f}" for form in ("by_requests", "by_work")),
-            _NONE if figures["alpha_implied"] is None else f"{figures['alpha_implied']:.2f}",
-        ]
-        for row in rows
-        for figures in [row.figures]
-    ]
-    return markdown(head, lines, text_columns=2)
-
-
 TABLES = {
     "cases": Table(
         text=_cases,
@@ -165,13 +113,5 @@ TABLES = {
         text=_promises,
         where={"mix": ANY},
         note="Percentage points of cost that a closed form promises beyond what the simulation finds",
-    ),
-    "case-terms": Table(text=_terms, where={"case": ANY}, note="One pool > two pools"),
-    "mixes": Table(text=_terms, where={"mix": ANY}, note="One pool > two pools"),
-    "published": Table(
-        text=_published,
-        where={"published": ANY},
-        note=f"The papers' engine model. They reckon with {PRINTED_WHOLE_RATE} requests/s for an instance, "
-        "whatever the trace",
     ),
 }

@@ -1,20 +1,23 @@
-"""A grid of simulated runs: policies by cases, profiles, loads and seeds."""
+"""A grid of simulated runs: policies by cases, profiles, loads and seeds, one row for each cell."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Annotated, Any
 
+from experiments.common.experiment import Context, Measurement
+from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from experiments.policies.queues import queue_source
+from serve_app.command import progress_bar, warn
 from serve_app.settings_base import at_least, settings
-from serve_app.simulation.batch import saturated_rates
-from serve_app.simulation.disturbances.estimate_noise import LengthNoise
+from serve_app.simulation.batch import run_all, saturated_rates
 from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.partitions import LEARNED
-from serve_app.simulation.run import RunSettings, SloByLength, policy_names
+from serve_app.simulation.partitions import LEARNED, PartitionSource, partition_source
+from serve_app.simulation.report import run_as_json, settings_as_json, unequal_work
+from serve_app.simulation.run import LengthNoise, RunResult, RunSettings, SloByLength, policy_names
 from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
-from serve_app.tuning import RefineAndPruneSettings
+from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 
 @settings
@@ -25,7 +28,7 @@ class PolicyVariant:
         policy: its name; the variant's own name unless given.
         engine: what it changes in every engine.
         scheduler: settings by dotted path.
-        partition: source of its queues, see `queues.queue_source`.
+        partition: source of its queues, as `--partition` of `simulate`.
         refine_and_prune: how queues are learned, where they are; None is the default.
     """
 
@@ -162,7 +165,7 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         noise=LengthNoise(relative_error=case.length_noise),
         simulation=case.world,
         scheduler=variant.scheduler,
-        partition=queue_source(variant.partition, variant.refine_and_prune),
+        partition=_queue_source(variant),
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
     )
@@ -176,3 +179,66 @@ def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
         arrivals=case.arrivals,
         flip_mix_at=case.short_at_tokens if case.flip_mix else None,
     )
+
+
+def _queue_source(variant: PolicyVariant) -> PartitionSource | None:
+    learning = variant.refine_and_prune or RefineAndPruneSettings()
+    return partition_source(
+        variant.partition, LearnedPartitions(StrategicSettings(refine_and_prune=learning))
+    )
+
+
+def play_grid(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
+    """Every cell that there is no row of yet."""
+    cells = [cell for cell in cells_of(grid) if not context.has(cell.key)]
+    plan = planned(grid, cells, jobs=context.jobs)
+    results = run_all([run for runs in plan for run in runs], jobs=context.jobs)
+    with progress_bar("policies", len(cells)) as advance:
+        for cell, runs in zip(cells, plan, strict=True):
+            yield measurement_of(cell.key, cell.case.trace, list(islice(results, len(runs))))
+            advance()
+
+
+def measurement_of(key: Key, trace: str, results: Sequence[RunResult]) -> Measurement:
+    """The row of a cell, with the figures of all its seeds."""
+    rows = [run_as_json(result) for result in results]
+    for line in unequal_work(rows):
+        warn(f"not the same work: {dict(key)}: {line}")
+    columns = [_figures(row) for row in rows]
+    return Measurement(
+        key=key,
+        seeds=[result.settings.seed for result in results],
+        traces=trace_sources(trace),
+        figures={name: [one[name] for one in columns] for name in columns[0]}
+        | {"deployable": all(row["deployable"] for row in rows)},
+        settings=_settings(results[0]),
+    )
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    metrics, whole = row["metrics"], row["whole_run"]
+    return {
+        "rate_per_s": row["rate_per_s"],
+        "requests": whole["requests"],
+        "completed": whole["completed"],
+        **{
+            f"{size}_ttft_{name}_s": metrics["ttft_s"][size][name]
+            for size in ("short", "long")
+            for name in ("mean", "p50", "p99")
+        },
+        "queue_wait_max_s": metrics["queue_wait_s"]["all"]["max"],
+        "tpot_mean_s": metrics["tpot_s"]["all"]["mean"],
+        "goodput_per_s": metrics["goodput_per_s"],
+        "tokens_per_s": whole["throughput_tokens_per_s"],
+        "preemptions": whole["preemptions"],
+    }
+
+
+def _settings(result: RunResult) -> dict[str, Any]:
+    """All settings of the cell's runs; what differs from seed to seed stands among the figures."""
+    settings = settings_as_json(result)
+    for of_seed in ("seed", "rate_per_s"):
+        del settings[of_seed]
+    # The pool's engines are alike.
+    settings["engines"] = settings["engines"][:1]
+    return settings

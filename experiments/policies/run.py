@@ -8,7 +8,6 @@ work. The first tenth of requests is not measured.
 """
 
 from experiments.common.experiment import Experiment
-from experiments.policies.grid import PolicyGrid
-from experiments.policies.measurements import play_grid
+from experiments.policies.grid import PolicyGrid, play_grid
 
 EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.common.rows import ANY, Row, where
+from experiments.common.rows import Row, where
 from experiments.common.tables import Table, markdown, plus_minus
 
 
@@ -45,7 +45,6 @@ _HEADLINE = ("round-robin, no gateway", "power of two, no gateway", "ewsjf, by l
 
 TABLES = {
     "headline": Table(text=_choices, where={"choice": _HEADLINE}, note=_NOTE),
-    "choices": Table(text=_choices, where={"choice": ANY}, note=_NOTE),
     "hashing": Table(text=_hashing, where={"cost": "hash"}, note="The best of five rounds, on one core"),
     "index": Table(text=_index, where={"cost": "index"}, note="The best of five rounds, on one core"),
 }

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.rows import Key
-from experiments.policies.grid import GridCell, PolicyGrid, cells_of, planned
-from experiments.policies.measurements import measurement_of, play_grid
+from experiments.policies.grid import GridCell, PolicyGrid, cells_of, measurement_of, planned, play_grid
 from experiments.tuner.searches import live_search
 from experiments.tuner.settings import LiveSearch
 from serve_app.settings_base import settings

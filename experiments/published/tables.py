@@ -13,25 +13,9 @@ from experiments.policies.tables import (
     SHORT_MEAN,
     SHORT_P99,
     THROUGHPUT,
-    grid_table,
 )
-from experiments.published.run import POLICY
 
 _RATE = "rate, 1/s"
-
-
-def _theta(rows: Sequence[Row]) -> str:
-    names = ("a_u", "b_u", "a_f", "b_f", "alpha")
-    lines = [
-        [
-            str(row.key["profile"]),
-            str(row.key["load"]),
-            *(" ".join(f"{value:g}" for value in row.figures[name]) for name in names),
-        ]
-        for row in rows
-        if "alpha" in row.figures
-    ]
-    return markdown(["profile", "load", *names], lines, text_columns=2)
 
 
 def _headline(rows: Sequence[Row]) -> str:
@@ -52,6 +36,4 @@ def _headline(rows: Sequence[Row]) -> str:
 
 TABLES = {
     "headline": Table(text=_headline, where={"case": ANY}, note=NOTE),
-    "theta": Table(text=_theta, where={"case": ANY}, note="What the meta-optimiser found, seed by seed"),
-    "policies": Table(text=grid_table("profile", "load"), where={"policy": ("fcfs", POLICY)}, note=NOTE),
 }

@@ -5,7 +5,6 @@ are off, first tokens that are reported late, bursts, a mix that flips, a tenant
 """
 
 from experiments.common.experiment import Experiment
-from experiments.policies.grid import PolicyGrid
-from experiments.policies.measurements import play_grid
+from experiments.policies.grid import PolicyGrid, play_grid
 
 EXPERIMENT = Experiment(settings=PolicyGrid, play=play_grid)

@@ -1,66 +1,188 @@
-"""Rules that scale pools: ours with three forecasts, Ray Serve's default policy, and a fleet that stays."""
+"""Rules that scale pools: ours, Ray Serve's default policy, and a fleet that stays.
+
+A simulation whose pools are scaled while it runs: replicas are ordered, start, drain and leave.
+
+An order is a replica that costs from then on and takes requests `start_s` later. A pool that shrinks first
+takes back orders that have not come, then drains the replicas with the least in flight. A draining replica
+finishes what it has, so no request is cut.
+"""
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
-from serve_app.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings
-from serve_app.scaling.forecast import LoadForecast, RecentLoad
+from serve_app.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
 from serve_app.scheduling import Scheduler
-from serve_app.simulation.scaled import ScalingRule, WorkRule
+from serve_app.scheduling import events as ev
+from serve_app.simulation.simulation import Rank, ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
 
 
-class TrendLoad:
-    """The recent load and its recent slope go on, damped (Gardner and McKenzie, 1985)."""
+class ScalingRule(Protocol):
+    """Decides how many replicas the pools should have."""
 
-    def __init__(self) -> None:
-        self._level, self._slope = RecentLoad(), 0.0
-
-    def observe(self, engine_s: float, elapsed_s: float) -> None:
-        """Take in the work that has arrived since the last call, in seconds of an engine."""
-        before = self._level.load(0.0)
-        self._level.observe(engine_s, elapsed_s)
-        share = -math.expm1(-elapsed_s / 60.0)
-        self._slope += share * ((self._level.load(0.0) - before) / elapsed_s - self._slope)
-
-    def load(self, horizon_s: float) -> float:
-        """The highest load until the horizon; the slope fades with a time constant of two minutes."""
-        ahead_s = 120.0 * -math.expm1(-horizon_s / 120.0)
-        return self._level.load(0.0) + max(0.0, self._slope * ahead_s)
+    def targets(self, scheduler: Scheduler, now: float, /) -> Mapping[str, int]:
+        """Replicas by pool; a pool that is left out stays as it is."""
 
 
-class SeasonalLoad:
-    """The highest load of the same stretch of the last season, at today's level, or the recent one if more.
+class WorkRule:
+    """The rule that is served with: `FleetScaler` on the scheduler's own state."""
 
-    Args:
-        season_s: after which the arrivals repeat themselves.
+    def __init__(self, scaler: FleetScaler) -> None:
+        self._scaler = scaler
+
+    def targets(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
+        """What the live application would order."""
+        views = observe(scheduler, self._scaler.pools, now)
+        return {name: each.replicas for name, each in self._scaler.decide(views, now).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledFleet:
+    """What a scaled run needs besides a simulation's own.
+
+    Attributes:
+        kinds: one plan for each pool; replicas of the pool are numbered copies.
+        first: replicas at the start, by pool, which are ready at once.
+        rule: decides every `interval_s`.
+        start_s: from an order to a replica that takes requests.
     """
 
-    def __init__(self, season_s: float) -> None:
-        self._season_s = season_s
-        self._recent = RecentLoad()
-        self._smooth = RecentLoad(60.0)
-        self._now = 0.0
-        self._past: deque[tuple[float, float]] = deque()
+    kinds: Mapping[str, ReplicaPlan]
+    first: Mapping[str, int]
+    rule: ScalingRule
+    start_s: float
+    interval_s: float = 1.0
 
-    def observe(self, engine_s: float, elapsed_s: float) -> None:
-        """Take in the work that has arrived since the last call, in seconds of an engine."""
-        self._now += elapsed_s
-        self._recent.observe(engine_s, elapsed_s)
-        self._smooth.observe(engine_s, elapsed_s)
-        if not self._past or self._now - self._past[-1][0] >= 10.0:
-            self._past.append((self._now, self._smooth.load(0.0)))
-        while self._past[0][0] < self._now - self._season_s - 10.0:
-            self._past.popleft()
 
-    def load(self, horizon_s: float) -> float:
-        """The highest load until the horizon."""
-        recent = self._recent.load(0.0)
-        begin = self._now - self._season_s
-        if self._past[0][0] > begin + 10.0:
-            return recent
-        stretch = [load for at, load in self._past if begin <= at <= begin + horizon_s]
-        return max([recent, *stretch])
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """The replicas of a pool from some time on.
+
+    Attributes:
+        paid: those that were ordered and have not left: starting, ready and draining.
+    """
+
+    at: float
+    pool: str
+    ready: int
+    paid: int
+
+
+@dataclass(slots=True)
+class _FleetPool:
+    ready: list[str] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)
+    draining: list[str] = field(default_factory=list)
+    made: int = 0
+    paid_s: float = 0.0
+    paid_since: float = 0.0
+
+    @property
+    def paid(self) -> int:
+        return len(self.ready) + len(self.starting) + len(self.draining)
+
+
+class ScaledSimulation:
+    """One run with a scaled fleet.
+
+    Attributes:
+        simulation: the run itself.
+        sizes: every change of a pool, in order of time.
+    """
+
+    def __init__(self, simulation: Simulation, fleet: ScaledFleet) -> None:
+        self.simulation, self._fleet = simulation, fleet
+        self._pools = {name: _FleetPool() for name in fleet.kinds}
+        self.sizes: list[FleetSize] = []
+        for name, count in fleet.first.items():
+            for _ in range(count):
+                self._come(name, self._order(name))
+
+    def run(self, requests: list[SimulatedRequest]) -> None:
+        """Play all requests to their end; the records are the simulation's."""
+        self.simulation.timeline.at(0.0, Rank.WAKE_UP, self._decide)
+        self.simulation.run(requests)
+        for pool in self._pools.values():
+            self._account(pool)
+
+    def replica_seconds(self) -> dict[str, float]:
+        """Seconds for which replicas were paid, by pool."""
+        return {name: pool.paid_s for name, pool in self._pools.items()}
+
+    @property
+    def _now(self) -> float:
+        return self.simulation.timeline.now
+
+    def _decide(self) -> None:
+        wanted = self._fleet.rule.targets(self.simulation.scheduler, self._now)
+        for name, count in wanted.items():
+            self._scale(name, count)
+        if not self.simulation.is_over:
+            self.simulation.timeline.at(self._now + self._fleet.interval_s, Rank.WAKE_UP, self._decide)
+
+    def _scale(self, name: str, count: int) -> None:
+        pool = self._pools[name]
+        for _ in range(count - len(pool.ready) - len(pool.starting)):
+            replica_id = self._order(name)
+            coming = partial(self._come, name, replica_id)
+            self.simulation.timeline.at(self._now + self._fleet.start_s, Rank.ENGINE, coming)
+        for _ in range(len(pool.ready) + len(pool.starting) - count):
+            self._shrink(name, pool)
+
+    def _order(self, name: str) -> str:
+        pool = self._pools[name]
+        self._account(pool)
+        pool.made += 1
+        replica_id = f"{name}-{pool.made}"
+        pool.starting.append(replica_id)
+        self._note(name)
+        return replica_id
+
+    def _come(self, name: str, replica_id: str) -> None:
+        pool = self._pools[name]
+        if replica_id not in pool.starting:
+            return
+        pool.starting.remove(replica_id)
+        pool.ready.append(replica_id)
+        self.simulation.join(replace(self._fleet.kinds[name], replica_id=replica_id))
+        self._note(name)
+
+    def _shrink(self, name: str, pool: _FleetPool) -> None:
+        self._account(pool)
+        if pool.starting:
+            pool.starting.pop()
+        else:
+            least = min(pool.ready, key=lambda each: self.simulation.scheduler.ledger[each].in_flight)
+            pool.ready.remove(least)
+            pool.draining.append(least)
+            replica = self.simulation.replicas[least]
+            replica.draining = True
+            self.simulation.feed(ev.ReplicaReported(least, replica.report()))
+            self._leave_when_idle(name, least, replica)
+        self._note(name)
+
+    def _leave_when_idle(self, name: str, replica_id: str, replica: SimulatedReplica) -> None:
+        state = self.simulation.scheduler.ledger.get(replica_id)
+        if state is not None and state.in_flight:
+            again = partial(self._leave_when_idle, name, replica_id, replica)
+            self.simulation.timeline.at(self._now + self._fleet.interval_s, Rank.WAKE_UP, again)
+            return
+        pool = self._pools[name]
+        self._account(pool)
+        pool.draining.remove(replica_id)
+        del self.simulation.replicas[replica_id]
+        self.simulation.feed(ev.ReplicaLost(replica_id))
+        self._note(name)
+
+    def _account(self, pool: _FleetPool) -> None:
+        pool.paid_s += pool.paid * (self._now - pool.paid_since)
+        pool.paid_since = self._now
+
+    def _note(self, name: str) -> None:
+        pool = self._pools[name]
+        self.sizes.append(FleetSize(self._now, name, len(pool.ready), pool.paid))
 
 
 class Fixed:
@@ -102,18 +224,8 @@ class ServeDefault:
         return self._now
 
 
-def forecasts(season_s: float) -> Mapping[str, Callable[[], LoadForecast]]:
-    """Ours, by the name of the forecast."""
-    return {
-        "work, reacting": RecentLoad,
-        "work, trend": TrendLoad,
-        "work, season": lambda: SeasonalLoad(season_s),
-    }
-
-
-def work_rule(
-    pools: tuple[str, ...], bounds: AutoscalingSettings, forecast: Callable[[], LoadForecast]
-) -> ScalingRule:
-    """The product's own rule with a forecast."""
-    settings = ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools})
-    return WorkRule(FleetScaler(settings, forecast))
+def work_rule(pools: tuple[str, ...], bounds: AutoscalingSettings) -> ScalingRule:
+    """The product's own rule."""
+    return WorkRule(
+        FleetScaler(ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools}))
+    )

@@ -1,8 +1,8 @@
-"""How many replica-seconds does autoscaling save, at which price, and does a forecast help?
+"""How many replica-seconds does autoscaling save, and at which price?
 
-Two simulated pools meet traffic that changes. The rule that is served with scales them, with three forecasts
-of the load; beside it Ray Serve's default policy, and two fixed fleets: as many replicas as our rule had at
-its peak, and the mean that it paid for. Engines take half a minute, two or ten minutes to start.
+Two simulated pools meet traffic that changes. The rule that is served with scales them. Beside it are Ray
+Serve's default policy and two fixed fleets: as many replicas as our rule had at its peak, and the mean that
+it paid for. Engines take half a minute, two or ten minutes to start.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,24 +11,30 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
-from experiments.scaling.rules import Fixed, ServeDefault, forecasts, work_rule
+from experiments.scaling.rules import (
+    Fixed,
+    ScaledFleet,
+    ScaledSimulation,
+    ScalingRule,
+    ServeDefault,
+    work_rule,
+)
 from experiments.scaling.traffic import traffic
 from serve_app.command import progress_bar
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.slo import slo_attainment_ratio
-from serve_app.metrics.statistics import percentile
+from serve_app.metrics.summary import percentile
 from serve_app.scaling import AutoscalingSettings
 from serve_app.settings_base import settings
 from serve_app.simulation.batch import parallel
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.run import SloByLength
-from serve_app.simulation.scaled import ScaledFleet, ScaledSimulation, ScalingRule
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.simulation import Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, requests_of
 
-REACTING, SEASON = "work, reacting", "work, season"
+REACTING = "work, reacting"
 SERVE, PEAK, MEAN = "Serve's default", "fixed, at the peak", "fixed, at the mean"
 
 # Replicas report five times a second; once is enough for decisions once a second, and plays faster.
@@ -101,12 +107,7 @@ def _all_rules(run: Run) -> dict[str, dict[str, Any]]:
     )
     pools = tuple(_kinds(experiment))
     first = dict.fromkeys(pools, 1)
-    found = {
-        name: _figures(run, work_rule(pools, bounds, forecast), first)
-        for name, forecast in forecasts(experiment.span_s / 3).items()
-        # Only the wave has one.
-        if name != SEASON or run.case == "wave"
-    }
+    found = {REACTING: _figures(run, work_rule(pools, bounds), first)}
     serve = ServeDefault(experiment.target_ongoing_requests, bounds, first)
     found[SERVE] = _figures(run, serve, first)
     ours = found[REACTING]
@@ -143,10 +144,6 @@ def _figures(run: Run, rule: ScalingRule, first: Mapping[str, int]) -> dict[str,
         "all_replica_s": sum(scaled.replica_seconds().values()),
         "peak": {pool: max(size.paid for size in scaled.sizes if size.pool == pool) for pool in pools},
         "end_s": simulation.timeline.now,
-        # Of the first seed, for the plot.
-        "sizes": [[size.at, size.pool, size.ready, size.paid] for size in scaled.sizes]
-        if run.seed == 0
-        else [],
     }
 
 

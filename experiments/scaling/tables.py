@@ -1,11 +1,9 @@
 """The tables of this experiment."""
 
 from collections.abc import Sequence
-from statistics import mean
-from typing import Any
 
 from experiments.common.rows import ANY, Row
-from experiments.common.tables import Table, difference, markdown, plus_minus
+from experiments.common.tables import Table, markdown, plus_minus
 
 _RULES = ("work, reacting", "Serve's default", "fixed, at the peak", "fixed, at the mean")
 _HOUR_S = 3_600.0
@@ -35,52 +33,11 @@ def _line(row: Row) -> list[str]:
     ]
 
 
-def _forecasts(rows: Sequence[Row]) -> str:
-    """Each forecast against reacting, which lacks only it."""
-    by_key: dict[tuple[Any, ...], Row] = {
-        (row.key["case"], row.key["start_s"], row.key["rule"]): row for row in rows
-    }
-    head = [
-        "traffic",
-        "start, s",
-        "forecast",
-        "in SLO, points",
-        "replica-hours",
-        "in SLO per replica-hour, %",
-    ]
-    lines = []
-    for (case, start_s, rule), row in by_key.items():
-        base = by_key.get((case, start_s, "work, reacting"))
-        if base is None or rule not in ("work, trend", "work, season"):
-            continue
-        lines.append(
-            [
-                str(case),
-                f"{start_s:g}",
-                str(rule).removeprefix("work, "),
-                difference(row.figures["attained"], base.figures["attained"], 2, scale=100),
-                difference(row.figures["all_replica_s"], base.figures["all_replica_s"], 2, scale=1 / _HOUR_S),
-                f"{100 * (_per_hour(row) / _per_hour(base) - 1):+.1f}",
-            ]
-        )
-    return markdown(head, lines, text_columns=3)
-
-
-def _per_hour(row: Row) -> float:
-    pairs = zip(row.figures["attained"], row.figures["all_replica_s"], strict=True)
-    return float(mean(attained / seconds for attained, seconds in pairs))
-
-
 _WHERE = {"case": ANY, "start_s": ANY, "rule": ANY}
 TABLES = {
     "headline": Table(
         text=_headline,
         where=_WHERE,
         note="Simulated. SLO: TTFT 1 s for short and 10 s for long prompts, TPOT 0.1 s",
-    ),
-    "forecasts": Table(
-        text=_forecasts,
-        where=_WHERE,
-        note="Simulated: each forecast less reacting, and the change of SLO attainment per replica-hour",
     ),
 }

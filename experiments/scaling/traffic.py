@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.simulation.workload import TraceChoice, choose_trace
-from serve_app.workloads.arrivals import OnOffArrivals
-from serve_app.workloads.streams import stream
+from serve_app.workloads.generators import OnOffArrivals, stream
 from serve_app.workloads.trace import Trace, TraceRequest
 
 # Multiples of the base rates of short and long requests, one phase after the other.

@@ -22,7 +22,7 @@ from serve_app.tuning.objective.objective import reward_of
 from serve_app.tuning.online.parameter_search import SearchResult, SearchTask
 from serve_app.tuning.online.rollout_settings import Act, Audit
 from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
-from serve_app.workloads.streams import stream
+from serve_app.workloads.generators import stream
 
 
 @dataclass(frozen=True, slots=True)

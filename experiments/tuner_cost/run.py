@@ -17,11 +17,11 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import play_trace
 from experiments.common.processes import CpuMeter, role_of
 from experiments.common.provenance import generated
-from serve_app.bench.bodies import BodySettings
 from serve_app.bench.connection import BenchError
+from serve_app.bench.load import BodySettings
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.statistics import percentile
+from serve_app.metrics.summary import percentile
 from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings_base import as_written, settings
 from serve_app.workloads.catalog import WorkloadSettings, resolve

@@ -8,20 +8,234 @@ It differs from the gateway's upstream client on purpose. That one slows the eng
 slowly; this one never waits, reads the clock at every arrival of bytes, and supports TLS.
 
 Times are read from `time.monotonic`: the clock of a uvloop event loop advances in whole milliseconds.
+
+The outcome of a request, read from the bytes of its answer as they arrive.
+
+Each event is decoded until the first generated token. After it only the last bytes are read, which hold the
+usage, an error and the end mark. An answer counts as completed only at its proper end: a complete HTTP
+message with status 200, `[DONE]` for a stream, and no error inside.
 """
 
 import asyncio
+import json
+import re
 import ssl
 import time
+import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
-from serve_app.bench.answer import Answer
-from serve_app.errors import ServeAppError
+from serve_app.command import fetched
+from serve_app.errors import HTTP_STATUS, Outcome, ServeAppError
+
+# Enough for the last events (usage, error, end mark); an engine's error message may be long.
+_TAIL_BYTES = 8192
+# Kept bytes of an error or of an answer that is not a stream.
+_WHOLE_BYTES = 16 * 1024 * 1024
+
+_OUTCOME_OF_CODE = {
+    "context_length_exceeded": Outcome.REJECTED_TOO_LONG,
+    "queue_full": Outcome.REJECTED_QUEUE_FULL,
+    "deadline_unmeetable": Outcome.REJECTED_DEADLINE_UNMEETABLE,
+    "rate_limit_exceeded": Outcome.REJECTED_RATE_LIMITED,
+    "no_replica": Outcome.REJECTED_NO_REPLICA,
+    "queue_timeout": Outcome.EXPIRED,
+    "model_not_found": Outcome.REJECTED_UNKNOWN_MODEL,
+}
+# Of several outcomes with one status, the first counts.
+_OUTCOME_OF_STATUS = {status: outcome for outcome, status in reversed(HTTP_STATUS.items())}
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _UsageCounts(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: str | int | None = None
+    type: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _UsageCounts | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Answer:
+    """One answer while it arrives.
+
+    Args:
+        stream: whether the request asked for a stream.
+        on_end: called once, at the end of the answer, completed or not.
+
+    Attributes:
+        status: HTTP status, 0 before it is known.
+        headers: by lower-case name.
+        first_token_at: arrival of the first generated token.
+        finished_at: end of the answer.
+        prompt_tokens, output_tokens: the engine's counts; None when it sent none.
+        outcome: None until the end.
+        detail: the reason when it did not complete.
+    """
+
+    __slots__ = (
+        "_bytes",
+        "_on_end",
+        "_stream",
+        "detail",
+        "finished_at",
+        "first_token_at",
+        "headers",
+        "outcome",
+        "output_tokens",
+        "prompt_tokens",
+        "status",
+    )
+
+    def __init__(self, *, stream: bool, on_end: Callable[["Answer"], object]) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.first_token_at: float | None = None
+        self.finished_at = 0.0
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.outcome: Outcome | None = None
+        self.detail = ""
+        self._stream = stream
+        self._on_end = on_end
+        self._bytes = b""
+
+    def header(self, name: bytes) -> str:
+        """A header of the answer; empty when absent."""
+        return self.headers.get(name, b"").decode("latin-1")
+
+    def on_body(self, piece: bytes, now: float) -> None:
+        """Take bytes of the body."""
+        if not self._stream or self.status != 200:
+            self._bytes = (self._bytes + piece)[:_WHOLE_BYTES]
+        elif self.first_token_at is not None:
+            self._bytes = (self._bytes + piece)[-_TAIL_BYTES:]
+        else:
+            self._bytes += piece
+            if self._has_token():
+                self.first_token_at = now
+                self._bytes = self._bytes[-_TAIL_BYTES:]
+
+    def on_complete(self, now: float) -> None:
+        """The HTTP message is complete."""
+        if self.status != 200:
+            self._refused(now)
+        elif self._stream:
+            self._stream_ended(now)
+        else:
+            self._document_ended(now)
+
+    def fail(self, detail: str, now: float, outcome: Outcome = Outcome.FAILED) -> None:
+        """End the answer as not completed; only the first end counts."""
+        self._end(outcome, now, detail)
+
+    def _has_token(self) -> bool:
+        """Whether a complete event holds generated text.
+
+        Events are dropped after they are read, except for the last one, which may be the end mark, and an
+        error.
+        """
+        *events, rest = self._bytes.replace(b"\r\n", b"\n").split(b"\n\n")
+        for position, raw in enumerate(events):
+            event = _event(raw)
+            self._note_usage(event)
+            if event.error is not None or _carries_token(event):
+                self._bytes = b"\n\n".join((*events[position:], rest))
+                return event.error is None
+        self._bytes = b"\n\n".join((*events[-1:], rest))
+        return False
+
+    def _refused(self, now: float) -> None:
+        error = _event(b"data: " + self._bytes).error
+        code = str(error.code or error.type or "") if error is not None else ""
+        outcome = _OUTCOME_OF_CODE.get(code) or _OUTCOME_OF_STATUS.get(self.status, Outcome.FAILED)
+        message = (error.message if error is not None else None) or self._bytes[:200].decode(
+            "utf-8", "replace"
+        )
+        self._end(outcome, now, f"HTTP {self.status} {code}: {message}")
+
+    def _stream_ended(self, now: float) -> None:
+        *events, rest = self._bytes.replace(b"\r\n", b"\n").split(b"\n\n")
+        for raw in events:
+            event = _event(raw)
+            self._note_usage(event)
+            if event.error is not None:
+                self._end(Outcome.FAILED, now, f"error in the stream: {event.error.message}")
+                return
+        if not events or events[-1].strip() != b"data: [DONE]":
+            self._end(Outcome.FAILED, now, f"the stream ended without [DONE], after {rest[-80:]!r}")
+            return
+        self._end(Outcome.COMPLETED, now)
+
+    def _document_ended(self, now: float) -> None:
+        event = _event(b"data: " + self._bytes)
+        self._note_usage(event)
+        if event.error is not None or not event.choices:
+            self._end(Outcome.FAILED, now, f"status 200 without an answer: {self._bytes[:200]!r}")
+            return
+        self._end(Outcome.COMPLETED, now)
+
+    def _note_usage(self, event: _Event) -> None:
+        if event.usage is not None:
+            self.prompt_tokens = event.usage.prompt_tokens
+            self.output_tokens = event.usage.completion_tokens
+
+    def _end(self, outcome: Outcome, now: float, detail: str = "") -> None:
+        if self.outcome is None:
+            self.outcome, self.finished_at, self.detail = outcome, now, detail[:500]
+            self._bytes = b""
+            self._on_end(self)
+
+
+def _event(raw: bytes) -> _Event:
+    """One server-sent event; an empty one when it is not a JSON object of the expected form."""
+    data = raw.strip().removeprefix(b"data:").strip()
+    try:
+        return _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _NOTHING
+
+
+_NOTHING = _Event()
+
+
+def _carries_token(event: _Event) -> bool:
+    for choice in event.choices:
+        delta: Any = choice.delta
+        if choice.text or (
+            delta is not None
+            and (delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
+        ):
+            return True
+    return False
+
 
 IDLE_LIMIT_S = 2.0
 """Below the keep-alive times of common servers (uvicorn 5 s, nginx 75 s)."""
@@ -225,3 +439,35 @@ class ConnectionPool:
         for connection in tuple(self._all):
             self.discard(connection)
         self._idle.clear()
+
+
+_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+def served_models(target: Target, api_key: str | None) -> list[str]:
+    """The model names in `/v1/models`.
+
+    Raises:
+        BenchError: the endpoint cannot be reached, or does not answer like an OpenAI API.
+    """
+    url = f"{target.base_url}/v1/models"
+    try:
+        document = json.loads(fetched(url, api_key))
+        return [str(model["id"]) for model in document["data"]]
+    except urllib.error.HTTPError as exc:
+        raise BenchError(f"{url} answers {exc.code}: give --api-key if it asks for one") from exc
+    except OSError as exc:
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        raise BenchError(f"cannot reach {url}: {reason}; is the server running?") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise BenchError(f"{url} does not list models as the OpenAI API does: {exc!r}") from exc
+
+
+def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
+    """Preemptions of all engines, from the endpoint's `/metrics`; None when it does not export them."""
+    try:
+        text = fetched(f"{target.base_url}/metrics", api_key).decode("utf-8", "replace")
+        counts = [float(count) for count in _PREEMPTIONS.findall(text)]
+    except (OSError, ValueError):
+        return None
+    return round(sum(counts)) if counts else None

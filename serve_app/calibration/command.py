@@ -6,11 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.calibration.accuracy import Accuracy, compare
-from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time
+from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
 from serve_app.calibration.measurements import CalibrationError, Measurements, read_measurements
-from serve_app.calibration.replay import measured, replay
-from serve_app.calibration.start import starting_point
+from serve_app.calibration.replay import Accuracy, compare, measured, replay
 from serve_app.command import Command, positive_int, progress_bar, say, warn
 from serve_app.engine_model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError

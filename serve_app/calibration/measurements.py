@@ -3,18 +3,109 @@
 An engine's rows have `queued_ts`, `scheduled_ts`, `first_token_ts`, `last_token_ts` (seconds on one clock),
 `input_toks` and `output_toks`. vLLM takes these timestamps for its metrics. A client's rows are those of
 `bench --records`. Other keys are ignored.
+
+Rows of `bench --records` as measured requests: what a client saw, in place of the engine's own timestamps.
+
+A client does not see the start of the first step, so the whole TTFT counts as time in the engine, with the
+network and the tokenizer. The wait in our own queue is left out where the gateway reported it.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_app.calibration.measurement import MeasuredRequest, number, whole_number
-from serve_app.calibration.records import engine_of, from_record, is_record
-from serve_app.errors import ServeAppError
+from serve_app.errors import Outcome, ServeAppError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRequest:
+    """One request in the engine; times are seconds on one clock.
+
+    Attributes:
+        prompt_tokens: length of its prompt.
+        output_tokens: generated tokens.
+        queued_at: entry to the engine's waiting queue.
+        scheduled_at: start of its first step.
+        first_token_at, last_token_at: generation of those tokens.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    queued_at: float
+    scheduled_at: float
+    first_token_at: float
+    last_token_at: float
+
+    def __post_init__(self) -> None:
+        instants = (self.queued_at, self.scheduled_at, self.first_token_at, self.last_token_at)
+        if not all(math.isfinite(instant) for instant in instants):
+            raise ValueError("an instant is not finite")
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError("a token count is below 1")
+        if list(instants) != sorted(instants) or self.first_token_at == self.queued_at:
+            raise ValueError("its instants are out of order")
+        if self.output_tokens > 1 and self.last_token_at == self.first_token_at:
+            raise ValueError("it generated several tokens in no time")
+
+
+def number(row: Mapping[str, Any], name: str) -> float:
+    """A number of a row.
+
+    Raises:
+        ValueError: it has none of that name.
+    """
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is missing or no number")  # noqa: TRY004 - faults of rows are counted alike
+    return float(value)
+
+
+def whole_number(row: Mapping[str, Any], name: str) -> int:
+    """A whole number of a row.
+
+    Raises:
+        ValueError: it has none of that name.
+    """
+    value = number(row, name)
+    if not value.is_integer():
+        raise ValueError(f"{name} is no whole number")
+    return int(value)
+
+
+def is_record(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a client's record rather than an engine's measurement."""
+    return "arrived_at" in row and "outcome" in row
+
+
+def engine_of(row: Mapping[str, Any]) -> str:
+    """The replica that answered, as the gateway named it; empty where the client asked an engine itself."""
+    return str(row.get("replica") or "")
+
+
+def from_record(row: Mapping[str, Any]) -> MeasuredRequest:
+    """The request of a record.
+
+    Raises:
+        ValueError: it says nothing about the engine's pace; the message is the reason.
+    """
+    if row["outcome"] != Outcome.COMPLETED:
+        raise ValueError("it was not completed")
+    if row.get("first_token_at") is None:
+        raise ValueError("it has no first token, as without streaming")
+    start = next(name for name in ("dispatched_at", "sent_at", "arrived_at") if row.get(name) is not None)
+    queued_at = number(row, start)
+    return MeasuredRequest(
+        prompt_tokens=whole_number(row, "prompt_tokens"),
+        output_tokens=whole_number(row, "output_tokens"),
+        queued_at=queued_at,
+        scheduled_at=queued_at,
+        first_token_at=number(row, "first_token_at"),
+        last_token_at=number(row, "finished_at"),
+    )
 
 
 class CalibrationError(ServeAppError):

@@ -1,19 +1,23 @@
 """A replay of measured arrivals in the engine model, and the timings of both.
 
 TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network, tokenizer).
+
+The accuracy of a replay: the errors of statistics of its latencies against the measured ones.
+
+The error of a statistic (mean, median, p90 or p99) is `played / measured - 1`, of the whole distribution. It
+is not the mean error of single requests, because a preemption may hit another request in the replay.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.calibration.measurement import MeasuredRequest
+from serve_app.calibration.measurements import MeasuredRequest
 from serve_app.engine_model.model import EngineModel
-from serve_app.engine_model.sequences import EngineSequence
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings, EngineSequence
 from serve_app.engine_model.step_time import StepTimeModel
 
 # Longest run of pure decode iterations that the model computes at once.
@@ -111,3 +115,45 @@ def _timings(
     several = output_tokens > 1
     tpot = (last - first)[several] / (output_tokens[several] - 1)
     return Timings(first - queued, tpot, last - queued, preemptions)
+
+
+METRICS = ("ttft_s", "tpot_s", "e2e_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of one metric over some requests, in seconds or as relative errors."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """One metric, measured and played, both in seconds."""
+
+    measured: Statistics
+    played: Statistics
+
+    @property
+    def errors(self) -> Statistics:
+        """Relative errors, positive where the model is too slow."""
+        ours, theirs = asdict(self.played), asdict(self.measured)
+        return Statistics(**{name: ours[name] / theirs[name] - 1.0 for name in ours})
+
+
+def compare(played: Timings, measured: Timings) -> dict[str, Accuracy]:
+    """The accuracy of each metric by its name, without metrics that no request has."""
+    found = {}
+    for metric in METRICS:
+        ours, theirs = getattr(played, metric), getattr(measured, metric)
+        if len(theirs):
+            found[metric] = Accuracy(_statistics(theirs), _statistics(ours))
+    return found
+
+
+def _statistics(values: Floats) -> Statistics:
+    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+    return Statistics(float(values.mean()), p50, p90, p99)

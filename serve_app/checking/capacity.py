@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from serve_app.checking.engine_setup import known_setup, stated
-from serve_app.engine_model.capacity import (
+from serve_app.engine_model.hardware import find_gpu
+from serve_app.engine_model.roofline import (
     EngineCapacity,
+    EngineSetup,
     capacity,
     context_that_fits,
     enough_gpus,
+    memory_share,
     usual_tokens,
 )
-from serve_app.engine_model.hardware.figures import find_gpu
-from serve_app.engine_model.roofline import EngineSetup, memory_share
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import SettingsError
 from serve_app.settings.application import AppSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from serve_app.checking.checks import Checked, check_file
 from serve_app.command import Command, say, warn
-from serve_app.engine_model.hardware.figures import find_gpu, gpu_names
+from serve_app.engine_model.hardware import find_gpu, gpu_names
 
 
 def tell(config: Path, found: Checked) -> None:

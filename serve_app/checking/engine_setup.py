@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from serve_app.engine_model.hardware.figures import Gpu, ModelArchitecture, load_gpu
-from serve_app.engine_model.hardware.model_config import known_architecture
+from serve_app.engine_model.hardware import Gpu, ModelArchitecture, known_architecture, load_gpu
 from serve_app.engine_model.roofline import EngineSetup
 from serve_app.engines.vllm.engine import VllmEngineSettings
 

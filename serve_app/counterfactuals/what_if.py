@@ -1,15 +1,247 @@
-"""What would have helped a request: each change of its recording replayed, told with the replay's error."""
+"""What would have helped a request: each change of its recording replayed, told with the replay's error.
 
-from collections.abc import Callable, Mapping, Sequence
+The error of a replay, from what it got wrong where nothing was changed.
+
+The unchanged replay gives each recorded request a wait, beside the one that it had. A changed replay gives
+the request in question another wait. What it would really have been is
+
+    replayed with the change + carried * (recorded - replayed without it)
+
+where `carried` is the smaller of the two replayed waits over the larger. So a change without effect gives the
+recorded wait, and one after which the request meets quite another queue gives what the replay has. Nothing is
+carried where the replay does not have the wait of the request at all, since it met another queue already.
+
+The bar is made of what the unchanged replay gets wrong in nine of ten comparable requests: of those that wait
+about as long as the request would, and, as far as its own error is carried, of those that wait about as long
+as it did. Both are taken as independent; errors that they share would make it smaller.
+
+That is too little where a change moves all requests, as another policy does. Under another order other
+requests depend on small delays, which the unchanged replay does not show. Who replays such a change tells
+besides how much the wait depends on them, and that widens the bar.
+
+How fast the recorded engines were: step times that are told, or fitted to the recorded requests.
+
+Told are those that the tuner has fitted, or those of a profile. Where they are wrong for the recorded
+requests by more than a few percent, the fit of `twin.engine_fit` is tried as well. Whichever replays the
+recorded waits better is used.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from serve_app.counterfactuals.changes import POLICY, ChangedRecording, all_changes, pool_of
-from serve_app.counterfactuals.engines import KnownEngines, engines_of, slowed
-from serve_app.counterfactuals.error_bar import LEAST_COMPARABLE, ErrorBars, Residual, Told
 from serve_app.counterfactuals.recording import RecordedRequest, Recording, RecordingError
-from serve_app.counterfactuals.replay import Played, replay_recording
+from serve_app.counterfactuals.replay import (
+    POLICY,
+    ChangedRecording,
+    Played,
+    all_changes,
+    pool_of,
+    replay_recording,
+)
 from serve_app.errors import Outcome
+from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
+from serve_app.tuning.online.twin_calibration import CalibrationSettings, TwinCalibration
+from serve_app.tuning.twin.engine_fit import EngineFitTask, Engines, fit_engines
+
+LEAST_COMPARABLE = 12
+"""Comparable requests without which there is no bar, and so no figure."""
+_MOST_COMPARABLE = 40
+_SHARE = 0.9
+# Waits that differ by less are alike.
+_ALIKE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What the unchanged replay said of a request, and what happened, in seconds."""
+
+    request_id: str
+    priority: PriorityClass
+    replayed_s: float
+    recorded_s: float
+
+    @property
+    def error_s(self) -> float:
+        """Positive where the replay is too fast."""
+        return self.recorded_s - self.replayed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A time that is told: about `seconds`, and in nine of ten cases between `low` and `high`."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+class ErrorBars:
+    """What a replay gets wrong.
+
+    Args:
+        residuals: of all requests but the one in question.
+        own: of that one.
+    """
+
+    def __init__(self, residuals: Sequence[Residual], own: Residual) -> None:
+        self._residuals, self._own = residuals, own
+
+    @property
+    def comparable(self) -> int:
+        """Requests that the replay can be held against."""
+        return len(self._residuals)
+
+    @property
+    def bar_s(self) -> float:
+        """What the unchanged replay is off by, for nine in ten requests like the one in question."""
+        return self._off_by(self._own.replayed_s, self._own.priority)
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether the unchanged replay has the wait of the request itself, within its own bar."""
+        return abs(self._own.error_s) <= self.bar_s
+
+    @property
+    def median_error_s(self) -> float:
+        """What it is off by in half of all cases."""
+        errors = sorted(abs(each.error_s) for each in (*self._residuals, self._own))
+        return errors[len(errors) // 2]
+
+    def told(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Told:
+        """The time of the request after a change.
+
+        Args:
+            changed_s: as the changed replay has it.
+            priority: the class that the request has after the change.
+            sensitivity_s: by how much small delays move that time, where the change moves all requests.
+        """
+        own = self._own
+        shorter, longer = sorted((changed_s, own.replayed_s))
+        carried = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
+        seconds = max(0.0, changed_s + carried * own.error_s)
+        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s, sensitivity_s)
+        if not self.reproduces:
+            bar = max(bar, abs(own.error_s))
+        return Told(seconds, max(0.0, seconds - bar), seconds + bar)
+
+    def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
+        """What the unchanged replay gets wrong in nine of ten requests with about this wait in it.
+
+        Those are of the same class where there are enough.
+        """
+        alike = [each for each in self._residuals if each.priority is priority]
+        if len(alike) < LEAST_COMPARABLE:
+            alike = list(self._residuals)
+
+        def distance(each: Residual) -> float:
+            return abs(math.log((each.replayed_s + _ALIKE_S) / (replayed_s + _ALIKE_S)))
+
+        most = min(_MOST_COMPARABLE, max(LEAST_COMPARABLE, len(alike) // 3))
+        near = sorted(alike, key=distance)[:most]
+        return _quantile([abs(each.error_s) for each in near])
+
+
+def _quantile(values: Sequence[float]) -> float:
+    """The smallest value that `_SHARE` of all do not exceed; 0 without any."""
+    ordered = sorted(values)
+    return ordered[math.ceil(_SHARE * len(ordered)) - 1] if ordered else 0.0
+
+
+StepTimes = Mapping[str, Mapping[str, float]]
+
+_LATENCY = "latency_s"
+# Limits of an engine are told, and its step times are about to be fitted.
+_ANY = {
+    _LATENCY: 0.0,
+    "decode_base_s": 0.02,
+    "decode_per_sequence_s": 0.0001,
+    "prefill_base_s": 0.02,
+    "prefill_per_token_s": 0.0001,
+}
+# Of mean TTFT from dispatch, and of TPOT: step times that are told stay while they are as right as that.
+_KEPT_WITHIN = 0.05
+FITTED = "fitted to these requests"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEngines:
+    """Step times by pool, and where they come from, in words."""
+
+    step_times: StepTimes
+    source: str
+
+
+def engines_of(recording: Recording) -> Iterator[KnownEngines]:
+    """The step times that may be the right ones: those that were told, and those that fit."""
+    if recording.step_times:
+        yield KnownEngines(recording.step_times, recording.step_times_from)
+    fitted = _fitted(recording)
+    if fitted:
+        yield KnownEngines(fitted, FITTED)
+
+
+def slowed(step_times: StepTimes, factor: float) -> StepTimes:
+    """Engines each step of which takes so many times as long."""
+    return {
+        pool: {name: value if name == _LATENCY else factor * value for name, value in times.items()}
+        for pool, times in step_times.items()
+    }
+
+
+def _fitted(recording: Recording) -> StepTimes:
+    fleet = [*recording.fleet, *(each.joined for each in recording.changes if each.joined is not None)]
+    if not fleet:
+        return {}
+    plans = _calibrated({spec.pool: _ANY for spec in fleet}).engines(fleet)
+    records = [record for each in recording.requests if (record := _record(each)) is not None]
+    task = EngineFitTask(
+        records=records,
+        plans=plans or (),
+        until=max((each.finished_at for each in records), default=0.0),
+        known=_known(recording),
+        keep_within=_KEPT_WITHIN,
+    )
+    return _plain(fit_engines(task).engines or {})
+
+
+def _known(recording: Recording) -> Engines:
+    if not recording.step_times:
+        return {}
+    return _calibrated(recording.step_times).known
+
+
+def _plain(engines: Engines) -> StepTimes:
+    return {pool: {_LATENCY: each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
+
+
+def _calibrated(step_times: StepTimes) -> TwinCalibration:
+    calibration = TwinCalibration(CalibrationSettings(), None)
+    calibration.restore(step_times)
+    return calibration
+
+
+def _record(recorded: RecordedRequest) -> RequestRecord | None:
+    """The request as its engine saw it; None where it had none, or has not ended."""
+    if recorded.dispatched_s is None or recorded.ended_s is None or recorded.outcome is None:
+        return None
+    usage = recorded.usage
+    cached = usage.cached_tokens if usage is not None else 0
+    return RequestRecord(
+        request_id=recorded.request_id,
+        arrived_at=recorded.arrived_s,
+        dispatched_at=recorded.dispatched_s,
+        first_token_at=recorded.first_token_s,
+        finished_at=recorded.ended_s,
+        outcome=recorded.outcome,
+        prompt_tokens=max(1, recorded.prompt_tokens - cached),
+        output_tokens=usage.output_tokens if usage is not None else 0,
+        pool=recorded.pool,
+        replica=recorded.replica,
+    )
+
 
 _REFUSED_IN_THE_REPLAY = "the replay refuses it"
 # Another order moves all requests. How much a wait depends on small delays in it is seen on engines a little

@@ -3,19 +3,21 @@
 The emulated engine and the simulator share it. The model itself has no clock, no randomness and no I/O. Read:
 
 - `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`);
-- `batching`: the scheduling rules, over `waiting` (the engine's queue) and `sequences`;
-- `decoding` and `kv_blocks`: how decode steps and the KV cache are kept cheap to simulate;
-- `step_time`: the duration of one iteration; `settings`: the limits of an engine;
-- `profiles`: named step times and limits, in `profile_data`; `roofline`, `roofline_profiles` and `hardware`:
-  the profiles that are computed from data sheets;
-- `capacity`: the context and the sequences that an engine can hold;
+- `batching`: the scheduling rules, and how decode steps are kept cheap to simulate;
+- `sequences`: the limits of an engine, its sequences, its queue and its KV blocks;
+- `step_time`: the duration of one iteration;
+- `profiles`: named step times and limits, in `profile_data`; `roofline` and `hardware`: the profiles that are
+  computed from data sheets, which `scripts/roofline_profiles.py` writes, and what an engine can hold;
 - `recent_mean`: the mean TPOT over the last seconds, for reports of an engine's load.
 """
 
 from serve_app.engine_model.model import EngineModel, ModelSnapshot, StepOutcome
-from serve_app.engine_model.sequences import EngineSequence, SequenceState
-from serve_app.engine_model.settings import EngineModelSettings
-from serve_app.engine_model.waiting import SchedulingPolicy
+from serve_app.engine_model.sequences import (
+    EngineModelSettings,
+    EngineSequence,
+    SchedulingPolicy,
+    SequenceState,
+)
 
 __all__ = [
     "EngineModel",

@@ -21,10 +21,8 @@ import itertools
 from collections.abc import KeysView
 from dataclasses import dataclass, field
 
-from serve_app.engine_model.batch import Batch
-from serve_app.engine_model.batching import Batcher
-from serve_app.engine_model.sequences import EngineSequence, SequenceState
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.batching import Batch, Batcher
+from serve_app.engine_model.sequences import EngineModelSettings, EngineSequence, SequenceState
 from serve_app.engine_model.step_time import StepTimeModel
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 from serve_app.settings_base import settings

@@ -7,8 +7,8 @@ cache carries.
 from dataclasses import dataclass
 
 from serve_app.checking.engine_setup import known_setup
-from serve_app.engine_model.capacity import capacity, context_that_fits, usual_tokens
-from serve_app.engine_model.hardware.figures import find_gpu
+from serve_app.engine_model.hardware import find_gpu
+from serve_app.engine_model.roofline import capacity, context_that_fits, usual_tokens
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import SettingsError
 from serve_app.first_config.fleet import SHORT_CONTEXT, Gpus

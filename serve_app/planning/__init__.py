@@ -3,8 +3,9 @@
 A queueing model ranks fleets, and the simulator sizes the best of them with the project's own scheduler.
 Read:
 
-- `plan`: one plan from the workload to the result;
-- `model`: closed forms and the queueing model;
-- `sizing`: the fleets, their prices, and the search for the cheapest one;
-- `results` and `plots`: the output; `command` and `arguments`: `python -m serve_app plan`.
+- `fleets`: the fleets that are compared, and their prices;
+- `queueing` and `sizing`: the queueing model, sizes by it, and the closed forms of the sources;
+- `verification`: the smallest fleet by the simulator;
+- `plan`: the search for the cheapest fleet, from the workload to the result;
+- `report` and `configuration`: the output; `command`: `python -m serve_app plan`.
 """

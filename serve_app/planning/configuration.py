@@ -5,12 +5,12 @@ from typing import Any
 import yaml
 
 from serve_app.engine_model.profiles import load_profile
-from serve_app.planning.sizing.candidates import PlanResult, SizedFleet
-from serve_app.planning.sizing.costs import CostTable
-from serve_app.planning.sizing.verification import Workload
+from serve_app.planning.fleets import CostTable
+from serve_app.planning.plan import PlanResult, SizedFleet
+from serve_app.planning.verification import Workload
 from serve_app.scheduling import SchedulerSettings
 from serve_app.settings_base import as_written
-from serve_app.simulation.replica import ReplicaPlan
+from serve_app.simulation.simulation import ReplicaPlan
 
 # GPUs that Ray knows by a type of their own, by their names in profiles.
 _RAY_TYPES = {"a100": "A100", "h100": "H100", "h200": "H200", "l40s": "L40S", "l4": "L4", "b200": "B200"}

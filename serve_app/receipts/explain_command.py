@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from serve_app.command import Command, fetched, progress_bar, say
-from serve_app.counterfactuals.recording import Recording, decode_recording
-from serve_app.counterfactuals.tenant_name import named, request_of_tenant
+from serve_app.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
 from serve_app.errors import ServeAppError
 from serve_app.receipts.what_if_text import told_what_if
 from serve_app.status import UnreachableError, add_address, api_key_for, default_url

@@ -7,25 +7,231 @@ the two scripts that stand in the file, by their hashes.
 import base64
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 
-from serve_app.reports.differences import FigureDifference
 from serve_app.reports.document import (
+    DIFFERENCE_COLUMNS,
     Cell,
     DifferenceTable,
+    FigureDifference,
     Listing,
+    Look,
     Origin,
     Plot,
+    PlotAxis,
     ReportSection,
     ReportTable,
     ResultReport,
+    Series,
+    Unit,
+    figures_of,
 )
-from serve_app.reports.interval_pictures import IntervalScale
-from serve_app.reports.plot_markup import plot_markup
+
+_WIDTH, _HEIGHT = 240, 22
+_MARGIN = 8
+# A figure that more than doubles would press all others together; its interval ends in an arrow there.
+_LOWEST, _HIGHEST = -1.0, 1.0
+_LEAST = 0.02
+# Nearer together than this, the labels of the scale would run into each other.
+_LABEL = 50
+_OPENED = f'<svg class="change" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalScale:
+    """The horizontal scale of the pictures of one table, in shares of the baseline's value."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, differences: Sequence[FigureDifference]) -> "IntervalScale":
+        """A scale that holds zero and these intervals, as far as they are of one order."""
+        ends = [0.0]
+        for one in differences:
+            ends += one.change_interval or (() if one.change is None else (one.change,))
+        low, high = max(_LOWEST, min(ends)), min(_HIGHEST, max(ends))
+        pad = max(_LEAST, 0.06 * (high - low))
+        return cls(low - pad, high + pad)
+
+    def ruler(self) -> str:
+        """The scale itself: its ends and zero."""
+        labels = []
+        for value, anchor in ((self.low, "start"), (0.0, "middle"), (self.high, "end")):
+            x = self._x(value)
+            if value and abs(x - self._x(0.0)) < _LABEL:
+                continue
+            text = "0" if value == 0 else f"{100 * value:+.0f} %"
+            labels.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{text}</text>')
+        return f'{_OPENED} aria-hidden="true">{"".join(labels)}</svg>'
+
+    def picture(self, one: FigureDifference) -> str:
+        """The interval as a bar with its mean as a dot, beside a line at zero."""
+        if one.change is None:
+            return ""
+        low, high = one.change_interval or (one.change, one.change)
+        described = f"{one.change:+.1%}" if low == high else f"{one.change:+.1%}, {low:+.1%} to {high:+.1%}"
+        middle = _HEIGHT / 2
+        left, right, zero = (self._x(value) for value in (low, high, 0.0))
+        shapes = [f'<line class="zero" x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{_HEIGHT}"/>']
+        if low != high:
+            shapes.append(
+                f'<line class="interval" x1="{left:.1f}" x2="{right:.1f}" y1="{middle}" y2="{middle}"/>'
+            )
+        if low < self.low:
+            shapes.append(_arrow(-1))
+        if high > self.high:
+            shapes.append(_arrow(1))
+        if self.low <= one.change <= self.high:
+            shapes.append(f'<circle cx="{self._x(one.change):.1f}" cy="{middle}" r="4.5"/>')
+        return (
+            f'{_OPENED} role="img" aria-label="{described}"><title>{described}</title>{"".join(shapes)}</svg>'
+        )
+
+    def _x(self, value: float) -> float:
+        within = min(self.high, max(self.low, value))
+        return _MARGIN + (within - self.low) / (self.high - self.low) * (_WIDTH - 2 * _MARGIN)
+
+
+def _arrow(direction: int) -> str:
+    """The end of an interval that goes on beyond the scale."""
+    tip, middle = (_WIDTH - 1 if direction > 0 else 1), _HEIGHT / 2
+    back = tip - direction * 7
+    return f'<polygon points="{tip},{middle} {back},{middle - 5} {back},{middle + 5}"/>'
+
+
+# Lines of the table of a plot's values.
+_TABLE_LINES = 21
+_DIGITS = 5
+
+
+def plot_markup(name: str, plot: Plot) -> str:
+    """A plot, drawn by the script of the page.
+
+    Args:
+        name: of the element, unique in the page.
+    """
+    legend = "".join(_entry(number, one) for number, one in enumerate(plot.series))
+    return (
+        f'<figure class="plot" id="{name}"><figcaption><h3>{escape(plot.title)}</h3>'
+        f"<p>{escape(plot.reading)}</p></figcaption>"
+        f'<noscript><p class="noscript">The drawing needs a script; its values are below.</p></noscript>'
+        f'<div class="controls" hidden>{_switch("x", plot.x)}{_switch("y", plot.y)}'
+        '<button type="button" class="whole">Whole range</button></div>'
+        f'<div class="drawing" hidden tabindex="0" role="application" aria-label="{escape(plot.title)}: '
+        'arrow keys move along the plot, plus and minus zoom, Escape shows the whole range"></div>'
+        f'<p class="reading-at" aria-live="polite" hidden></p><ul class="legend">{legend}</ul>'
+        f"<details><summary>Values as a table</summary>{_values(plot)}</details>"
+        f'<script type="application/json">{_as_script(plot)}</script></figure>'
+    )
+
+
+def _entry(number: int, series: Series) -> str:
+    return (
+        f'<li><label><input type="checkbox" checked disabled data-series="{number}">'
+        f'<span class="swatch {series.look.value} {_colour(series)}"></span>'
+        f"{escape(series.name)}</label> <output></output></li>"
+    )
+
+
+def _colour(series: Series) -> str:
+    return "colour-base" if series.look is Look.BASELINE else f"colour-{series.colour % 8}"
+
+
+def _switch(axis_name: str, axis: PlotAxis) -> str:
+    if axis.logarithmic is None:
+        return ""
+    checked = " checked" if axis.logarithmic else ""
+    return (
+        f'<label><input type="checkbox" data-axis="{axis_name}"{checked}> '
+        f"logarithmic {escape(axis.label)}</label>"
+    )
+
+
+def _as_script(plot: Plot) -> str:
+    document = {
+        "x": _axis(plot.x),
+        "y": _axis(plot.y),
+        "places": [_rounded(place) for place in plot.places],
+        "series": [
+            {
+                "name": one.name,
+                "look": one.look.value,
+                "colour": _colour(one),
+                "values": [_rounded(value) for value in one.values],
+            }
+            for one in plot.series
+        ],
+        "marks": [{"at": _rounded(at), "name": name} for at, name in plot.marks],
+    }
+    # Names come from users; `<` ends a script or begins a comment in one.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _axis(axis: PlotAxis) -> dict[str, object]:
+    return {
+        "label": axis.label,
+        "unit": axis.unit.value,
+        "logarithmic": bool(axis.logarithmic),
+        "base": axis.base,
+        "fromZero": axis.from_zero,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{_DIGITS}g}")
+
+
+# Values
+
+
+def _values(plot: Plot) -> str:
+    head = "".join(f'<th scope="col" class=figure>{escape(name)}</th>' for name in _columns(plot))
+    rows = "".join(_row(plot, place) for place in _chosen(len(plot.places)))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _columns(plot: Plot) -> Sequence[str]:
+    return plot.x.label, *(one.name for one in plot.series)
+
+
+def _chosen(count: int) -> Sequence[int]:
+    """Places spread evenly, the first and the last among them."""
+    if count <= _TABLE_LINES:
+        return range(count)
+    return sorted({round(line * (count - 1) / (_TABLE_LINES - 1)) for line in range(_TABLE_LINES)})
+
+
+def _row(plot: Plot, place: int) -> str:
+    cells = "".join(
+        f"<td class=figure>{escape(written(one.values[place], plot.y.unit))}</td>" for one in plot.series
+    )
+    head = escape(written(plot.places[place], plot.x.unit))
+    return f'<tr><th scope="row" class=figure>{head}</th>{cells}</tr>'
+
+
+def written(value: float | None, unit: Unit) -> str:
+    """A value of an axis as text."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if unit is Unit.SHARE:
+        return f"{value:.2%}"
+    if unit is Unit.SECONDS:
+        return f"{1_000 * value:.3g} ms" if 0 < abs(value) < 1 else f"{value:,.4g} s"
+    if unit is Unit.COUNT:
+        return f"{value:,.0f}"
+    if unit is Unit.DOLLARS:
+        return f"${value:,.2f}"
+    return f"{value:,.4g}"
+
 
 _ASSETS = resources.files("serve_app.reports") / "assets"
 _PLOTTING_LIBRARY = "uPlot.js"
@@ -172,7 +378,7 @@ def _shown(cell: str | Cell) -> str:
 
 def _differences(table: DifferenceTable) -> str:
     scale = IntervalScale.of(table.differences)
-    names = (table.base, table.other, "difference", "95 % interval", "change")
+    names = (table.base, table.other, *DIFFERENCE_COLUMNS)
     head = "".join(f'<th scope="col" class=figure>{escape(name)}</th>' for name in names)
     picture = f'<th scope="col"></th><th scope="col">{scale.ruler()}</th>'
     rows = "".join(_difference(one, scale) for one in table.differences)
@@ -183,22 +389,12 @@ def _differences(table: DifferenceTable) -> str:
 
 
 def _difference(one: FigureDifference, scale: IntervalScale) -> str:
-    interval = "-"
-    if one.low is not None and one.high is not None:
-        interval = f"{one.written(one.low, signed=True)} to {one.written(one.high, signed=True)}"
-    figures = (
-        Cell(one.written(one.base), one.base),
-        Cell(one.written(one.other), one.other),
-        Cell(one.written(one.difference, signed=True), one.difference),
-        interval,
-        "-" if one.change is None else f"{one.change:+.1%}",
-    )
     kind = ", ".join(filter(None, (one.unit, "less is better" if one.lower_is_better else "more is better")))
     return (
         f'<tr class="{one.judgement.name.lower()}">'
         f'<th scope="row">{escape(one.figure)} <small>{escape(kind)}</small></th>'
         f'<td class="judgement">{escape(one.judgement.value)}</td><td>{scale.picture(one)}</td>'
-        f"{''.join(f'<td class=figure>{_shown(cell)}</td>' for cell in figures)}</tr>"
+        f"{''.join(f'<td class=figure>{_shown(cell)}</td>' for cell in figures_of(one))}</tr>"
     )
 
 

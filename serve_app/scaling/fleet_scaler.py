@@ -1,10 +1,9 @@
 """The number of replicas of every pool of a model, decided together once a second."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from serve_app.routing.snapshot import Snapshot, number, section
-from serve_app.scaling.forecast import LoadForecast, RecentLoad
 from serve_app.scaling.gpu_budget import PoolNeed, share_gpus
 from serve_app.scaling.observation import PoolView
 from serve_app.scaling.pool_scaler import PoolDecision, PoolScaler
@@ -12,19 +11,11 @@ from serve_app.scaling.settings import ScalingSettings
 
 
 class FleetScaler:
-    """Decides for all pools of a model.
+    """Decides for all pools of a model."""
 
-    Args:
-        forecast: makes the forecast of one pool's load.
-    """
-
-    def __init__(
-        self,
-        settings: ScalingSettings,
-        forecast: Callable[[], LoadForecast] = RecentLoad,
-    ) -> None:
+    def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
-        self._pools = {name: PoolScaler(pool, forecast()) for name, pool in settings.pools.items()}
+        self._pools = {name: PoolScaler(pool) for name, pool in settings.pools.items()}
 
     @property
     def pools(self) -> tuple[str, ...]:

@@ -21,12 +21,13 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from serve_app.scaling.forecast import LoadForecast
 from serve_app.scaling.observation import PoolView
 from serve_app.scaling.settings import AutoscalingSettings, ScaledPool
 from serve_app.scaling.speed import PoolSpeed
 from serve_app.scaling.start_time import StartTime
 
+# Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
+_LOAD_TIME_CONSTANT_S = 20.0
 # A backlog of less than this is no reason for another engine, even if that starts at once.
 _LEAST_HORIZON_S = 30.0
 # What rounding may add to a need that is a whole number.
@@ -61,17 +62,34 @@ class PoolDecision:
     may_shrink: bool = True
 
 
+class _RecentLoad:
+    """The rate at which work arrives, in engines that it fills: the exponential mean of the recent past.
+
+    A damped trend and the season of the arrivals were compared with it at commit 0bce4ea.
+    """
+
+    def __init__(self, time_constant_s: float) -> None:
+        self._time_constant_s = time_constant_s
+        self.engines = 0.0
+
+    def observe(self, engine_s: float, elapsed_s: float) -> None:
+        """Take in the work that has arrived since the last call, in seconds of an engine."""
+        if elapsed_s > 0:
+            share = -math.expm1(-elapsed_s / self._time_constant_s)
+            self.engines += share * (engine_s / elapsed_s - self.engines)
+
+
 class PoolScaler:
     """Follows one pool.
 
     Args:
         pool: its bounds.
-        forecast: of its load.
+        load_time_constant_s: of the mean load.
     """
 
-    def __init__(self, pool: ScaledPool, forecast: LoadForecast) -> None:
+    def __init__(self, pool: ScaledPool, load_time_constant_s: float = _LOAD_TIME_CONSTANT_S) -> None:
         self._settings = pool.autoscaling or _UNBOUNDED
-        self._forecast = forecast
+        self._load = _RecentLoad(load_time_constant_s)
         self._speed = PoolSpeed()
         self.start_time = StartTime()
         # Needs of the last `downscale_delay_s`, each greater than all that come after it.
@@ -134,7 +152,7 @@ class PoolScaler:
             speed.observe(sequences, tpot_s, prefill_ratio)
         known = speed.now(view.tpot_limit_s)
         engine_s = 0.0 if known is None else known.seconds(prefill_tokens, output_tokens)
-        self._forecast.observe(engine_s, elapsed_s)
+        self._load.observe(engine_s, elapsed_s)
 
     def _need(self, view: PoolView) -> tuple[float, str, float, float]:
         speed = self._speed.now(view.tpot_limit_s)
@@ -142,7 +160,7 @@ class PoolScaler:
         if speed is None:
             needed, reason, load, backlog_s = (*self._by_slots(view), 0.0, 0.0)
         else:
-            load = self._forecast.load(start_s)
+            load = self._load.engines
             backlog_s = speed.seconds(view.waiting_prefill_tokens, view.waiting_output_tokens)
             needed, reason = self._by_work(view, load, backlog_s, start_s)
         coming = max(0, (self.desired or 0) - view.ready)

@@ -14,10 +14,8 @@ from serve_app.engine_model.model import StepOutcome
 from serve_app.engine_model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
-from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
-from serve_app.simulation.simulation import SimulatedRequest
-from serve_app.simulation.timeline import Rank, Timeline
-from serve_app.workloads.streams import plain_stream
+from serve_app.simulation.simulation import Rank, ReplicaPlan, SimulatedReplica, SimulatedRequest, Timeline
+from serve_app.workloads.generators import plain_stream
 
 
 class Balance(enum.StrEnum):

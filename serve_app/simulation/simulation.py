@@ -3,19 +3,30 @@
 Messages take `control_latency_s`: a grant to its engine, and feedback or a report to the scheduler. A replica
 reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
 there is one, observes each admitted request and answers at once.
+
+The simulator's clock: a heap of planned actions in a total order.
+
+Two actions of one instant are carried out by rank, then in the order in which they were planned. The same
+plan gives the same order, so a run can be replayed to the byte.
 """
 
-from collections.abc import Callable, Sequence
+import enum
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
-from serve_app.engine_model.model import StepOutcome
-from serve_app.engine_model.sequences import EngineSequence
+from serve_app.engine_model.model import EngineModel, StepOutcome
+from serve_app.engine_model.recent_mean import RecentMean
+from serve_app.engine_model.sequences import EngineModelSettings, EngineSequence
+from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimator
+from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling import events as ev
 from serve_app.scheduling.commands import Conclude, Dispatch
@@ -24,8 +35,202 @@ from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
 from serve_app.simulation.baselines import SIMULATED_POLICIES
 from serve_app.simulation.partitions import PartitionLearner
-from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
-from serve_app.simulation.timeline import Rank, Timeline
+
+
+class Rank(enum.IntEnum):
+    """The order of actions in one instant.
+
+    Engines move first, so that all others see their new state. Feedback from engines reaches the scheduler
+    before arrivals do, so capacity that becomes free at the instant of an arrival is available to it. The
+    scheduler's own wake-ups come last.
+    """
+
+    ENGINE = 0
+    FEEDBACK = 1
+    REPORT = 2
+    ARRIVAL = 3
+    WAKE_UP = 4
+
+
+Action = Callable[[], None]
+_Planned = tuple[float, int, int, Action]
+"""Time, rank, order of planning, action."""
+
+
+class Timeline:
+    """Plans actions and carries them out in order.
+
+    Attributes:
+        now: the current time in seconds; it never goes back.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[_Planned] = []
+        # What `at_each` has planned, the last first.
+        self._known: list[_Planned] = []
+        self._sequence = itertools.count()
+
+    def at(self, time: float, rank: Rank, action: Action) -> None:
+        """Plan `action` for `time`.
+
+        Raises:
+            ValueError: `time` has passed.
+        """
+        if time < self.now:
+            raise ValueError(f"cannot plan for {time!r}: it is {self.now!r} already")
+        heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
+
+    def at_each(self, rank: Rank, plans: Iterable[tuple[float, Action]]) -> None:
+        """Plan many actions at once, each for its own time, as `at` would one after the other.
+
+        They are sorted once, and kept out of the heap: it stays small, and all else is planned in it sooner.
+
+        Raises:
+            ValueError: one of the times has passed.
+        """
+        planned: list[_Planned] = [(time, rank, next(self._sequence), action) for time, action in plans]
+        first = min((each[0] for each in planned), default=self.now)
+        if first < self.now:
+            raise ValueError(f"cannot plan for {first!r}: it is {self.now!r} already")
+        self._known = sorted(self._known + planned, reverse=True)
+
+    def run(self, *, until: float | None = None) -> None:
+        """Carry out all planned actions, also those planned meanwhile, to the end or to `until`."""
+        heap = self._heap
+        while heap or self._known:
+            # Read anew each time, since an action may plan more.
+            known = self._known
+            is_known = bool(known) and not (heap and heap[0] < known[-1])
+            if until is not None and (known[-1] if is_known else heap[0])[0] > until:
+                return
+            self.now, _, _, action = known.pop() if is_known else heapq.heappop(heap)
+            action()
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._known)
+
+    def __repr__(self) -> str:
+        return f"<Timeline now={self.now:.6f} planned={len(self)}>"
+
+
+# Decoding iterations that one event may cover; the model ends a step at any change.
+_MAX_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """One replica to simulate.
+
+    Attributes:
+        tells_load: its reports say what waits and runs, and it states its batch and its KV cache; otherwise
+            it is like a server without metrics.
+    """
+
+    replica_id: str
+    pool: str
+    engine: EngineModelSettings
+    step_time: StepTimeModel
+    tells_load: bool = True
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """What the replica registers with."""
+        if not self.tells_load:
+            return ReplicaSpec(
+                replica_id=self.replica_id,
+                pool=self.pool,
+                max_model_len=self.engine.max_model_len,
+                kv_tokens=None,
+                max_num_seqs=None,
+            )
+        return ReplicaSpec(
+            replica_id=self.replica_id,
+            pool=self.pool,
+            max_model_len=self.engine.max_model_len,
+            kv_tokens=self.engine.kv_blocks * self.engine.block_size,
+            max_num_seqs=self.engine.max_num_seqs,
+            tpot_s=self.step_time.step_s(sequences=self.engine.max_num_seqs),
+            prefill_token_s=self.step_time.prefill_per_token_s,
+            max_num_batched_tokens=self.engine.max_num_batched_tokens,
+            long_prefill_token_threshold=self.engine.long_prefill_token_threshold,
+        )
+
+
+class SimulatedReplica:
+    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step.
+
+    Attributes:
+        draining: it takes no more requests.
+    """
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        timeline: Timeline,
+        on_outcome: Callable[[StepOutcome], None],
+    ) -> None:
+        self.spec = plan.spec
+        self.model = EngineModel(plan.engine, plan.step_time)
+        self.draining = False
+        self._tells_load = plan.tells_load
+        self._timeline = timeline
+        self._on_outcome = on_outcome
+        self._received = 0
+        self._tpot = RecentMean()
+        self._token_gaps = 0
+        self._token_gaps_s = 0.0
+        self._tpot.note(0.0, 0, timeline.now)
+        # The planned end of the step under way; another end in the model means that the step was cut short.
+        self._planned_end: float | None = None
+
+    def accept(self, sequence: EngineSequence) -> None:
+        """Add a request that has reached the engine."""
+        self._received += 1
+        self.model.add(sequence, self._timeline.now)
+        self._go_on()
+
+    def abort(self, sequence: EngineSequence) -> None:
+        """Abort a request whose client is gone."""
+        self.model.abort(sequence, self._timeline.now)
+        self._go_on()
+
+    def report(self) -> ReplicaReport:
+        """The state of the replica now."""
+        if not self._tells_load:
+            return ReplicaReport(
+                received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
+            )
+        snapshot = self.model.snapshot(self._timeline.now)
+        return ReplicaReport(
+            received=self._received,
+            waiting=snapshot.waiting,
+            running=snapshot.running,
+            kv_usage_ratio=snapshot.kv_usage_ratio,
+            tpot_s=self._tpot.mean(self._timeline.now),
+            draining=self.draining,
+        )
+
+    def _go_on(self) -> None:
+        now = self._timeline.now
+        ends_at = self.model.ends_at
+        if ends_at is None:
+            ends_at = self.model.begin_step(now, max_steps=_MAX_STEPS)
+        if ends_at is not None and ends_at != self._planned_end:
+            self._planned_end = ends_at
+            self._timeline.at(max(ends_at, now), Rank.ENGINE, lambda: self._step_ends(ends_at))
+
+    def _step_ends(self, planned: float) -> None:
+        if planned != self._planned_end:
+            return
+        self._planned_end = None
+        outcome = self.model.end_step()
+        gaps = outcome.iterations * outcome.sequences
+        self._token_gaps += gaps
+        self._token_gaps_s += gaps * outcome.duration_s
+        self._tpot.note(self._token_gaps_s, self._token_gaps, self._timeline.now)
+        self._on_outcome(outcome)
+        self._go_on()
 
 
 @settings

@@ -8,15 +8,15 @@ from pathlib import Path
 from serve_app.command import add_report_argument, positive_float, positive_int
 from serve_app.errors import SettingsError
 from serve_app.metrics.targets import ClassTarget, ClassTargets
-from serve_app.simulation.command.arguments import setting
-from serve_app.simulation.command.workload_arguments import (
+from serve_app.simulation.arguments import (
     configure_replicas,
     configure_slo,
     configure_workload,
     fleet_of,
+    setting,
     trace_choice,
 )
-from serve_app.simulation.load import saturated_rate_per_s
+from serve_app.simulation.batch import saturated_rate_per_s
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning.objective.objective import ObjectiveSettings

@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Iterator, Mapping
 
-from serve_app.reports.differences import FigureDifference
 from serve_app.reports.document import (
     Cell,
     DifferenceTable,
+    FigureDifference,
     Listing,
     Look,
     Origin,

@@ -3,7 +3,7 @@
 `ewsjf-paper` gets the queues that are published with it.
 """
 
-from serve_app.simulation.command.command import simulate_command
+from serve_app.simulation.command import simulate_command
 from serve_app.tuning.partition.settings import PAPER
 from serve_app.tuning.partition.strategic_loop import LearnedPartitions, StrategicSettings
 

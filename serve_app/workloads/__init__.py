@@ -1,6 +1,5 @@
 """Workloads: traces from files and generators, for the simulator and the benchmark alike.
 
-Read `trace` (what a workload is), `loaders` (public file formats), `arrivals`, `lengths` and `tenants` (what
-generators are made of), `transform` (cut, merge, scale), then `catalog` (the names on the command line).
-`streams` provides random numbers: one seed for a run and one named stream for each use.
+Read `trace` (what a workload is, and how traces are cut, merged and scaled), `loaders` (public file formats),
+`generators` (what generated workloads are made of), then `catalog` (the names on the command line).
 """

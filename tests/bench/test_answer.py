@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from serve_app.bench.answer import Answer
+from serve_app.bench.connection import Answer
 from serve_app.errors import Outcome
 from tests.bench.scripted import DONE, event, role_event, stream_of, token_event, usage_event
 

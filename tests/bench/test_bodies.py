@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from serve_app.bench.bodies import BenchEndpoint, BodyFactory, BodyKind, BodySettings
+from serve_app.bench.load import BenchEndpoint, BodyFactory, BodyKind, BodySettings
 from serve_app.request import PriorityClass
 from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, TraceRequest
 

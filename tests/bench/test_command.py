@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,21 +55,19 @@ def test_the_table_goes_to_standard_output_and_what_was_skipped_to_standard_erro
 ) -> None:
     assert bench("--url", url, "--trace", trace) == 0
     out, err = capsys.readouterr()
-    assert "12 completed" in out
-    assert "TTFT ms short" in out
+    assert re.search(r"\| requests completed +\| +12 \|", out)
+    assert re.search(r"\| TTFT +\| short +\|", out)
     assert "1 rows skipped: arrival_s is not a number (first: line 14)" in err
 
 
-def test_records_and_plots_are_written_on_demand(url: str, trace: str, tmp_path: Path) -> None:
-    records, plots = tmp_path / "records.jsonl", tmp_path / "plots"
-    assert bench("--url", url, "--trace", trace, "--records", str(records), "--plot", str(plots)) == 0
+def test_records_are_written_on_demand(url: str, trace: str, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    assert bench("--url", url, "--trace", trace, "--records", str(records)) == 0
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert len({row["request_id"] for row in rows}) == 12
     assert rows[0]["arrived_at"] == 0.0
     assert [row["prompt_tokens"] for row in rows] == [20 + 40 * place for place in range(12)]
     assert [row["tenant"] for row in rows[:2]] == ["tenant-0", "tenant-1"]
-    for name in ("ttft_cdf.png", "timeline.png"):
-        assert (plots / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_bodies_whole_answers_and_completions_work_as_well(url: str, tmp_path: Path) -> None:

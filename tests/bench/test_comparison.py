@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from serve_app.bench.comparison import FEW_SLICES, compare
-from serve_app.bench.interleave import AnswerPair
+from serve_app.bench.comparison import FEW_SLICES, AnswerPair, compare
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 

@@ -3,9 +3,8 @@ from collections import Counter
 
 import pytest
 
-from serve_app.bench.bodies import BodyFactory, BodySettings
 from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.load import LoadResult, LoadSettings, OpenLoop
+from serve_app.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
 from serve_app.errors import Outcome
 from serve_app.workloads.trace import Trace, TraceRequest
 from tests.bench.scripted import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.calibration.measurement import MeasuredRequest
+from serve_app.calibration.measurements import MeasuredRequest
 from serve_app.engine_model import EngineModel, EngineModelSettings, EngineSequence
 from serve_app.engine_model.step_time import StepTimeModel
 

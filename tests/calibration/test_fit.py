@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.calibration.accuracy import compare
-from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time
-from serve_app.calibration.measurement import MeasuredRequest
-from serve_app.calibration.measurements import CalibrationError, read_measurements
-from serve_app.calibration.replay import measured, replay
-from serve_app.calibration.start import starting_point
+from serve_app.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
+from serve_app.calibration.measurements import CalibrationError, MeasuredRequest, read_measurements
+from serve_app.calibration.replay import compare, measured, replay
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.step_time import StepTimeModel, attended_pairs
 from tests.calibration.builders import LIMITS, TRUTH, engine_run, measured_request

@@ -5,7 +5,7 @@ import random
 from dataclasses import asdict, dataclass, replace
 
 from serve_app.counterfactuals.recording import Recording, decode_recording, encode_recording
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 from serve_app.routing.pools import RoutingSettings
@@ -19,8 +19,7 @@ from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.receipts.book import ReceiptBook
 from serve_app.serving.scheduler.receipts.minutes import MinutesRecorder, StepTimes
 from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulatedRequest, Simulation
+from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from tests.simulation.builders import STEP_TIME
 
 ENGINE = EngineModelSettings(

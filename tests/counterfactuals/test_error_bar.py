@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve_app.counterfactuals.error_bar import ErrorBars, Residual
+from serve_app.counterfactuals.what_if import ErrorBars, Residual
 from serve_app.request import PriorityClass
 
 BATCH, INTERACTIVE = PriorityClass.BATCH, PriorityClass.INTERACTIVE

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from serve_app.counterfactuals.changes import ChangedRecording, all_changes
 from serve_app.counterfactuals.recording import RecordingError, decode_recording
-from serve_app.counterfactuals.replay import replay_recording
+from serve_app.counterfactuals.replay import ChangedRecording, all_changes, replay_recording
 from serve_app.request import PriorityClass
 from serve_app.serving.scheduler.receipts import minutes
 from tests.counterfactuals.production import (

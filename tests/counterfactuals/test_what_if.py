@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.counterfactuals.changes import all_changes
-from serve_app.counterfactuals.engines import FITTED, engines_of
-from serve_app.counterfactuals.recording import Recording, RecordingError, encode_recording
-from serve_app.counterfactuals.replay import replay_recording
-from serve_app.counterfactuals.tenant_name import named, request_of_tenant
-from serve_app.counterfactuals.what_if import replays_of, unchanged, what_if
+from serve_app.counterfactuals.recording import (
+    Recording,
+    RecordingError,
+    encode_recording,
+    named,
+    request_of_tenant,
+)
+from serve_app.counterfactuals.replay import all_changes, replay_recording
+from serve_app.counterfactuals.what_if import FITTED, engines_of, replays_of, unchanged, what_if
 from serve_app.errors import Outcome
 from serve_app.receipts.what_if_text import told_what_if
 from tests.counterfactuals.production import STEP_TIMES, burst, produce

@@ -11,7 +11,7 @@ from serve_app import cli
 from tests.docs import documents, shell
 from tests.docs.documents import ROOT, code_blocks
 
-_OUTPUTS = ("json", "records", "plot", "log", "out", "save_partition")
+_OUTPUTS = ("json", "records", "report", "log", "out", "save_partition")
 _OWN = "python -m serve_app "
 
 

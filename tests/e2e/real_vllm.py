@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from experiments.common.application import free_port
-from experiments.common.vllm_server import Option, VllmServer, VllmServerSettings, started_vllm
 from tests.e2e.served import ROOT, Served
+from tests.vllm_server import Option, VllmServer, VllmServerSettings, started_vllm
 
 MODEL = "SmolLM2-135M-Instruct"
 # Engines start in a minute each on an idle machine, and share two cores.

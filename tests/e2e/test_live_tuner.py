@@ -1,7 +1,7 @@
 """The tuner of values in a served application: it learns the engine, tries a step, is frozen and stays so.
 
-The search is the one of `experiments.live_tuning` that is sure of bad values, so that a trial begins whatever
-the machine does. With the real search, and to the verdicts, it takes minutes: `-m slow`.
+The search is replaced by one that is sure of bad values (`poisoned_tuner`), so that a trial begins whatever
+the machine does.
 """
 
 import asyncio
@@ -14,9 +14,6 @@ import httpx
 import pytest
 
 from experiments.common.application import serve_config, served_application
-from experiments.common.experiment import Context
-from experiments.live_tuning.application import IMPORT_PATHS
-from experiments.live_tuning.run import LiveTuningSettings, play
 from serve_app.cli import main
 from tests.e2e.served import Served, wait_for
 
@@ -45,7 +42,7 @@ MODEL = {
 @pytest.fixture(scope="module")
 def tuned() -> Iterator[Served]:
     gateways = {"replicas": 1, "num_cpus": 0.1}
-    config = serve_config("ewsjf", [MODEL], IMPORT_PATHS["poisoned"], 0, gateways)
+    config = serve_config("ewsjf", [MODEL], "tests.e2e.poisoned_tuner:build_app", 0, gateways)
     with served_application(config, environment={}, start_timeout_s=200.0) as application:
         yield Served(application)
 
@@ -116,16 +113,3 @@ async def traffic(served: Served) -> Any:
             for each in clients:
                 each.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1_200)
-@pytest.mark.parametrize("case", ["winner", "poisoned"])
-def test_an_improvement_is_adopted_and_a_poisoned_candidate_is_taken_back(case: str) -> None:
-    settings = LiveTuningSettings(cases=(case,), seconds={case: 330.0}, rate_per_s=10.0)
-    (measured,) = play(settings, Context(1, ()))
-    assert measured.figures["verdict_s"] is not None
-    assert set(measured.figures["outcomes"]) == {"completed"}
-    if case == "winner":
-        phases = measured.figures["phases"]
-        assert phases["after"]["reward"] > phases["before"]["reward"]

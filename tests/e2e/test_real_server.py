@@ -9,7 +9,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from experiments.common.vllm_server import VllmServer
 from tests.e2e.real_vllm import (
     ENGINE_START_S,
     LONG,
@@ -22,6 +21,7 @@ from tests.e2e.real_vllm import (
 )
 from tests.e2e.real_vllm import ask as ask_for_text
 from tests.e2e.served import Served, serve
+from tests.vllm_server import VllmServer
 
 SEQUENCES, TARGET = 4, 3
 FLOOD, TOKENS = 24, 40

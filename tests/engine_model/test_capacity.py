@@ -5,17 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serve_app.engine_model.capacity import (
+from roofline_profiles import engine_setup
+from serve_app.engine_model.roofline import (
     USUAL_TOKENS,
+    EngineSetup,
     capacity,
     context_that_fits,
     enough_gpus,
+    kv_tokens,
+    memory_share,
     usual_tokens,
 )
-from serve_app.engine_model.roofline import EngineSetup, kv_tokens, memory_share
-from serve_app.engine_model.roofline_profiles import engine_setup
 from serve_app.errors import SettingsError
-from serve_app.workloads.published import RECIPES
+from serve_app.workloads.catalog import RECIPES
 
 
 def large(gpus: int = 2, **changes: object) -> EngineSetup:

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from serve_app.engine_model.hardware.figures import find_gpu, find_model, gpu_names, load_model
-from serve_app.engine_model.hardware.model_config import architecture_of, known_architecture
+from serve_app.engine_model.hardware import (
+    architecture_of,
+    find_gpu,
+    find_model,
+    gpu_names,
+    known_architecture,
+    load_model,
+)
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -10,20 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.calibration.accuracy import compare
-from serve_app.calibration.measurements import read_measurements
-from serve_app.calibration.replay import measured, replay
-from serve_app.engine_model import roofline_profiles
-from serve_app.engine_model.hardware.figures import GIB, gpu_names, load_gpu, load_model, model_names
-from serve_app.engine_model.profiles import load_profile
-from serve_app.engine_model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
-from serve_app.engine_model.roofline_profiles import (
+import roofline_profiles
+from roofline_profiles import (
     SETUPS,
     engine_setup,
     profile_name,
     profile_path,
     profile_text,
 )
+from serve_app.calibration.measurements import read_measurements
+from serve_app.calibration.replay import compare, measured, replay
+from serve_app.engine_model.hardware import GIB, gpu_names, load_gpu, load_model, model_names
+from serve_app.engine_model.profiles import load_profile
+from serve_app.engine_model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
 from serve_app.errors import SettingsError
 
 MEASUREMENTS = Path(__file__).parents[3] / "shared" / "measurements"

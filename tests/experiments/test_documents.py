@@ -6,9 +6,9 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
-from experiments.common.documents import documents
 from experiments.common.rows import read_rows
 from experiments.common.run_command import main
+from experiments.common.tables_command import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = Catalogue()

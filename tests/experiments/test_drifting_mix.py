@@ -12,7 +12,7 @@ from experiments.common.drifting_mix import (
     trace_of_kinds,
 )
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.workloads.streams import stream
+from serve_app.workloads.generators import stream
 
 FLIP: MixPoints = ((0, 0.1), (0.5, 0.1), (0.5, 0.6), (1, 0.6))
 DRIFT: MixPoints = ((0, 0.1), (1, 0.6))

@@ -7,13 +7,26 @@ import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
-from experiments.estimator.bodies import Bodies
-from experiments.estimator.judgement import OUTPUT_TOKENS, Judged, figures_of, judge, mix_weights
-from experiments.estimator.lessons import Lessons, fixed_ratio, seeded
+from experiments.estimator.bodies import (
+    CORPORA_VARIABLE,
+    Bodies,
+    Tokenizer,
+    corpora,
+    made_texts,
+    tool_definitions,
+)
+from experiments.estimator.lessons import (
+    OUTPUT_TOKENS,
+    Judged,
+    Lessons,
+    figures_of,
+    fixed_ratio,
+    judge,
+    mix_weights,
+    seeded,
+)
 from experiments.estimator.run import EstimatorExperiment, RatioVariant, Subject, _learning, unavailable
 from experiments.estimator.tables import TABLES
-from experiments.estimator.texts import CORPORA_VARIABLE, corpora, made_texts, tool_definitions
-from experiments.estimator.tokenizers import Tokenizer
 from serve_app.routing.estimation.estimate import EstimatorSettings
 from serve_app.routing.pools import RoutingSettings
 from tests.experiments.builders import row

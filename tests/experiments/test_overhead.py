@@ -7,7 +7,6 @@ import pytest
 from experiments.common.light_endpoint import MODEL
 from experiments.common.light_servers import LightServers, started_light_servers
 from experiments.overhead.client import Client, Load, started_client
-from experiments.overhead.forwarder import PARSED, RAW
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
 from experiments.overhead.profile import Profile
 from experiments.overhead.system import Endpoints, next_port
@@ -44,7 +43,6 @@ def load(url: str, *, body_bytes: int = 100, chunks: int = 0, clients: int = 4) 
         shared=False,
         stream=chunks > 0,
         tokens=max(1, chunks),
-        exact=False,
         clients=clients,
         seconds=0.2,
     )
@@ -61,13 +59,12 @@ def test_a_paced_stream_comes_chunk_by_chunk(
     assert 2 <= played.reads <= 9
 
 
-@pytest.mark.parametrize("kind", [RAW, PARSED])
 @pytest.mark.parametrize(("body_bytes", "chunks"), [(100, 0), (100, 8), (4_000_000, 0)])
 def test_a_forwarder_passes_everything_on(
-    kind: str, body_bytes: int, chunks: int, light: LightServers, endpoints: Endpoints, client: Client
+    body_bytes: int, chunks: int, light: LightServers, endpoints: Endpoints, client: Client
 ) -> None:
     light.tell("answer", chunks, 1)
-    with started_forwarder(kind, endpoints) as system:
+    with started_forwarder(endpoints) as system:
         before = system.meter.read()
         assert client.play(load(system.url, body_bytes=body_bytes, chunks=chunks)).requests >= 4
         assert set(system.meter.used_since(before, 0.0)) == {PROXY}

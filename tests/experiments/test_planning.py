@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 
-from experiments.common.catalogue import Catalogue
-from experiments.common.config import read_settings
-from experiments.planning.published import recomputed
-from experiments.planning.run import write_mix
-from experiments.planning.settings import MixGrid, PlanningExperiment
+from experiments.planning.run import MixGrid, write_mix
 from experiments.planning.tables import TABLES
-from serve_app.planning.model.closed_form import saving
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 from tests.experiments.builders import row
 
@@ -23,10 +18,6 @@ GRID = MixGrid(
     short=((300, 150),),
     long=((3_000, 150), (8_000, 400)),
 )
-
-
-def experiment() -> PlanningExperiment:
-    return read_settings(Catalogue().config("planning"), PlanningExperiment)
 
 
 def test_a_mix_is_written_with_its_shares_and_means(tmp_path: Path) -> None:
@@ -48,21 +39,6 @@ def test_the_grid_plans_every_combination_under_a_name_of_its_own() -> None:
     assert cases[0].b_short_tokens == ((450 + 3_150) // 2,)
 
 
-def test_the_published_rows_obey_their_own_closed_form() -> None:
-    for published in experiment().published:
-        figures = recomputed(published, 2_000)
-        assert figures["by_requests"] == saving(figures["alpha"], figures["rho"])
-        assert 0 < figures["two_pools_gpus"] < figures["one_pool_gpus"]
-        assert (figures["alpha_implied"] is None) is (published.closed_form is None)
-
-
-def test_the_papers_need_fewer_short_requests_than_the_traces_have() -> None:
-    lmsys = next(one for one in experiment().published if one.trace == "lmsys" and one.closed_form)
-    figures = recomputed(lmsys, 2_000)
-    assert figures["alpha_implied"] == pytest.approx(0.68)
-    assert figures["alpha"] > 0.98
-
-
 def _fleet(gpus: int, **more: Any) -> dict[str, Any]:
     return {"gpus": gpus, "p99_ttft_s": 1.0, **more}
 
@@ -76,7 +52,6 @@ def test_a_fleet_that_does_not_exist_is_named_and_nothing_is_compared_with_it() 
     assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - |" in TABLES[
         "cases"
     ].written([one])
-    assert "- | - | -" in TABLES["case-terms"].written([one])
 
 
 def test_a_plan_says_what_splitting_costs() -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from experiments.common.experiment import Context, Experiment
-from experiments.common.play import partial_of, play
 from experiments.common.rows import Row, read_rows
+from experiments.common.run_command import partial_of, play
 from experiments.orders.points import orders_of, play_points
-from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant
-from experiments.policies.measurements import play_grid
+from experiments.policies.grid import PolicyCase, PolicyGrid, PolicyVariant, play_grid
 from experiments.policies.tables import COLUMNS, grid_table
 from serve_app.metrics.confidence import interval_95
 from serve_app.simulation.fleet import EngineChanges

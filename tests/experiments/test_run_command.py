@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.common.catalogue import Catalogue
-from experiments.common.play import partial_of
 from experiments.common.rows import read_rows
-from experiments.common.run_command import main
+from experiments.common.run_command import main, partial_of
 
 
 def played(catalogue: Catalogue) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from experiments.malformed.mutations import malformed
+from tests.fuzz.mutations import malformed
 from tests.fuzz.stage import gateway_in_a_thread
 
 _AT_ONCE = 16

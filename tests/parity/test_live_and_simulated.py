@@ -37,9 +37,16 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.simulation.partitions import PartitionLearner
-from serve_app.simulation.replica import ReplicaPlan, SimulatedReplica
-from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
-from serve_app.simulation.timeline import Action, Rank, Timeline
+from serve_app.simulation.simulation import (
+    Action,
+    Rank,
+    ReplicaPlan,
+    SimulatedReplica,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+    Timeline,
+)
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.builders import key
 from tests.parity.jumping_loop import LoopTimeline, run_jumping

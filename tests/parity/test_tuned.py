@@ -14,8 +14,7 @@ import pytest
 from serve_app.scheduling.commands import ReportStale
 from serve_app.scheduling.decision_log import Decision
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
-from serve_app.simulation.simulation import SimulatedRequest
-from serve_app.simulation.timeline import Rank
+from serve_app.simulation.simulation import Rank, SimulatedRequest
 from serve_app.tuning.objective.objective import ObjectiveSettings
 from serve_app.tuning.online.parameter_search import ParameterTuningSettings, SearchResult, SearchTask
 from serve_app.tuning.online.replay import ReplayResult, ReplayTask

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.slo import Slo
-from serve_app.planning.model.length_mix import LengthMix
-from serve_app.planning.model.queueing import PoolModel
-from serve_app.planning.sizing.verification import Workload
+from serve_app.planning.queueing import LengthMix, PoolModel
+from serve_app.planning.verification import Workload
 from serve_app.simulation.workload import TraceChoice
 
 STEP_TIME = StepTimeModel(

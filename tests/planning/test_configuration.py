@@ -8,12 +8,10 @@ import yaml
 
 from serve_app.checking import check_file
 from serve_app.planning.configuration import best_fleet, configuration
-from serve_app.planning.sizing.candidates import Candidate, PlanResult, SizedFleet
-from serve_app.planning.sizing.costs import CostTable
-from serve_app.planning.sizing.fleets import FleetPlan, PoolPlan, paged_fleet, split_fleet
+from serve_app.planning.fleets import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
+from serve_app.planning.plan import Candidate, PlanResult, SizedFleet
 from serve_app.settings.loading import load_settings
-from serve_app.simulation.fleet import EngineChanges
-from serve_app.simulation.fleet_file import fleet_of_file
+from serve_app.simulation.fleet import EngineChanges, fleet_of_file
 from tests.planning.builders import demand
 
 CHEAP, LARGE = "llama31-8b-rtx4090-tp1", "llama3-70b-h100-tp4"

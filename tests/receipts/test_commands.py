@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from serve_app.counterfactuals.recording import encode_recording
-from serve_app.counterfactuals.tenant_name import named, request_of_tenant
+from serve_app.counterfactuals.recording import encode_recording, named, request_of_tenant
 from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.scheduler_views import SchedulerViews

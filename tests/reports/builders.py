@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from serve_app.reports.differences import FigureDifference
 from serve_app.reports.document import (
     Cell,
     DifferenceTable,
+    FigureDifference,
     Look,
     Origin,
     Plot,

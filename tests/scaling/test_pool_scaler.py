@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.scaling.forecast import RecentLoad
 from serve_app.scaling.observation import PoolView
 from serve_app.scaling.pool_scaler import PoolDecision, PoolScaler
 from serve_app.scaling.settings import AutoscalingSettings, ScaledPool
@@ -22,7 +21,7 @@ class Pool:
     def __init__(self, **settings: float) -> None:
         bounds = {"min_replicas": 1, "max_replicas": 8, "downscale_delay_s": 60.0} | settings
         autoscaling = AutoscalingSettings(**bounds)  # type: ignore[arg-type]
-        self.scaler = PoolScaler(ScaledPool(autoscaling=autoscaling), RecentLoad(1.0))
+        self.scaler = PoolScaler(ScaledPool(autoscaling=autoscaling), load_time_constant_s=1.0)
         self.now = 0.0
         self.view = IDLE
 
@@ -145,7 +144,7 @@ def test_counters_that_begin_anew_are_no_negative_work() -> None:
 
 
 def test_a_pool_that_others_scale_has_no_bounds() -> None:
-    scaler = PoolScaler(ScaledPool(), RecentLoad())
+    scaler = PoolScaler(ScaledPool())
     scaler.decide(IDLE, 0.0)
     busy = replace(IDLE, waiting_prefill_tokens=6_000_000, waiting_requests=100, is_wanted=True)
     assert scaler.decide(busy, 1.0).replicas == 100
@@ -182,7 +181,7 @@ def test_a_decision_is_always_within_its_bounds_and_work_always_has_an_engine(
 ) -> None:
     most = max(1, least + more)
     settings = AutoscalingSettings(min_replicas=least, max_replicas=most, downscale_delay_s=5.0)
-    scaler = PoolScaler(ScaledPool(autoscaling=settings), RecentLoad())
+    scaler = PoolScaler(ScaledPool(autoscaling=settings))
     for second, view in enumerate(seen):
         decision = scaler.decide(view, float(second))
         scaler.settle(decision.replicas, float(second))

@@ -9,8 +9,8 @@ import yaml
 
 from serve_app.checking.capacity import check_capacity
 from serve_app.checking.engine_setup import known_setup
-from serve_app.engine_model.capacity import capacity
 from serve_app.engine_model.profiles import load_profile
+from serve_app.engine_model.roofline import capacity
 from serve_app.launch.environment import default_settings
 from serve_app.request import PriorityClass
 from serve_app.settings.application import AppSettings

@@ -2,10 +2,9 @@
 
 import random
 
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulatedRequest
+from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest
 from tests.builders import request
 
 STEP_TIME = StepTimeModel(

@@ -12,8 +12,7 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.routing.pools import RoutingSettings
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulatedRequest, Simulation
+from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from tests.builders import request
 
 TIMEOUT_S, AT_S = 2.0, 5.0

@@ -12,7 +12,6 @@ from serve_app.errors import SettingsError
 from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import PartitionChanged
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.simulation.disturbances.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import FleetSettings
 from serve_app.simulation.partitions import (
     FixedPartition,
@@ -20,7 +19,7 @@ from serve_app.simulation.partitions import (
     read_partition,
     write_partition,
 )
-from serve_app.simulation.run import RunResult, RunSettings, simulate
+from serve_app.simulation.run import LengthNoise, RunResult, RunSettings, simulate
 from serve_app.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 

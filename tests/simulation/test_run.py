@@ -8,9 +8,8 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.decision_log import Decision
 from serve_app.simulation.baselines import SIMULATED_POLICIES
-from serve_app.simulation.disturbances.estimate_noise import LengthNoise
 from serve_app.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.simulation.run import DIRECT, RunSettings, SloByLength, policy_names, simulate
+from serve_app.simulation.run import DIRECT, LengthNoise, RunSettings, SloByLength, policy_names, simulate
 from serve_app.simulation.simulation import SimulationSettings
 from serve_app.simulation.workload import Disclosure, TraceChoice
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.metrics.statistics import percentile
+from serve_app.metrics.summary import percentile
 from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings

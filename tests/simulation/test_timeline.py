@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from serve_app.simulation.timeline import Rank, Timeline
+from serve_app.simulation.simulation import Rank, Timeline
 
 
 def test_things_happen_by_time_then_rank_then_the_order_of_planning() -> None:

@@ -15,7 +15,7 @@ from serve_app.tuning.search.search_space import Values
 from serve_app.tuning.search.study import Study, StudySettings
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import scale_to_rate
 from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})

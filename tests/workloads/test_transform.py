@@ -1,8 +1,7 @@
 import pytest
 
-from serve_app.workloads.streams import stream
-from serve_app.workloads.trace import Trace, TraceError
-from serve_app.workloads.transform import merge, scale_to_rate, take
+from serve_app.workloads.generators import stream
+from serve_app.workloads.trace import Trace, TraceError, merge, scale_to_rate, take
 from tests.workloads.builders import trace
 
 

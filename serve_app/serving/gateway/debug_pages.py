@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-from serve_app.counterfactuals.tenant_name import named, request_of_tenant
+from serve_app.counterfactuals.recording import named, request_of_tenant
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,

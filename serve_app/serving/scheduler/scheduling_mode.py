@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.metrics.first_tokens import first_token_figures
+from serve_app.metrics.summary import first_token_figures
 from serve_app.scheduling import Scheduler
 from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.events import ActiveShareChanged, Event, FirstToken

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.statistics import percentile
+from serve_app.metrics.summary import percentile
 from serve_app.metrics.targets import ClassTargets
 
 

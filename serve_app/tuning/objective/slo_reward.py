@@ -18,9 +18,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from serve_app.metrics.fairness import jain_of_tenants
 from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.statistics import percentile
+from serve_app.metrics.summary import jain_of_tenants, percentile
 from serve_app.metrics.targets import ClassTargets
 from serve_app.settings_base import FINITE_NOT_NEGATIVE, at_least, settings
 from serve_app.tuning.objective.service_class import members_of

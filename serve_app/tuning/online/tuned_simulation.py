@@ -19,9 +19,13 @@ from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Arrived, Retuned
 from serve_app.scheduling.retuning import checked_retuning
 from serve_app.simulation.partitions import PartitionLearner
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
-from serve_app.simulation.timeline import Rank
+from serve_app.simulation.simulation import (
+    Rank,
+    ReplicaPlan,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+)
 from serve_app.tuning.online.outcome_window import OutcomeWindow, record_of
 from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
 from serve_app.tuning.online.parameter_search import (

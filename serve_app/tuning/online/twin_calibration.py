@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 from serve_app.calibration.fit import FittedEngine
 from serve_app.engine_model.profiles import load_profile
-from serve_app.engine_model.settings import EngineModelSettings
+from serve_app.engine_model.sequences import EngineModelSettings
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.record import RequestRecord
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, at_least, settings
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulationSettings
+from serve_app.simulation.simulation import ReplicaPlan, SimulationSettings
 from serve_app.tuning.twin.engine_fit import (
     EngineFitResult,
     EngineFitTask,

@@ -1,8 +1,4 @@
-"""The settings of Refine-and-Prune.
-
-`experiments/partition` measures how many queues they make and how steady these are, `experiments/queues` how
-well each partition schedules.
-"""
+"""The settings of Refine-and-Prune."""
 
 from typing import Annotated, Literal
 
@@ -35,7 +31,7 @@ class RefineAndPruneSettings:
     mode: Mode = "stable"
     # Lower makes more queues: about 25 at 1, and 3 to 12 at 5.5, the value of the released code. More of them
     # let the longest requests wait longer and move more from sample to sample, while the others gain next to
-    # nothing (`experiments/queues`, `experiments/partition`).
+    # nothing.
     alpha: Annotated[float, FINITE_POSITIVE] = 5.5
     # k of the coarse k-means: short, medium, long.
     clusters: Annotated[int, at_least(1)] = 3

@@ -45,11 +45,10 @@ class StrategicSettings:
     # After a change of traffic they are all new once so many requests have arrived, while a random sample of
     # all requests would keep old ones for long.
     sample_size: Annotated[int, at_least(1)] = 10_000
-    # Lengths seen before the first run. `experiments/partition` (column moved) tells how far the queues of so
-    # few are from those of a large sample; a few dozen say nothing about queues of 1 % each.
+    # Lengths seen before the first run. A few dozen say nothing about queues of 1 % each.
     first_after: Annotated[int, at_least(1)] = 500
-    # Seconds between two runs, about ten minutes in the paper. A run takes a fraction of a second
-    # (`experiments/partition`), outside of the scheduler.
+    # Seconds between two runs, about ten minutes in the paper. A run takes a fraction of a second,
+    # outside of the scheduler.
     interval_s: Annotated[float, FINITE_POSITIVE] = 600.0
     # Lengths between two tests for drift, and how many of the last ones are tested. At 10 requests/s a
     # changed mix is noticed within half a minute.
@@ -57,7 +56,7 @@ class StrategicSettings:
     # See `drift_every`.
     drift_window: Annotated[int, at_least(1)] = 500
     # `partition_distance` at which a learned partition replaces the one in force. It lies above the distance
-    # between samples of some thousand requests of the same traffic (`experiments/partition`, column moved).
+    # between samples of some thousand requests of the same traffic.
     min_distance: Annotated[float, FINITE_POSITIVE] = 0.3
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
     drift: DriftSettings = field(default_factory=DriftSettings)

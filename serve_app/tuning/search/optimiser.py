@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from serve_app.errors import SettingsError
 from serve_app.tuning.objective.objective import finite
 from serve_app.tuning.search.search_space import SearchSpace, Values
-from serve_app.workloads.streams import plain_stream
+from serve_app.workloads.generators import plain_stream
 
 METHODS = ("tpe", "random")
 

@@ -22,8 +22,7 @@ from serve_app.scheduling.policies import learns_queues
 from serve_app.scheduling.policies.partition import Partition
 from serve_app.settings_base import NOT_NEGATIVE, at_least, settings, share_below
 from serve_app.simulation.partitions import FixedPartition
-from serve_app.simulation.replica import ReplicaPlan
-from serve_app.simulation.simulation import SimulatedRequest, Simulation, SimulationSettings
+from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
 from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning.objective.objective import ObjectiveSettings, reward_of
 from serve_app.tuning.partition.refine_and_prune import refine_and_prune

@@ -19,14 +19,20 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from serve_app.calibration.fit import EngineRun, FitStart, FittedEngine, fit_runs, with_latency
-from serve_app.calibration.measurement import MeasuredRequest
-from serve_app.calibration.measurements import CalibrationError
+from serve_app.calibration.fit import (
+    EngineRun,
+    FitStart,
+    FittedEngine,
+    fit_runs,
+    starting_point,
+    typical_step_s,
+    with_latency,
+)
+from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
 from serve_app.calibration.replay import measured
-from serve_app.calibration.start import starting_point, typical_step_s
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.metrics.record import RequestRecord
-from serve_app.simulation.replica import ReplicaPlan
+from serve_app.simulation.simulation import ReplicaPlan
 
 _ENGINES = 4
 """Engines of a pool that are replayed: those with the most requests. Others of the pool are like them."""

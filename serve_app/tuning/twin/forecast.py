@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_app.metrics.first_tokens import first_token_figures
+from serve_app.metrics.summary import first_token_figures
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan
 from serve_app.tuning.twin.rests import resting
 from serve_app.workloads.trace import Trace

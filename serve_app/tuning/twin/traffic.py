@@ -18,7 +18,7 @@ import numpy as np
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.targets import NOT_OURS
-from serve_app.workloads.streams import stream
+from serve_app.workloads.generators import stream
 from serve_app.workloads.trace import Trace, TraceRequest
 
 DEFAULT_SPAN_S = 600.0

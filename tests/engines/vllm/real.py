@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import psutil
 
-from experiments.common.vllm_server import read_counters
 from serve_app.engines.engine import Engine, EngineLimits
 from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.errors import EngineError
 from tests.engines.servers import serving
+from tests.vllm_server import read_counters
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "models/tiny-random-llama"

@@ -24,8 +24,7 @@ from serve_app.tuning.online.slice_noise import (
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import TwinPlan, with_speed
 from serve_app.tuning.twin.traffic import TrafficLog
-from serve_app.workloads.trace import Trace
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import Trace, scale_to_rate
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
 OBJECTIVE = ObjectiveSettings(min_requests=20)

@@ -17,7 +17,7 @@ from serve_app.tuning.online.rollout_settings import Act, RolloutSettings
 from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
 from serve_app.tuning.search.study import StudySettings
 from serve_app.tuning.twin.digital_twin import TwinSettings
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import scale_to_rate
 from tests.tuning.rewards import search_result
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})

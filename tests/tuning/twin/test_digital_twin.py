@@ -12,7 +12,7 @@ from serve_app.tuning.search.study import Job
 from serve_app.tuning.search.tunable import Tunable, space_of
 from serve_app.tuning.twin.digital_twin import DigitalTwin, TwinPlan, TwinSettings, with_speed
 from serve_app.tuning.twin.processes import TwinProcesses
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import scale_to_rate
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
 

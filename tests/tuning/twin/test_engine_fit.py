@@ -8,13 +8,12 @@ import pytest
 
 from serve_app.metrics.record import RequestRecord
 from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.replica import ReplicaPlan
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Simulation
+from serve_app.simulation.simulation import ReplicaPlan, Simulation
 from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
 from serve_app.tuning.twin.digital_twin import with_speed
 from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import scale_to_rate
 from tests.metrics.builders import record
 
 FLEET = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1})

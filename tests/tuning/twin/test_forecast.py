@@ -12,7 +12,7 @@ from serve_app.tuning.online.rollout_settings import RolloutSettings
 from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_search
 from serve_app.tuning.twin.digital_twin import DigitalTwin
 from serve_app.tuning.twin.forecast import ForecastResult, Forecasts, ForecastTask, forecast
-from serve_app.workloads.transform import scale_to_rate
+from serve_app.workloads.trace import scale_to_rate
 from tests.tuning.twin.test_digital_twin import plan
 
 NOTHING = {"requests": 0, "ttft_p50_s": None, "ttft_p99_s": None}

@@ -1,1 +1,0 @@
-"""An adaptive `B_short` against fixed ones, simulated."""

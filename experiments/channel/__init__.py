@@ -1,1 +1,0 @@
-"""The control channel between gateways and the scheduler."""

@@ -1,1 +1,0 @@
-"""What the scheduler itself costs per request."""

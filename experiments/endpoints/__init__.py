@@ -1,1 +1,0 @@
-"""Fleets of endpoints that run elsewhere: their cost in front, and how soon a change is noticed."""

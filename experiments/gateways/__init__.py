@@ -1,1 +1,0 @@
-"""Gateways: more than one, and one with ten thousand waiting streams."""

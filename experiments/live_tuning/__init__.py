@@ -1,1 +1,0 @@
-"""A served application that tunes itself under load."""

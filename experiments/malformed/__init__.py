@@ -1,1 +1,0 @@
-"""Malformed bodies beside other clients' requests."""

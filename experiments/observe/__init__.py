@@ -1,1 +1,0 @@
-"""What a scheduler that only observes forecasts, beside what scheduling then does."""

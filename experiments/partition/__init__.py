@@ -1,1 +1,0 @@
-"""Which length queues Refine-and-Prune finds."""

@@ -1,1 +1,0 @@
-"""The fleet that the planner sized, served."""

@@ -1,1 +1,0 @@
-"""How honest waiting requests are told when they start."""

@@ -1,1 +1,0 @@
-"""Which length queues are best for scheduling, simulated."""

@@ -1,1 +1,0 @@
-"""What receipts cost a gateway and a scheduler: see `run`."""

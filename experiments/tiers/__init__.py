@@ -1,1 +1,0 @@
-"""Two pools against three context tiers of the same price."""

@@ -1,1 +1,0 @@
-"""What a traced request costs a gateway: see `run`."""

@@ -1,1 +1,0 @@
-"""How well an engine is served whose load nobody can see."""

@@ -1,1 +1,0 @@
-"""How well the time of engines is divided among tenants."""

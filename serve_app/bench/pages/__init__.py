@@ -1,1 +1,0 @@
-"""The reports of `bench --report`: of one endpoint, and of two that are compared."""

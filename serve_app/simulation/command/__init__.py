@@ -1,1 +1,0 @@
-"""`python -m serve_app simulate`: arguments, tables, JSON and plots."""

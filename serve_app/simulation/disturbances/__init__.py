@@ -1,1 +1,0 @@
-"""What goes otherwise than a policy assumes: when which requests arrive, and what is known of them."""
