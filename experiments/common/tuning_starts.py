@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from serve_app.errors import SettingsError
 from serve_app.scheduling import SchedulerSettings
-from serve_app.tuning.search.tunable import Tunable, parameters_of, started_from
+from serve_app.tuning.search_space import Tunable, parameters_of
 
 DEFAULTS: Mapping[str, object] = {}
 """The product's own."""
@@ -25,4 +26,10 @@ def begun_from(settings: SchedulerSettings, start: Mapping[str, object]) -> Tuna
     Raises:
         SettingsError: the policy has no such parameter, or it cannot have the value.
     """
-    return started_from(Tunable(scheduler=settings), parameters_of(settings), start)
+    tunable = Tunable(scheduler=settings)
+    parameters = {each.name: each for each in parameters_of(settings)}
+    for name, value in start.items():
+        if name not in parameters:
+            raise SettingsError(f"cannot start from {name}: there are {', '.join(parameters)}")
+        tunable = tunable.with_setting(parameters[name], value)
+    return tunable

@@ -20,11 +20,10 @@ from serve_app.simulation.batch import parallel, run_all
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning import LearnedPartitions, StrategicSettings
-from serve_app.tuning.objective.objective import ObjectiveSettings
-from serve_app.tuning.partition.settings import PAPER
-from serve_app.tuning.search.search_space import Values
-from serve_app.tuning.search.tunable import Tunable, space_of
-from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.objective import ObjectiveSettings
+from serve_app.tuning.refine_and_prune import PAPER
+from serve_app.tuning.search_space import Tunable, Values, space_of
 
 POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
 _THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")

@@ -11,6 +11,7 @@ from typing import Any
 from experiments.common.drifting_mix import MixRates, drifting_arrivals, mix_rates, trace_of_kinds
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
+from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from experiments.tuned_drift.settings import DriftExperiment, Variant, mixed_lengths
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
@@ -18,10 +19,10 @@ from serve_app.simulation.batch import parallel
 from serve_app.simulation.simulation import SimulatedRequest
 from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning import LearnedPartitions
-from serve_app.tuning.objective.objective import reward_of
-from serve_app.tuning.online.parameter_search import SearchResult, SearchTask
-from serve_app.tuning.online.rollout_settings import Act, Audit
-from serve_app.tuning.online.tuned_simulation import TunedSimulation, counting_replay, counting_search
+from serve_app.tuning.objective import reward_of
+from serve_app.tuning.parameter_loop import Result, Work
+from serve_app.tuning.rollout import Act, Audit
+from serve_app.tuning.study import Finding
 from serve_app.workloads.generators import stream
 
 
@@ -70,21 +71,17 @@ def _figures(run: Run) -> dict[str, Any]:
     """One run: how requests of each phase were served, and what the tuner did."""
     experiment = run.experiment
     tuning, plans = experiment.tuner(run.variant), experiment.fleet.plans(isolated=True)
-    search = counting_search(tuning, experiment.pace_requests_per_s)
+    carry_out = counting_worker(experiment.pace_requests_per_s)
     verdicts: list[bool] = []
 
-    def noted_search(task: SearchTask) -> SearchResult:
-        found = search(task)
-        verdicts.append(found.finding.confident)
-        return found
+    def worker(work: Work) -> tuple[Result, float]:
+        result, seconds = carry_out(work)
+        if isinstance(result, Finding):
+            verdicts.append(result.confident)
+        return result, seconds
 
     simulation = TunedSimulation(
-        experiment.scheduler(run.variant),
-        plans,
-        tuning,
-        noted_search,
-        learner=LearnedPartitions().learner(),
-        replayer=counting_replay(experiment.pace_requests_per_s),
+        experiment.scheduler(run.variant), plans, tuning, worker, learner=LearnedPartitions().learner()
     )
     records = simulation.run(_requests(run))
     audit = simulation.loop.rollout.audit
@@ -94,7 +91,7 @@ def _figures(run: Run) -> dict[str, Any]:
         "phases": {
             name: _phase(experiment, records, begin, end) for name, (begin, end) in experiment.phases.items()
         },
-        "searches": simulation.searches,
+        "searches": len(verdicts),
         "without_winner": verdicts.count(False),
         "tried": acts.count(Act.STARTED),
         "adopted": acts.count(Act.ADOPTED),
@@ -134,20 +131,7 @@ def _phase(
 
 def pairs(audit: Sequence[Audit]) -> list[float]:
     """Of each pair of slices, the reward under the candidate less that under the values in force."""
-    found: list[float] = []
-    slices: dict[int, float] = {}
-    for each in audit:
-        if each.act is Act.STARTED:
-            slices = {}
-        if each.act is Act.JUDGED and "reward" in each.figures:
-            number = int(each.figures["slice"])
-            slices[number] = each.figures["reward"]
-            other = slices.get(number ^ 1)
-            if other is not None:
-                # Sides go A B B A: the candidate has the slices 1 and 2 of four.
-                sign = 1 if number % 4 in (1, 2) else -1
-                found.append(sign * (slices[number] - other))
-    return found
+    return [each.figures["difference"] for each in audit if each.act is Act.JUDGED]
 
 
 EXPERIMENT = Experiment(settings=DriftExperiment, play=play)

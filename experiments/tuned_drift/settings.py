@@ -9,7 +9,7 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.settings_base import settings
 from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings
+from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.workloads.generators import LognormalLengths, UniformLengths, stream
 
 _SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)

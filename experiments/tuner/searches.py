@@ -1,18 +1,15 @@
 """One search by each method, and the judgement of what each came to."""
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experiments.common.tuned_simulation import CountingPlayer
 from experiments.tuner.settings import LiveSearch, Method, TunerExperiment
-from serve_app.tuning.search.optimiser import make_optimiser
-from serve_app.tuning.search.scoreboard import INCUMBENT
-from serve_app.tuning.search.search_space import Values
-from serve_app.tuning.search.study import Job, Study
-from serve_app.tuning.search.study_run import Budget, WindowResult, run_study
-from serve_app.tuning.twin.digital_twin import TwinPlan
-from serve_app.tuning.twin.processes import TwinProcesses
+from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
+from serve_app.tuning.optimiser import TpeOptimiser
+from serve_app.tuning.search_space import Values
+from serve_app.tuning.study import INCUMBENT, Budget, Job, run_study
 
 # Trials of the live loop meet windows that no study plays.
 _FIRST_LIVE_WINDOW = 10_000
@@ -49,25 +46,6 @@ class Search:
     worst_trial: float | None = None
 
 
-class CountingPlayer:
-    """A twin whose clock counts the requests that it has simulated."""
-
-    def __init__(self, plan: TwinPlan, pace_requests_per_s: float = math.inf) -> None:
-        self._twin = TwinProcesses(plan)
-        self._pace_requests_per_s = pace_requests_per_s
-        self.requests = 0
-
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
-        """Each job with its result."""
-        for job, result in self._twin.play(jobs):
-            self.requests += result.requests
-            yield job, result
-
-    def clock(self) -> float:
-        """CPU seconds at the stated pace."""
-        return self.requests / self._pace_requests_per_s
-
-
 def search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
     """One search."""
     if method == "live":
@@ -80,18 +58,22 @@ def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, see
 
     The defaults are not among its candidates: from a bad start they would end the race before it begins.
     """
-    optimiser = make_optimiser(method, plan.space, seed=seed)
-    study = Study(optimiser, experiment.study, independent_windows=plan.independent_windows)
+    # Random search is a start from the prior that never ends.
+    startup = {} if method == "tpe" else {"startup": experiment.study.trials}
     player = CountingPlayer(plan, experiment.pace_requests_per_s)
-    budget = Budget(clock=player.clock, seconds=experiment.search_s)
-    course = run_study(study, experiment.study, player, budget)
-    assert study.finding is not None
+    course = run_study(
+        TpeOptimiser(plan.space, seed=seed, **startup),
+        experiment.study,
+        player,
+        Budget(clock=player.clock, seconds=experiment.search_s),
+        independent_windows=plan.independent_windows,
+    )
     return Search(
-        trials=len(study.board),
+        trials=course.finding.trials,
         requests=course.requests,
-        confident=study.finding.confident,
+        confident=course.finding.confident,
         leaders=[
-            Leader(seconds=step.seconds, values=study.board.candidates[step.leader].values)
+            Leader(seconds=step.seconds, values=course.proposals[step.leader].values)
             for step in course.rounds
         ],
     )
@@ -103,7 +85,7 @@ def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
     window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
     twin = replace(plan.settings, window_requests=window, warm_up_ratio=0.0)
     player = CountingPlayer(replace(plan, settings=twin))
-    optimiser = make_optimiser("tpe", plan.space, seed=seed)
+    optimiser = TpeOptimiser(plan.space, seed=seed)
     seen: list[tuple[float, Values]] = []
     leaders = []
     for trial in range(live.trials):

@@ -10,9 +10,9 @@ from serve_app.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.simulation.run import RunSettings, fitted_trace
 from serve_app.simulation.scheduler_settings import scheduler_settings
 from serve_app.simulation.workload import TraceChoice
-from serve_app.tuning.search.study import StudySettings
-from serve_app.tuning.search.tunable import space_of
-from serve_app.tuning.twin.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
+from serve_app.tuning.search_space import space_of
+from serve_app.tuning.study import StudySettings
 
 Method = Literal["tpe", "random", "live"]
 Start = Literal["good", "bad"]

@@ -22,8 +22,8 @@ from serve_app.bench.load import BodySettings
 from serve_app.command import progress_bar
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import percentile
-from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings_base import as_written, settings
+from serve_app.tuning.settings import TunerSettings
 from serve_app.workloads.catalog import WorkloadSettings, resolve
 
 ROLES = ("tuner", "scheduler", "gateway")
@@ -148,22 +148,21 @@ def model(core_share: float) -> dict[str, Any]:
         "replicas": 2,
         "resources": {"num_cpus": 0.1},
     }
-    parameters = {
+    tuner = {
+        "mode": "advise",
         "profile": "laptop",
         # One search after the other, short enough that an idle slice need not wait for long.
         "every_s": 0.1,
         "min_requests": _MIN_REQUESTS,
         "search_cpu_s": 3.0,
         "core_share": core_share,
-        "twin": {"window_requests": 100, "block_requests": 50},
-        "study": {"rungs": [1, 2], "confirm_windows": 4, "finalists": 1},
-        "rollout": {"mode": "advise", "cool_down_s": 0.0},
+        "cool_down_s": 0.0,
     }
     return {
         "name": _MODEL,
         "pools": [pool],
         "scheduler": {"policy": "ewsjf"},
-        "tuner": as_written(TunerSettings, {"parameters": parameters}),
+        "tuner": as_written(TunerSettings, tuner),
     }
 
 

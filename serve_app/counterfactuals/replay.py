@@ -29,7 +29,7 @@ from serve_app.simulation.simulation import (
     Simulation,
     SimulationSettings,
 )
-from serve_app.tuning.online.twin_calibration import CalibrationSettings, TwinCalibration
+from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
 _LEFT_OUT = NOT_OURS | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
 _GATEWAY = "replay"

@@ -43,8 +43,8 @@ from serve_app.counterfactuals.replay import (
 from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
-from serve_app.tuning.online.twin_calibration import CalibrationSettings, TwinCalibration
-from serve_app.tuning.twin.engine_fit import EngineFitTask, Engines, fit_engines
+from serve_app.tuning.engine_fit import EngineFitTask, Engines, fit_engines
+from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
 LEAST_COMPARABLE = 12
 """Comparable requests without which there is no bar, and so no figure."""

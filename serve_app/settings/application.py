@@ -16,10 +16,9 @@ from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.tuner.actor import TunerSettings
 from serve_app.settings.pools import PoolSettings
 from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings
+from serve_app.tuning.settings import TunerSettings
 
 
 @settings
@@ -78,10 +77,7 @@ class ModelSettings(WrittenModel):
     def is_tuned(self) -> bool:
         """Whether a tuner runs beside the scheduler."""
         mode = self.tuner.mode
-        if mode == "auto":
-            asked_for = self.tuner.parameters not in (None, ParameterTuningSettings())
-            return learns_queues(self.scheduler.policy) or asked_for
-        return mode
+        return learns_queues(self.scheduler.policy) if mode == "auto" else mode is not False
 
 
 @settings(block="gateways")

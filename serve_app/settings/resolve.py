@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from serve_app.errors import SettingsError
-from serve_app.metrics.targets import ClassTargets
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
@@ -103,10 +102,13 @@ def _served(model: WrittenModel) -> Iterator[ServedModel]:
     known = [limit for limit in limits if limit is not None]
     longest = max(known) if known and len(known) == len(limits) else None
     on_demand = any(pool.starts_on_demand for pool in model.pools)
-    tuned = model.tuner.parameters
-    targets = ClassTargets() if tuned is None else tuned.objective.targets
     for name in model.names:
-        yield ServedModel(name=name, max_model_len=longest, starts_on_demand=on_demand, targets=targets)
+        yield ServedModel(
+            name=name,
+            max_model_len=longest,
+            starts_on_demand=on_demand,
+            targets=model.tuner.targets,
+        )
 
 
 def _check_pools(where: str, model: ModelSettings) -> None:

@@ -17,8 +17,7 @@ def step_times_of(model: ModelSettings) -> dict[str, StepTimeModel]:
 
 
 def _known(model: ModelSettings) -> Iterator[tuple[str, StepTimeModel]]:
-    parameters = model.tuner.parameters
-    profile = None if parameters is None else parameters.profile
+    profile = model.tuner.profile
     for pool in model.pools:
         emulated = pool.engine.emulated
         if emulated is not None:

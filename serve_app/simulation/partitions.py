@@ -1,6 +1,6 @@
 """The sources of length queues in a run: a learner, a file, or the prior.
 
-The learner itself is `serve_app.tuning.partition.strategic_loop`; here stands what the simulation needs of
+The learner itself is `serve_app.tuning.strategic_loop`; here stands what the simulation needs of
 one.
 """
 

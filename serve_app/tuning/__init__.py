@@ -1,34 +1,27 @@
 """Tuning: length queues learned from the traffic, and better values for the scheduler's parameters.
 
-Five sub-packages, each with a reading guide of its own:
+In the order in which to read:
 
-- `partition`: Refine-and-Prune learns length queues; the strategic loop says when.
-- `objective`: the reward, one number for how well traffic was served.
-- `search`: what may change, what to try next (TPE or random), and paired comparisons that decide.
-- `twin`: recent traffic played on simulated engines, to see what a candidate would make of it.
-- `online`: the tuner beside a running scheduler, which brings a result into production in guarded trials.
+- `refine_and_prune` learns length queues from prompt lengths; `strategic_loop` decides when to learn again.
+- `objective` is the reward: one number for how well an interval of traffic was served.
+- `search_space` says which settings may change, `optimiser` proposes values (TPE), and `study` spends windows
+  of traffic on candidates until one has won or none has.
+- `traffic` keeps recent requests, `digital_twin` plays windows of them on simulated engines, and `engine_fit`
+  fits those engines to the real ones.
+- `rollout` brings a winner into production in guarded steps, each a `trial` under one sequential test, and
+  `parameter_loop` connects all of it to a running scheduler.
+- `settings` puts the settings of all of them together.
 
-Each imports only those above it in this list. `command` and `arguments` are `python -m serve_app tune`, which
-does a search offline.
-
-Nothing here reads a clock: time is an argument.
+`command` is `python -m serve_app tune`, a search offline. Nothing here reads a clock: time is an argument.
 """
 
-from serve_app.tuning.partition.drift import DriftSettings, has_drifted
-from serve_app.tuning.partition.refine_and_prune import refine_and_prune
-from serve_app.tuning.partition.settings import RefineAndPruneSettings
-from serve_app.tuning.partition.strategic_loop import (
-    LearnedPartitions,
-    StrategicSettings,
-    partition_distance,
-)
+from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
+from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings, partition_distance
 
 __all__ = [
-    "DriftSettings",
     "LearnedPartitions",
     "RefineAndPruneSettings",
     "StrategicSettings",
-    "has_drifted",
     "partition_distance",
     "refine_and_prune",
 ]

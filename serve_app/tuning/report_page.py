@@ -19,10 +19,9 @@ from serve_app.reports.document import (
     Unit,
     number_cell,
 )
-from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.scoreboard import INCUMBENT
-from serve_app.tuning.search.study_report import StudyReport
-from serve_app.tuning.twin.digital_twin import TwinPlan
+from serve_app.tuning.digital_twin import TwinPlan
+from serve_app.tuning.study import INCUMBENT
+from serve_app.tuning.study_report import StudyReport
 
 _NOW, _BEST = "in force", "best candidate"
 
@@ -95,9 +94,9 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
     yield ReportSection(
         title="The search",
         intro="A gain is the mean difference in reward from the values in force, on the same windows.",
-        blocks=[*_course(report), _candidates(report), *_fresh_windows(report)],
+        blocks=[*_course(report), *_fresh_windows(report)],
     )
-    yield ReportSection(title="Figures", blocks=[_classes(found["classes"]), _terms(found["terms"])])
+    yield ReportSection(title="Figures", blocks=[_classes(found["classes"])])
 
 
 # Rewards
@@ -105,17 +104,17 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
 
 def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
     """On fresh windows, if it came to that, and on those of the search."""
-    finding, first = report.finding, report.settings.rungs[-1]
-    if finding.best is None:
-        return
-    stages: tuple[tuple[str, Comparison | None, range], ...] = (
-        ("fresh windows", finding.confirmation, range(first, first + report.settings.confirm_windows)),
-        ("windows of the search, which flatter", finding.search, range(first)),
+    finding, settings = report.finding, report.settings
+    stages = (
+        ("fresh windows", finding.confirmation, settings.fresh_windows),
+        ("windows of the search, which flatter", finding.search, settings.search_windows),
     )
     for name, comparison, windows in stages:
-        base = _mean_reward(report, INCUMBENT, windows)
-        other = _mean_reward(report, finding.best.number, windows)
-        if comparison is not None and base is not None and other is not None:
+        if finding.best is not None and comparison is not None:
+            base, other = (
+                statistics.fmean(_measured(report, each, windows).values())
+                for each in (INCUMBENT, finding.best.number)
+            )
             yield FigureDifference(
                 figure=f"reward on {name}",
                 base=base,
@@ -128,19 +127,10 @@ def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
             )
 
 
-def _mean_reward(report: StudyReport, candidate: int, windows: range) -> float | None:
-    values = list(_window_rewards(report, candidate, windows).values())
-    return statistics.fmean(values) if values else None
-
-
-def _window_rewards(report: StudyReport, candidate: int, windows: range) -> dict[int, float]:
+def _measured(report: StudyReport, candidate: int, windows: range) -> dict[int, float]:
     """The rewards that were measured, by window."""
-    return {
-        window: result.reward.value
-        for window in windows
-        if (result := report.course.results.get((candidate, window))) is not None
-        and result.reward.value is not None
-    }
+    rewards = report.course.rewards(candidate, windows)
+    return {window: reward for window, reward in rewards.items() if reward is not None}
 
 
 # The search
@@ -162,51 +152,10 @@ def _course(report: StudyReport) -> Iterator[Plot]:
         )
 
 
-def _candidates(report: StudyReport) -> Plot:
-    numbers = sorted({candidate for candidate, _ in report.course.results} - {INCUMBENT})
-    search = range(report.settings.rungs[-1])
-    gains = [_gain(report, number, search) for number in numbers]
-    whole = [len(_window_rewards(report, number, search)) == len(search) for number in numbers]
-    return Plot(
-        title="Gain of every candidate",
-        reading="Candidates that looked poor after a few windows were stopped there.",
-        x=PlotAxis(label="candidate", unit=Unit.COUNT, logarithmic=None),
-        y=PlotAxis(label="gain", logarithmic=None),
-        places=[float(number) for number in numbers],
-        series=[
-            Series(name="values in force", values=[0.0] * len(numbers), look=Look.BASELINE),
-            Series(
-                name="on all windows of the search",
-                values=[gain if all_ else None for gain, all_ in zip(gains, whole, strict=True)],
-                look=Look.POINTS,
-                colour=2,
-            ),
-            Series(
-                name="stopped early",
-                values=[None if all_ else gain for gain, all_ in zip(gains, whole, strict=True)],
-                look=Look.POINTS,
-                colour=1,
-            ),
-        ],
-    )
-
-
-def _gain(report: StudyReport, candidate: int, windows: range) -> float | None:
-    base = _window_rewards(report, INCUMBENT, windows)
-    own = _window_rewards(report, candidate, windows)
-    differences = [own[window] - base[window] for window in own if window in base]
-    return statistics.fmean(differences) if differences else None
-
-
 def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
-    best, first = report.finding.best, report.settings.rungs[-1]
-    if best is None or report.finding.confirmation is None:
+    best, windows = report.finding.best, report.settings.fresh_windows
+    if best is None:
         return
-    windows = range(first, first + report.settings.confirm_windows)
-    rewards = {
-        _NOW: _window_rewards(report, INCUMBENT, windows),
-        _BEST: _window_rewards(report, best.number, windows),
-    }
     yield Plot(
         title="Reward on each fresh window",
         reading="Higher is better. Both meet the same requests in a window, so the gap between them counts.",
@@ -216,11 +165,14 @@ def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
         series=[
             Series(
                 name=name,
-                values=[found.get(window) for window in windows],
-                look=Look.BASELINE if name == _NOW else Look.LINE,
+                values=[report.course.rewards(candidate, windows).get(window) for window in windows],
+                look=look,
                 colour=2,
             )
-            for name, found in rewards.items()
+            for name, candidate, look in (
+                (_NOW, INCUMBENT, Look.BASELINE),
+                (_BEST, best.number, Look.LINE),
+            )
         ],
     )
 
@@ -249,18 +201,6 @@ def _classes(classes: Mapping[str, Mapping[str, Mapping[str, float | None]]]) ->
             if figures is not None
         ],
         text_columns=2,
-    )
-
-
-def _terms(terms: Mapping[str, Mapping[str, float | None]]) -> ReportTable:
-    names = list(terms["incumbent"])
-    return ReportTable(
-        caption="Terms of the reward, means over the same windows",
-        head=["side", *names],
-        rows=[
-            [_NOW if side == "incumbent" else _BEST, *(number_cell(found.get(name), 4) for name in names)]
-            for side, found in terms.items()
-        ],
     )
 
 

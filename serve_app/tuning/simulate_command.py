@@ -4,8 +4,8 @@
 """
 
 from serve_app.simulation.command import simulate_command
-from serve_app.tuning.partition.settings import PAPER
-from serve_app.tuning.partition.strategic_loop import LearnedPartitions, StrategicSettings
+from serve_app.tuning.refine_and_prune import PAPER
+from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
 
 _PUBLISHED = {"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)}
 COMMAND = simulate_command(LearnedPartitions(by_policy=_PUBLISHED))

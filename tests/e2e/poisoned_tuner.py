@@ -1,53 +1,51 @@
-"""An application whose tuner is wrong: its search likes what serves badly.
+"""An application whose tuner is wrong: its search is sure of what serves badly, and its twin of itself.
 
-Everything else is `serve_app.app`: the same scheduler, the same loop, the same roll-out.
+Everything else is `serve_app.app`: the same scheduler, the same loop, the same rollout.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.serve import Application
 
 from serve_app import app
 from serve_app.serving.tuner.deployment import TunerDeployment
-from serve_app.serving.tuner.parameter_tuner import Searcher
-from serve_app.tuning.online.parameter_search import SearchResult, SearchTask
-from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.optimiser import Proposal
-from serve_app.tuning.search.study import Finding
+from serve_app.serving.tuner.parameter_tuner import Worker
+from serve_app.tuning.engine_fit import EngineFitResult, TwinError
+from serve_app.tuning.optimiser import Proposal
+from serve_app.tuning.parameter_loop import Result, SearchTask, Work, carry_out
+from serve_app.tuning.study import Comparison, Finding
 
-AWFUL = {
-    "a_u": 0.01,
-    "b_u": 5.0,
-    "max_long_prefills": 8,
-    "max_longest_prefills": 8,
-    "short_work_share": 0.6,
-    "target_waiting": 16,
-}
-"""Values that serve badly: no order matters in a long engine queue, and long prefills are not limited."""
+AWFUL = {"a_u": 0.01, "b_u": 5.0, "max_long_prefills": 8, "max_longest_prefills": 8, "target_waiting": 16}
 
 
-async def poisoned(task: SearchTask) -> SearchResult:
-    """A search that is sure of what is awful."""
-    await asyncio.sleep(1.0)
-    sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
-    finding = Finding(
-        best=Proposal(1, {**task.plan.space.current, **AWFUL}),
-        search=sure,
-        confirmation=sure,
-        confident=True,
-        reason="the search is poisoned",
-        trials=2,
-    )
-    return SearchResult(finding=finding, seconds=1.0)
+async def poisoned(work: Work) -> Result:
+    """A search that is sure of what is awful. The twin has no error, however loaded the machine is."""
+    if isinstance(work, SearchTask):
+        sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
+        return Finding(
+            best=Proposal(1, {**work.plan.space.current, **AWFUL}),
+            search=sure,
+            confirmation=sure,
+            confident=True,
+            reason="the search is poisoned",
+            trials=2,
+        )
+    result = await asyncio.to_thread(carry_out, work, time.thread_time)
+    if isinstance(result, EngineFitResult) and result.error is not None:
+        known = result.error.requests
+        return replace(result, error=TwinError(ttft_ratio=0.0, tpot_ratio=0.0, requests=known))
+    return result
 
 
 class PoisonedTunerDeployment(TunerDeployment):
     """The tuner with that search."""
 
     @staticmethod
-    def searcher() -> Searcher | None:
+    def worker() -> Worker | None:
         """That search."""
         return poisoned
 

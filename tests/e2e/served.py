@@ -49,20 +49,9 @@ ARGS = {
             },
             # Learns from dozens of requests; the defaults need hundreds.
             "tuner": {
-                "advanced": {
-                    "pull_interval_s": 0.5,
-                    "strategic": {
-                        "first_after": 40,
-                        "drift_every": 40,
-                        "drift_window": 60,
-                        "drift": {"min_sample": 40},
-                    },
-                },
+                "profile": "laptop",
                 # Never searches: a search would take CPU time from other tests.
-                "parameters": {
-                    "profile": "laptop",
-                    "advanced": {"min_requests": 1_000_000, "calibration": {"check_requests": 1_000_000}},
-                },
+                "advanced": {"learn_from": 40, "min_requests": 1_000_000},
             },
         }
     ],

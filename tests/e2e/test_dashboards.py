@@ -117,14 +117,8 @@ RARE = {
             "scheduler": {"routing": {"b_short_tokens": 1_000, "spill": True}},
             "tuner": {
                 "mode": True,
-                "advanced": {"pull_interval_s": 0.5, "strategic": {"first_after": 40}},
-                "parameters": {
-                    "profile": "laptop",
-                    "advanced": {
-                        "min_requests": 1_000_000,
-                        "calibration": {"check_requests": 20, "every_s": 1.0},
-                    },
-                },
+                "profile": "laptop",
+                "advanced": {"learn_from": 40, "min_requests": 1_000_000},
             },
         }
     ],

@@ -1,36 +1,15 @@
 from dataclasses import replace
 
-import pytest
-
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
 from experiments.common.rows import Row
-from experiments.tuned_drift.run import pairs
 from experiments.tuned_drift.settings import DriftExperiment, mixed_lengths
 from experiments.tuned_drift.tables import TABLES
-from serve_app.tuning.online.rollout_settings import Act, Audit
 from tests.experiments.builders import row
 
 
 def experiment() -> DriftExperiment:
     return read_settings(Catalogue().config("tuned_drift"), DriftExperiment)
-
-
-def _judged(number: int, reward: float | None = None) -> Audit:
-    figures = {"slice": float(number)} | ({} if reward is None else {"reward": reward})
-    return Audit(at=0.0, act=Act.JUDGED, reason="", figures=figures)
-
-
-def test_a_pair_is_the_candidate_less_the_values_in_force_whichever_came_first() -> None:
-    started = Audit(at=0.0, act=Act.STARTED, reason="")
-    # The candidate has the slices 1 and 2 of four; a new trial counts its slices anew.
-    audit = [started, _judged(0, 0.5), _judged(1, 0.7), _judged(2, 0.4), _judged(3, 0.5)]
-    again = [started, _judged(0, 0.1), _judged(1, 0.9)]
-    assert pairs([*audit, *again]) == pytest.approx([0.2, -0.1, 0.8])
-
-
-def test_a_slice_without_a_reward_makes_no_pair() -> None:
-    assert pairs([_judged(0, 0.5), _judged(1), _judged(2, 0.4), _judged(3, 0.5)]) == pytest.approx([-0.1])
 
 
 def test_lengths_are_of_the_papers_mix_by_kind() -> None:

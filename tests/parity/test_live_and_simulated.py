@@ -57,7 +57,7 @@ SIMULATION = SimulationSettings(control_latency_s=0.0013, report_interval_s=0.2)
 Decisions = list[tuple[float, tuple[Command, ...]]]
 
 
-LEARNED = LearnedPartitions(StrategicSettings(first_after=50, drift_every=50, min_distance=0.01))
+LEARNED = LearnedPartitions(StrategicSettings(window=50))
 
 
 def scheduler_settings(policy: str = "fcfs") -> SchedulerSettings:

@@ -8,17 +8,23 @@ import yaml
 
 from serve_app.errors import SettingsError
 from serve_app.settings.loading import load_settings, settings_of
+from serve_app.tuning import RefineAndPruneSettings, StrategicSettings
+from serve_app.tuning.settings import TunerSettings
 from tests.settings.builders import emulated, model, parse, pool, refusal
 
 
 def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
-    block = yaml.safe_load(
-        "{mode: off, advanced: {pull_interval_s: 2, strategic: {interval_s: 60, drift: {min_shift: 0.2}}}}"
+    def tuner(text: str) -> TunerSettings:
+        return parse(model(tuner=yaml.safe_load(text))).models[0].tuner
+
+    assert tuner("{mode: off}").mode is False
+    assert tuner("{mode: on, advanced: {learn_every_s: 60, alpha: 2}}").strategic == StrategicSettings(
+        interval_s=60.0, refine_and_prune=RefineAndPruneSettings(alpha=2.0)
     )
-    tuner = parse(model(tuner=block)).models[0].tuner
-    assert tuner.mode is False
-    assert tuner.pull_interval_s == 2.0
-    assert (tuner.strategic.interval_s, tuner.strategic.drift.min_shift) == (60.0, 0.2)
+    assert tuner("{mode: queues}").parameters is None
+    advice = tuner("{mode: advise, profile: laptop, advanced: {slice_s: 30}}").parameters
+    assert advice is not None
+    assert (advice.profile, advice.rollout.mode, advice.rollout.slice_s) == ("laptop", "advise", 30.0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from serve_app.simulation.run import LengthNoise, RunResult, RunSettings, simula
 from serve_app.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 
-LEARNED = LearnedPartitions(StrategicSettings(first_after=100))
+LEARNED = LearnedPartitions(StrategicSettings(window=100))
 RUN = RunSettings(
     policy="ewsjf",
     fleet=FleetSettings(profile="laptop"),
@@ -125,7 +125,7 @@ def test_what_one_command_learns_the_next_can_use(tmp_path: Path, capsys: pytest
     fcfs, ewsjf = json.loads(out.read_text())["runs"]
     assert fcfs["partitions"] == []
     assert ewsjf["partitions"][-1]["queues"][0]["min"] == read_partition(saved).intervals[0].min_tokens
-    assert ewsjf["settings"]["partition"]["settings"]["first_after"] == 500
+    assert ewsjf["settings"]["partition"]["settings"]["window"] == 500
     assert f"{saved}: the queues of ewsjf, seed 0" in capsys.readouterr().out
 
     assert main([*plain, "--policy", "ewsjf", "--partition", str(saved)]) == 0

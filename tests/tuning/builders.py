@@ -1,9 +1,13 @@
-"""Queues, and lengths to learn them from."""
+"""Queues, lengths to learn them from, and engines of another speed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.simulation.simulation import ReplicaPlan
 
 Sample = npt.NDArray[np.int64]
 
@@ -27,3 +31,8 @@ def heavy_tail(count: int, seed: int) -> Sample:
     """Log-normal lengths with a median of 400 tokens: one in a hundred is longer than 6,500."""
     drawn = np.random.default_rng(seed).lognormal(np.log(400), 1.2, count)
     return np.clip(drawn, 1, 131_072).astype(np.int64)
+
+
+def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPlan, ...]:
+    """The same engines, every iteration of which takes `factor` times as long."""
+    return tuple(replace(engine, step_time=engine.step_time.scaled(factor)) for engine in engines)

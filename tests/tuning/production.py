@@ -1,10 +1,11 @@
-"""The values in force in a production that carries out the commands of a roll-out."""
+"""The values in force in a production that carries out the commands of a rollout."""
 
 import math
+from collections.abc import Callable
 
-from serve_app.tuning.online.rollout import Rollout
-from serve_app.tuning.online.rollout_settings import Apply
-from serve_app.tuning.search.search_space import Values
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.rollout import Apply, Rollout
+from serve_app.tuning.search_space import Values
 
 
 class Production:
@@ -16,11 +17,14 @@ class Production:
         self.values: Values = self.permanent
         self.expires_at = math.inf
         self.applied: list[Values] = []
+        # When values came into force, and whether they were those of the step.
+        self._sides: list[tuple[float, bool]] = []
 
     def carry_out(self, commands: list[Apply], now: float) -> None:
         for command in commands:
             self.values, self.expires_at = command.values, math.inf
             self.applied.append(command.values)
+            self._sides.append((now, command.valid_s is not None))
             if command.valid_s is None:
                 self.permanent = self.values
             else:
@@ -29,3 +33,13 @@ class Production:
     def expire(self, now: float) -> None:
         if now >= self.expires_at:
             self.values, self.expires_at = self.permanent, math.inf
+
+    def ticked(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
+        """The commands of a tick, where slices are judged by whether the step was in force."""
+        return self.rollout.tick(now, settled_until, lambda start, _: judge(self._was_step(start)))
+
+    def tick(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> None:
+        self.carry_out(self.ticked(now, settled_until, judge), now)
+
+    def _was_step(self, at: float) -> bool:
+        return next((is_step for since, is_step in reversed(self._sides) if since <= at), False)

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Callable, Mapping
 
-from serve_app.tuning.objective.objective import Reward
-from serve_app.tuning.objective.service_class import ClassFigures
-from serve_app.tuning.online.parameter_search import SearchResult
-from serve_app.tuning.search.comparison import Comparison
-from serve_app.tuning.search.optimiser import Proposal, make_optimiser
-from serve_app.tuning.search.search_space import Parameter, Scale, SearchSpace, Values
-from serve_app.tuning.search.study import Finding, Study, StudySettings
+from serve_app.tuning.objective import ClassFigures, Reward
+from serve_app.tuning.optimiser import Proposal
+from serve_app.tuning.search_space import Parameter, Scale, SearchSpace, Values
+from serve_app.tuning.study import Comparison, Finding
 
 PARAMETERS = (
     Parameter(name="a", path="ewsjf.weights.a_u", low=-1.0, high=1.0),
@@ -35,20 +32,6 @@ def bowl(values: Values, window: int) -> float:
     return -miss + 0.5 * math.sin(window) + 0.01 * own
 
 
-def study(settings: StudySettings, *, method: str = "random", seed: int = 0) -> Study:
-    return Study(make_optimiser(method, space(), seed=seed), settings)
-
-
-def play(machine: Study, objective: Objective, *, at_most: int | None = None) -> int:
-    """Play jobs one by one until the study is over, or so many are played; returns how many were."""
-    played = 0
-    while machine.jobs() and (at_most is None or played < at_most):
-        job = machine.jobs()[0]
-        machine.tell(job, objective(job.values, job.window))
-        played += 1
-    return played
-
-
 def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
     """A reward with classes as (requests, attainment)."""
     return Reward(
@@ -62,10 +45,10 @@ def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | Non
     )
 
 
-def search_result(values: Values, *, confident: bool = True, seconds: float = 1.0) -> SearchResult:
+def found(values: Values, *, confident: bool = True) -> Finding:
     """A search that found these values, whatever the traffic."""
     gain = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
-    finding = Finding(
+    return Finding(
         best=Proposal(1, values),
         search=gain,
         confirmation=gain,
@@ -73,4 +56,3 @@ def search_result(values: Values, *, confident: bool = True, seconds: float = 1.
         reason="for the test",
         trials=2,
     )
-    return SearchResult(finding=finding, seconds=seconds)

@@ -9,7 +9,10 @@ from serve_app.cli import main
 from serve_app.settings.loading import settings_of
 
 SMALL = ["--profile", "laptop", "--replicas", "1", "--requests", "400", "--window", "60", "--jobs", "1"]
-BAD = ["--start", "target_waiting=16", "--start", "max_long_prefills=8", "--start", "b_u=5"]
+BAD = [
+    *("--set", "backpressure.target_waiting=16", "--set", "isolation.max_long_prefills=8"),
+    *("--set", "ewsjf.weights.b_u=5"),
+]
 
 
 def tune(*arguments: str) -> int:
@@ -47,10 +50,7 @@ def test_the_same_command_finds_the_same(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
         out = tmp_path / f"{name}.json"
-        assert (
-            tune("--rate", "30", "--trials", "6", "--search", "random", "--seed", "3", "--json", str(out))
-            == 0
-        )
+        assert tune("--rate", "30", "--trials", "6", "--seed", "3", "--json", str(out)) == 0
         document = json.loads(out.read_text())
         found.append([document[each] for each in ("best", "rewards", "classes", "simulated_requests")])
     assert found[0] == found[1]
@@ -90,8 +90,7 @@ def test_the_progress_bar_ends_with_the_candidates_that_were_tried(
     ("arguments", "message"),
     [
         (["--policy", "lifo"], "lifo"),
-        (["--start", "speed=9"], "cannot start from speed"),
-        (["--start", "b_u"], "--start takes PATH=VALUE"),
+        (["--set", "b_u"], "--set takes PATH=VALUE"),
         (["--set", "isolation.speed=9"], "speed"),
         (["--only", "speed"], "cannot tune speed"),
         (["--seed", "-1"], "--seed must not be negative"),

@@ -11,7 +11,10 @@ from serve_app.cli import main
 from tests.reports.parsed import ParsedReport
 
 TUNE = ["tune", "--trace", "paper-mix", "--profile", "laptop", "--replicas", "1", "--requests", "400"]
-BAD = ["--start", "target_waiting=16", "--start", "max_long_prefills=8", "--start", "b_u=5"]
+BAD = [
+    *("--set", "backpressure.target_waiting=16", "--set", "isolation.max_long_prefills=8"),
+    *("--set", "ewsjf.weights.b_u=5"),
+]
 
 
 def tuned(tmp_path: Path, *arguments: str) -> tuple[ParsedReport, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The learned partition of prompt lengths into length queues, as a value.
 
 It is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside the core
-(`serve_app.tuning.partition.refine_and_prune`), and replaced as a whole.
+(`serve_app.tuning.refine_and_prune`), and replaced as a whole.
 """
 
 from dataclasses import dataclass

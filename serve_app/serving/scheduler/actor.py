@@ -42,7 +42,7 @@ from serve_app.serving.scheduler.receipts.minutes import StepTimes, known_step_t
 from serve_app.serving.state.keeper import StateKeeper
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
-from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")
 

@@ -10,7 +10,7 @@ from typing import Any
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.policies.partition import Partition
-from serve_app.tuning.online.outcome_window import Row
+from serve_app.tuning.outcome_window import Row
 
 _KEPT = 10_000
 """Lengths kept between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
@@ -46,10 +46,10 @@ class PartitionUpdate:
     """A partition to put in force, with what people want to know of it.
 
     Attributes:
-        reason: first, interval, drift or adjusted (`tuning.partition.strategic_loop.Reason`); restored when
+        reason: first, interval, drift or adjusted (`tuning.strategic_loop.Reason`); restored when
             this scheduler did not know what was in force before.
         lengths: how many it was learned from.
-        distance: from the partition before, see `tuning.partition.strategic_loop.partition_distance`.
+        distance: from the partition before, see `tuning.strategic_loop.partition_distance`.
         age_s: time since it was learned.
     """
 

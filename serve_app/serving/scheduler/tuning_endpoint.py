@@ -20,10 +20,9 @@ from serve_app.scheduling.retuning import checked_retuning
 from serve_app.serving.scheduler.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
-from serve_app.tuning.online.outcome_window import OutcomeWindow
-from serve_app.tuning.online.rollout_settings import Retune
-from serve_app.tuning.search.settings_path import value_at, with_values
-from serve_app.tuning.search.tunable import with_weights
+from serve_app.tuning.outcome_window import OutcomeWindow
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.search_space import value_at, with_values, with_weights
 
 logger = logging.getLogger("ray.serve")
 

@@ -10,16 +10,14 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Mapping
-from dataclasses import field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state.store import StateStore
-from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Searcher
-from serve_app.settings_base import ADVANCED, POSITIVE, settings
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings
-from serve_app.tuning.online.rollout_settings import Retune
-from serve_app.tuning.partition.strategic_loop import PartitionChange, StrategicLoop, StrategicSettings
+from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Worker
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.settings import TunerSettings
+from serve_app.tuning.strategic_loop import PartitionChange, StrategicLoop
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,27 +28,11 @@ RESTORED = "restored"
 
 # A healthy scheduler answers in milliseconds; one that is being replaced does not answer.
 _CALL_TIMEOUT_S = 10.0
+# Queues are learned from hundreds of requests: a shorter interval finds nothing new, a longer one delays the
+# reaction to drift.
+_PULL_INTERVAL_S = 5.0
 # The slices of a trial begin and end by the clock, so a tuner with trials looks often.
 _TRIAL_INTERVAL_S = 1.0
-
-
-@settings(block="tuner")
-class TunerSettings:
-    """How one model's scheduler is tuned while it runs.
-
-    Attributes:
-        mode: on, off, or auto: on when the scheduler's policy learns its queues, or when settings of
-            `parameters` are given. A change of the policy in a
-            running application does not start a tuner.
-    """
-
-    mode: bool | Literal["auto"] = "auto"
-    # Queues are learned from hundreds of requests: a shorter interval finds nothing new, a longer one delays
-    # the reaction to drift.
-    pull_interval_s: Annotated[float, POSITIVE.hint("5 is usual"), ADVANCED] = 5.0
-    strategic: Annotated[StrategicSettings, ADVANCED] = field(default_factory=StrategicSettings)
-    # How settings of the scheduler are tuned, beside its length queues; null leaves them as they are.
-    parameters: ParameterTuningSettings | None = field(default_factory=ParameterTuningSettings)
 
 
 class SchedulerCalls(Protocol):
@@ -82,7 +64,7 @@ class TunerActor:
 
     Args:
         store: as for `ParameterTuner`.
-        searcher: as for `ParameterTuner`.
+        worker: as for `ParameterTuner`.
     """
 
     def __init__(
@@ -91,19 +73,19 @@ class TunerActor:
         settings: TunerSettings,
         scheduler: SchedulerCalls,
         store: StateStore | None = None,
-        searcher: Searcher | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self._model, self._settings, self._scheduler = model, settings, scheduler
         self._loop = asyncio.get_running_loop()
         self._strategic = StrategicLoop(settings.strategic)
         self._parameters = None
         if settings.parameters is not None:
-            self._parameters = ParameterTuner(model, settings.parameters, store, searcher)
-            self._parameters.queues = settings.strategic.refine_and_prune
+            queues = settings.strategic.refine_and_prune
+            self._parameters = ParameterTuner(model, settings.parameters, store, worker, queues)
         self._delivered: tuple[int, PartitionChange] | None = None
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
-        self._was_searching = False
+        self._saved_progress = (0, 0)
         # In an empty context: Serve cancels a task that was started in the context of a request with it.
         self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
@@ -129,10 +111,8 @@ class TunerActor:
             await self._update()
 
     def _interval_s(self) -> float:
-        interval_s = self._settings.pull_interval_s
-        if self._parameters is None or self._parameters.is_idle:
-            return interval_s
-        return min(interval_s, _TRIAL_INTERVAL_S)
+        is_idle = self._parameters is None or self._parameters.is_idle
+        return _PULL_INTERVAL_S if is_idle else _TRIAL_INTERVAL_S
 
     async def _update(self) -> None:
         observed = await self._ask(self._scheduler.observed(outcomes=self._parameters is not None))
@@ -159,9 +139,9 @@ class TunerActor:
         shown = (observed.incarnation, parameters.document())
         if shown != self._shown and await self._ask(_confirmed(self._scheduler.show_tuner(shown[1]))):
             self._shown = shown
-        if orders or parameters.is_searching is not self._was_searching:
+        if orders or parameters.progress != self._saved_progress:
+            self._saved_progress = parameters.progress
             await parameters.save()
-        self._was_searching = parameters.is_searching
 
     async def _deliver(self, change: PartitionChange, incarnation: int) -> None:
         known = self._delivered is not None and self._delivered[1] == change

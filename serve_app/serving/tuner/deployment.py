@@ -8,9 +8,10 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.state.store import StateStore
-from serve_app.serving.tuner.actor import TunerActor, TunerSettings
-from serve_app.serving.tuner.parameter_tuner import Searcher
-from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.serving.tuner.actor import TunerActor
+from serve_app.serving.tuner.parameter_tuner import Worker
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.settings import TunerSettings
 
 # Options for `serve.deployment`. The tuner has no open requests at its end.
 TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
@@ -37,11 +38,11 @@ class TunerDeployment:
         # Requests come first; a search beside them may take all that they leave.
         os.nice(_NICENESS)
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
-        self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.searcher())
+        self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.worker())
 
     @staticmethod
-    def searcher() -> Searcher | None:
-        """As for `ParameterTuner`; experiments with wrong searches override it."""
+    def worker() -> Worker | None:
+        """As for `ParameterTuner`; tests with wrong searches override it."""
         return None
 
     async def check_health(self) -> None:

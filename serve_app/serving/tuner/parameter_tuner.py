@@ -1,9 +1,8 @@
-"""The tuner of the scheduler's settings: the loop of `tuning.online.parameter_loop` beside a live scheduler.
+"""The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` beside a live scheduler.
 
 The tuner actor drives it. `update` takes the scheduler's observations and returns orders for it, and never
 blocks. Its work runs in one thread of low priority that pauses now and then, so that it takes only its share
-of a core.
-Values in force and decisions are kept in the state store.
+of a core. Values in force and decisions are kept in the state store.
 """
 
 import asyncio
@@ -11,53 +10,46 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.scheduler.learned_queues import Observed
 from serve_app.serving.state.calls import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StoreCalls
 from serve_app.serving.state.store import StateError, StateStore
-from serve_app.tuning.online.outcome_window import record_of
-from serve_app.tuning.online.parameter_loop import Observation, ParameterLoop
-from serve_app.tuning.online.parameter_search import (
-    ParameterTuningSettings,
-    SearchResult,
-    SearchTask,
-    throttled_fit,
-    throttled_forecast,
-    throttled_replay,
-    throttled_search,
-)
-from serve_app.tuning.online.replay import ReplayResult, ReplayTask
-from serve_app.tuning.online.rollout_settings import Retune
-from serve_app.tuning.partition.settings import RefineAndPruneSettings
-from serve_app.tuning.twin.engine_fit import EngineFitResult, EngineFitTask
-from serve_app.tuning.twin.forecast import ForecastResult
+from serve_app.tuning.engine_fit import EngineFitResult
+from serve_app.tuning.outcome_window import record_of
+from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, Work, carry_out
+from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.study import Finding
 
 logger = logging.getLogger("ray.serve")
 
-# Of the thread that searches: everything else of the machine goes first.
+# Of the thread that works: everything else of the machine goes first.
 _NICENESS = 10
+_USUAL_QUEUES = RefineAndPruneSettings()
 
-Result = TypeVar("Result")
-Task = TypeVar("Task")
-Searcher = Callable[[SearchTask], Coroutine[Any, Any, SearchResult]]
-Replayer = Callable[[ReplayTask], Coroutine[Any, Any, ReplayResult]]
-Fitter = Callable[[EngineFitTask], Coroutine[Any, Any, EngineFitResult]]
+Worker = Callable[[Work], Awaitable[Result]]
+
+
+class StoppedError(Exception):
+    """The tuner was stopped, and its work with it."""
 
 
 class ParameterTuner:
     """Tunes one model's scheduler.
 
     Args:
+        queues: how the application learns its length queues, for the twin.
         store: keeps values in force and decisions across restarts; None keeps nothing.
-        searcher: runs a search; None runs it in a thread, at its share of a core.
-        replayer, fitter: the same for a replay, and for a fit of the twin's engines.
+        worker: carries out work; None carries it out in a thread, at its share of a core.
 
     Attributes:
-        queues: how the application learns its length queues, for the twin; to be set at once.
+        loop: None until the scheduler has answered.
         freeze_due: why the scheduler is to be frozen, because the one before was; empty when it is not.
     """
 
@@ -66,24 +58,17 @@ class ParameterTuner:
         model: str,
         settings: ParameterTuningSettings,
         store: StateStore | None = None,
-        searcher: Searcher | None = None,
-        replayer: Replayer | None = None,
-        fitter: Fitter | None = None,
+        worker: Worker | None = None,
+        queues: RefineAndPruneSettings = _USUAL_QUEUES,
     ) -> None:
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._queues = model, settings, queues
         self._kept = None if store is None else (store, StoreCalls(store))
-        self.queues = RefineAndPruneSettings()
-        self._loop: ParameterLoop | None = None
+        self.loop: ParameterLoop | None = None
         self._incarnation: int | None = None
-        self._searcher = searcher or self._throttled_search
-        self._search: asyncio.Task[SearchResult] | None = None
-        self._replayer = replayer or self._throttled_replay
-        self._replay: asyncio.Task[ReplayResult] | None = None
-        self._fitter = fitter or self._throttled_fit
-        self._fit: asyncio.Task[EngineFitResult] | None = None
-        self._forecast: asyncio.Task[ForecastResult] | None = None
+        self._worker = worker or self._in_thread
+        self._work: asyncio.Future[Result] | None = None
+        self._ended = 0
         self._stop = threading.Event()
-        # One thread, so that all work together takes no more than its share.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tuner", initializer=_give_way)
         self.freeze_due = ""
         self._saw_requests = False
@@ -91,22 +76,21 @@ class ParameterTuner:
         self._store_is_unreachable = False
 
     def __repr__(self) -> str:
-        return f"<ParameterTuner {self._model} {self._loop}>"
+        return f"<ParameterTuner {self._model} {self.loop}>"
 
     @property
-    def is_searching(self) -> bool:
-        """Whether a search is under way."""
-        return self._search is not None
+    def progress(self) -> tuple[int, int]:
+        """How many decisions were made, and how much work has ended; either changes what is worth saving."""
+        return (0 if self.loop is None else self.loop.rollout.acts.total(), self._ended)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing happens: no requests, no trial, no work."""
-        works = self._search is not None or self._replay is not None or self._fit is not None
-        trying = self._loop is not None and self._loop.rollout.target is not None
-        return not (works or trying or self._saw_requests)
+        trying = self.loop is not None and self.loop.rollout.target is not None
+        return not (self._work is not None or trying or self._saw_requests)
 
     def stop(self) -> None:
-        """Begin no further search; one under way ends after its window."""
+        """Begin no further work; a search under way ends after its window."""
         self._stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -122,10 +106,10 @@ class ParameterTuner:
 
     async def save(self) -> None:
         """Store the state that a restart needs."""
-        if self._kept is None or self._loop is None:
+        if self._kept is None or self.loop is None:
             return
         store, calls = self._kept
-        state = self._loop.state()
+        state = self.loop.state()
         try:
             await calls.answer(lambda: store.save(state), SAVE_TIMEOUT_S)
             self._store_is_unreachable = False
@@ -140,10 +124,10 @@ class ParameterTuner:
             return []
         self._saw_requests = bool(observed.outcomes) or observed.settled_until < observed.at
         orders: list[Retune] = []
-        if self._loop is None or observed.incarnation != self._incarnation:
-            orders += self._begin(observed, observed.settings)
-            self.freeze_due = self._loop.rollout.frozen if self._loop is not None else ""
-        assert self._loop is not None
+        if self.loop is None or observed.incarnation != self._incarnation:
+            self.loop, begun = self._begin(observed, observed.settings)
+            orders += begun
+            self.freeze_due = self.loop.rollout.frozen
         if observed.frozen:
             self.freeze_due = ""
         observation = Observation(
@@ -154,127 +138,81 @@ class ParameterTuner:
             frozen=observed.frozen or self.freeze_due,
             active_share=observed.settings.active_share,
         )
-        orders += self._loop.observe(observation)
-        self._end_fit(self._loop, observed.at)
-        self._end_forecast(self._loop, observed.at)
-        orders += self._end_search(self._loop, observed.at)
-        orders += self._end_replay(self._loop, observed.at)
-        if not self._stop.is_set():
-            self._begin_work(self._loop, observation)
+        orders += self.loop.observe(observation)
+        if self._work is not None and self._work.done():
+            ended, self._work = self._work, None
+            self._ended += 1
+            orders += self.loop.finish(self._result(ended), observed.at)
+        if self._work is None and not self._stop.is_set():
+            work = self.loop.work_due(observation)
+            if work is not None:
+                self._work = asyncio.ensure_future(self._worker(work))
         return orders
 
     def document(self) -> dict[str, Any]:
         """The state of this tuner, for status pages."""
-        if self._loop is None:
+        if self.loop is None:
             return {"mode": self._settings.rollout.mode, "state": "waiting for the scheduler"}
-        return self._loop.document()
+        return self.loop.document()
 
-    def _begin(self, observed: Observed, configured: SchedulerSettings) -> list[Retune]:
-        """Begin with a new scheduler."""
-        self._incarnation, state = observed.incarnation, None
-        if self._loop is None:
-            self._loop = ParameterLoop(configured, self._settings, observed.at, self.queues)
+    def _begin(self, observed: Observed, configured: SchedulerSettings) -> tuple[ParameterLoop, list[Retune]]:
+        """Begin with a new scheduler: the loop, and its first orders."""
+        self._incarnation, state, loop = observed.incarnation, None, self.loop
+        if loop is None:
+            loop = ParameterLoop(configured, self._settings, observed.at, self._queues)
             if self._saved is None:
-                return []
+                return loop, []
             state = self._saved
         try:
-            return self._loop.begin(configured, observed.at, state)
+            return loop, loop.begin(configured, observed.at, state)
         except ValueError as error:
             logger.warning("event=tuner_state_refused model=%s reason=%r", self._model, str(error))
-            return []
+            return loop, []
 
-    def _begin_work(self, loop: ParameterLoop, observation: Observation) -> None:
-        """Start the work that is due."""
-        fit_task = loop.fit_due(observation)
-        if fit_task is not None:
-            self._fit = asyncio.get_running_loop().create_task(self._fitter(fit_task))
-        forecast_task = loop.forecast_due(observation)
-        if forecast_task is not None:
-            work = self._in_thread(throttled_forecast, forecast_task)
-            self._forecast = asyncio.get_running_loop().create_task(work)
-        search_task = loop.search_due(observation)
-        if search_task is not None:
-            self._search = asyncio.get_running_loop().create_task(self._searcher(search_task))
-        replay_task = loop.replay_due()
-        if replay_task is not None:
-            self._replay = asyncio.get_running_loop().create_task(self._replayer(replay_task))
-
-    async def _throttled_search(self, task: SearchTask) -> SearchResult:
-        return await self._in_thread(throttled_search, task)
-
-    async def _throttled_replay(self, task: ReplayTask) -> ReplayResult:
-        return await self._in_thread(throttled_replay, task)
-
-    async def _throttled_fit(self, task: EngineFitTask) -> EngineFitResult:
-        return await self._in_thread(throttled_fit, task)
-
-    async def _in_thread(
-        self, work: Callable[[Task, ParameterTuningSettings, threading.Event], Result], task: Task
-    ) -> Result:
+    async def _in_thread(self, work: Work) -> Result:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, task, self._settings, self._stop)
+        return await loop.run_in_executor(self._thread, self._throttled, work)
 
-    def _end_fit(self, loop: ParameterLoop, now: float) -> None:
-        """Pass the result of a finished check or fit to the loop."""
-        if self._fit is None or not self._fit.done():
-            return
-        ended, self._fit = self._fit, None
-        result = self._result(ended, "fit")
-        if result is None:
-            loop.calibration.on_failure(now)
-            return
-        loop.calibration.on_result(result, now)
-        error = result.error
-        logger.info(
-            "event=twin_checked model=%s fitted=%s requests=%d ttft_error=%s tpot_error=%s",
-            self._model,
-            result.engines is not None,
-            0 if error is None else error.requests,
-            "-" if error is None else f"{error.ttft_ratio:+.3f}",
-            "-" if error is None else f"{error.tpot_ratio:+.3f}",
-        )
+    def _throttled(self, work: Work) -> Result:
+        """Carry out work in this thread, at its share of a core."""
+        worked_s = time.thread_time()
 
-    def _end_forecast(self, loop: ParameterLoop, now: float) -> None:
-        """Pass the result of a finished forecast to the loop."""
-        if self._forecast is not None and self._forecast.done():
-            ended, self._forecast = self._forecast, None
-            loop.forecasts.on_result(self._result(ended, "forecast"), now)
+        def rest() -> None:
+            nonlocal worked_s
+            if self._stop.wait((time.thread_time() - worked_s) * (1 / self._settings.core_share - 1)):
+                raise StoppedError
+            worked_s = time.thread_time()
 
-    def _end_search(self, loop: ParameterLoop, now: float) -> list[Retune]:
-        """Pass the result of a finished search to the loop."""
-        if self._search is None or not self._search.done():
-            return []
-        ended, self._search = self._search, None
-        result = self._result(ended, "search")
-        if result is None:
-            loop.on_search_failure(now)
-            return []
-        logger.info(
-            "event=tuner_searched model=%s trials=%d confident=%s reason=%r",
-            self._model,
-            result.finding.trials,
-            result.finding.confident,
-            result.finding.reason,
-        )
-        return loop.on_search_result(result, now)
+        return carry_out(work, time.thread_time, rest)
 
-    def _end_replay(self, loop: ParameterLoop, now: float) -> list[Retune]:
-        """Pass the result of a finished replay to the loop."""
-        if self._replay is None or not self._replay.done():
-            return []
-        ended, self._replay = self._replay, None
-        result = self._result(ended, "replay")
-        return loop.on_replay_failure(now) if result is None else loop.on_replay_result(result, now)
-
-    def _result(self, ended: "asyncio.Task[Result]", work: str) -> Result | None:
-        """The result of finished work; None when it failed, which is logged unless the tuner has stopped."""
+    def _result(self, ended: "asyncio.Future[Result]") -> Result | None:
+        """The result of finished work, which is logged; None when it failed."""
         if ended.cancelled():
             return None
         if (error := ended.exception()) is not None:
             if not self._stop.is_set():
-                logger.error("event=tuner_%s_failed model=%s", work, self._model, exc_info=error)
+                logger.error("event=tuner_work_failed model=%s", self._model, exc_info=error)
             return None
-        return ended.result()
+        result = ended.result()
+        if isinstance(result, Finding):
+            logger.info(
+                "event=tuner_searched model=%s trials=%d confident=%s reason=%r",
+                self._model,
+                result.trials,
+                result.confident,
+                result.reason,
+            )
+        elif isinstance(result, EngineFitResult):
+            fault = result.error
+            logger.info(
+                "event=twin_checked model=%s fitted=%s requests=%d ttft_error=%s tpot_error=%s",
+                self._model,
+                result.engines is not None,
+                0 if fault is None else fault.requests,
+                "-" if fault is None else f"{fault.ttft_ratio:+.3f}",
+                "-" if fault is None else f"{fault.tpot_ratio:+.3f}",
+            )
+        return result
 
 
 def _give_way() -> None:

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.tuning.rollout import Retune
 from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, until
 
 TARGET = "backpressure.target_waiting"

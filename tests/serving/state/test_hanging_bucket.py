@@ -12,7 +12,7 @@ from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSett
 from serve_app.serving.state.calls import LOAD_TIMEOUT_S
 from serve_app.serving.state.store import StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
-from serve_app.tuning.online.parameter_search import ParameterTuningSettings
+from serve_app.tuning.settings import ParameterTuningSettings
 from tests.serving.channel.harness import FAST, scheduler_settings, until
 from tests.serving.scheduler.test_actor import Claims
 from tests.serving.state.bucket import Bucket, reached_by_this_process

@@ -12,12 +12,19 @@ from serve_app.scheduling.policies.partition import Partition
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
-from serve_app.serving.tuner.actor import TunerActor, TunerSettings
-from serve_app.tuning import StrategicSettings
-from serve_app.tuning.online.rollout_settings import Retune
+from serve_app.serving.tuner import actor
+from serve_app.serving.tuner.actor import TunerActor
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.settings import TunerSettings
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, submission, until
 
-QUICK = TunerSettings(pull_interval_s=0.01, strategic=StrategicSettings(first_after=40))
+QUICK = TunerSettings(learn_from=40)
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "_PULL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(actor, "_TRIAL_INTERVAL_S", 0.01)
 
 
 class SimulatedCalls:
@@ -191,8 +198,3 @@ async def test_a_tuner_that_cannot_go_on_is_unhealthy() -> None:
     await until(tuner._task.done)
     with pytest.raises(TypeError):
         await tuner.check_health()
-
-
-def test_a_pull_interval_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pull_interval_s must be positive, got 0"):
-        TunerSettings(pull_interval_s=0)

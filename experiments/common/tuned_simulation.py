@@ -1,0 +1,198 @@
+"""A simulated production that is tuned while it runs: the loop of the live tuner, in simulated time.
+
+Scheduler, engines and requests are those of `simulation.simulation`. Every second the tuning loop
+(`parameter_loop`) observes what the live one would. Its orders are carried out as the live tuning endpoint
+does: permanent values stay, and values on trial expire. Work is carried out when it is due, and its result
+comes as much later as it would have taken beside a live scheduler.
+
+The clock of work counts simulated requests at a stated pace, so a run can be repeated to the byte.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.decision_log import Decision
+from serve_app.scheduling.events import Arrived, Retuned
+from serve_app.scheduling.retuning import checked_retuning
+from serve_app.simulation.partitions import PartitionLearner
+from serve_app.simulation.simulation import (
+    Rank,
+    ReplicaPlan,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+)
+from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
+from serve_app.tuning.engine_fit import EngineFitResult
+from serve_app.tuning.optimiser import TpeOptimiser
+from serve_app.tuning.outcome_window import OutcomeWindow, record_of
+from serve_app.tuning.parameter_loop import (
+    Observation,
+    ParameterLoop,
+    Result,
+    SearchTask,
+    Work,
+    carry_out,
+)
+from serve_app.tuning.rollout import Retune
+from serve_app.tuning.search_space import with_values, with_weights
+from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.study import Budget, Job, WindowResult, run_study
+
+PACE_REQUESTS_PER_S = 2_000.0
+"""Requests that a core is assumed to simulate in a second."""
+OBSERVATION_INTERVAL_S = 1.0
+"""Between two observations of the tuner, as of the live one when it tunes values."""
+
+Worker = Callable[[Work], tuple[Result, float]]
+"""Carries out work, and returns its result with the seconds of one core that it took."""
+
+
+class CountingPlayer:
+    """A twin whose clock counts the requests that it has simulated."""
+
+    def __init__(self, plan: TwinPlan, pace_requests_per_s: float = math.inf) -> None:
+        self._twin = TwinProcesses(plan)
+        self._pace_requests_per_s = pace_requests_per_s
+        self.requests = 0
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+        """Each job with its result."""
+        for job, result in self._twin.play(jobs):
+            self.requests += result.requests
+            yield job, result
+
+    def clock(self) -> float:
+        """CPU seconds at the stated pace."""
+        return self.requests / self._pace_requests_per_s
+
+
+def counting_worker(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Worker:
+    """A worker whose clock counts simulated requests.
+
+    Args:
+        pace_requests_per_s: how many a core simulates in a second.
+    """
+
+    def worker(work: Work) -> tuple[Result, float]:
+        if not isinstance(work, SearchTask):
+            result = carry_out(work, clock=lambda: 0.0)
+            requests = result.requests if isinstance(result, EngineFitResult) else 0
+            return result, requests / pace_requests_per_s
+        player = CountingPlayer(work.plan, pace_requests_per_s)
+        course = run_study(
+            TpeOptimiser(work.plan.space, seed=work.plan.settings.seed),
+            work.study,
+            player,
+            Budget(clock=player.clock, seconds=work.cpu_s),
+            independent_windows=work.plan.independent_windows,
+        )
+        return course.finding, player.clock()
+
+    return worker
+
+
+@dataclass(slots=True)
+class TunedSimulation:
+    """One run.
+
+    Args:
+        worker: carries out the tuner's work.
+        learner: of length queues, as for `Simulation`.
+        on_decision: as for `Simulation`.
+
+    Attributes:
+        loop: the tuner's.
+        orders: the orders of the loop, each with its time.
+    """
+
+    scheduler_settings: SchedulerSettings
+    plans: Sequence[ReplicaPlan]
+    tuning: ParameterTuningSettings
+    worker: Worker = field(default_factory=counting_worker)
+    settings: SimulationSettings = field(default_factory=SimulationSettings)
+    learner: PartitionLearner | None = None
+    on_decision: Callable[[Decision], None] | None = None
+    simulation: Simulation = field(init=False)
+    loop: ParameterLoop = field(init=False)
+    orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
+    _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
+    _permanent: SchedulerSettings = field(init=False)
+    # The result of the work under way, and when it would have ended beside a live scheduler.
+    _ending: tuple[float, Result] | None = field(init=False, default=None)
+    _last_arrival: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.simulation = Simulation(
+            self.scheduler_settings, self.plans, self.settings, self._on_decision, self.learner
+        )
+        self._permanent = with_weights(self.scheduler_settings)
+        # Like a live loop, it begins with its first observation.
+        self.loop = ParameterLoop(self._permanent, self.tuning, OBSERVATION_INTERVAL_S)
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records; the tuner runs until the last arrival."""
+        self._last_arrival = max((each.request.arrived_at for each in requests), default=0.0)
+        self._plan_observation()
+        return self.simulation.run(requests)
+
+    def _on_decision(self, decision: Decision) -> None:
+        """The scheduler has handled an event; its commands are still to be carried out."""
+        event = decision.event
+        if isinstance(event, Arrived):
+            scheduled = self.simulation.scheduler.find(event.request.request_id)
+            if scheduled is not None:
+                self._outcomes.on_arrival(scheduled)
+        self._outcomes.on_event(event, list(decision.commands), decision.now)
+        if self.on_decision is not None:
+            self.on_decision(decision)
+
+    def _plan_observation(self) -> None:
+        at = self.simulation.timeline.now + OBSERVATION_INTERVAL_S
+        if at <= self._last_arrival:
+            self.simulation.timeline.at(at, Rank.FEEDBACK, self._observe)
+
+    def _observe(self) -> None:
+        now = self.simulation.timeline.now
+        observation = Observation(
+            at=now,
+            settled_until=self._outcomes.settled_until(now),
+            records=[record_of(row) for row in self._outcomes.take()],
+            replicas=[plan.spec for plan in self.plans],
+            frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",
+            active_share=self.scheduler_settings.active_share,
+        )
+        self._carry_out(self.loop.observe(observation))
+        if self._ending is not None and now >= self._ending[0]:
+            (_, result), self._ending = self._ending, None
+            self._carry_out(self.loop.finish(result, now))
+        if self._ending is None:
+            work = self.loop.work_due(observation)
+            if work is not None:
+                result, seconds = self.worker(work)
+                self._ending = (now + seconds / self.tuning.core_share, result)
+        self._plan_observation()
+
+    def _carry_out(self, orders: Sequence[Retune]) -> None:
+        for order in orders:
+            self.orders.append((self.simulation.timeline.now, order))
+            self._retune(order)
+
+    def _retune(self, order: Retune) -> None:
+        """Carry out an order as `serving.scheduler.tuning_endpoint` does; a parity test compares them."""
+        wanted = with_values(self._permanent, order.values)
+        self.simulation.feed(Retuned(checked_retuning(self.simulation.scheduler.settings, wanted)))
+        if order.valid_s is None:
+            self._permanent = wanted
+        else:
+            count, at = len(self.orders), self.simulation.timeline.now + order.valid_s
+            self.simulation.timeline.at(at, Rank.FEEDBACK, partial(self._expire, count))
+
+    def _expire(self, count: int) -> None:
+        """Put the permanent values back in force, unless another order came since."""
+        if count == len(self.orders):
+            self.simulation.feed(Retuned(self._permanent))

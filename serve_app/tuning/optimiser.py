@@ -1,0 +1,146 @@
+"""The optimiser: proposes the values to try next, by ask and tell.
+
+The tree-structured Parzen estimator (TPE) draws where good trials are dense and bad ones are not. It begins
+with the values in force, then with the `anchors` it is given, such as the product's defaults, then with
+`startup` draws from the prior of the search space. Trials without a reward count as bad, so that proposals
+made at the same time differ.
+
+An optimiser keeps no state but its trials: proposal n follows from the seed, n and the rewards told before.
+
+Source: Bergstra, Bardenet, Bengio, Kegl, Algorithms for Hyper-Parameter Optimization (NIPS 2011), in the
+implementation of hyperopt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve_app.tuning.objective import finite
+from serve_app.tuning.search_space import SearchSpace, Values
+from serve_app.workloads.generators import plain_stream
+
+# Whole numbers and four digits may lead two draws to the same values; trying them twice tells nothing new.
+_REDRAWS = 5
+_STARTUP = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Values to try.
+
+    Attributes:
+        number: counts from 0; the first has the values in force.
+    """
+
+    number: int
+    values: Values
+
+
+class Optimiser(Protocol):
+    """Proposes values, and learns from their rewards."""
+
+    def ask(self) -> Proposal:
+        """Values to try next; several may be asked for before any is told."""
+        ...
+
+    def tell(self, proposal: Proposal, reward: float | None) -> None:
+        """The reward of a proposal, higher is better; None when it could not be measured."""
+        ...
+
+
+class TpeOptimiser:
+    """The TPE in a search space.
+
+    Args:
+        startup: trials drawn from the prior before the estimator is used; as many as there are trials is
+            random search.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        seed: int = 0,
+        anchors: Sequence[Values] = (),
+        startup: int = _STARTUP,
+    ) -> None:
+        # Takes a second to import, and whoever only reads settings should not wait for it.
+        from hyperopt import Domain, hp  # noqa: PLC0415 - see above
+
+        self._space, self._seed, self._startup = space, seed, startup
+        self._domain = Domain(None, {name: hp.uniform(name, 0.0, 1.0) for name in space.names})
+        first = [space.current, *map(space.clipped, anchors)]
+        self._first = [values for place, values in enumerate(first) if values not in first[:place]]
+        # By the number of the proposal. A loss that is not told yet, or was not measured, is infinite.
+        self._proposals: list[Proposal] = []
+        self._losses: list[float] = []
+
+    def __repr__(self) -> str:
+        return f"<TpeOptimiser asked={len(self._proposals)}>"
+
+    def ask(self) -> Proposal:
+        """The values in force first, then the anchors, then what the estimator proposes."""
+        number = len(self._proposals)
+        values = self._first[number] if number < len(self._first) else self._fresh(number)
+        proposal = Proposal(number, values)
+        self._proposals.append(proposal)
+        self._losses.append(float("inf"))
+        return proposal
+
+    def tell(self, proposal: Proposal, reward: float | None) -> None:
+        """Note a reward; one that is not finite counts as none.
+
+        Raises:
+            ValueError: this optimiser never proposed it.
+        """
+        if proposal.number >= len(self._proposals):
+            raise ValueError(f"proposal {proposal.number} was not made here: tell only what was asked for")
+        known = finite(reward)
+        self._losses[proposal.number] = float("inf") if known is None else -known
+
+    def _fresh(self, number: int) -> dict[str, float]:
+        """Values that were not proposed before, unless several draws in a row give known ones."""
+        known = [proposal.values for proposal in self._proposals]
+        values: dict[str, float] = {}
+        for attempt in range(_REDRAWS):
+            values = self._space.from_draws(self._draws(number, f"proposal {number}.{attempt}"))
+            if values not in known:
+                break
+        return values
+
+    def _draws(self, number: int, stream: str) -> dict[str, float]:
+        """A draw from [0, 1] for each parameter."""
+        from hyperopt import tpe, trials_from_docs  # noqa: PLC0415 - see `__init__`
+
+        trials = trials_from_docs(
+            [self._document(*each) for each in zip(self._proposals, self._losses, strict=True)],
+            validate=False,
+        )
+        seed = plain_stream(self._seed, stream).getrandbits(31)
+        (document,) = tpe.suggest(
+            [number], self._domain, trials, seed, n_startup_jobs=self._startup, verbose=False
+        )
+        drawn = document["misc"]["vals"]
+        return {name: float(drawn[name][0]) for name in self._space.names}
+
+    def _document(self, proposal: Proposal, loss: float) -> dict[str, Any]:
+        """A trial as hyperopt keeps it."""
+        draws, tid = self._space.draws_of(proposal.values), proposal.number
+        return {
+            "tid": tid,
+            "state": 2,  # done
+            "spec": None,
+            "result": {"status": "ok", "loss": loss},
+            "misc": {
+                "tid": tid,
+                "cmd": None,
+                "workdir": None,
+                "idxs": {name: [tid] for name in draws},
+                "vals": {name: [draw] for name, draw in draws.items()},
+            },
+            "exp_key": None,
+            "owner": None,
+            "version": 0,
+            "book_time": None,
+            "refresh_time": None,
+        }

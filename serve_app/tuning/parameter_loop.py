@@ -1,0 +1,362 @@
+"""The tuning loop of a running scheduler, as a machine without a clock.
+
+Observations go in; orders for the scheduler come out, and now and then work to carry out: a fit of the twin's
+engines, a search, or a forecast. There is one piece of work at a time. The tuner actor drives the loop beside
+a live scheduler (`serving.tuner.parameter_tuner`), and experiments drive it beside a simulated one, so they
+measure the code that runs in production.
+
+All times are on the scheduler's clock. A new scheduler has another clock, and is given the values that an
+earlier one had for good (`begin`).
+
+Only the scheduler's own settings are tuned here. Those of Refine-and-Prune (alpha, the number of queues)
+change the queues themselves, and cannot be tried in slices of a minute: `python -m serve_app tune` covers
+them offline.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.routing.snapshot import Snapshot
+from serve_app.scheduling import SchedulerSettings
+from serve_app.simulation.simulation import SimulationSettings
+from serve_app.tuning.digital_twin import Forecast, TwinPlan, TwinProcesses, forecast
+from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
+from serve_app.tuning.objective import Reward, reward_of
+from serve_app.tuning.optimiser import TpeOptimiser
+from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
+from serve_app.tuning.rollout import Act, Apply, Retune, Rollout
+from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
+from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.study import Budget, Finding, StudySettings, run_study
+from serve_app.tuning.traffic import TrafficLog
+from serve_app.tuning.twin_calibration import TwinCalibration
+
+_RECENT = 50_000
+"""Outcomes that slices are judged by: two slices at 400 requests/s."""
+_SHOWN = 12
+_STUDIES_KEPT = 50
+_MOST_DOUBLINGS = 2
+"""Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
+_FORECAST_EVERY_S, _FORECAST_REQUESTS = 60.0, 200
+_USUAL_QUEUES = RefineAndPruneSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the scheduler has observed since the last time.
+
+    Attributes:
+        at: now, on the scheduler's clock, as all times here.
+        settled_until: arrival of the oldest request that is still open; `at`, when none is.
+        records: of the requests that were concluded.
+        replicas: those that are connected.
+        frozen: why nothing may be tried; empty when something may.
+        active_share: of the requests, which are scheduled.
+    """
+
+    at: float
+    settled_until: float
+    records: Sequence[RequestRecord]
+    replicas: Sequence[ReplicaSpec]
+    frozen: str = ""
+    active_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """A search to carry out, in the twin of `plan`."""
+
+    plan: TwinPlan
+    study: StudySettings
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastTask:
+    """A forecast to make, in the twin of `plan`."""
+
+    plan: TwinPlan
+
+
+Work = EngineFitTask | SearchTask | ForecastTask
+Result = EngineFitResult | Finding | Forecast
+
+
+def carry_out(work: Work, clock: Callable[[], float], rest: Callable[[], object] = lambda: None) -> Result:
+    """Carry out a piece of work in this thread.
+
+    Args:
+        clock: CPU seconds, for the budget of a search.
+        rest: called now and then; a driver that may use only a share of a core waits there.
+    """
+    if isinstance(work, EngineFitTask):
+        return fit_engines(work, rest)
+    if isinstance(work, ForecastTask):
+        return forecast(work.plan, rest)
+    optimiser = TpeOptimiser(work.plan.space, seed=work.plan.settings.seed)
+    budget = Budget(clock=clock, seconds=work.cpu_s, rest=rest)
+    with TwinProcesses(work.plan) as twin:
+        course = run_study(
+            optimiser, work.study, twin, budget, independent_windows=work.plan.independent_windows
+        )
+    return course.finding
+
+
+class ParameterLoop:
+    """Tunes one scheduler.
+
+    Args:
+        configured: the settings that it began with.
+        queues: how the application learns its length queues; the twin learns its own in the same way.
+
+    Attributes:
+        rollout: the values in force and on trial, and the decisions so far.
+        calibration: the engines of the twin.
+        work: the piece of work that was handed out and has not ended; None when there is none.
+    """
+
+    def __init__(
+        self,
+        configured: SchedulerSettings,
+        settings: ParameterTuningSettings,
+        now: float,
+        queues: RefineAndPruneSettings = _USUAL_QUEUES,
+    ) -> None:
+        self._settings, self._queues = settings, queues
+        self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
+        self._searches = self._trials = 0
+        # Searches in a row that found nothing.
+        self._in_vain = 0
+        self._acts: Counter[Act] = Counter()
+        self._forecast: tuple[float, Forecast] | None = None
+        self.calibration = TwinCalibration(settings.calibration, settings.profile)
+        self._start(configured, now)
+
+    def _start(self, configured: SchedulerSettings, now: float) -> None:
+        # Nothing is tried while a part of the requests passes by, so a twin schedules all of them.
+        self._configured, self._now = replace(configured, active_share=1.0), now
+        self._space = _space(self._configured)
+        self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
+        # Counts go on with the next scheduler.
+        self.rollout.acts = self._acts
+        # Times of an earlier scheduler are on another clock; what was begun for it says nothing here.
+        self._traffic = TrafficLog()
+        self.work: Work | None = None
+        self._next_search_at, self._next_forecast_at = now, -math.inf
+        self.calibration.restart()
+        # Requests since the last search began.
+        self._unsearched = 0
+        self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
+        self._is_passing = False
+
+    def __repr__(self) -> str:
+        return f"<ParameterLoop {self.rollout} {self._traffic} work={type(self.work).__name__}>"
+
+    # Events
+
+    def begin(self, configured: SchedulerSettings, now: float, state: Snapshot | None = None) -> list[Retune]:
+        """Begin with a new scheduler: give it the values that the one before had for good.
+
+        Args:
+            state: what `state` returned, of an earlier loop; None: of this one.
+
+        Raises:
+            ValueError: the state is of other settings, or broken; nothing of it is taken over then, and the
+                loop has begun without it.
+        """
+        known = self.state() if state is None else state
+        rollout, studies = known.get("rollout"), known.get("studies")
+        self._start(configured, now)
+        if state is not None and isinstance(studies, list):
+            self._studies.extend(studies)
+        if state is not None and "twin" in known:
+            self.calibration.restore(known["twin"])
+        return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
+
+    def observe(self, observation: Observation) -> list[Retune]:
+        """Take in what happened since the last call; to be called every second or so."""
+        now = self._now = observation.at
+        applies: list[Apply] = []
+        for record in observation.records:
+            self._traffic.add(record)
+            self._recent.append(record)
+        self.calibration.note(observation.records)
+        self._is_passing = observation.active_share < 1
+        self._unsearched += len(observation.records)
+        if observation.frozen and not self.rollout.frozen:
+            applies += self.rollout.freeze(now, observation.frozen)
+        elif self.rollout.frozen and not observation.frozen:
+            applies += self.rollout.thaw(now)
+        applies += self.rollout.tick(now, observation.settled_until, self._reward_between)
+        return self._orders(applies)
+
+    def work_due(self, observation: Observation) -> Work | None:
+        """A piece of work to carry out now; `finish` has to follow before there is another."""
+        if self.work is None and observation.replicas and self._settings.rollout.mode != "off":
+            self.work = (
+                self.calibration.due(
+                    self._traffic, observation.replicas, observation.settled_until, observation.at
+                )
+                or self._forecast_due(observation)
+                or self._search_due(observation)
+            )
+            return self.work
+        return None
+
+    def finish(self, result: Result | None, now: float) -> list[Retune]:
+        """Take in the result of the work that was handed out; None when it failed."""
+        work, self.work = self.work, None
+        if isinstance(work, EngineFitTask):
+            self.calibration.finish(result if isinstance(result, EngineFitResult) else None, now)
+        elif isinstance(work, ForecastTask):
+            self._next_forecast_at = now + _FORECAST_EVERY_S
+            if isinstance(result, Forecast):
+                self._forecast = (now, result)
+        elif isinstance(work, SearchTask):
+            return self._on_finding(result if isinstance(result, Finding) else None, now)
+        return []
+
+    def _on_finding(self, finding: Finding | None, now: float) -> list[Retune]:
+        """Propose what a search has found; the next one comes later where several have found nothing."""
+        if finding is not None:
+            self._in_vain = 0 if finding.confident else self._in_vain + 1
+        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
+        if finding is None:
+            return []
+        found = finding.confirmation
+        self._searches += 1
+        self._trials += finding.trials
+        self._studies.append(
+            {
+                "trials": finding.trials,
+                "confident": finding.confident,
+                "reason": finding.reason,
+                "best": dict(finding.best.values) if finding.best else None,
+                "gain": found.mean if found else None,
+            }
+        )
+        if not finding.confident or finding.best is None or found is None:
+            return []
+        reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
+        return self._orders(self.rollout.propose(finding.best.values, now, reason))
+
+    # Work
+
+    def _search_due(self, observation: Observation) -> SearchTask | None:
+        if observation.at < self._next_search_at or 2 * self._unsearched < self._settings.min_requests:
+            return None
+        if self.rollout.why_not(observation.at) or self.calibration.obstacle:
+            return None
+        plan = self._twin(observation)
+        if plan is None or len(plan.traffic.requests) < self._settings.min_requests:
+            return None
+        self._unsearched = 0
+        plan = replace(plan, settings=replace(plan.settings, seed=len(self._studies)))
+        return SearchTask(plan=plan, study=self._settings.study, cpu_s=self._settings.search_cpu_s)
+
+    def _forecast_due(self, observation: Observation) -> ForecastTask | None:
+        if not self._is_passing or observation.at < self._next_forecast_at or self.calibration.obstacle:
+            return None
+        plan = self._twin(observation)
+        if plan is None or len(plan.traffic.requests) < _FORECAST_REQUESTS:
+            return None
+        return ForecastTask(plan=plan)
+
+    def _twin(self, observation: Observation) -> TwinPlan | None:
+        """The twin of the values in force and recent traffic; None while too little is known."""
+        traffic = self._traffic.trace(observation.settled_until)
+        engines = self.calibration.engines(observation.replicas)
+        if traffic is None or engines is None:
+            return None
+        tunable = Tunable(scheduler=self._configured, refine_and_prune=self._queues)
+        tunable = tunable.with_values(self.rollout.incumbent, self._space)
+        return TwinPlan(
+            tunable=tunable,
+            space=_space(tunable.scheduler),
+            engines=engines,
+            traffic=traffic,
+            objective=self._settings.objective,
+            settings=self._settings.twin,
+            simulation=SimulationSettings(control_latency_s=self.calibration.latency_s),
+        )
+
+    def _reward_between(self, start: float, end: float) -> Reward:
+        arrived = [each for each in self._recent if start <= each.arrived_at < end]
+        return reward_of(arrived, self._settings.objective)
+
+    # For people, and for a restart
+
+    def document(self) -> dict[str, Any]:
+        """The state of the loop, for people."""
+        return {
+            "mode": self._settings.rollout.mode,
+            "state": self._doing(),
+            "twin": self.calibration.document(),
+            "forecast": self._forecast_document(),
+            "audit": [
+                {
+                    "age_s": max(0.0, self._now - each.at),
+                    "what": each.act.value.replace("_", " "),
+                    "why": each.reason,
+                    "values": dict(each.values),
+                    "figures": dict(each.figures),
+                }
+                for each in reversed(self.rollout.audit[-_SHOWN:])
+            ],
+            "studies": list(self._studies)[-_SHOWN:],
+            "counts": {
+                "searches": self._searches,
+                "trials": self._trials,
+                "decisions": {act.value: self._acts[act] for act in Act},
+            },
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a restart needs, in plain values."""
+        return {
+            "rollout": self.rollout.state(self._now),
+            "studies": list(self._studies),
+            "twin": self.calibration.state(),
+        }
+
+    def _doing(self) -> str:
+        """What the loop does, or waits for, in words."""
+        if self.rollout.target is not None:
+            return "trying a step"
+        if isinstance(self.work, SearchTask):
+            return "searching"
+        waits = self.calibration.obstacle or self.rollout.why_not(self._now)
+        return f"watching: {waits}" if waits and self._settings.rollout.mode != "off" else "watching"
+
+    def _forecast_document(self) -> dict[str, Any] | None:
+        """Shown while a part of the requests passes by."""
+        if not self._is_passing:
+            return None
+        note = {"note": self.calibration.obstacle}
+        if self._forecast is None:
+            return note
+        made_at, found = self._forecast
+        return {**asdict(found), "age_s": max(0.0, self._now - made_at), **note}
+
+    def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
+        latest = self.rollout.audit[-1] if self.rollout.audit else None
+        reason = f"{latest.act.value}: {latest.reason}" if latest else "tuned before"
+        return [
+            Retune(
+                values={self._space[name].path: value for name, value in apply.values.items()},
+                valid_s=apply.valid_s,
+                reason=reason,
+            )
+            for apply in applies
+        ]
+
+
+def _space(settings: SchedulerSettings) -> SearchSpace:
+    """The parameters that can be tried under a running scheduler."""
+    names = [each.name for each in parameters_of(settings) if not each.of_queues]
+    return space_of(Tunable(scheduler=settings), only=names)

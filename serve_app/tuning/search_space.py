@@ -1,0 +1,450 @@
+"""The settings of a model that the tuner may change, and the search space around their values in force.
+
+A `Tunable` holds what a candidate changes: the scheduler's settings, and those of Refine-and-Prune.
+`parameters_of` names the parameters that have an effect under its policy and pools.
+
+Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
+4.4). b_u and b_f go from 0.01 up, because our score needs less urgency than the paper's. Their lower bounds
+are floors: no weight of the score is ever tuned away. Alpha goes beyond the paper's 3, up to where it makes
+no more queues than k-means alone. All other parameters are this scheduler's own.
+
+Access to one value in nested frozen settings by its dotted path, such as `isolation.max_long_prefills`.
+
+A change makes new settings and runs the checks of every class on the path, so an impossible value is refused
+with the settings' own message.
+
+The search space: parameters with bounds and scales, and the prior around their current values.
+
+Each parameter has a short name, the path of its setting, bounds and a scale. The scale lays its range on
+[0, 1]: the *unit* in which steps are measured and distances compared. a_u and a_f have values around 1e-3,
+while a queue count goes into the tens; in units they compare.
+
+The optimiser draws uniformly from another [0, 1], the *draw*. Between draw and unit lies the prior: `spread`
+of its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
+values in force, and still reaches every corner, as it must when the values in force are bad. With c the unit
+of the current value and s the spread, for u up to c:
+
+    F(u) = s * u + (1 - s) * u^2 / c          and, mirrored, above c
+
+so that F(c) = c, and its inverse is a square root.
+
+The parameters themselves stand in `tunable`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from serve_app.errors import SettingsError
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.policies import make_policy
+from serve_app.scheduling.policies.ewsjf import EwsjfPaper
+from serve_app.scheduling.policies.settings import GivenWeights
+from serve_app.settings_base import ADVANCED, as_written
+from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
+
+Settings = TypeVar("Settings")
+
+
+def value_at(settings: object, path: str) -> Any:
+    """The value under a path.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    value = settings
+    for name in path.split("."):
+        if not is_dataclass(value) or name not in {field.name for field in fields(value)}:
+            raise SettingsError(f"there is no setting {path}: {type(value).__name__} has no {name!r}")
+        value = getattr(value, name)
+    return value
+
+
+def with_value(settings: Settings, path: str, value: object) -> Settings:
+    """The same settings with another value under a path.
+
+    Raises:
+        SettingsError: there is no such setting, or it cannot have this value.
+    """
+    # Names the path when there is no such setting.
+    value_at(settings, path)
+    try:
+        return _changed(settings, path, value)
+    except ValueError as error:
+        raise SettingsError(f"{path} cannot be {value}: {error}") from error
+
+
+def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
+    """The same settings with other values, by path."""
+    for path, value in values.items():
+        settings = with_value(settings, path, value)
+    return settings
+
+
+def _changed(settings: Settings, path: str, value: object) -> Settings:
+    name, _, rest = path.partition(".")
+    new = _changed(getattr(settings, name), rest, value) if rest else value
+    return replace(settings, **{name: new})  # type: ignore[type-var]
+
+
+Values = Mapping[str, float]
+"""Values of parameters by short name."""
+
+_SPREAD = 0.3
+"""At it, the prior is nearly six times as dense near the current value as far from it."""
+
+_DIGITS = 4
+"""Significant digits of a value: more only make settings hard to read."""
+
+
+class Scale(StrEnum):
+    """How a range is laid on [0, 1]."""
+
+    LINEAR = "linear"
+    LOG = "log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One setting that may be tuned.
+
+    Attributes:
+        name: short, unique.
+        path: of the setting below its part; for the scheduler as `simulate --set` takes it.
+        low, high: bounds, both inclusive.
+        scale: linear or logarithmic.
+        integer: whole numbers only.
+        of_queues: whether it is a setting of Refine-and-Prune, and so of the tuner, not of the scheduler.
+    """
+
+    name: str
+    path: str
+    low: float
+    high: float
+    scale: Scale = Scale.LINEAR
+    integer: bool = False
+    of_queues: bool = False
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.low < self.high < math.inf:
+            raise ValueError(f"{self.name}: bounds must be in order, got {self.low} and {self.high}")
+        if self.scale is Scale.LOG and self.low <= 0:
+            raise ValueError(f"{self.name}: a logarithmic scale begins above 0, got {self.low}")
+        if self.integer and not (float(self.low).is_integer() and float(self.high).is_integer()):
+            raise ValueError(f"{self.name}: bounds must be whole numbers, got {self.low} and {self.high}")
+
+    @property
+    def model_path(self) -> str:
+        """The path of the setting in the settings of a model."""
+        return f"{'tuner' if self.of_queues else 'scheduler'}.{self.path}"
+
+    def clipped(self, value: float) -> float:
+        """The nearest value that the parameter can have."""
+        return self._rounded(min(max(value, self.low), self.high))
+
+    def unit(self, value: float) -> float:
+        """Where a value lies between the bounds, 0 to 1; beyond them, at the nearer one."""
+        at, low, high = self._scaled(min(max(value, self.low), self.high)), *self._ends()
+        return (at - low) / (high - low)
+
+    def at_unit(self, unit: float) -> float:
+        """The value at a unit, the inverse of `unit`."""
+        low, high = self._ends()
+        at = low + min(max(unit, 0.0), 1.0) * (high - low)
+        return self.clipped(math.exp(at) if self.scale is Scale.LOG else at)
+
+    def _scaled(self, value: float) -> float:
+        return math.log(value) if self.scale is Scale.LOG else value
+
+    def _ends(self) -> tuple[float, float]:
+        return self._scaled(self.low), self._scaled(self.high)
+
+    def _rounded(self, value: float) -> float:
+        if self.integer:
+            return int(value + 0.5)
+        # Rounding must not lead out of the bounds.
+        return min(max(float(f"{value:.{_DIGITS}g}"), self.low), self.high)
+
+
+class SearchSpace:
+    """Parameters with the values in force.
+
+    Args:
+        current: a value for each parameter; for one beyond the bounds, the search begins at the bound.
+
+    Raises:
+        SettingsError: there is nothing to tune, or a value is missing or no number.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], current: Values) -> None:
+        if not parameters:
+            raise SettingsError("there is nothing to tune: name at least one parameter")
+        self._parameters = {each.name: each for each in parameters}
+        if len(self._parameters) != len(parameters):
+            raise SettingsError("two parameters have the same name")
+        self.current = self.checked(current)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._parameters.values())
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._parameters[name]
+
+    def __repr__(self) -> str:
+        return f"<SearchSpace {' '.join(f'{name}={value:g}' for name, value in self.current.items())}>"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters, in order."""
+        return tuple(self._parameters)
+
+    def checked(self, values: Values) -> dict[str, float]:
+        """The values unchanged, in the order of the parameters.
+
+        Raises:
+            SettingsError: one is missing, unknown or no finite number.
+        """
+        if unknown := set(values) - set(self._parameters):
+            raise SettingsError(
+                f"no parameter {', '.join(sorted(unknown))}: there are {', '.join(self.names)}"
+            )
+        for name in self.names:
+            value = values.get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise SettingsError(f"{name} must be a finite number, got {value!r}")
+        return {name: values[name] for name in self.names}
+
+    def clipped(self, values: Values) -> dict[str, float]:
+        """Each value within its bounds.
+
+        Raises:
+            SettingsError: as `checked`.
+        """
+        return {name: self[name].clipped(value) for name, value in self.checked(values).items()}
+
+    def is_within(self, values: Values) -> bool:
+        """Whether every value is one that its parameter can have."""
+        return self.clipped(values) == self.checked(values)
+
+    def from_draws(self, draws: Mapping[str, float]) -> dict[str, float]:
+        """The values that uniform draws from [0, 1] lead to."""
+        return {name: self[name].at_unit(_quantile(draws[name], self._centre(name))) for name in self.names}
+
+    def draws_of(self, values: Values) -> dict[str, float]:
+        """The draws that lead to these values; beyond the bounds, to the bound."""
+        return {
+            name: _distribution(self[name].unit(value), self._centre(name))
+            for name, value in self.checked(values).items()
+        }
+
+    def step(self, start: Values, towards: Values, largest: float) -> dict[str, float]:
+        """A step towards other values, in which no parameter moves by more than `largest` units.
+
+        Each parameter goes the same share of its way, or as near to it as whole numbers allow. A parameter of
+        whole numbers moves by at least 1, or it could never move at all. A start beyond the bounds counts as
+        the bound.
+
+        Args:
+            largest: above 0, at most 1.
+        """
+        begin, end = self.clipped(start), self.clipped(towards)
+        distances = {
+            name: abs(self[name].unit(end[name]) - self[name].unit(begin[name])) for name in self.names
+        }
+        farthest = max(distances.values())
+        if farthest <= largest:
+            return end
+        share = largest / farthest
+        return {name: _between(self[name], begin[name], end[name], share) for name in self.names}
+
+    def _centre(self, name: str) -> float:
+        return self[name].unit(self.current[name])
+
+
+def _between(parameter: Parameter, begin: float, end: float, share: float) -> float:
+    """The value after that share of the way, never further."""
+    if begin == end:
+        return begin
+    first, last = parameter.unit(begin), parameter.unit(end)
+    value = parameter.at_unit(first + share * (last - first))
+    if not parameter.integer:
+        return value
+    # Rounding to the nearest whole number may have gone too far, or nowhere.
+    limit = share * abs(last - first)
+    direction = 1 if end > begin else -1
+    while value != begin and abs(parameter.unit(value) - first) > limit:
+        value -= direction
+    return begin + direction if value == begin else value
+
+
+def _distribution(unit: float, centre: float) -> float:
+    """The prior's F at a unit."""
+    if unit <= centre:
+        return _SPREAD * unit + (1 - _SPREAD) * unit**2 / centre if centre > 0 else 0.0
+    return 1.0 - _distribution(1.0 - unit, 1.0 - centre)
+
+
+def _quantile(draw: float, centre: float) -> float:
+    """The inverse of F."""
+    if draw <= centre:
+        if centre == 0:
+            return draw
+        root = math.sqrt(_SPREAD**2 + 4 * (1 - _SPREAD) * draw / centre)
+        return centre * (root - _SPREAD) / (2 * (1 - _SPREAD))
+    return 1.0 - _quantile(1.0 - draw, 1.0 - centre)
+
+
+_count = partial(Parameter, scale=Scale.LOG, integer=True)
+
+_WEIGHTS = (
+    Parameter(name="a_u", path="ewsjf.weights.a_u", low=-1e-3, high=1e-2),
+    Parameter(name="b_u", path="ewsjf.weights.b_u", low=0.01, high=5.0, scale=Scale.LOG),
+    Parameter(name="a_f", path="ewsjf.weights.a_f", low=-1e-3, high=1e-3),
+    Parameter(name="b_f", path="ewsjf.weights.b_f", low=0.01, high=2.0, scale=Scale.LOG),
+)
+# From as many queues as are allowed down to the clusters of k-means alone; 0.5 to 3 in the paper.
+_ALPHA = Parameter(name="alpha", path="alpha", low=0.5, high=8.0, scale=Scale.LOG, of_queues=True)
+_ISOLATION = (
+    _count(name="max_long_prefills", path="isolation.max_long_prefills", low=1, high=8),
+    _count(name="max_longest_prefills", path="isolation.max_longest_prefills", low=1, high=8),
+    Parameter(name="short_work_share", path="isolation.short_work_share", low=0.05, high=0.6),
+    Parameter(name="longest_work_share", path="isolation.longest_work_share", low=0.1, high=0.8),
+)
+_TARGET_WAITING = _count(name="target_waiting", path="backpressure.target_waiting", low=1, high=16)
+# An engine that orders its own queue may have a longer one, which has a setting of its own.
+_PRIORITY_TARGET_WAITING = replace(_TARGET_WAITING, path="engine_priority.target_waiting", high=64)
+
+_MIN_B_SHORT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """Settings of one model, as far as they can be tuned."""
+
+    scheduler: SchedulerSettings
+    refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
+
+    def __post_init__(self) -> None:
+        # Weights that are not given are the policy's; to change one of them, all have to be given.
+        object.__setattr__(self, "scheduler", with_weights(self.scheduler))
+
+    def value(self, parameter: Parameter) -> float:
+        """The value in force."""
+        value: float = value_at(self._part(parameter), parameter.path)
+        return value
+
+    def with_values(self, values: Values, parameters: Iterable[Parameter]) -> "Tunable":
+        """The same tunable with other values of these parameters.
+
+        Raises:
+            SettingsError: the settings cannot have one of them.
+        """
+        tuned = self
+        for parameter in parameters:
+            tuned = tuned.with_setting(parameter, values[parameter.name])
+        return tuned
+
+    def with_setting(self, parameter: Parameter, value: object) -> "Tunable":
+        """The same tunable with another value of one parameter.
+
+        Raises:
+            SettingsError: the settings cannot have it.
+        """
+        part = with_value(self._part(parameter), parameter.path, value)
+        if isinstance(part, SchedulerSettings):
+            return replace(self, scheduler=part)
+        return replace(self, refine_and_prune=part)
+
+    def _part(self, parameter: Parameter) -> SchedulerSettings | RefineAndPruneSettings:
+        return self.refine_and_prune if parameter.of_queues else self.scheduler
+
+
+def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
+    """The same settings with every weight of the score given; by default the policy's."""
+    policy = make_policy(settings.policy)
+    if not isinstance(policy, EwsjfPaper):
+        return settings
+    weights = GivenWeights.all_of(settings.ewsjf.weights.over(policy.default_weights))
+    return replace(settings, ewsjf=replace(settings.ewsjf, weights=weights))
+
+
+def parameters_of(
+    settings: SchedulerSettings, max_b_short_tokens: int | None = None
+) -> tuple[Parameter, ...]:
+    """The parameters that have an effect under these settings.
+
+    Args:
+        max_b_short_tokens: upper bound of `b_short_tokens`: with two pools, the context limit of the short
+            one, in tokens. None leaves `b_short_tokens` as it is.
+    """
+    policy = make_policy(settings.policy)
+    engine_orders = settings.engine_priority.enabled
+    return (
+        *(_WEIGHTS if isinstance(policy, EwsjfPaper) else ()),
+        *((_ALPHA,) if policy.learns_queues else ()),
+        *(_ISOLATION if policy.isolates and settings.isolation.max_long_prefills else ()),
+        _PRIORITY_TARGET_WAITING if engine_orders else _TARGET_WAITING,
+        *_pools(settings, max_b_short_tokens),
+    )
+
+
+def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Iterator[Parameter]:
+    routing = settings.routing
+    # A boundary that adapts by itself would undo whatever is set.
+    if len(routing.pools) < 2 or routing.adaptive_b_short.enabled:
+        return
+    if max_b_short_tokens is None or max_b_short_tokens <= _MIN_B_SHORT_TOKENS:
+        return
+    # Every request up to b_short must fit the engines of the short pool.
+    yield _count(
+        name="b_short_tokens",
+        path="routing.b_short_tokens",
+        low=_MIN_B_SHORT_TOKENS,
+        high=max_b_short_tokens,
+    )
+
+
+def space_of(
+    tunable: Tunable, *, max_b_short_tokens: int | None = None, only: Sequence[str] = ()
+) -> SearchSpace:
+    """The search space around the values in force.
+
+    Args:
+        max_b_short_tokens: see `parameters_of`.
+        only: names of the parameters to tune; when it is empty, all that have an effect.
+
+    Raises:
+        SettingsError: there is no parameter of such a name.
+    """
+    parameters = {each.name: each for each in parameters_of(tunable.scheduler, max_b_short_tokens)}
+    if unknown := set(only) - set(parameters):
+        raise SettingsError(
+            f"cannot tune {', '.join(sorted(unknown))}: under policy {tunable.scheduler.policy} there are "
+            f"{', '.join(parameters)}"
+        )
+    chosen = [each for name, each in parameters.items() if not only or name in only]
+    return SearchSpace(chosen, {each.name: tunable.value(each) for each in chosen})
+
+
+def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
+    """The part of a model's settings that gives these values, as a file has it."""
+    scheduler: dict[str, Any] = {}
+    queues = {each.path: values[each.name] for each in space if each.of_queues}
+    for parameter in space:
+        if not parameter.of_queues:
+            _plant(scheduler, parameter.path, values[parameter.name])
+    tuner = {"tuner": {ADVANCED.value: queues}} if queues else {}
+    return {"scheduler": as_written(SchedulerSettings, scheduler)} | tuner
+
+
+def _plant(tree: dict[str, Any], path: str, value: object) -> None:
+    *branches, leaf = path.split(".")
+    for branch in branches:
+        tree = tree.setdefault(branch, {})
+    tree[leaf] = value

@@ -1,0 +1,170 @@
+"""The report of a study: the verdict, the figures of both sides by class, and settings ready to paste."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+
+from serve_app.tables import shown_table
+from serve_app.tuning.objective import ClassFigures
+from serve_app.tuning.search_space import SearchSpace, Values, as_model_settings
+from serve_app.tuning.study import INCUMBENT, Course, Finding, StudySettings, WindowResult
+
+
+@dataclass(frozen=True, slots=True)
+class StudyReport:
+    """A study that is over, for a reader and as JSON.
+
+    Attributes:
+        space: the parameters with the values in force.
+    """
+
+    space: SearchSpace
+    settings: StudySettings
+    course: Course
+
+    @property
+    def finding(self) -> Finding:
+        """The verdict."""
+        return self.course.finding
+
+    def as_text(self) -> str:
+        """The verdict for a reader."""
+        best = self.finding.best
+        lines = [self.verdict, "", self._class_table()]
+        if best is not None:
+            lines += ["", *self._changes(best.values)]
+        if self.pasted is not None:
+            lines += ["", "To paste into the model's settings:", "", self.pasted]
+        else:
+            lines += ["", "The current settings stand."]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that was found, in plain values."""
+        finding, best = self.finding, self.finding.best
+        sides = {"incumbent": INCUMBENT} | ({} if best is None else {"best": best.number})
+        results = {side: self._results(number) for side, number in sides.items()}
+        recommended = None
+        if best is not None and finding.confident:
+            recommended = as_model_settings(self.space, best.values)
+        return {
+            "confident": finding.confident,
+            "reason": finding.reason,
+            "trials": finding.trials,
+            "simulated_requests": self.course.requests,
+            "seconds": self.course.seconds,
+            "incumbent": dict(self.space.current),
+            "best": None if best is None else dict(best.values),
+            "search": finding.search and asdict(finding.search),
+            "confirmation": finding.confirmation and asdict(finding.confirmation),
+            "recommended": recommended,
+            "rewards": {
+                side: _mean([each.reward.value for each in found]) for side, found in results.items()
+            },
+            "terms": {side: _terms(found) for side, found in results.items()},
+            "classes": {
+                side: {name: figures.as_json() for name, figures in _mean_classes(found).items()}
+                for side, found in results.items()
+            },
+            "course": [asdict(each) for each in self.course.rounds],
+        }
+
+    @property
+    def pasted(self) -> str | None:
+        """The settings of a candidate that is recommended, as YAML; None when those in force stand."""
+        best = self.finding.best
+        if best is None or not self.finding.confident:
+            return None
+        return yaml.safe_dump(as_model_settings(self.space, best.values), sort_keys=False).rstrip()
+
+    @property
+    def verdict(self) -> str:
+        """What was tried, what came of it, and how sure that is."""
+        tried = self.finding.trials
+        text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
+        found = self.finding.confirmation
+        if found is None or found.low is None or found.high is None:
+            return text
+        return f"{text}; reward {found.mean:+.4f} (95 %: {found.low:+.4f} to {found.high:+.4f})"
+
+    def _class_table(self) -> str:
+        """TTFT and attainment of each class, side by side, as means over windows."""
+        best = self.finding.best
+        before = _mean_classes(self._results(INCUMBENT))
+        after = _mean_classes(self._results(INCUMBENT if best is None else best.number))
+        head = (
+            "class",
+            "requests",
+            "p50 TTFT s now > best",
+            "p99 TTFT s now > best",
+            "within targets now > best",
+        )
+        lines = [_table_line(name, before[name], after[name]) for name in before if name in after]
+        return shown_table(head, lines)
+
+    def _changes(self, values: Values) -> list[str]:
+        """Each parameter that differs, now and in the best candidate."""
+        return [
+            f"  {each.model_path}: {self.space.current[each.name]:g} > {values[each.name]:g}"
+            for each in self.space
+            if values[each.name] != self.space.current[each.name]
+        ]
+
+    def _results(self, number: int) -> list[WindowResult]:
+        """A candidate's fresh windows, if there was a confirmation; otherwise those of the search."""
+        fresh = self.finding.confirmation is not None
+        windows = self.settings.fresh_windows if fresh else self.settings.search_windows
+        results = self.course.results
+        return [results[number, window] for window in windows if (number, window) in results]
+
+
+def _table_line(name: str, now: ClassFigures, best: ClassFigures) -> tuple[str, ...]:
+    return (
+        name,
+        f"{now.requests:,}",
+        _pair(now.ttft_p50_s, best.ttft_p50_s),
+        _pair(now.ttft_p99_s, best.ttft_p99_s),
+        f"{now.attainment_ratio:.1%} > {best.attainment_ratio:.1%}",
+    )
+
+
+def _mean_classes(results: Sequence[WindowResult]) -> dict[str, ClassFigures]:
+    """Each class averaged over the windows in which it occurs; its requests are added up."""
+    names = sorted({name for each in results for name in each.reward.classes})
+    return {
+        name: _mean_class([each.reward.classes[name] for each in results if name in each.reward.classes])
+        for name in names
+    }
+
+
+def _mean_class(figures: Sequence[ClassFigures]) -> ClassFigures:
+    def mean(of: Callable[[ClassFigures], float | None]) -> float | None:
+        return _mean([of(each) for each in figures])
+
+    return ClassFigures(
+        requests=sum(each.requests for each in figures),
+        attainment_ratio=statistics.fmean(each.attainment_ratio for each in figures),
+        ttft_p50_s=mean(lambda each: each.ttft_p50_s),
+        ttft_p99_s=mean(lambda each: each.ttft_p99_s),
+    )
+
+
+def _terms(results: Sequence[WindowResult]) -> dict[str, float | None]:
+    names = sorted({name for each in results for name in each.reward.terms})
+    return {name: _mean([each.reward.terms.get(name) for each in results]) for name in names}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _pair(now: float | None, best: float | None) -> str:
+    return f"{_seconds(now)} > {_seconds(best)}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,137 @@
+"""Recent traffic, and windows drawn from it.
+
+`TrafficLog` keeps lengths, classes, tenants and times of requests that are over, and no text. `resampled`
+draws a window from a trace by the block bootstrap: blocks of consecutive requests, with their gaps, are put
+one after the other. Bursts and length patterns shorter than a block stay as they were; longer ones are mixed.
+A window of one seed and number is the same for every candidate (common random numbers). So candidates differ
+by what they do and not by what they met.
+
+Source of the block bootstrap: Kuensch, The Jackknife and the Bootstrap for General Stationary Observations
+(Annals of Statistics, 1989); blocks wrap around the end, so that each request is drawn as often as any other.
+"""
+
+import bisect
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from serve_app.metrics.record import RequestRecord
+from serve_app.metrics.targets import NOT_OURS
+from serve_app.workloads.generators import stream
+from serve_app.workloads.trace import Trace, TraceRequest
+
+DEFAULT_SPAN_S = 600.0
+"""Ten minutes: long enough for a mix of tenants, short enough to be the present."""
+DEFAULT_CAPACITY = 20_000
+"""At most so many requests, some 4 MB: ten minutes at 33 requests/s."""
+
+
+class TrafficLog:
+    """The requests of the last minutes.
+
+    Args:
+        span_s: requests that arrived longer before the latest one are left out.
+        capacity: requests kept at most, whatever the span.
+    """
+
+    def __init__(self, *, span_s: float = DEFAULT_SPAN_S, capacity: int = DEFAULT_CAPACITY) -> None:
+        if not span_s > 0 or capacity < 1:
+            raise ValueError(f"span_s must be positive and capacity at least 1, got {span_s} and {capacity}")
+        self._span_s = span_s
+        self._records: deque[RequestRecord] = deque(maxlen=capacity)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"<TrafficLog {len(self)} requests>"
+
+    def add(self, record: RequestRecord) -> None:
+        """Add a request that is over, unless it was refused for what it is."""
+        if record.outcome not in NOT_OURS and record.prompt_tokens >= 1:
+            self._records.append(record)
+
+    def recent(self, until: float) -> list[RequestRecord]:
+        """The requests of the span up to the last arrival before `until`, by arrival."""
+        records = [record for record in self._records if record.arrived_at < until]
+        latest = max((record.arrived_at for record in records), default=0.0)
+        return sorted(
+            (record for record in records if record.arrived_at >= latest - self._span_s),
+            key=_by_arrival,
+        )
+
+    def trace(self, until: float) -> Trace | None:
+        """The requests that arrived before `until` as a trace that begins at 0; None when there are none.
+
+        An answer that did not complete gets the length of a completed one to a prompt of about the same
+        length, because its own is unknown.
+
+        Args:
+            until: arrival of the oldest request that is still open, on the clock of the records. Of later
+                arrivals only the quickly served ones are known, which are no sample of the traffic.
+        """
+        kept = self.recent(until)
+        return _trace(kept, kept[0].arrived_at) if kept else None
+
+
+def _by_arrival(record: RequestRecord) -> tuple[float, str]:
+    return record.arrived_at, record.request_id
+
+
+def _trace(records: list[RequestRecord], start: float) -> Trace:
+    """A trace of these requests in which `start` is 0."""
+    outputs = _RecordedOutputs(records)
+    requests = tuple(
+        TraceRequest(
+            arrival_s=record.arrived_at - start,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=outputs.of(record),
+            tenant=record.tenant,
+            priority=record.priority,
+        )
+        for record in records
+    )
+    return Trace(name="live", source=f"{len(records):,} recorded requests", requests=requests)
+
+
+class _RecordedOutputs:
+    """Answer lengths: as recorded, or that of the completed request with the nearest prompt length."""
+
+    def __init__(self, records: list[RequestRecord]) -> None:
+        self._known = sorted(
+            (record.prompt_tokens, max(1, record.output_tokens)) for record in records if record.completed
+        )
+
+    def of(self, record: RequestRecord) -> int:
+        if record.completed or not self._known:
+            return max(1, record.output_tokens)
+        place = bisect.bisect_left(self._known, (record.prompt_tokens, 0))
+        _, output = min(
+            self._known[max(0, place - 1) : place + 1], key=lambda known: abs(known[0] - record.prompt_tokens)
+        )
+        return max(output, record.output_tokens)
+
+
+def resampled(traffic: Trace, requests: int, block: int, *, seed: int, number: int) -> Trace:
+    """Window `number` of a seed: `requests` requests of the traffic, drawn in blocks.
+
+    Args:
+        block: requests in a block; a shorter trace is one block.
+    """
+    have = len(traffic.requests)
+    rng = stream(seed, f"window {number}")
+    block = min(block, have)
+    starts = rng.integers(have, size=-(-requests // block))
+    places = (starts[:, None] + np.arange(block)[None, :]).ravel()[:requests] % have
+    arrivals = np.array([one.arrival_s for one in traffic.requests])
+    mean_gap = traffic.span_s / max(1, have - 1)
+    # The gap before the first request is unknown.
+    gaps = np.diff(arrivals, prepend=arrivals[0] - mean_gap)
+    times = np.cumsum(gaps[places])
+    times -= times[0]
+    drawn = tuple(
+        replace(traffic.requests[int(place)], arrival_s=float(at))
+        for place, at in zip(places, times, strict=True)
+    )
+    return replace(traffic, requests=drawn, source=f"{traffic.source}, window {number} of seed {seed}")

@@ -1,0 +1,238 @@
+"""The twin's engines: from a profile or none at all, fitted to what the real ones do, with the error known.
+
+A machine without a clock, as the loop that owns it. It hands out a task (`twin.engine_fit`) when enough
+requests are new, and takes in the result. Each result tells the error of the model in force against requests
+that came after its fit. While that error is large, or not known yet, `obstacle` says why no candidate should
+be searched for: a twin that is wrong about the engines proposes what loses in production.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from serve_app.calibration.fit import FittedEngine
+from serve_app.engine_model.profiles import load_profile
+from serve_app.engine_model.sequences import EngineModelSettings
+from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.metrics.record import RequestRecord
+from serve_app.routing.replica import ReplicaSpec
+from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, at_least, settings
+from serve_app.simulation.simulation import ReplicaPlan, SimulationSettings
+from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, Engines, TwinError, shows_pace
+from serve_app.tuning.traffic import TrafficLog
+
+_UNKNOWN = FittedEngine(
+    # Of no use but to describe an engine whose limits are known, and whose step times are to be fitted.
+    step_time=StepTimeModel(
+        decode_base_s=0.02, decode_per_sequence_s=0.0001, prefill_base_s=0.02, prefill_per_token_s=0.0001
+    ),
+    latency_s=0.0,
+)
+_BLOCK = 16
+"""Tokens in a block of the KV cache, as in vLLM on GPUs."""
+_USUAL_BUDGET = 2_048
+_MOST_DOUBLINGS = 4
+# Of a server that states neither.
+_USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
+"""`max_num_batched_tokens` of an engine that does not say: the smaller of vLLM's usual defaults."""
+
+
+@settings
+class CalibrationSettings:
+    """How the step times of the twin's engines are fitted to those of the real ones."""
+
+    # Streamed answers before the first fit. With 200 the means of engines are known within a few percent.
+    first_requests: Annotated[int, at_least(20)] = 200
+    # New streamed answers before the model is checked again.
+    check_requests: Annotated[int, at_least(1)] = 100
+    # Seconds between two checks: a check takes some hundredths of a CPU second, a fit some seconds.
+    every_s: Annotated[float, FINITE_NOT_NEGATIVE] = 60.0
+    # Error of mean TTFT or TPOT above which nothing is searched for: candidates differ by as much.
+    max_error_ratio: Annotated[float, FINITE_POSITIVE] = 0.15
+
+
+class TwinCalibration:
+    """The engines of one model's twin.
+
+    Args:
+        profile: name or path of the profile to begin with; None begins with nothing.
+
+    Attributes:
+        error: of the model in force, as last measured; None before that.
+    """
+
+    def __init__(self, settings: CalibrationSettings, profile: str | None) -> None:
+        self._settings, self._profile_name = settings, profile
+        self._profile = None if profile is None else load_profile(profile)
+        self._fitted: Engines = {}
+        self.error: TwinError | None = None
+        self._fits = 0
+        # Fits in a row that left the twin wrong.
+        self._in_vain = 0
+        # Since the last task; and the times of this scheduler's clock.
+        self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
+
+    def __repr__(self) -> str:
+        return f"<TwinCalibration {self.source()}>"
+
+    @property
+    def latency_s(self) -> float:
+        """One way between scheduler and engine."""
+        latencies = [each.latency_s for each in self._fitted.values()]
+        return max(latencies) / 2 if latencies else SimulationSettings().control_latency_s
+
+    @property
+    def known(self) -> Engines:
+        """The fitted step times, by pool; empty where none are known."""
+        return self._fitted
+
+    @property
+    def obstacle(self) -> str:
+        """Why the twin is not to be trusted yet; empty when it is."""
+        limit, error = self._settings.max_error_ratio, self.error
+        if error is not None and error.largest > limit:
+            return (
+                f"the twin is wrong by more than {limit:.0%}: mean TTFT {error.ttft_ratio:+.0%}, "
+                f"TPOT {error.tpot_ratio:+.0%} against {error.requests} requests"
+            )
+        if self._profile is not None or (self._fitted and error is not None):
+            return ""
+        if self._fitted:
+            needed = self._settings.check_requests
+            return f"the error of the twin is known once {needed} further streamed answers are checked"
+        needed = self._settings.first_requests
+        return f"the twin is fitted after {needed} streamed answers ({self._fresh} so far)"
+
+    def restart(self) -> None:
+        """Go on with a new scheduler, which has another clock."""
+        self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
+
+    def note(self, records: Sequence[RequestRecord]) -> None:
+        """Count requests that are over."""
+        self._fresh += sum(map(shows_pace, records))
+
+    def due(
+        self, traffic: TrafficLog, replicas: Sequence[ReplicaSpec], until: float, now: float
+    ) -> EngineFitTask | None:
+        """A check or a fit to carry out now; its result or failure has to follow before there is another.
+
+        Args:
+            until: arrival of the oldest request that is still open; `now`, when none is.
+        """
+        is_known = bool(self._models(replicas))
+        needed = self._settings.check_requests if is_known else self._settings.first_requests
+        if not replicas or self._fresh < needed or now < self._next_at:
+            return None
+        self._fresh = 0
+        return EngineFitTask(
+            records=tuple(traffic.recent(until)),
+            plans=self._plans(replicas),
+            until=until,
+            known=self._models(replicas),
+            fitted_until=self._fitted_until,
+            is_fitted=bool(self._fitted),
+        )
+
+    def finish(self, result: EngineFitResult | None, now: float) -> None:
+        """Take in the result of a task; None when it failed."""
+        if result is not None:
+            self._fitted_until = result.until
+            if result.error is not None:
+                is_wrong = result.error.largest > self._settings.max_error_ratio
+                self._in_vain = self._in_vain + 1 if is_wrong and self._fits else 0
+                self.error = result.error
+            if result.engines:
+                self._fitted = result.engines
+                self._fits += 1
+        # Engines that no step times describe are checked less and less often: each fit takes seconds of CPU.
+        self._next_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
+
+    def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
+        """Simulated replicas like those that are connected; None while their step times are not known."""
+        return self._plans(replicas) if self._models(replicas) else None
+
+    # For people, and for a restart
+
+    def source(self) -> str:
+        """Where the step times in force come from, in words."""
+        if self._fitted:
+            # Step times that were kept have been fitted by an earlier tuner.
+            times = {0: "before a restart", 1: "once"}
+            return f"fitted to the engines ({times.get(self._fits, f'{self._fits:,} times')})"
+        return "unknown" if self._profile is None else f"those of profile {self._profile_name}"
+
+    def document(self) -> dict[str, Any]:
+        """The state of the calibration."""
+        return {
+            "step_times": self.source(),
+            "error": None if self.error is None else asdict(self.error),
+            "max_error_ratio": self._settings.max_error_ratio,
+            "obstacle": self.obstacle,
+            "engines": self.state(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The fitted step times by pool, in plain values."""
+        return {
+            pool: {"latency_s": each.latency_s, **asdict(each.step_time)}
+            for pool, each in self._fitted.items()
+        }
+
+    def restore(self, state: object) -> None:
+        """Begin with the step times that `state` returned; their error has to be measured anew.
+
+        Raises:
+            ValueError: they are broken; nothing is taken over then.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - faults of states are alike
+        try:
+            self._fitted = {
+                str(pool): FittedEngine(
+                    latency_s=float(values["latency_s"]),
+                    step_time=StepTimeModel(
+                        **{name: float(value) for name, value in values.items() if name != "latency_s"}
+                    ),
+                )
+                for pool, values in state.items()
+            }
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"learned state: broken step times of the twin: {error}; delete it to begin anew"
+            ) from error
+
+    def _models(self, replicas: Sequence[ReplicaSpec]) -> dict[str, FittedEngine]:
+        """Step times of every pool; empty while they are not known."""
+        pools = {spec.pool for spec in replicas}
+        if self._profile is not None:
+            latency_s = 2 * SimulationSettings().control_latency_s
+            first = FittedEngine(step_time=self._profile.step_time, latency_s=latency_s)
+        elif self._fitted:
+            # A pool that has joined since the fit.
+            first = next(iter(self._fitted.values()))
+        else:
+            return {}
+        return {pool: self._fitted.get(pool, first) for pool in sorted(pools)}
+
+    def _plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
+        models = self._models(replicas)
+        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
+
+    def _plan(self, spec: ReplicaSpec, step_time: StepTimeModel) -> ReplicaPlan:
+        known, chunk = self._profile, spec.long_prefill_token_threshold
+        budget = spec.max_num_batched_tokens or (known.max_num_batched_tokens if known else _USUAL_BUDGET)
+        if chunk is None:
+            chunk = known.step_time.chunk_tokens() if known else 0
+        kv_tokens = _USUAL_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
+        max_num_seqs = _USUAL_NUM_SEQS if spec.max_num_seqs is None else spec.max_num_seqs
+        engine = EngineModelSettings(
+            kv_tokens=kv_tokens,
+            # A server may state a context that its cache cannot hold.
+            max_model_len=min(spec.max_model_len, kv_tokens // _BLOCK * _BLOCK),
+            block_size=_BLOCK,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(budget, max_num_seqs),
+            long_prefill_token_threshold=chunk,
+        )
+        return ReplicaPlan(replica_id=spec.replica_id, pool=spec.pool, engine=engine, step_time=step_time)

@@ -1,0 +1,91 @@
+"""A simulated production with its tuner; that it does what the live one does is shown in `tests/parity`."""
+
+import pytest
+
+from experiments.common.tuned_simulation import TunedSimulation, counting_worker
+from serve_app.scheduling.decision_log import Decision
+from serve_app.scheduling.events import Retuned
+from serve_app.simulation.fleet import FleetSettings
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.simulation import SimulatedRequest
+from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.tuning.digital_twin import TwinSettings
+from serve_app.tuning.objective import ObjectiveSettings
+from serve_app.tuning.parameter_loop import Result, SearchTask, Work
+from serve_app.tuning.rollout import Act, RolloutSettings
+from serve_app.tuning.search_space import Values
+from serve_app.tuning.settings import ParameterTuningSettings
+from serve_app.tuning.study import StudySettings
+from serve_app.workloads.trace import scale_to_rate
+from tests.tuning.rewards import found
+
+FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
+RATE_PER_S = 20.0
+TUNING = ParameterTuningSettings(
+    profile="laptop",
+    every_s=5.0,
+    min_requests=100,
+    search_cpu_s=1.0,
+    core_share=0.5,
+    objective=ObjectiveSettings(min_requests=10),
+    twin=TwinSettings(window_requests=40, block_requests=20, learned_requests=20),
+    study=StudySettings(trials=3, rungs=(1, 2), batch=2, confirm_windows=2, finalists=1),
+    rollout=RolloutSettings(mode="on", slice_s=8.0, settle_s=2.0, pairs=2, cool_down_s=0.0),
+)
+
+
+def requests(seconds: float) -> list[SimulatedRequest]:
+    count = round(seconds * RATE_PER_S)
+    trace = scale_to_rate(choose_trace(TraceChoice(name="paper-mix", requests=count), 0), RATE_PER_S)
+    return list(requests_of(trace, Disclosure(), 16))
+
+
+def production(
+    tuning: ParameterTuningSettings = TUNING,
+    *,
+    certain: Values | None = None,
+    seen: list[Decision] | None = None,
+) -> TunedSimulation:
+    """A production whose searches are sure of some values, if any are given."""
+    usual = counting_worker(1_000.0)
+
+    def worker(work: Work) -> tuple[Result, float]:
+        if certain is not None and isinstance(work, SearchTask):
+            return found({**work.plan.space.current, **certain}), 1.0
+        return usual(work)
+
+    scheduler = scheduler_settings("ewsjf", FLEET.routing, {})
+    return TunedSimulation(
+        scheduler,
+        FLEET.plans(isolated=True),
+        tuning,
+        worker,
+        on_decision=None if seen is None else seen.append,
+    )
+
+
+def test_the_same_run_comes_to_the_same_end() -> None:
+    first, second = production(), production()
+    assert first.run(requests(20)) == second.run(requests(20))
+    assert first.loop.rollout.audit == second.loop.rollout.audit
+    assert len(first.loop.document()["studies"]) >= 2
+    # The engines are those of the profile, which stays.
+    error = first.loop.calibration.error
+    assert error is not None
+    assert error.largest < 0.03
+
+
+def test_values_on_trial_expire_when_no_order_follows() -> None:
+    seen: list[Decision] = []
+    made = production(certain={"target_waiting": 5}, seen=seen)
+    # The tuner ends with the last arrival, in the middle of the candidate's first slice.
+    made.run(requests(19))
+    retuned = [
+        (each.now, each.event.settings.backpressure.target_waiting)
+        for each in seen
+        if isinstance(each.event, Retuned)
+    ]
+    assert made.loop.rollout.audit[0].act is Act.STARTED
+    (begun, tried), (ended, back) = retuned
+    assert (tried, back) == (5, 3)
+    assert ended - begun == pytest.approx(1.5 * 8.0)

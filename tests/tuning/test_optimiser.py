@@ -1,0 +1,65 @@
+import math
+
+import pytest
+
+from serve_app.tuning.optimiser import TpeOptimiser
+from serve_app.tuning.search_space import Values
+from tests.tuning.rewards import BEST, CURRENT, bowl, space
+
+RANDOM = 1_000
+"""A start from the prior that never ends: random search."""
+
+
+def run(optimiser: TpeOptimiser, trials: int) -> list[Values]:
+    """Try so many proposals on the bowl, without noise."""
+    tried = []
+    for _ in range(trials):
+        proposal = optimiser.ask()
+        optimiser.tell(proposal, bowl(proposal.values, 0))
+        tried.append(proposal.values)
+    return tried
+
+
+def miss(tried: list[Values]) -> float:
+    return -max(bowl(values, 0) for values in tried)
+
+
+def test_the_values_in_force_come_first_then_the_anchors() -> None:
+    optimiser = TpeOptimiser(space(), anchors=[BEST, CURRENT, {**BEST, "n": 99}])
+    first = [optimiser.ask().values for _ in range(4)]
+    assert first[:3] == [CURRENT, BEST, {**BEST, "n": 16}]
+    assert first[3] not in first[:3]
+
+
+def test_every_proposal_is_within_the_bounds_and_a_seed_decides_the_course() -> None:
+    courses = [run(TpeOptimiser(space(), seed=seed), 30) for seed in (1, 1, 2)]
+    assert courses[0] == courses[1]
+    assert courses[0] != courses[2]
+    assert all(space().is_within(values) for course in courses for values in course)
+
+
+def test_tpe_comes_nearer_than_random_search_on_most_seeds() -> None:
+    wins = [
+        miss(run(TpeOptimiser(space(), seed=seed), 50))
+        < miss(run(TpeOptimiser(space(), seed=seed, startup=RANDOM), 50))
+        for seed in range(5)
+    ]
+    assert sum(wins) >= 4
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, -math.inf])
+def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | None) -> None:
+    optimiser = TpeOptimiser(space(), seed=0, startup=5)
+    proposals = []
+    for _ in range(30):
+        proposal = optimiser.ask()
+        poisoned = proposal.values["a"] > 0
+        optimiser.tell(proposal, reward if poisoned else bowl(proposal.values, 0))
+        proposals.append(proposal.values["a"])
+    # Two thirds of the prior lie there.
+    assert sum(value > 0 for value in proposals[15:]) <= 7
+
+
+def test_only_what_was_asked_for_can_be_told() -> None:
+    with pytest.raises(ValueError, match="not made here"):
+        TpeOptimiser(space()).tell(TpeOptimiser(space()).ask(), 1.0)

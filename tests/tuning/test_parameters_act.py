@@ -1,0 +1,37 @@
+"""Every parameter that is searched changes what is decided: over an inert one, a search wastes candidates."""
+
+from serve_app.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.simulation.run import RunSettings, fitted_trace
+from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.simulation.workload import TraceChoice
+from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
+from serve_app.tuning.search_space import Tunable, space_of
+
+# A little more than one replica serves, so that requests wait and are ordered.
+RATE_PER_S = 10.0
+
+
+def test_each_parameter_of_the_default_policy_acts_within_its_bounds() -> None:
+    fleet = FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1})
+    tunable = Tunable(scheduler=scheduler_settings("ewsjf", fleet.routing, {}))
+    trace = TraceChoice(name="paper-mix", requests=1_000)
+    run = RunSettings(policy="ewsjf", fleet=fleet, trace=trace, rate_per_s=RATE_PER_S)
+    plan = TwinPlan(
+        tunable=tunable,
+        space=space_of(tunable),
+        engines=tuple(fleet.plans(isolated=True)),
+        traffic=fitted_trace(run).trace,
+        settings=TwinSettings(window_requests=500),
+    )
+    twin = DigitalTwin(plan)
+
+    def dispatched(**changes: float) -> list[float | None]:
+        return [one.dispatched_at for one in twin.records({**plan.space.current, **changes}, 0)]
+
+    usual = dispatched()
+    inert = [
+        each.name
+        for each in plan.space
+        if all(dispatched(**{each.name: bound}) == usual for bound in (each.low, each.high))
+    ]
+    assert inert == []

@@ -1,0 +1,289 @@
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.rollout import Act, Apply, Mode, Rollout, RolloutSettings
+from serve_app.tuning.search_space import Values
+from tests.tuning.production import Production
+from tests.tuning.rewards import BEST, CURRENT, rewarded, space
+
+ON = RolloutSettings(
+    mode="on", max_step=0.2, slice_s=10.0, settle_s=1.0, judge_limit_s=30.0, pairs=4, cool_down_s=100.0
+)
+Judge = Callable[[bool], Reward]
+"""The reward of a slice, by whether the step was in force."""
+
+
+def better(is_step: bool) -> Reward:
+    return rewarded(0.6 if is_step else 0.5)
+
+
+def worse(is_step: bool) -> Reward:
+    return rewarded(0.3 if is_step else 0.5)
+
+
+def acts(rollout: Rollout) -> list[Act]:
+    return [each.act for each in rollout.audit if each.act is not Act.JUDGED]
+
+
+def proposed(**changes: Any) -> Production:
+    production = Production(Rollout(space(), CURRENT, replace(ON, **changes)))
+    production.carry_out(production.rollout.propose(BEST, 0.0, "won by 0.1"), 0.0)
+    return production
+
+
+def run(production: Production, begin: float, end: float, judge: Judge) -> None:
+    """Drive the rollout second by second."""
+    for now in range(int(begin), int(end)):
+        production.expire(now)
+        production.tick(now, now, judge)
+
+
+def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down() -> None:
+    production = proposed()
+    run(production, 0, 90, better)
+    rollout = production.rollout
+    assert acts(rollout) == [Act.STARTED, Act.ADOPTED]
+    assert production.permanent == production.values == rollout.incumbent
+    assert rollout.incumbent == space().step(CURRENT, BEST, 0.2)
+    assert rollout.propose(BEST, 95.0) == []
+    assert "cool-down" in rollout.audit[-1].reason
+    for start in range(200, 2_000, 200):
+        production.carry_out(rollout.propose(BEST, start), start)
+        run(production, start, start + 100, better)
+    assert production.values == BEST
+
+
+def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() -> None:
+    production = proposed()
+    run(production, 0, 80, worse)
+    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert production.values == production.permanent == CURRENT
+    decision = production.rollout.audit[-1]
+    assert "harm after 2 pairs" in decision.reason
+    assert decision.figures["mean_difference"] == pytest.approx(-0.2)
+    # Three cool-downs after harm, which was found after 40 s.
+    assert production.rollout.why_not(330.0)
+    assert not production.rollout.why_not(350.0)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda _: rewarded(None),
+        lambda _: rewarded(0.5),
+        lambda _: rewarded(math.nan),
+        lambda _: rewarded(math.inf),
+        lambda is_step: rewarded(math.inf if is_step else 0.5),
+        lambda is_step: rewarded(None if is_step else 0.5),
+        lambda is_step: rewarded(0.5 if is_step else None),
+    ],
+    ids=["none", "constant", "nan", "inf", "candidate inf", "candidate none", "incumbent none"],
+)
+def test_a_poisoned_objective_never_changes_production(reward: Judge) -> None:
+    production = proposed()
+    run(production, 0, 400, reward)
+    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert production.values == production.permanent == CURRENT
+
+
+def test_advice_changes_nothing() -> None:
+    production = proposed(mode="advise")
+    run(production, 0, 100, better)
+    assert production.applied == []
+    (advice,) = production.rollout.audit
+    assert (advice.act, advice.reason) == (Act.ADVISED, "won by 0.1")
+    assert advice.values == space().step(CURRENT, BEST, 0.2)
+
+
+def test_off_takes_nothing() -> None:
+    assert acts(proposed(mode="off").rollout) == [Act.REFUSED]
+
+
+@pytest.mark.parametrize("second", [5, 15, 35])
+def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
+    production = proposed()
+    run(production, 0, second, better)
+    production.carry_out(production.rollout.freeze(second, "release day"), second)
+    assert production.values == CURRENT
+    run(production, second, 400, better)
+    assert production.rollout.propose(BEST, 1_000.0) == []
+    assert "release day" in production.rollout.audit[-1].reason
+    production.rollout.thaw(1_001.0)
+    production.rollout.propose(BEST, 1_002.0)
+    assert acts(production.rollout)[-2:] == [Act.THAWED, Act.STARTED]
+
+
+def test_a_tuner_that_dies_leaves_nothing_behind() -> None:
+    production = proposed()
+    run(production, 0, 15, better)
+    assert production.values != CURRENT
+    production.expire(10.0 + 1.5 * ON.slice_s)
+    assert production.values == CURRENT
+
+
+def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None:
+    production = proposed()
+    run(production, 0, 90, better)
+    adopted = production.rollout.incumbent
+    production.rollout.freeze(90.0, "night")
+    stored = json.loads(json.dumps(production.rollout.state(90.0)))
+    restored = Rollout(space(), CURRENT, ON)
+    assert restored.restore(stored, 5.0) == [Apply(values=adopted)]
+    assert (restored.incumbent, restored.frozen) == (adopted, "night")
+    restored.thaw(6.0)
+    assert restored.why_not(5.0 + 89.0)
+    assert not restored.why_not(5.0 + 95.0)
+
+
+def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
+    production = proposed()
+    run(production, 0, 15, better)
+    stored = production.rollout.state(15.0)
+    restored = Rollout(space(), CURRENT, ON)
+    assert restored.restore(stored, 0.0) == [Apply(values=CURRENT)]
+    assert acts(restored) == [Act.ROLLED_BACK]
+    assert restored.why_not(299.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "format"),
+        ({"incumbent": {"a": 0.0}}, "parameters"),
+        ({"incumbent": {**CURRENT, "a": 5.0}}, "beyond their bounds"),
+        ({"incumbent": {**CURRENT, "n": 2.5}}, "beyond their bounds"),
+        ({"incumbent": {**CURRENT, "a": "x"}}, "'a'"),
+        ({"configured": BEST}, "settings have changed"),
+        ({"rests_s": -1.0}, "'rests_s'"),
+        ({"frozen": None}, "'frozen'"),
+    ],
+)
+def test_a_broken_state_is_refused_as_a_whole(change: dict[str, object], message: str) -> None:
+    rollout = Rollout(space(), CURRENT, ON)
+    with pytest.raises(ValueError, match=message):
+        rollout.restore({**Rollout(space(), CURRENT, ON).state(0.0), **change}, 0.0)
+    assert rollout.incumbent == CURRENT
+    assert not rollout.why_not(0.0)
+
+
+def test_a_step_from_settings_beyond_the_bounds_leads_inside() -> None:
+    beyond = {**CURRENT, "n": 40}
+    rollout = Rollout(space(beyond), beyond, ON)
+    assert rollout.incumbent == beyond
+    rollout.propose(BEST, 0.0)
+    assert space().is_within(rollout.target or {})
+
+
+@pytest.mark.parametrize(
+    "candidate", [{"a": 0.0}, {**BEST, "a": math.nan}, {**BEST, "b": math.inf}, CURRENT], ids=str
+)
+def test_a_candidate_that_is_none_is_refused(candidate: Values) -> None:
+    rollout = Rollout(space(), CURRENT, ON)
+    assert rollout.propose(candidate, 0.0) == []
+    assert acts(rollout) == [Act.REFUSED]
+
+
+REWARD = st.one_of(
+    st.none(), st.floats(allow_nan=True, allow_infinity=True), st.floats(-1.0, 1.0), st.just(0.5)
+)
+CANDIDATE = st.fixed_dictionaries({"a": st.floats(-9, 9), "b": st.floats(-9, 900), "n": st.integers(-3, 99)})
+
+
+class Guarded(RuleBasedStateMachine):
+    """Whatever happens, in whatever order: the rules of the module."""
+
+    @initialize(mode=st.sampled_from(["on", "on", "advise", "off"]), step=st.floats(0.05, 1.0))
+    def begin(self, mode: Mode, step: float) -> None:
+        self.settings = replace(ON, mode=mode, max_step=step, cool_down_s=20.0)
+        self.now = 0.0
+        self.production = Production(Rollout(space(), CURRENT, self.settings))
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.production.rollout
+
+    def do(self, commands: list[Apply]) -> None:
+        before = self.rollout.incumbent
+        for command in commands:
+            values = command.values
+            assert space().is_within(values)
+            if command.valid_s is not None:
+                self.never_farther_than_a_step(before, values)
+                assert self.settings.mode == "on"
+                assert not self.rollout.frozen
+        self.production.carry_out(commands, self.now)
+
+    def never_farther_than_a_step(self, before: Values, after: Values) -> None:
+        for parameter in space():
+            first, last = before[parameter.name], after[parameter.name]
+            moved = abs(parameter.unit(last) - parameter.unit(first))
+            assert moved <= self.settings.max_step + 1e-3 or (parameter.integer and abs(last - first) <= 1)
+
+    @rule(
+        seconds=st.floats(0.0, 40.0), mine=REWARD, theirs=REWARD, lag=st.sampled_from([0.0, 0.0, 5.0, 50.0])
+    )
+    def time_passes(self, seconds: float, mine: float | None, theirs: float | None, lag: float) -> None:
+        self.now += seconds
+        self.production.expire(self.now)
+        before, adopted = self.rollout.incumbent, self.rollout.acts[Act.ADOPTED]
+        self.do(
+            self.production.ticked(
+                self.now, self.now - lag, lambda is_step: rewarded(mine if is_step else theirs)
+            )
+        )
+        if self.rollout.acts[Act.ADOPTED] == adopted:
+            assert self.rollout.incumbent == before
+        else:
+            # The last reward of a pair decides; what is not finite can never be on the winning side.
+            assert mine is not None
+            assert math.isfinite(mine)
+            self.never_farther_than_a_step(before, self.rollout.incumbent)
+
+    @rule(candidate=CANDIDATE)
+    def a_candidate_won(self, candidate: Values) -> None:
+        self.do(self.rollout.propose(candidate, self.now))
+
+    @rule()
+    def frozen(self) -> None:
+        self.do(self.rollout.freeze(self.now, "test"))
+        assert self.production.values == self.rollout.incumbent
+
+    @rule()
+    def thawed(self) -> None:
+        self.do(self.rollout.thaw(self.now))
+
+    @rule()
+    def restarted(self) -> None:
+        stored = json.loads(json.dumps(self.rollout.state(self.now)))
+        adopted = self.rollout.incumbent
+        self.production.rollout = Rollout(space(), CURRENT, self.settings)
+        self.do(self.rollout.restore(stored, self.now))
+        assert self.production.values == self.rollout.incumbent == adopted
+
+    @invariant()
+    def production_has_the_incumbent_or_the_step_on_trial(self) -> None:
+        if not hasattr(self, "production"):
+            return
+        allowed = [self.rollout.incumbent]
+        if self.rollout.target is not None:
+            allowed.append(self.rollout.target)
+        assert self.production.values in allowed
+        assert self.production.permanent == self.rollout.incumbent
+
+    @invariant()
+    def without_a_trial_the_incumbent_is_in_force(self) -> None:
+        if hasattr(self, "production") and self.rollout.target is None:
+            assert self.production.values == self.rollout.incumbent
+
+
+TestGuarded = Guarded.TestCase
+TestGuarded.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

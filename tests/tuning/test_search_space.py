@@ -1,0 +1,112 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.errors import SettingsError
+from serve_app.tuning.search_space import Parameter, Scale, SearchSpace, Values
+from tests.tuning.rewards import CURRENT, PARAMETERS, space
+
+UNIT = st.floats(0.0, 1.0)
+A, B, N = PARAMETERS
+VALUES = st.fixed_dictionaries(
+    {"a": st.floats(-1.0, 1.0), "b": st.floats(0.01, 100.0), "n": st.integers(1, 16)}
+)
+
+
+def test_a_unit_is_linear_or_logarithmic() -> None:
+    assert A.unit(0.0) == pytest.approx(0.5)
+    assert B.unit(1.0) == pytest.approx(0.5)
+    assert N.unit(4) == pytest.approx(0.5)
+    assert [each.unit(-1e9) for each in PARAMETERS] == [0.0, 0.0, 0.0]
+    assert [each.unit(1e9) for each in PARAMETERS] == [1.0, 1.0, 1.0]
+
+
+@given(unit=UNIT)
+@pytest.mark.parametrize("parameter", PARAMETERS)
+def test_every_unit_has_a_value_within_the_bounds(parameter: Parameter, unit: float) -> None:
+    value = parameter.at_unit(unit)
+    assert parameter.low <= value <= parameter.high
+    if parameter.integer:
+        assert isinstance(value, int)
+    else:
+        assert parameter.unit(value) == pytest.approx(unit, abs=2e-3)
+
+
+@given(current=VALUES, draws=st.fixed_dictionaries({"a": UNIT, "b": UNIT, "n": UNIT}))
+def test_draws_and_values_are_inverse(current: Values, draws: dict[str, float]) -> None:
+    around = space(current)
+    values = around.from_draws(draws)
+    assert around.is_within(values)
+    back = around.from_draws(around.draws_of(values))
+    assert back == pytest.approx(values, rel=1e-3, abs=1e-3)
+
+
+@given(current=VALUES)
+def test_the_current_values_are_in_the_middle_of_the_prior(current: Values) -> None:
+    around = space(current)
+    units = {each.name: each.unit(current[each.name]) for each in around}
+    assert around.draws_of(current) == pytest.approx(units)
+
+
+def test_the_prior_is_denser_near_the_current_value_and_reaches_both_ends() -> None:
+    one = SearchSpace([A], {"a": 0.0})
+    drawn = [one.from_draws({"a": place / 1_000})["a"] for place in range(1_001)]
+    near = sum(abs(value) < 0.1 for value in drawn)
+    far = sum(abs(value) > 0.9 for value in drawn)
+    assert near > 3 * far
+    assert (drawn[0], drawn[-1]) == (-1.0, 1.0)
+    assert drawn == sorted(drawn)
+
+
+@given(start=VALUES, end=VALUES, largest=st.floats(0.01, 1.0))
+def test_a_step_goes_towards_and_never_too_far(start: Values, end: Values, largest: float) -> None:
+    around = space()
+    step = around.step(start, end, largest)
+    assert around.is_within(step)
+    begin, goal = around.clipped(start), around.clipped(end)
+    for parameter in around:
+        before, after, last = (parameter.unit(each[parameter.name]) for each in (begin, step, goal))
+        assert min(before, last) - 1e-3 <= after <= max(before, last) + 1e-3
+        moved_by_one = parameter.integer and abs(step[parameter.name] - begin[parameter.name]) <= 1
+        assert moved_by_one or abs(after - before) <= largest + 1e-3
+
+
+@given(start=VALUES, end=VALUES, largest=st.floats(0.05, 1.0))
+def test_steps_arrive(start: Values, end: Values, largest: float) -> None:
+    around = space()
+    at, goal = dict(start), around.clipped(end)
+    for _ in range(60):
+        at = around.step(at, end, largest)
+    assert at == goal
+
+
+def test_a_current_value_beyond_the_bounds_is_kept() -> None:
+    beyond = space({**CURRENT, "n": 40})
+    assert beyond.current["n"] == 40
+    assert beyond.draws_of(beyond.current)["n"] == 1.0
+    assert not beyond.is_within(beyond.current)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"a": 0.0, "b": 1.0}, "n must be a finite number"),
+        ({**CURRENT, "x": 1.0}, "no parameter x"),
+        ({**CURRENT, "a": float("nan")}, "a must be a finite number"),
+        ({**CURRENT, "a": float("inf")}, "a must be a finite number"),
+    ],
+)
+def test_values_that_are_none_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        space().checked(values)
+
+
+def test_parameters_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match="bounds must be in order"):
+        Parameter(name="a", path="a", low=1.0, high=1.0)
+    with pytest.raises(ValueError, match="above 0"):
+        Parameter(name="a", path="a", low=0.0, high=1.0, scale=Scale.LOG)
+    with pytest.raises(ValueError, match="whole numbers"):
+        Parameter(name="a", path="a", low=0.5, high=1.5, integer=True)
+    with pytest.raises(SettingsError, match="nothing to tune"):
+        SearchSpace([], {})

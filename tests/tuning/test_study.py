@@ -1,0 +1,170 @@
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from serve_app.tuning.objective import Reward
+from serve_app.tuning.optimiser import TpeOptimiser
+from serve_app.tuning.search_space import Values
+from serve_app.tuning.study import Budget, Course, Job, StudySettings, WindowResult, compare, run_study
+from tests.tuning.rewards import BEST, CURRENT, bowl, space
+
+SMALL = StudySettings(trials=25, rungs=(1, 2, 4), confirm_windows=6, batch=4)
+Objective = Callable[[Values, int], float | None]
+
+
+class Windows:
+    """Plays windows of an objective; each takes a second, and the first ten more."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective, self.now = objective, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+        for job in jobs:
+            self.now += 1.0 if self.now else 11.0
+            reward = Reward(value=self._objective(job.values, job.window), requests=50)
+            yield job, WindowResult(reward=reward, requests=60)
+
+
+def studied(
+    objective: Objective,
+    settings: StudySettings = SMALL,
+    *,
+    seconds: float | None = None,
+    start: Values = CURRENT,
+    seed: int = 0,
+    rest: Callable[[], object] = lambda: None,
+) -> Course:
+    windows = Windows(objective)
+    # Draws from the prior, which are quicker.
+    optimiser = TpeOptimiser(space(start), seed=seed, startup=settings.trials)
+    return run_study(optimiser, settings, windows, Budget(clock=windows.clock, seconds=seconds, rest=rest))
+
+
+def test_a_better_candidate_is_found_and_confirmed_on_windows_it_was_not_chosen_by() -> None:
+    rests: list[None] = []
+    course = studied(bowl, rest=lambda: rests.append(None))
+    finding = course.finding
+    assert finding.confident
+    assert finding.best is not None
+    assert finding.confirmation is not None
+    assert (finding.trials, finding.confirmation.windows) == (25, 6)
+    assert bowl(finding.best.values, 0) > bowl(CURRENT, 0)
+    assert list(course.rewards(finding.best.number, range(20))) == list(range(10))
+    gains = [each.gain for each in course.rounds]
+    assert gains == sorted(gains)
+    assert course.requests == 60 * len(course.results) == 60 * len(rests)
+
+
+def test_poor_candidates_stop_early_and_all_meet_the_same_windows() -> None:
+    course = studied(bowl)
+    searched = Counter(candidate for candidate, window in course.results if window < 4)
+    assert searched[0] == 4
+    assert list(searched.values()).count(1) > len(searched) / 3
+    for candidate, count in searched.items():
+        assert list(course.rewards(candidate, range(4))) == list(range(count))
+
+
+def test_from_the_best_values_nothing_is_recommended() -> None:
+    course = studied(lambda values, window: bowl(values, window) if values != BEST else 10.0, start=BEST)
+    assert not course.finding.confident
+    assert course.finding.reason == "no candidate looked better than the values in force"
+
+
+def test_luck_is_not_recommended() -> None:
+    chance = random.Random(4)
+    settings = StudySettings(trials=13, rungs=(1, 3), confirm_windows=6)
+    wins = sum(
+        studied(lambda *_: chance.gauss(0.0, 1.0), settings, seed=seed).finding.confident
+        for seed in range(20)
+    )
+    # One in twenty is expected.
+    assert wins <= 4
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda _values, _window: None,
+        lambda _values, _window: math.nan,
+        lambda _values, _window: math.inf,
+        lambda values, _window: 0.0 if values == CURRENT else math.inf,
+        lambda values, _window: 0.0 if values == CURRENT else None,
+        lambda _values, _window: 0.5,
+        lambda values, window: (9.0 if window < 4 else None) if values != CURRENT else 0.0,
+    ],
+    ids=["none", "nan", "inf", "inf but not now", "none but not now", "constant", "none when it counts"],
+)
+def test_a_poisoned_objective_recommends_nothing(poison: Objective) -> None:
+    assert not studied(poison).finding.confident
+
+
+@pytest.mark.parametrize("seconds", [40.0, 60.0, 80.0])
+def test_the_search_ends_in_time_for_the_confirmation(seconds: float) -> None:
+    settings = StudySettings(trials=41, rungs=(1, 2, 4), confirm_windows=4, finalists=1)
+    course = studied(bowl, settings, seconds=seconds)
+    assert len(course.results) > 4
+    assert seconds - 10.0 < course.seconds <= seconds
+
+
+def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
+    course = studied(bowl, seconds=1.0)
+    assert len(course.results) == 4
+    assert not course.finding.confident
+    assert course.finding.reason.startswith("time was up")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"trials": 0}, "trials"),
+        ({"rungs": (2, 1)}, "rungs"),
+        ({"rungs": ()}, "rungs"),
+        ({"confirm_windows": 1}, "confirm_windows"),
+        ({"keep_ratio": 0.0}, "keep_ratio"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StudySettings(**wrong)  # type: ignore[arg-type]
+
+
+# Comparisons
+
+
+def by_window(*rewards: float | None) -> dict[int, float | None]:
+    return dict(enumerate(rewards))
+
+
+def test_the_interval_is_of_the_paired_difference() -> None:
+    found = compare(by_window(1.2, 5.1, 9.3), by_window(1.0, 5.0, 9.0))
+    # Student's t with two degrees of freedom.
+    half = 4.303 * statistics.stdev([0.2, 0.1, 0.3]) / math.sqrt(3)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert not found.is_win
+
+
+def test_only_a_gain_that_is_sure_and_whole_is_a_win() -> None:
+    assert compare(by_window(2.0, 3.0), by_window(1.0, 2.0)).is_win
+    assert not compare(by_window(1.0, 2.0), by_window(2.0, 3.0)).is_win
+    assert not compare(by_window(1.0, 1.0), by_window(1.0, 1.0)).is_win
+    assert not compare(by_window(9.0), by_window(1.0)).is_win
+    missing = compare(by_window(9.0, 9.0, None), by_window(1.0, 1.0, 1.0))
+    assert (missing.windows, missing.missing, missing.is_win) == (2, 1, False)
+    assert not compare(by_window(9.0, 9.0, 9.0), by_window(1.0, 1.0, None)).is_win
+
+
+def test_more_windows_than_there_is_traffic_make_nothing_surer() -> None:
+    rewards = [0.1, 0.3, 0.2, 0.4, 0.1, 0.3, 0.2, 0.4]
+    zeros = [0.0] * len(rewards)
+    wide = compare(by_window(*rewards), by_window(*zeros), independent_windows=2)
+    narrow = compare(by_window(*rewards), by_window(*zeros), independent_windows=100)
+    assert wide.low is not None
+    assert narrow.low is not None
+    assert wide.mean - wide.low == pytest.approx(2 * (narrow.mean - narrow.low))

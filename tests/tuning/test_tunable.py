@@ -1,0 +1,102 @@
+import pytest
+import yaml
+
+from serve_app.errors import SettingsError
+from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
+from serve_app.routing.pools import RoutingSettings
+from serve_app.scheduling import SchedulerSettings
+from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
+from serve_app.scheduling.policies import POLICIES
+from serve_app.scheduling.policies.settings import (
+    OWN_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    GivenWeights,
+    ScoreWeights,
+)
+from serve_app.settings.loading import settings_of
+from serve_app.tuning.search_space import (
+    Tunable,
+    as_model_settings,
+    parameters_of,
+    space_of,
+    with_weights,
+)
+
+OURS = Tunable(scheduler=SchedulerSettings(model="m"))
+PAPER_NAMES = ("a_u", "b_u", "a_f", "b_f", "alpha")
+
+
+def test_the_papers_parameters_are_among_ours_within_its_ranges() -> None:
+    space = space_of(OURS)
+    assert set(PAPER_NAMES) <= set(space.names)
+    assert (space["a_u"].low, space["a_u"].high) == (-1e-3, 1e-2)
+    assert (space["a_f"].low, space["a_f"].high) == (-1e-3, 1e-3)
+    assert space["alpha"].low <= 0.5 < 3.0 <= space["alpha"].high
+
+
+@pytest.mark.parametrize(("policy", "weights"), [("ewsjf", OWN_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
+def test_weights_that_are_not_given_are_those_of_the_policy(policy: str, weights: ScoreWeights) -> None:
+    space = space_of(Tunable(scheduler=SchedulerSettings(model="m", policy=policy)))
+    assert [space.current[name] for name in ("a_u", "b_u", "a_f", "b_f")] == [
+        weights.a_u,
+        weights.b_u,
+        weights.a_f,
+        weights.b_f,
+    ]
+
+
+def test_given_weights_stay() -> None:
+    given = EwsjfSettings(weights=GivenWeights(b_u=3.0))
+    assert space_of(Tunable(scheduler=SchedulerSettings(model="m", ewsjf=given))).current["b_u"] == 3.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_a_space_whose_corners_are_settings(policy: str) -> None:
+    tunable = Tunable(scheduler=SchedulerSettings(model="m", policy=policy))
+    space = space_of(tunable, max_b_short_tokens=8_192)
+    for draw in (0.0, 1.0):
+        corner = space.from_draws(dict.fromkeys(space.names, draw))
+        tuned = tunable.with_values(corner, space)
+        assert {each.name: tuned.value(each) for each in space} == corner
+
+
+def test_only_what_matters_is_tuned() -> None:
+    plain = {each.name for each in parameters_of(SchedulerSettings(model="m", policy="fcfs"), 8_192)}
+    assert plain == {"target_waiting", "b_short_tokens"}
+    one_pool = SchedulerSettings(model="m", routing=RoutingSettings(pools=("all",)))
+    assert "b_short_tokens" not in space_of(Tunable(scheduler=one_pool), max_b_short_tokens=8_192).names
+    off = SchedulerSettings(model="m", isolation=IsolationSettings(max_long_prefills=0))
+    assert "short_work_share" not in space_of(Tunable(scheduler=off)).names
+    ordered = SchedulerSettings(model="m", engine_priority=EnginePrioritySettings(enabled=True))
+    (waiting,) = (each for each in parameters_of(ordered) if each.name == "target_waiting")
+    assert waiting.path == "engine_priority.target_waiting"
+
+
+def test_b_short_stays_within_the_context_of_the_short_pool() -> None:
+    assert space_of(OURS, max_b_short_tokens=4_096)["b_short_tokens"].high == 4_096
+
+
+def test_an_adaptive_b_short_is_not_tuned() -> None:
+    adaptive = RoutingSettings(adaptive_b_short=AdaptiveBShortSettings(enabled=True))
+    adapting = Tunable(scheduler=SchedulerSettings(model="m", routing=adaptive))
+    assert "b_short_tokens" not in space_of(adapting, max_b_short_tokens=8_192).names
+
+
+def test_a_part_of_the_space_can_be_chosen() -> None:
+    assert space_of(OURS, only=["b_u", "alpha"]).names == ("b_u", "alpha")
+    with pytest.raises(SettingsError, match="cannot tune c_u"):
+        space_of(OURS, only=["c_u"])
+
+
+def test_the_yaml_gives_the_very_settings_that_were_found() -> None:
+    space = space_of(OURS)
+    found = space.from_draws(dict.fromkeys(space.names, 0.3))
+    tree = yaml.safe_load(yaml.safe_dump(as_model_settings(space, found)))
+    pools = [
+        {"name": name, "engine": {"remote": {"endpoints": ["http://engine"]}}} for name in ("short", "long")
+    ]
+    (read,) = settings_of({"models": [{"name": "m", "pools": pools, **tree}]}).models
+    assert with_weights(read.scheduler) == OURS.with_values(found, space).scheduler
+    assert read.tuner.strategic.refine_and_prune == OURS.with_values(found, space).refine_and_prune
