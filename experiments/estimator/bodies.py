@@ -33,7 +33,7 @@ from typing import Any
 
 from experiments.common.provenance import TraceSource
 from serve_app.request import PromptShape
-from serve_app.serving.gateway.routes.table import SCHEDULED
+from serve_app.serving.gateway.request.endpoints import SCHEDULED
 
 CORPORA_VARIABLE = "EWSJF_CORPORA"
 """Environment variable with the folder of the corpora."""

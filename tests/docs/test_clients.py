@@ -1,6 +1,6 @@
 """The tables of clients and endpoints say what the tests with real engines show."""
 
-from serve_app.serving.gateway.routes.table import SCHEDULED
+from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from tests.docs.documents import ROOT
 from tests.engines.vllm.clients import CHECKS
 from tests.engines.vllm.held import held

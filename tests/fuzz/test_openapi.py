@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve_app.serving.gateway.openapi import openapi_document
-from serve_app.serving.gateway.routes.table import SCHEDULED
+from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from tests.fuzz.stage import gateway_in_a_thread
 from tests.serving.gateway.builders import MODEL
 

@@ -1,4 +1,4 @@
-"""Finds out which server answers at an address.
+"""Identification of the server at an address.
 
 Most servers name themselves as the owner in their list of models. Those that do not are told apart by the
 names of their metrics, and where these are switched off by a page that no other server has.
@@ -6,9 +6,8 @@ names of their metrics, and where these are switched off by a page that no other
 
 from collections.abc import Awaitable, Callable
 
-from serve_app.engines.adapters import llama_cpp, ollama, openai_compatible, sglang, tensorrt_llm, tgi, vllm
-from serve_app.engines.adapters.control_pages import ControlPages
-from serve_app.engines.adapters.server import EngineServer, Get
+from serve_app.engines.adapters import llama_cpp, others, sglang, tensorrt_llm, vllm
+from serve_app.engines.adapters.server import ControlPages, EngineServer, Get
 
 _Describe = Callable[[ControlPages], Awaitable[EngineServer]]
 
@@ -16,7 +15,7 @@ _BY_METRICS: tuple[tuple[bytes, _Describe], ...] = (
     (vllm.RUNNING, vllm.describe),
     *((name, sglang.describe) for name in sglang.RUNNING),
     (llama_cpp.RUNNING, llama_cpp.describe),
-    (b"\n" + tgi.PREFIX, tgi.describe),
+    (b"\n" + others.TGI_PREFIX, others.describe_tgi),
     (tensorrt_llm.TRITON_REQUESTS, tensorrt_llm.describe_triton),
     (tensorrt_llm.TRITON, tensorrt_llm.describe_triton),
 )
@@ -29,7 +28,7 @@ _BY_OWNER: dict[str, _Describe] = {
 
 
 async def identify(get: Get) -> EngineServer:
-    """What answers, what it serves, its limits, and how to read its load.
+    """Describe the server that answers: its models, its limits, and the reader of its load.
 
     Args:
         get: gets a control page, with the server's key where it needs one.
@@ -46,9 +45,9 @@ async def identify(get: Get) -> EngineServer:
     for name, describe in _BY_METRICS:
         if name in metrics:
             return await describe(pages)
-    if ollama.OWNER in owners and await ollama.is_ollama(pages):
-        return await ollama.describe(pages)
+    if others.OLLAMA_OWNER in owners and await others.is_ollama(pages):
+        return await others.describe_ollama(pages)
     # TGI names the model as its owner.
-    if owners == {str(entry["id"]) for entry in entries} and await tgi.is_tgi(pages):
-        return await tgi.describe(pages)
-    return await openai_compatible.describe(pages)
+    if owners == {str(entry["id"]) for entry in entries} and await others.is_tgi(pages):
+        return await others.describe_tgi(pages)
+    return await others.describe_unknown(pages)

@@ -6,9 +6,9 @@ so the size of its KV cache stays unknown, and the number of slots is the limit.
 
 from collections.abc import Callable
 
-from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.samples import count, mean, total
 from serve_app.engines.adapters.server import (
+    ControlPages,
     EngineReading,
     EngineServer,
     StatedLimits,

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.samples import count, first_of_each, samples, total
 from serve_app.engines.adapters.server import (
+    ControlPages,
     EngineReading,
     EngineServer,
     StatedLimits,

@@ -7,9 +7,9 @@ frontend.
 
 import re
 
-from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.samples import count, mean, samples, total
 from serve_app.engines.adapters.server import (
+    ControlPages,
     EngineReading,
     EngineServer,
     StatedLimits,

@@ -6,9 +6,9 @@ It states its context limit in the list of models and its KV cache as labels of 
 
 import functools
 
-from serve_app.engines.adapters.control_pages import ControlPages
 from serve_app.engines.adapters.samples import count, labels, mean, samples, total
 from serve_app.engines.adapters.server import (
+    ControlPages,
     EngineReading,
     EngineServer,
     StatedLimits,

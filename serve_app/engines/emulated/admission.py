@@ -1,66 +1,146 @@
-"""Admission to the emulated engine: vLLM's limits and refusals, and the sequences of an admitted request."""
+"""Admission to the emulated engine: the names it serves, vLLM's limits and refusals, lengths of answers."""
 
-from collections.abc import Sequence
+import math
+import random
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
-from serve_app.engines.emulated import errors
-from serve_app.engines.emulated.content.script import Script, write_script
-from serve_app.engines.emulated.content.spec import RawText
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.lengths import OutputLength, OutputLengthSampler
+from serve_app.engines.emulated.http import ApiError, invalid, unknown_model, unreadable
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
-from serve_app.engines.emulated.stored.names import EmulatedNames
-from serve_app.engines.emulated.text import Prompt
+from serve_app.engines.emulated.text import Prompt, RawText, Script, write_script
+
+
+class _Adapter(msgspec.Struct):
+    lora_name: str
+
+
+_adapter_decoder = msgspec.json.Decoder(_Adapter)
+
+
+class EmulatedNames:
+    """The names that the engine answers to: its model's, and those of LoRA adapters.
+
+    Args:
+        models: of the model; the first is its own.
+        adapters: those that it has from its start.
+    """
+
+    def __init__(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
+        self._models = models
+        self._adapters = dict.fromkeys(adapters)
+
+    def __repr__(self) -> str:
+        return f"<EmulatedNames {', '.join((*self._models, *self._adapters))}>"
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The present adapters, in alphabetical order."""
+        return tuple(sorted(self._adapters))
+
+    def check(self, model: str | None) -> str:
+        """The name of the answer; a request without one is for the engine's own model."""
+        if model and model not in self._models and model not in self._adapters:
+            raise unknown_model(model, (*self._models, *self._adapters))
+        return model or self._models[0]
+
+    def load(self, body: bytes) -> str:
+        """Add the adapter that a request names, and return its name."""
+        name = _adapter_name(body)
+        if name in self._adapters:
+            raise invalid(f"The lora adapter '{name}' has already been loaded.")
+        self._adapters[name] = None
+        return name
+
+    def unload(self, body: bytes) -> str:
+        """Remove the adapter that a request names, and return its name."""
+        name = _adapter_name(body)
+        if name not in self._adapters:
+            raise unknown_model(name, self._models)
+        del self._adapters[name]
+        return name
+
+    def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
+        """The list of models, adapters with the model that they belong to."""
+        own = self._models[0]
+        common = {"object": "model", "created": created, "owned_by": "emulated", "permission": []}
+        models = [
+            {"id": name, **common, "root": own, "parent": None, "max_model_len": max_model_len}
+            for name in self._models
+        ]
+        return models + [
+            {"id": name, **common, "root": f"adapters/{name}", "parent": own, "max_model_len": None}
+            for name in self._adapters
+        ]
+
+
+def _adapter_name(body: bytes) -> str:
+    try:
+        return _adapter_decoder.decode(body).lora_name
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise unreadable(str(error)) from error
+
+
+class OutputLengthSampler:
+    """Lengths of the answers: given by the client, or drawn from a log-normal distribution.
+
+    Args:
+        mean_tokens: mean of the distribution before limits.
+        sigma: standard deviation of its logarithm; 0 makes every answer `mean_tokens` long.
+        rng: source of randomness.
+    """
+
+    def __init__(self, mean_tokens: float, sigma: float, rng: random.Random) -> None:
+        self._mu = math.log(mean_tokens) - sigma * sigma / 2.0
+        self._sigma = sigma
+        self._rng = rng
+
+    def draw(self, generation: Generation, limit: int) -> tuple[int, str]:
+        """The tokens of one answer to a request, `limit` at most, and its finish reason."""
+        if generation.body.ignore_eos:
+            return limit, "length"
+        tokens = generation.body.ewsjf_output_tokens
+        if tokens is None:
+            tokens = max(1, round(self._rng.lognormvariate(self._mu, self._sigma)))
+        tokens = max(tokens, generation.body.min_tokens)
+        return (limit, "length") if tokens > limit else (tokens, "stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRules:
-    """The limits of admission.
+class EmulatedAdmission:
+    """Turns requests into tickets, or refuses them with an `ApiError`.
 
     Attributes:
-        names: those that it answers to.
         max_num_queued_reqs: most sequences that wait or run; None for no limit.
     """
 
     limits: EngineModelSettings
-    names: EmulatedNames
+    driver: EngineDriver
+    lengths: OutputLengthSampler
+    metrics: EngineMetrics
     max_num_queued_reqs: int | None
 
-
-class EmulatedAdmission:
-    """Turns requests into tickets, or refuses them with an `ApiError`."""
-
-    def __init__(
-        self,
-        rules: AdmissionRules,
-        driver: EngineDriver,
-        lengths: OutputLengthSampler,
-        metrics: EngineMetrics,
-    ) -> None:
-        self._rules = rules
-        self._driver = driver
-        self._lengths = lengths
-        self._metrics = metrics
-
-    def check_model(self, model: str | None) -> str:
-        """The model name of the answer; a request without one is for the engine's own model."""
-        return self._rules.names.check(model)
-
-    def admit(self, generation: Generation, request_id: str, texts: Sequence[RawText] = ()) -> Ticket:
+    def admit(self, generation: Generation, request_id: str, raw: RawText | None = None) -> Ticket:
         """A ticket with a sequence for every choice of every prompt.
 
         Args:
             generation: the request.
             request_id: of its answer.
-            texts: those of constrained answers; there may be fewer than answers.
+            raw: the text of constrained answers.
         """
-        limits = self._rules.limits
-        self._check_priority(generation.priority)
+        limits = self.limits
+        self._check_priority(generation.body.priority)
         if generation.max_tokens is not None and generation.max_tokens > limits.max_model_len:
-            errors.refuse_long_output(
-                generation.max_tokens_param, generation.max_tokens, limits.max_model_len
+            param = generation.max_tokens_param
+            raise invalid(
+                f"{param}={generation.max_tokens} cannot be greater than max_model_len="
+                f"{limits.max_model_len}. Please request fewer output tokens.",
+                param=param,
+                value=generation.max_tokens,
             )
         output_limits = [self._output_limit(generation, prompt) for prompt in generation.prompts]
         self._check_queue(len(output_limits) * generation.choices)
@@ -70,15 +150,15 @@ class EmulatedAdmission:
         for prompt, output_limit in zip(generation.prompts, output_limits, strict=True):
             for _ in range(generation.choices):
                 number = len(sequences)
-                length = self._lengths.draw(generation, output_limit)
+                tokens, reason = self.lengths.draw(generation, output_limit)
                 if generation.spec is not None:
-                    text = texts[number % len(texts)] if texts else None
-                    scripts.append(write_script(generation.spec, text, number, length, output_limit))
-                    length = OutputLength(len(scripts[-1].tokens), scripts[-1].finish_reason)
-                reasons.append(length.finish_reason)
+                    script = write_script(generation.spec, raw, number, (tokens, reason), output_limit)
+                    tokens, reason = len(script.tokens), script.finish_reason
+                    scripts.append(script)
+                reasons.append(reason)
                 sequence_id = f"{request_id}-{number}"
-                sequences.append(self._sequence(sequence_id, prompt, length.tokens, generation.priority))
-        return Ticket(sequences, reasons, streaming=generation.stream, scripts=scripts)
+                sequences.append(self._sequence(sequence_id, prompt, tokens, generation.body.priority))
+        return Ticket(sequences, reasons, streaming=bool(generation.body.stream), scripts=scripts)
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
         """A ticket with sequences that compute their prompts and generate nothing."""
@@ -95,9 +175,14 @@ class EmulatedAdmission:
     def _output_limit(self, generation: Generation, prompt: Prompt) -> int:
         """The most output tokens: `max_tokens`, or the rest of the context."""
         self._check_prompt(prompt)
-        left = self._rules.limits.max_model_len - prompt.tokens
+        left = self.limits.max_model_len - prompt.tokens
         if not left:
-            errors.refuse_full_prompt(prompt.tokens)
+            raise invalid(
+                f"The decoder prompt (length {prompt.tokens}) plus the number of requested output tokens (at "
+                f"least 1) is longer than the maximum model length of {prompt.tokens}. Make sure that "
+                "`max_model_len` is no smaller than the number of text tokens (prompt + requested output "
+                "tokens)."
+            )
         return left if generation.max_tokens is None else min(left, generation.max_tokens)
 
     def _sequence(
@@ -107,21 +192,32 @@ class EmulatedAdmission:
             sequence_id=sequence_id,
             prompt_tokens=prompt.tokens,
             target_tokens=target_tokens,
-            arrived_at=self._driver.now(),
+            arrived_at=self.driver.now(),
             priority=priority,
             block_hashes=prompt.block_hashes,
         )
 
     def _check_prompt(self, prompt: Prompt) -> None:
-        if prompt.tokens > self._rules.limits.max_model_len:
-            errors.refuse_long_prompt(prompt.tokens, self._rules.limits.max_model_len)
+        if prompt.tokens > self.limits.max_model_len:
+            raise invalid(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. However, your "
+                f"prompt contains {prompt.tokens} input tokens, which exceeds this limit even without any "
+                "output tokens. Please reduce the length of the input prompt.",
+                param="input_tokens",
+                value=prompt.tokens,
+            )
 
     def _check_priority(self, priority: int) -> None:
-        if priority and self._rules.limits.scheduling_policy is not SchedulingPolicy.PRIORITY:
-            raise errors.invalid(f"Got priority {priority} but Priority scheduling is not enabled.")
+        if priority and self.limits.scheduling_policy is not SchedulingPolicy.PRIORITY:
+            raise invalid(f"Got priority {priority} but Priority scheduling is not enabled.")
 
     def _check_queue(self, sequences: int) -> None:
-        limit = self._rules.max_num_queued_reqs
-        if limit is not None and self._driver.open_sequences + sequences > limit:
-            self._metrics.count_rejection()
-            raise errors.queue_is_full()
+        limit = self.max_num_queued_reqs
+        if limit is not None and self.driver.open_sequences + sequences > limit:
+            self.metrics.count_rejection()
+            raise ApiError(
+                503,
+                "The engine is currently busy and cannot accept new requests. Please try again later or on a "
+                "different instance.",
+                kind="Service Unavailable",
+            )

@@ -1,152 +1,107 @@
 """The HTTP API of the emulated engine: a plain ASGI app, because each layer between costs CPU per token."""
 
 import asyncio
+import base64
 import contextlib
+import math
+import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app import __version__
 from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
-from serve_app.engines.emulated import errors
-from serve_app.engines.emulated.admission import EmulatedAdmission
-from serve_app.engines.emulated.answers.audio import TranscriptionAnswer, read_audio
-from serve_app.engines.emulated.answers.completions import (
+from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames
+from serve_app.engines.emulated.completions import (
     DONE,
     AnswerHead,
     ChatAnswer,
     CompletionAnswer,
     EmulatedAnswer,
-    encode,
 )
-from serve_app.engines.emulated.answers.embeddings import embedding, embeddings_answer
-from serve_app.engines.emulated.answers.messages import MessageAnswer, scripted_message
-from serve_app.engines.emulated.answers.pooling import (
-    PooledHead,
-    classes_answer,
-    cohere_answer,
-    pooling_answer,
-    ranks_answer,
-    scores_answer,
-)
-from serve_app.engines.emulated.answers.responses import ResponsesAnswer
-from serve_app.engines.emulated.answers.scripted import ScriptedChat, ScriptedCompletion, ScriptedHead
-from serve_app.engines.emulated.answers.scripted_responses import scripted_response
-from serve_app.engines.emulated.content.spec import RawText
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
-from serve_app.engines.emulated.http import Call
-from serve_app.engines.emulated.messages import failed_event, in_anthropic_shape
+from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed, no_such_route
+from serve_app.engines.emulated.messages import (
+    anthropic_errors,
+    failed_event,
+    message_answer,
+    read_count,
+    read_messages,
+)
 from serve_app.engines.emulated.metrics import CONTENT_TYPE, EngineMetrics
 from serve_app.engines.emulated.requests import (
     Generation,
-    PooledInputs,
     read_chat,
-    read_cohere_embed,
     read_completion,
-    read_count,
     read_detokenize,
     read_embeddings,
-    read_messages,
-    read_pooling,
-    read_rerank,
     read_responses,
-    read_score,
     read_tokenize,
 )
-from serve_app.engines.emulated.stored.names import EmulatedNames
-from serve_app.engines.emulated.stored.responses import RESPONSES_PATH, EmulatedResponses
+from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, response_answer
 from serve_app.engines.emulated.text import PseudoTokenizer, text_of
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import EngineError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """The parts of the engine that the app needs."""
-
-    driver: EngineDriver
-    admission: EmulatedAdmission
-    metrics: EngineMetrics
-    tokenizer: PseudoTokenizer
-    names: EmulatedNames
-    max_model_len: int
-    embedding_dimensions: int
-
-
 @dataclass(frozen=True, slots=True)
 class EmulatedRoute:
-    """How one generating endpoint reads requests and writes answers.
+    """Requests and answers of one generating endpoint.
 
     Attributes:
-        write: an answer of placeholder text.
-        write_scripted: an answer whose content the request prescribes.
         failed: the end of a stream whose engine has died.
     """
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
-    write: Callable[[AnswerHead], EmulatedAnswer]
-    write_scripted: Callable[[ScriptedHead], EmulatedAnswer]
+    answer: Callable[[AnswerHead], EmulatedAnswer]
     id_prefix: str
-    failed: Callable[[], bytes] = lambda: b"data: " + errors.engine_failed().body + b"\n\n" + DONE
+    failed: Callable[[], bytes] = lambda: b"data: " + engine_failed().body + b"\n\n" + DONE
 
 
-_CHAT = EmulatedRoute(read_chat, ChatAnswer, ScriptedChat, "chatcmpl")
-_COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, ScriptedCompletion, "cmpl")
+_CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
+_COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
 # As in vLLM, a message has the id of the chat that it is.
-_MESSAGES = EmulatedRoute(read_messages, MessageAnswer, scripted_message, "chatcmpl", failed_event)
-_RESPONSES = EmulatedRoute(read_responses, ResponsesAnswer, scripted_response, "resp")
-
-# Whatever a sound says, its answer is some text.
-_AUDIO = EmulatedRoute(read_audio, TranscriptionAnswer, ScriptedChat, "trsc")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingRoute:
-    """How one endpoint that generates nothing reads requests and writes answers."""
-
-    read: Callable[[bytes, PseudoTokenizer], PooledInputs]
-    write: Callable[[PooledHead], bytes]
-    id_prefix: str
-
-
-_COHERE_EMBED = PoolingRoute(read_cohere_embed, cohere_answer, "embd")
-_POOLING = PoolingRoute(read_pooling, pooling_answer, "pool")
-_CLASSIFY = PoolingRoute(read_pooling, classes_answer, "classify")
-_SCORE = PoolingRoute(read_score, scores_answer, "embd")
-_RERANK = PoolingRoute(read_rerank, ranks_answer, "rerank")
-
-# Different texts of one constrained request; further choices repeat them.
-_MAX_TEXTS = 16
+_MESSAGES = EmulatedRoute(read_messages, message_answer, "chatcmpl", failed_event)
+_RESPONSES = EmulatedRoute(read_responses, response_answer, "resp")
 
 
 class EmulatedApp:
-    """Routes requests; each generating request holds a ticket of the driver."""
+    """Routes requests; each generating request holds a ticket of the driver.
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    Args:
+        embedding_dimensions: of vectors whose request does not say.
+    """
+
+    def __init__(
+        self,
+        driver: EngineDriver,
+        admission: EmulatedAdmission,
+        metrics: EngineMetrics,
+        tokenizer: PseudoTokenizer,
+        names: EmulatedNames,
+        embedding_dimensions: int,
+    ) -> None:
+        self._driver = driver
+        self._admission = admission
+        self._metrics_page = metrics.text
+        self._tokenizer = tokenizer
+        self._names = names
+        self._dimensions = embedding_dimensions
         self._created = int(time.time())
         self._responses = EmulatedResponses(lambda call: self._generate(_RESPONSES, call))
+        # vLLM serves ranks, scores, classes and transcriptions for models of that kind alone.
         self._routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
             "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
             RESPONSES_PATH: ("POST", self._responses.create),
-            "/v1/messages": ("POST", _anthropic(lambda call: self._generate(_MESSAGES, call))),
-            "/v1/messages/count_tokens": ("POST", _anthropic(self._count_tokens)),
-            **dict.fromkeys(
-                ("/v1/audio/transcriptions", "/v1/audio/translations"),
-                ("POST", lambda call: self._generate(_AUDIO, call)),
-            ),
+            "/v1/messages": ("POST", anthropic_errors(lambda call: self._generate(_MESSAGES, call))),
+            "/v1/messages/count_tokens": ("POST", anthropic_errors(self._count_tokens)),
             "/v1/embeddings": ("POST", self._embed),
             "/v1/models": ("GET", self._models),
             "/v1/load_lora_adapter": ("POST", self._load_adapter),
             "/v1/unload_lora_adapter": ("POST", self._unload_adapter),
-            "/v2/embed": ("POST", lambda call: self._pool(_COHERE_EMBED, call)),
-            "/pooling": ("POST", lambda call: self._pool(_POOLING, call)),
-            "/classify": ("POST", lambda call: self._pool(_CLASSIFY, call)),
-            **dict.fromkeys(("/v1/score", "/score"), ("POST", lambda call: self._pool(_SCORE, call))),
-            **dict.fromkeys(
-                ("/v1/rerank", "/v2/rerank", "/rerank"), ("POST", lambda call: self._pool(_RERANK, call))
-            ),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/version": ("GET", self._version),
@@ -163,30 +118,33 @@ class EmulatedApp:
         call = Call(scope, body, receive, send)
         # Some servers report a client that has disconnected by an OSError from `send`.
         with contextlib.suppress(OSError):
-            await self._route(call)
-
-    async def _route(self, call: Call) -> None:
-        path = call.scope["path"]
-        method, handler = self._routes.get(path, ("", None))
-        if path.startswith(RESPONSES_PATH + "/"):
-            method, handler = call.scope["method"], self._responses.serve
-        if handler is None:
-            await send_response(call.send, 404, errors.no_such_route(404).body)
-        elif call.scope["method"] != method:
-            await send_response(call.send, 405, errors.no_such_route(405).body)
-        else:
             try:
-                await handler(call)
-            except errors.ApiError as error:
-                await send_response(call.send, error.status, error.body)
+                await self._handler(scope)(call)
+            except ApiError as error:
+                await send_response(send, error.status, error.body)
+
+    def _handler(self, scope: Scope) -> Callable[[Call], Awaitable[None]]:
+        path = scope["path"]
+        if path.startswith(RESPONSES_PATH + "/"):
+            return self._responses.serve
+        if path not in self._routes:
+            raise no_such_route(404)
+        method, handler = self._routes[path]
+        if scope["method"] != method:
+            raise no_such_route(405)
+        return handler
 
     # -- generation -----------------------------------------------------------------------------------------
 
-    async def _generate(self, endpoint: EmulatedRoute, call: Call) -> None:
-        generation = endpoint.read(call.body, self._parts.tokenizer)
-        model = self._parts.admission.check_model(generation.model)
-        request_id = generation.request_id or call.request_id(endpoint.id_prefix)
-        ticket = self._parts.admission.admit(generation, request_id, await _constrained_texts(generation))
+    async def _generate(self, route: EmulatedRoute, call: Call) -> None:
+        generation = route.read(call.body, self._tokenizer)
+        model = self._names.check(generation.body.model)
+        request_id = generation.request_id or call.request_id(route.id_prefix)
+        spec, raw = generation.spec, None
+        if spec is not None:
+            # In a thread, so that a large schema delays no step.
+            raw = await asyncio.to_thread(spec.raw_text)
+        ticket = self._admission.admit(generation, request_id, raw)
         head = AnswerHead(
             request_id=request_id,
             created=int(time.time()),
@@ -195,14 +153,13 @@ class EmulatedApp:
             finish_reasons=ticket.finish_reasons,
             prompts=len(generation.prompts),
             include_usage=generation.include_usage,
+            spec=spec,
+            scripts=ticket.scripts,
         )
-        if generation.spec is None:
-            answer = endpoint.write(head)
-        else:
-            answer = endpoint.write_scripted(ScriptedHead(head, generation.spec, tuple(ticket.scripts)))
+        answer = route.answer(head)
         async with self._in_engine(call, ticket):
-            if generation.stream:
-                await self._stream(call, ticket, answer, endpoint.failed)
+            if generation.body.stream:
+                await self._stream(call, ticket, answer, route.failed)
             else:
                 await _answer_whole(call, ticket, answer.whole)
 
@@ -210,15 +167,15 @@ class EmulatedApp:
     async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
         """Keep a ticket's sequences in the engine until the block ends or the client disconnects."""
         try:
-            self._parts.driver.submit(ticket)
+            self._driver.submit(ticket)
         except EngineError as error:
-            raise errors.engine_failed() from error
+            raise engine_failed() from error
         watcher = asyncio.ensure_future(_abandon_on_disconnect(call, ticket))
         try:
             yield
         finally:
             watcher.cancel()
-            self._parts.driver.close(ticket)
+            self._driver.close(ticket)
 
     async def _stream(
         self, call: Call, ticket: Ticket, answer: EmulatedAnswer, failed: Callable[[], bytes]
@@ -252,119 +209,83 @@ class EmulatedApp:
         """Events of the tokens that are not sent yet; `sent` is updated."""
         parts: list[bytes] = []
         for choice, sequence in enumerate(ticket.sequences):
-            start, end = sent[choice], self._parts.driver.output_tokens(sequence)
+            start, end = sent[choice], self._driver.output_tokens(sequence)
             if end > start:
                 sent[choice] = end
                 parts.append(answer.delta(choice, start, end - start, ends=end == sequence.target_tokens))
         return b"".join(parts)
 
     async def _embed(self, call: Call) -> None:
-        body, prompts = read_embeddings(call.body, self._parts.tokenizer)
-        model = self._parts.admission.check_model(body.model)
+        body, prompts = read_embeddings(call.body, self._tokenizer)
+        model = self._names.check(body.model)
         request_id = call.request_id("embd")
-        ticket = self._parts.admission.admit_embeddings(prompts, body.priority, request_id)
-        dimensions = body.dimensions or self._parts.embedding_dimensions
+        ticket = self._admission.admit_embeddings(prompts, body.priority, request_id)
+        dimensions = body.dimensions or self._dimensions
+        as_base64 = body.encoding_format == "base64"
 
         def whole() -> bytes:
-            return embeddings_answer(
-                request_id,
-                model,
-                [embedding(prompt.fingerprint, dimensions) for prompt in prompts],
-                prompt_tokens=sum(prompt.tokens for prompt in prompts),
-                as_base64=body.encoding_format == "base64",
-            )
+            data = [
+                {"object": "embedding", "index": index, "embedding": _embedded(vector, as_base64=as_base64)}
+                for index, vector in enumerate(_vector(prompt.fingerprint, dimensions) for prompt in prompts)
+            ]
+            tokens = sum(prompt.tokens for prompt in prompts)
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            listed = {"id": request_id, "object": "list", "model": model, "data": data, "usage": usage}
+            return encode(listed)
 
         async with self._in_engine(call, ticket):
             await _answer_whole(call, ticket, whole)
 
-    async def _pool(self, route: PoolingRoute, call: Call) -> None:
-        inputs = route.read(call.body, self._parts.tokenizer)
-        model = self._parts.admission.check_model(inputs.model)
-        request_id = call.request_id(route.id_prefix)
-        ticket = self._parts.admission.admit_embeddings(inputs.prompts, inputs.priority, request_id)
-        head = PooledHead(
-            request_id=request_id,
-            created=int(time.time()),
-            model=model,
-            seeds=[prompt.fingerprint for prompt in inputs.prompts],
-            texts=inputs.texts,
-            prompt_tokens=sum(prompt.tokens for prompt in inputs.prompts),
-            dimensions=inputs.dimensions or self._parts.embedding_dimensions,
-            most=inputs.most,
-        )
-        async with self._in_engine(call, ticket):
-            await _answer_whole(call, ticket, lambda: route.write(head))
-
     # -- other endpoints ------------------------------------------------------------------------------------
 
     async def _models(self, call: Call) -> None:
-        cards = self._parts.names.cards(self._created, self._parts.max_model_len)
-        await send_response(call.send, 200, encode({"object": "list", "data": cards}))
+        cards = self._names.cards(self._created, self._admission.limits.max_model_len)
+        await _send(call, {"object": "list", "data": cards})
 
     async def _load_adapter(self, call: Call) -> None:
-        name = self._parts.names.load(call.body)
-        await send_response(
-            call.send, 200, f"Success: LoRA adapter '{name}' added successfully.".encode(), b"text/plain"
-        )
+        name = self._names.load(call.body)
+        message = f"Success: LoRA adapter '{name}' added successfully."
+        await send_response(call.send, 200, message.encode(), b"text/plain")
 
     async def _unload_adapter(self, call: Call) -> None:
-        name = self._parts.names.unload(call.body)
-        await send_response(
-            call.send, 200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), b"text/plain"
-        )
+        name = self._names.unload(call.body)
+        message = f"Success: LoRA adapter '{name}' removed successfully."
+        await send_response(call.send, 200, message.encode(), b"text/plain")
 
     async def _tokenize(self, call: Call) -> None:
         model, text = read_tokenize(call.body)
-        self._parts.admission.check_model(model)
-        tokens = self._parts.tokenizer.token_ids(text)
-        counts = {"count": len(tokens), "max_model_len": self._parts.max_model_len}
-        await send_response(call.send, 200, encode({**counts, "tokens": tokens, "token_strs": None}))
+        self._names.check(model)
+        tokens = self._tokenizer.token_ids(text)
+        counts = {"count": len(tokens), "max_model_len": self._admission.limits.max_model_len}
+        await _send(call, {**counts, "tokens": tokens, "token_strs": None})
 
     async def _detokenize(self, call: Call) -> None:
         model, tokens = read_detokenize(call.body)
-        self._parts.admission.check_model(model)
-        await send_response(call.send, 200, encode({"prompt": text_of(tokens)}))
+        self._names.check(model)
+        await _send(call, {"prompt": text_of(tokens)})
 
     async def _version(self, call: Call) -> None:
-        await send_response(call.send, 200, encode({"version": f"emulated {__version__}"}))
+        await _send(call, {"version": f"emulated {__version__}"})
 
     async def _count_tokens(self, call: Call) -> None:
-        model, tokens = read_count(call.body, self._parts.tokenizer)
-        self._parts.admission.check_model(model)
-        counted = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
-        await send_response(call.send, 200, encode(counted))
+        model, tokens = read_count(call.body, self._tokenizer)
+        self._names.check(model)
+        await _send(call, {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
     async def _health(self, call: Call) -> None:
         try:
-            self._parts.driver.check()
+            self._driver.check()
         except EngineError:
             await send_response(call.send, 503, b"")
         else:
             await send_response(call.send, 200, b"")
 
     async def _metrics(self, call: Call) -> None:
-        await send_response(call.send, 200, self._parts.metrics.text(), CONTENT_TYPE)
+        await send_response(call.send, 200, self._metrics_page(), CONTENT_TYPE)
 
 
-def _anthropic(handler: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
-    """The handler, with its errors in the shape of Anthropic's API."""
-
-    async def answered(call: Call) -> None:
-        try:
-            await handler(call)
-        except errors.ApiError as error:
-            raise in_anthropic_shape(error) from error
-
-    return answered
-
-
-async def _constrained_texts(generation: Generation) -> Sequence[RawText]:
-    """Texts for a constrained request, sampled in a thread so that a large schema delays no step."""
-    spec = generation.spec
-    if spec is None or not spec.is_constrained:
-        return ()
-    count = min(_MAX_TEXTS, len(generation.prompts) * generation.choices)
-    return await asyncio.to_thread(spec.texts, count)
+async def _send(call: Call, document: dict[str, Any]) -> None:
+    await send_response(call.send, 200, encode(document))
 
 
 async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
@@ -373,7 +294,7 @@ async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) 
         while not ticket.is_done and not ticket.abandoned:
             await ticket.progress()
     except EngineError as error:
-        raise errors.engine_failed() from error
+        raise engine_failed() from error
     if not ticket.abandoned:
         await send_response(call.send, 200, whole())
 
@@ -381,3 +302,16 @@ async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) 
 async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
     await wait_for_disconnect(call.receive)
     ticket.abandon()
+
+
+def _vector(seed: str, dimensions: int) -> list[float]:
+    """A unit vector that depends on `seed` alone: equal for equal inputs and unrelated otherwise."""
+    rng = random.Random(seed)  # noqa: S311 - a placeholder, not a secret
+    values = [rng.gauss(0.0, 1.0) for _ in range(dimensions)]
+    norm = math.hypot(*values) or 1.0
+    return [value / norm for value in values]
+
+
+def _embedded(vector: list[float], *, as_base64: bool) -> str | list[float]:
+    """The vector as it is sent; base64 (the SDK's default) encodes little-endian 32-bit floats."""
+    return base64.b64encode(array("f", vector).tobytes()).decode() if as_base64 else vector

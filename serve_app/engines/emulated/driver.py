@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from serve_app.engine_model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
 from serve_app.engine_model.recent_mean import TPOT_WINDOW_S, RecentMean
-from serve_app.engines.emulated.content.script import Script
 from serve_app.engines.emulated.metrics import EngineMetrics
+from serve_app.engines.emulated.text import Script
 from serve_app.engines.engine import EngineLoad
 from serve_app.errors import EngineError
 

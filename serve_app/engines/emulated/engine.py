@@ -12,12 +12,10 @@ from typing import Annotated
 
 from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
 from serve_app.engine_model.profiles import EngineProfile, load_profile
-from serve_app.engines.emulated.admission import AdmissionRules, EmulatedAdmission
-from serve_app.engines.emulated.app import EmulatedApp, EngineParts
+from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames, OutputLengthSampler
+from serve_app.engines.emulated.app import EmulatedApp
 from serve_app.engines.emulated.driver import EngineDriver
-from serve_app.engines.emulated.lengths import OutputLengthSampler
 from serve_app.engines.emulated.metrics import EngineMetrics
-from serve_app.engines.emulated.stored.names import EmulatedNames
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import SettingsError
@@ -111,21 +109,16 @@ class EmulatedEngine:
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
         lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
         self._names = EmulatedNames(settings.model_names, settings.lora_modules)
-        rules = AdmissionRules(
+        admission = EmulatedAdmission(
             limits=self._limits,
-            names=self._names,
+            driver=self._driver,
+            lengths=lengths,
+            metrics=metrics,
             max_num_queued_reqs=settings.max_num_queued_reqs,
         )
+        tokenizer = PseudoTokenizer(settings.bytes_per_token, self._limits.block_size)
         self._app = EmulatedApp(
-            EngineParts(
-                driver=self._driver,
-                admission=EmulatedAdmission(rules, self._driver, lengths, metrics),
-                metrics=metrics,
-                tokenizer=PseudoTokenizer(settings.bytes_per_token, self._limits.block_size),
-                names=self._names,
-                max_model_len=self._limits.max_model_len,
-                embedding_dimensions=settings.embedding_dimensions,
-            )
+            self._driver, admission, metrics, tokenizer, self._names, settings.embedding_dimensions
         )
 
     def __repr__(self) -> str:

@@ -1,9 +1,16 @@
-"""One HTTP request to the emulated engine, with its answer or its stream of events."""
+"""One HTTP request to the emulated engine: its answer or stream of events, and errors in vLLM's words."""
 
 import uuid
 from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
 
 from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.errors import ServeAppError
+
+encode = msgspec.json.encode
 
 _EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -32,3 +39,54 @@ class Call:
     async def send_events(self, body: bytes, *, more: bool) -> None:
         """Send the next events of a stream; `more` is False for the last."""
         await self.send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class ApiError(ServeAppError):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status, also the `code` of the error object, as in vLLM.
+        message: text for the client.
+        kind: the error object's `type`.
+        param: the invalid field.
+    """
+
+    def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def invalid(message: str, *, param: str | None = None, value: Any = None) -> ApiError:
+    """An invalid request: 400."""
+    extras = [f"{name}={item}" for name, item in (("parameter", param), ("value", value)) if item is not None]
+    if extras:
+        message = f"{message} ({', '.join(extras)})"
+    return ApiError(400, message, kind="BadRequestError", param=param)
+
+
+def unreadable(message: str) -> ApiError:
+    """A body that is not a request: 400."""
+    return ApiError(400, f"1 validation error:\n  {message}", kind="Bad Request")
+
+
+def not_emulated(field: str) -> ApiError:
+    """A field, or a use of it, that would change the answer in a way that is not emulated: 400."""
+    return invalid(f"{field} is not supported by the emulated engine.", param=field.partition(" ")[0])
+
+
+def no_such_route(status: int) -> ApiError:
+    """A path or a method that is not served: 404 or 405."""
+    phrase = HTTPStatus(status).phrase
+    return ApiError(status, phrase, kind=phrase)
+
+
+def unknown_model(model: str, served: tuple[str, ...]) -> ApiError:
+    """A model that the engine does not serve: 404."""
+    message = f"The model `{model}` does not exist. Valid aliases: {', '.join(served)}."
+    return ApiError(404, message, kind="NotFoundError", param="model")
+
+
+def engine_failed() -> ApiError:
+    """The engine stopped while the request was in it: 500."""
+    return ApiError(500, "EngineCore encountered an issue.", kind="InternalServerError")

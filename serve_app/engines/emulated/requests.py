@@ -1,44 +1,199 @@
-"""Reading requests: each body becomes a `Generation` with its prompts as token counts and blocks."""
+"""Reading requests: each body becomes a `Generation` with its prompts as token counts and blocks.
+
+The bodies have the fields that matter to an engine without a model. Two fields of our own make traces
+replayable. `ewsjf_prompt_tokens` states the length of the prompt, so that no text of that length needs to be
+sent; such a prompt does not use the prefix cache. `ewsjf_output_tokens` states the length of the answer;
+`max_tokens` still limits it, and `finish_reason` is then "length".
+
+Fields of type `Raw` are read by those who need them, so that a request without them pays nothing. Fields that
+vLLM ignores are ignored here. Since the text of answers is a placeholder, most sampling parameters change
+nothing; they are refused out of their range as vLLM does. What would change an answer visibly and is not
+emulated is refused.
+"""
 
 import hashlib
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from serve_app.engines.emulated.bodies import (
-    Body,
-    ChatBody,
-    ChatMessage,
-    CohereEmbedBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingsBody,
-    GeneratingBody,
-    Inputs,
-    PoolingBody,
-    RerankBody,
-    ResponsesBody,
-    ScoreBody,
-    TokenizeBody,
+from serve_app.engines.emulated.http import encode, invalid, not_emulated, unreadable
+from serve_app.engines.emulated.structured import (
+    ANY_OBJECT,
+    chat_call,
+    is_given,
+    json_constraint,
+    read_constraint,
+    read_raw,
+    responses_call,
 )
-from serve_app.engines.emulated.content.spec import OutputSpec
-from serve_app.engines.emulated.errors import invalid, unreadable
-from serve_app.engines.emulated.messages import chat_of, counted_chat
-from serve_app.engines.emulated.sampling import check_sampling
-from serve_app.engines.emulated.specs import chat_spec, completion_spec, responses_spec
-from serve_app.engines.emulated.text import Prompt, PseudoTokenizer
+from serve_app.engines.emulated.text import (
+    VOCABULARY,
+    CallForm,
+    Constraint,
+    OutputSpec,
+    Prompt,
+    PseudoTokenizer,
+    ToolCall,
+)
 
 # Prompt tokens of an image or another medium. Vision models take some 85 to 1,600 tokens for an image.
 _MEDIA_TOKENS = 256
 # Limit of `n`, as in vLLM.
 _MAX_CHOICES = 16_384
+# vLLM's default for `--max-logprobs`.
+_MAX_LOGPROBS = 20
 # Above that of any embedding model.
 _MAX_DIMENSIONS = 16_384
+# Below this temperature vLLM samples greedily.
+_GREEDY = 1e-5
 # The chat template's opening of the answer.
 _GENERATION_PROMPT = "<|assistant|>\n"
+_NOTHING = msgspec.Raw()
+
+# Text or token ids, alone or in a list; a list that mixes them is refused by `_inputs`.
+Inputs = str | list[str | int | list[int]]
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Fields of all endpoints."""
+
+    model: str | None = None
+    priority: int = 0
+    ewsjf_prompt_tokens: int | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream holds besides text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GeneratingBody(Body, kw_only=True):
+    """Fields of the endpoints that generate."""
+
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    ewsjf_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    # vLLM's limit of stop strings.
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=4)] | None = None
+    include_stop_str_in_output: bool = False
+    structured_outputs: msgspec.Raw = _NOTHING
+    # Refused, see `_NOT_EMULATED`.
+    use_beam_search: msgspec.Raw = _NOTHING
+    return_token_ids: msgspec.Raw = _NOTHING
+    return_tokens_as_token_ids: msgspec.Raw = _NOTHING
+    prompt_logprobs: msgspec.Raw = _NOTHING
+    logprob_token_ids: msgspec.Raw = _NOTHING
+    truncate_prompt_tokens: msgspec.Raw = _NOTHING
+    prompt_embeds: msgspec.Raw = _NOTHING
+    suffix: msgspec.Raw = _NOTHING
+    echo: msgspec.Raw = _NOTHING
+
+
+class Part(msgspec.Struct):
+    """A part of a message: text, or media that are told apart by their bytes."""
+
+    type: str = "text"
+    text: str | None = None
+    image_url: msgspec.Raw = _NOTHING
+    input_audio: msgspec.Raw = _NOTHING
+
+
+class ChatMessage(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: str = "user"
+    content: str | list[Part] | None = None
+    tool_calls: msgspec.Raw = _NOTHING
+
+
+class ChatBody(GeneratingBody, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    tools: msgspec.Raw = _NOTHING
+    tool_choice: msgspec.Raw = _NOTHING
+    response_format: msgspec.Raw = _NOTHING
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+
+
+class CompletionBody(GeneratingBody, kw_only=True):
+    """`/v1/completions`; a prompt is text or token ids, alone or in a list."""
+
+    prompt: Inputs
+    max_tokens: int | None = 16
+    response_format: msgspec.Raw = _NOTHING
+    logprobs: int | None = None
+
+
+class ResponsesFormat(msgspec.Struct):
+    """The format of a response's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+
+
+class ResponsesText(msgspec.Struct):
+    """`text` of the Responses API."""
+
+    format: ResponsesFormat | None = None
+
+
+class ResponsesBody(GeneratingBody, kw_only=True):
+    """`/v1/responses`; input items other than messages are ignored."""
+
+    input: str | list[ChatMessage]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: msgspec.Raw = _NOTHING
+    tool_choice: msgspec.Raw = _NOTHING
+    text: msgspec.Raw = _NOTHING
+    include: list[str] | None = None
+    top_logprobs: int | None = 0
+    request_id: str | None = None
+    # Refused: a prompt that the server has by its name.
+    prompt: msgspec.Raw = _NOTHING
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    """`/v1/embeddings`; each input has its own embedding."""
+
+    input: Inputs
+    encoding_format: str = "float"
+    dimensions: int | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """`/detokenize`."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+class TokenizeBody(Body, kw_only=True):
+    """`/tokenize`: text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: msgspec.Raw = _NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,172 +204,39 @@ class Generation:
         prompts: one or more; each has `choices` answers.
         max_tokens: the client's limit per answer; None when it stated none.
         max_tokens_param: name of that field in the request.
-        include_usage: whether a stream ends with the token counts.
-        exact_output_tokens: from `ewsjf_output_tokens`.
         spec: what it asks of the text of its answers; None when some text will do.
         request_id: the id that its answer is to have; None for one that is made here.
     """
 
-    model: str | None
+    body: GeneratingBody
     prompts: list[Prompt]
     max_tokens: int | None
-    max_tokens_param: str = "max_tokens"
-    choices: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    priority: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    exact_output_tokens: int | None = None
-    spec: OutputSpec | None = None
+    max_tokens_param: str
+    spec: OutputSpec | None
     request_id: str | None = None
 
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.body.n is None else self.body.n
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PooledInputs:
-    """A request of which nothing is generated.
-
-    Attributes:
-        prompts: what is computed, one for each part of the answer.
-        texts: those that the answer repeats.
-        most: parts of the answer that are wanted; None for all.
-        dimensions: of its vectors; None for the engine's own.
-    """
-
-    model: str | None
-    prompts: list[Prompt]
-    priority: int
-    texts: tuple[str, ...]
-    most: int | None = None
-    dimensions: int | None = None
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
 
 
-def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A chat completion request."""
-    return _chat(_decode(_CHAT, raw), raw, tokenizer)
+B = TypeVar("B")
 
 
-def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A request for one of Anthropic's messages."""
-    return _chat(chat_of(raw), raw, tokenizer)
+def decoder_of(kind: type[B]) -> "msgspec.json.Decoder[B]":
+    """A decoder that coerces as vLLM does: it takes 5.0 and "5" for 5."""
+    return msgspec.json.Decoder(kind, strict=False)
 
 
-def read_count(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[str | None, int]:
-    """A conversation of Anthropic's to be counted: its model and its tokens."""
-    body = counted_chat(raw)
-    return body.model, _conversation(body.messages, body.tools, tokenizer).tokens
-
-
-def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A text completion request."""
-    body = _decode(_COMPLETION, raw)
-    prompts = _inputs(body.prompt, tokenizer, "prompt")
-    return _generation(body, prompts, (body.max_tokens, "max_tokens"), completion_spec(body, raw))
-
-
-def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A request of the Responses API."""
-    body = _decode(_RESPONSES, raw)
-    messages = [ChatMessage(content=body.input)] if isinstance(body.input, str) else body.input
-    if body.instructions:
-        messages = [ChatMessage(role="system", content=body.instructions), *messages]
-    if body.n not in {None, 1}:
-        raise invalid("a response has one output, n must be 1", param="n", value=body.n)
-    prompts = [_conversation(messages, body.tools, tokenizer)]
-    spec = responses_spec(body, raw, messages)
-    generation = _generation(body, prompts, (body.max_output_tokens, "max_output_tokens"), spec)
-    return replace(generation, request_id=body.request_id)
-
-
-def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
-    """An embeddings request, and its inputs."""
-    body = _decode(_EMBEDDINGS, raw)
-    if body.encoding_format not in {"float", "base64"}:
-        raise invalid(
-            "encoding_format must be 'float' or 'base64'", param="encoding_format", value=body.encoding_format
-        )
-    if body.dimensions is not None and not 1 <= body.dimensions <= _MAX_DIMENSIONS:
-        raise invalid(
-            f"dimensions must be between 1 and {_MAX_DIMENSIONS}", param="dimensions", value=body.dimensions
-        )
-    inputs = body.input if _is_batch(body.input) else [body.input]
-    prompts = [
-        replace(prompt, fingerprint=_fingerprint(item))
-        for prompt, item in zip(_stated(body, _inputs(body.input, tokenizer, "input")), inputs, strict=True)
-    ]
-    return body, prompts
-
-
-def read_pooling(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
-    """A request for what a model makes of texts, or for their classes."""
-    body = _decode(_POOLING, raw)
-    inputs = body.input if _is_batch(body.input) else [body.input]
-    return _pooled(body, inputs, _stated(body, _inputs(body.input, tokenizer, "input")))
-
-
-def read_cohere_embed(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
-    """Cohere's request for embeddings."""
-    body = _decode(_COHERE, raw)
-    if body.output_dimension is not None and not 1 <= body.output_dimension <= _MAX_DIMENSIONS:
-        raise invalid(f"output_dimension must be between 1 and {_MAX_DIMENSIONS}", param="output_dimension")
-    prompts = _stated(body, _inputs(list(body.texts), tokenizer, "texts"))
-    return replace(_pooled(body, body.texts, prompts), dimensions=body.output_dimension)
-
-
-def read_rerank(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
-    """A request to order documents."""
-    body = _decode(_RERANK, raw)
-    return replace(_pairs(body, [body.query], body.documents, tokenizer), most=body.top_n or None)
-
-
-def read_score(raw: bytes, tokenizer: PseudoTokenizer) -> PooledInputs:
-    """A request to score pairs."""
-    body = _decode(_SCORE, raw)
-    named = (
-        (body.queries, body.documents),
-        (body.queries, body.items),
-        (body.data_1, body.data_2),
-        (body.text_1, body.text_2),
-    )
-    for first, second in named:
-        if first is not None and second is not None:
-            one, other = ([side] if isinstance(side, str) else side for side in (first, second))
-            return _pairs(body, one, other, tokenizer)
-    raise invalid("queries and documents are needed", param="queries")
-
-
-def read_detokenize(raw: bytes) -> tuple[str | None, list[int]]:
-    """A detokenize request: its model, and the tokens."""
-    body = _decode(_DETOKENIZE, raw)
-    return body.model, body.tokens
-
-
-def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
-    """A tokenize request: its model, and the text to tokenize."""
-    body = _decode(_TOKENIZE, raw)
-    if body.prompt is not None:
-        return body.model, body.prompt.encode()
-    if body.messages is not None:
-        return body.model, _render(body.messages, body.tools)[0]
-    raise invalid("either prompt or messages is needed", param="prompt")
-
-
-_CHAT = msgspec.json.Decoder(ChatBody, strict=False)
-_COMPLETION = msgspec.json.Decoder(CompletionBody, strict=False)
-_RESPONSES = msgspec.json.Decoder(ResponsesBody, strict=False)
-_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody, strict=False)
-_POOLING = msgspec.json.Decoder(PoolingBody, strict=False)
-_COHERE = msgspec.json.Decoder(CohereEmbedBody, strict=False)
-_RERANK = msgspec.json.Decoder(RerankBody, strict=False)
-_SCORE = msgspec.json.Decoder(ScoreBody, strict=False)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody, strict=False)
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody, strict=False)
-
-
-_B = TypeVar("_B", bound=Body)
-
-
-def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
+def decode(decoder: "msgspec.json.Decoder[B]", raw: bytes) -> B:
+    """The body; one that does not fit is refused."""
     try:
         # The decoder skips names that it does not know, and parts that are read later, as they are.
         raw.decode()
@@ -223,19 +245,155 @@ def _decode(decoder: "msgspec.json.Decoder[_B]", raw: bytes) -> _B:
         raise unreadable(str(error)) from error
 
 
-def _chat(body: ChatBody, raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+_CHAT = decoder_of(ChatBody)
+_COMPLETION = decoder_of(CompletionBody)
+_RESPONSES = decoder_of(ResponsesBody)
+_EMBEDDINGS = decoder_of(EmbeddingsBody)
+_DETOKENIZE = decoder_of(DetokenizeBody)
+_TOKENIZE = decoder_of(TokenizeBody)
+
+
+def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A chat completion request."""
+    return chat_generation(decode(_CHAT, raw), raw, tokenizer)
+
+
+def chat_generation(body: ChatBody, raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A chat completion, also one that Anthropic's message was turned into."""
     if not body.messages:
         raise invalid("messages must not be empty", param="messages")
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    prompts = [_conversation(body.messages, body.tools, tokenizer)]
-    return _generation(body, prompts, (getattr(body, param), param), chat_spec(body, raw))
+    call: ToolCall | None = None
+    if body.tools or body.tool_choice:
+        call = chat_call(body.tools, body.tool_choice, _last_words(body.messages))
+    spec = _spec(body, raw, _constraint(body, call), call, _chat_logprobs(body))
+    prompt = conversation(body.messages, body.tools, tokenizer)
+    return _generation(body, [prompt], (getattr(body, param), param), spec)
+
+
+def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A text completion request."""
+    body = decode(_COMPLETION, raw)
+    prompts = _inputs(body.prompt, tokenizer, "prompt")
+    top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
+    spec = _spec(body, raw, _constraint(body, None), None, top)
+    return _generation(body, prompts, (body.max_tokens, "max_tokens"), spec)
+
+
+def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
+    """A request of the Responses API."""
+    body = decode(_RESPONSES, raw)
+    messages = [ChatMessage(content=body.input)] if isinstance(body.input, str) else body.input
+    if body.instructions:
+        messages = [ChatMessage(role="system", content=body.instructions), *messages]
+    if body.n not in {None, 1}:
+        raise invalid("a response has one output, n must be 1", param="n", value=body.n)
+    if is_given(body.prompt):
+        raise not_emulated("prompt")
+    call = responses_call(body.tools, body.tool_choice, _last_words(messages))
+    constraint = read_constraint(_NOTHING, body.structured_outputs)
+    wanted = read_raw(body.text, ResponsesText).format if is_given(body.text) else None
+    if wanted is not None and wanted.type != "text":
+        if constraint is not None:
+            message = "Cannot specify both structured_outputs and text.format"
+            raise invalid(message, param="structured_outputs")
+        constraint = ANY_OBJECT if wanted.schema is None else json_constraint(wanted.schema)
+    top: int | None = None
+    if body.include and "message.output_text.logprobs" in body.include:
+        top = _checked_logprobs(body.top_logprobs or 0, "top_logprobs")
+    spec = _spec(body, raw, constraint, call, top)
+    prompt = conversation(messages, body.tools, tokenizer)
+    generation = _generation(body, [prompt], (body.max_output_tokens, "max_output_tokens"), spec)
+    return replace(generation, request_id=body.request_id)
+
+
+def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
+    """An embeddings request, and its inputs."""
+    body = decode(_EMBEDDINGS, raw)
+    if body.encoding_format not in {"float", "base64"}:
+        raise invalid(
+            "encoding_format must be 'float' or 'base64'", param="encoding_format", value=body.encoding_format
+        )
+    if body.dimensions is not None and not 1 <= body.dimensions <= _MAX_DIMENSIONS:
+        raise invalid(
+            f"dimensions must be between 1 and {_MAX_DIMENSIONS}", param="dimensions", value=body.dimensions
+        )
+    prompts = _stated(body, _inputs(body.input, tokenizer, "input"))
+    is_batch = isinstance(body.input, list) and not isinstance(body.input[0], int)
+    inputs = body.input if is_batch else [body.input]
+    return body, [
+        replace(prompt, fingerprint=hashlib.md5(encode(item), usedforsecurity=False).hexdigest())
+        for prompt, item in zip(prompts, inputs, strict=True)
+    ]
+
+
+def read_detokenize(raw: bytes) -> tuple[str | None, list[int]]:
+    """A detokenize request: its model, and the tokens."""
+    body = decode(_DETOKENIZE, raw)
+    return body.model, body.tokens
+
+
+def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
+    """A tokenize request: its model, and the text to tokenize."""
+    body = decode(_TOKENIZE, raw)
+    if body.prompt is not None:
+        return body.model, body.prompt.encode()
+    if body.messages is not None:
+        return body.model, _render(body.messages, body.tools)[0]
+    raise invalid("either prompt or messages is needed", param="prompt")
+
+
+# -- checks -----------------------------------------------------------------------------------------------
+
+# Each with what it must be, as vLLM says it.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", math.isfinite, "a finite number"),
+    ("temperature", lambda value: value >= 0, "non-negative"),
+    ("temperature", lambda value: value <= 2, "in [0, 2]"),
+    ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+    ("top_k", lambda value: value >= -1, "0 (disable), or at least 1"),
+    ("min_p", lambda value: 0 <= value <= 1, "in [0, 1]"),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    ("repetition_penalty", math.isfinite, "a finite number"),
+    ("repetition_penalty", lambda value: value > 0, "greater than zero"),
+)
+# vLLM names the parameter of these once more.
+_NAMED_TWICE = frozenset({"temperature", "top_p"})
+_NOT_EMULATED = (
+    "use_beam_search",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "suffix",
+    "echo",
+)
+# What a client writes to say that it does not want one of them.
+_UNWANTED = {b"false", b"[]", b'""'}
 
 
 def _generation(
     body: GeneratingBody, prompts: list[Prompt], limit: tuple[int | None, str], spec: OutputSpec | None
 ) -> Generation:
     """The request, checked; `limit` is `max_tokens` and the name of its field."""
-    max_tokens, max_tokens_param = limit
+    max_tokens, param = limit
+    _check_parameters(body)
+    if max_tokens is not None and max_tokens < 1:
+        raise invalid(
+            f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens
+        )
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
+        )
+    prompts = _stated(body, prompts)
+    return Generation(body=body, prompts=prompts, max_tokens=max_tokens, max_tokens_param=param, spec=spec)
+
+
+def _check_parameters(body: GeneratingBody) -> None:
     choices = 1 if body.n is None else body.n
     if choices < 1:
         raise invalid(f"n must be at least 1, got {choices}.")
@@ -244,35 +402,99 @@ def _generation(
             f"n must be at most {_MAX_CHOICES}, got {choices}. To increase this limit, set the "
             "VLLM_MAX_N_SEQUENCES environment variable."
         )
-    check_sampling(body, choices)
-    if max_tokens is not None and max_tokens < 1:
-        raise invalid(
-            f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens", value=max_tokens
-        )
+    for name in _NOT_EMULATED:
+        raw = getattr(body, name)
+        if raw and is_given(raw) and bytes(raw) not in _UNWANTED:
+            raise not_emulated(name)
+    for name, is_valid, words in _RANGES:
+        value = getattr(body, name)
+        if value is not None and not is_valid(value):
+            extras: dict[str, Any] = {"param": name, "value": value} if name in _NAMED_TWICE else {}
+            raise invalid(f"{name} must be {words}, got {value}.", **extras)
+    if choices > 1 and body.temperature is not None and body.temperature < _GREEDY:
+        raise invalid(f"n must be 1 when using greedy sampling, got {choices}.")
+    if body.stop == "" or (isinstance(body.stop, list) and "" in body.stop):
+        raise invalid("stop cannot contain an empty string.")
     if body.min_tokens < 0:
         raise invalid(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
-    if max_tokens is not None and body.min_tokens > max_tokens:
-        raise invalid(
-            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
-        )
     if body.stream_options is not None and not body.stream:
         raise invalid("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.ewsjf_output_tokens is not None and body.ewsjf_output_tokens < 1:
         raise invalid("ewsjf_output_tokens must be at least 1", param="ewsjf_output_tokens")
-    return Generation(
-        model=body.model,
-        prompts=_stated(body, prompts),
-        max_tokens=max_tokens,
-        max_tokens_param=max_tokens_param,
-        choices=choices,
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        priority=body.priority,
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    """Alternatives per token; None when no logprobs are wanted."""
+    top = body.top_logprobs or 0
+    if top < -1 or body.logprobs:
+        checked = _checked_logprobs(top, "top_logprobs")
+        return checked if body.logprobs else None
+    if top:
+        raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    return None
+
+
+def _checked_logprobs(count: int, param: str) -> int:
+    """The alternatives to name per token; -1 asks for the whole vocabulary, which exceeds the limit."""
+    if count < -1:
+        raise invalid(f"`{param}` must be a positive value or -1.", param=param, value=count)
+    count = VOCABULARY if count == -1 else count
+    if count > _MAX_LOGPROBS:
+        raise invalid(
+            f"Requested sample logprobs of {count}, which is greater than max allowed: {_MAX_LOGPROBS}",
+            param="logprobs",
+            value=count,
+        )
+    return count
+
+
+# -- the text asked for -----------------------------------------------------------------------------------
+
+
+def _constraint(body: ChatBody | CompletionBody, call: ToolCall | None) -> Constraint | None:
+    if not (body.response_format or body.structured_outputs):
+        return None
+    if call is not None and call.form is CallForm.NAMED and is_given(body.structured_outputs):
+        raise invalid("You can only either use constraints for structured outputs or tools, not both.")
+    return read_constraint(body.response_format, body.structured_outputs)
+
+
+def _spec(
+    body: GeneratingBody,
+    raw: bytes,
+    constraint: Constraint | None,
+    call: ToolCall | None,
+    top_logprobs: int | None,
+) -> OutputSpec | None:
+    """What the request asks of the text of its answers; None when some text will do."""
+    options = body.stream_options
+    continuous = options is not None and bool(options.include_usage and options.continuous_usage_stats)
+    if constraint is None and call is None and top_logprobs is None and not (body.stop or continuous):
+        return None
+    return OutputSpec(
+        # As in vLLM, -1 is no seed.
+        seed=zlib.crc32(raw) if body.seed in {None, -1} else int(body.seed or 0),
+        constraint=constraint,
+        call=call,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
-        exact_output_tokens=body.ewsjf_output_tokens,
-        spec=spec,
+        top_logprobs=top_logprobs,
+        continuous_usage=continuous,
     )
+
+
+def _last_words(messages: list[ChatMessage]) -> str:
+    """The text of the last message, when the user wrote it."""
+    if not messages or messages[-1].role != "user":
+        return ""
+    content = messages[-1].content
+    if isinstance(content, str):
+        return content
+    return " ".join(part.text for part in content or () if part.text)
+
+
+# -- prompts ----------------------------------------------------------------------------------------------
 
 
 def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
@@ -283,36 +505,6 @@ def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
     if tokens < 1:
         raise invalid("ewsjf_prompt_tokens must be at least 1", param="ewsjf_prompt_tokens", value=tokens)
     return [Prompt(tokens)] * len(prompts)
-
-
-def _pairs(body: Body, first: list[str], second: list[str], tokenizer: PseudoTokenizer) -> PooledInputs:
-    """Each of one side with its counterpart, or the only one with each of the other."""
-    if not first or not second:
-        raise invalid("At least one text element must be given")
-    if len(first) == 1:
-        first = first * len(second)
-    if len(first) != len(second):
-        raise invalid("Input lengths must be either 1:1, 1:N or N:N")
-    pairs = [f"{one}\n{other}" for one, other in zip(first, second, strict=True)]
-    prompts = _stated(body, _inputs(list(pairs), tokenizer, "documents"))
-    return replace(_pooled(body, pairs, prompts), texts=tuple(second))
-
-
-def _pooled(body: Body, inputs: Sequence[object], prompts: list[Prompt]) -> PooledInputs:
-    marked = [
-        replace(prompt, fingerprint=_fingerprint(item)) for prompt, item in zip(prompts, inputs, strict=True)
-    ]
-    texts = tuple(item if isinstance(item, str) else "" for item in inputs)
-    return PooledInputs(model=body.model, prompts=marked, priority=body.priority, texts=texts)
-
-
-def _fingerprint(item: object) -> str:
-    return hashlib.md5(msgspec.json.encode(item), usedforsecurity=False).hexdigest()
-
-
-def _is_batch(value: Inputs) -> bool:
-    """Whether the value is a list of inputs, not one input."""
-    return isinstance(value, list) and not isinstance(value[0] if value else None, int)
 
 
 def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Prompt]:
@@ -333,7 +525,8 @@ def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Promp
     ]
 
 
-def _conversation(messages: list[ChatMessage], tools: msgspec.Raw, tokenizer: PseudoTokenizer) -> Prompt:
+def conversation(messages: list[ChatMessage], tools: msgspec.Raw, tokenizer: PseudoTokenizer) -> Prompt:
+    """The prompt of a conversation."""
     text, media = _render(messages, tools)
     return tokenizer.prompt_of_text(text, media * _MEDIA_TOKENS)
 

@@ -40,12 +40,11 @@ from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
+from serve_app.serving.gateway.request.body import check_structure
+from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED, parse_model
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.parse import parse_model
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.served_models import ServedModels
-from serve_app.serving.gateway.request.structure import check_structure
-from serve_app.serving.gateway.routes.table import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsEndpoint

@@ -55,7 +55,7 @@ from serve_app.serving.gateway.request.headers import (
     returned,
     upstream_head,
 )
-from serve_app.serving.gateway.request.job import ForwardJob
+from serve_app.serving.gateway.request.incoming import ForwardJob
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.kept import KeptResponse

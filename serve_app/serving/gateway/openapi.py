@@ -14,7 +14,7 @@ from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, Clien
 from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, RECORDING, WHAT_IF
 from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
 from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
-from serve_app.serving.gateway.routes.table import (
+from serve_app.serving.gateway.request.endpoints import (
     FORMS,
     QUESTIONS,
     SCHEDULED,

@@ -11,9 +11,9 @@ from serve_app.engines.adapters import (
     StatedLimits,
     identify,
     llama_cpp,
+    others,
     sglang,
     tensorrt_llm,
-    tgi,
 )
 from serve_app.errors import EngineError
 from tests.engines.adapters.pages import models, page_of, recorded, server
@@ -205,4 +205,4 @@ def test_the_page_of_another_server_is_refused(read: object, page: bytes) -> Non
 
 
 def test_the_page_of_tgi_is_never_refused_since_an_idle_one_is_empty() -> None:
-    assert tgi.read(b"").waiting == 0
+    assert others.read_tgi(b"").waiting == 0

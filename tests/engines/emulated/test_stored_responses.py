@@ -1,6 +1,4 @@
-"""Responses that the emulated engine keeps: gone on from, looked at, streamed again, cancelled."""
-
-import asyncio
+"""Responses that the emulated engine keeps; work in the background is tested in front of a gateway."""
 
 import openai
 import pytest
@@ -33,44 +31,6 @@ async def test_a_stream_is_kept_as_well(engine: Served) -> None:
     last = [event async for event in stream][-1]
     assert isinstance(last, ResponseIncompleteEvent)
     assert (await engine.sdk.responses.retrieve(last.response.id)).output_text == last.response.output_text
-
-
-async def test_work_in_the_background_goes_on_and_ends(engine: Served) -> None:
-    queued = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=30, background=True)
-    assert (queued.status, queued.output) == ("queued", [])
-    found = queued
-    for _ in range(500):
-        found = await engine.sdk.responses.retrieve(queued.id)
-        if found.status != "queued":
-            break
-        await asyncio.sleep(0.02)
-    assert found.status in ("completed", "incomplete")
-    assert found.usage is not None
-
-
-async def test_a_stream_in_the_background_can_be_had_again_from_any_event(engine: Served) -> None:
-    stream = await engine.sdk.responses.create(
-        model="tiny", input="x", max_output_tokens=30, background=True, stream=True
-    )
-    async for event in stream:
-        assert event.type == "response.created"
-        response_id = event.response.id
-        break
-    await stream.close()
-    again = await engine.sdk.responses.retrieve(response_id, stream=True, starting_after=3)
-    numbers = [event.sequence_number async for event in again]
-    assert numbers == list(range(4, numbers[-1] + 1))
-    assert numbers[-1] > 20
-
-
-async def test_work_in_the_background_can_be_cancelled_once(engine: Served) -> None:
-    queued = await engine.sdk.responses.create(
-        model="tiny", input="x", max_output_tokens=5_000, background=True, extra_body={"ignore_eos": True}
-    )
-    assert (await engine.sdk.responses.cancel(queued.id)).status == "cancelled"
-    assert (await engine.sdk.responses.retrieve(queued.id)).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
-        await engine.sdk.responses.cancel(queued.id)
 
 
 async def test_what_is_not_kept_is_not_found(engine: Served) -> None:

@@ -47,7 +47,6 @@ async def test_a_stream_adds_up_to_the_same_json_and_the_same_count(engine: Serv
         "model": "tiny",
         "messages": ASK,
         "response_format": {"type": "json_schema", "json_schema": {"name": "recipe", "schema": SCHEMA}},
-        "seed": 11,
     }
     whole = await engine.sdk.chat.completions.create(**request)
     stream = await engine.sdk.chat.completions.create(
@@ -61,8 +60,6 @@ async def test_a_stream_adds_up_to_the_same_json_and_the_same_count(engine: Serv
     assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert len(chunks) > 5
-    other = await engine.sdk.chat.completions.create(**{**request, "seed": 12})
-    assert other.choices[0].message.content != text
 
 
 async def test_json_mode_answers_with_an_object(engine: Served) -> None:

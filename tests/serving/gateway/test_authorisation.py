@@ -14,7 +14,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
 from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
-from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED
+from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.api_keys.test_file import record
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.serving.gateway.request.structure import check_structure
+from serve_app.serving.gateway.request.body import check_structure
 
 from .builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, serving
 from .conftest import Stage, staged

@@ -115,7 +115,7 @@ def _class_of_tier(service_tier: str) -> PriorityClass | None:
 
 
 def queue_timeout_s(header: bytes | None) -> float | None:
-    """How long a request may wait in the queue (`x-queue-timeout-s`).
+    """Return how long a request may wait in the queue (`x-queue-timeout-s`).
 
     Raises:
         RequestRefused: it is not a positive number of seconds.
@@ -134,7 +134,7 @@ def queue_timeout_s(header: bytes | None) -> float | None:
 
 
 def no_wait(header: bytes | None) -> bool:
-    """Whether a request is to be refused rather than queued (`x-queue: no-wait`).
+    """Return whether a request is to be refused rather than queued (`x-queue: no-wait`).
 
     Raises:
         RequestRefused: the header says something else.
@@ -147,7 +147,7 @@ def no_wait(header: bytes | None) -> bool:
 
 
 def queue_form(header: bytes | None) -> QueueForm | None:
-    """How a client wants to be told of the queue (`x-ewsjf-queue`); None where it does not ask.
+    """Return the format of queue updates (`x-ewsjf-queue`); None where the client does not subscribe.
 
     Raises:
         RequestRefused: the header says something else.
@@ -246,7 +246,7 @@ def returned(raw: HeaderList) -> HeaderList:
 
 
 def describing(dispatch: Dispatch) -> HeaderList:
-    """What an answer says of how its request was scheduled."""
+    """Return the headers that describe how a request was scheduled."""
     return [
         (b"x-queue-wait-ms", b"%.1f" % (dispatch.queue_wait_s * 1000)),
         (b"x-pool", dispatch.pool.encode("latin-1", "replace")),

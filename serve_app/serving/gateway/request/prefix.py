@@ -20,16 +20,18 @@ import msgspec
 from blake3 import blake3
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
-from serve_app.serving.gateway.request.bodies import (
+from serve_app.serving.gateway.request.fields import (
     ABSENT,
+    BlockFields,
     ChatFields,
     CompletionFields,
     Content,
     MessageFields,
+    MessagesFields,
     PartFields,
     ResponsesFields,
 )
-from serve_app.serving.gateway.request.utf8 import Utf8
+from serve_app.serving.gateway.request.measure import Utf8, blocks_of
 from serve_app.settings_base import ADVANCED, settings
 
 _ID_BYTES = 8
@@ -41,7 +43,7 @@ _HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user
 
 @settings
 class PrefixSettings:
-    """What the gateway tells of how prompts begin."""
+    """Prefix hashes that the gateway sends to the scheduler."""
 
     # Costs some 20 microseconds for 10 kB of text. Without it, requests are sent by load alone.
     enabled: Annotated[bool, ADVANCED] = True
@@ -53,7 +55,7 @@ class PrefixSettings:
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """How a prompt begins, as references into its parsed body; nothing is copied before it is hashed.
+    """The beginning of a prompt, as references into its parsed body; nothing is copied before it is hashed.
 
     Attributes:
         kind: prompts of different kinds never match.
@@ -92,7 +94,7 @@ def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[in
 # Of most requests all four are as in one shortly before.
 @lru_cache(maxsize=256)
 def _key(kind: bytes, *names: str) -> bytes:
-    """What keeps the hashes of different kinds, models, salts and tenants apart."""
+    """Return the key that separates the hashes of different kinds, models, salts and tenants."""
     return blake3(_told_apart(kind, *(name.encode() for name in names))).digest()
 
 
@@ -107,7 +109,7 @@ def engine_salt(tenant: str, client_salt: str) -> str:
 
 
 def chat_opening(body: ChatFields, utf8: Utf8 | None = None) -> Opening:
-    """How a chat begins."""
+    """Return the beginning of a chat."""
     pieces = OpeningPieces(utf8)
     pieces.add_raw(body.tools, body.functions, body.documents)
     pieces.add_messages(body.messages)
@@ -115,7 +117,7 @@ def chat_opening(body: ChatFields, utf8: Utf8 | None = None) -> Opening:
 
 
 def completion_opening(body: CompletionFields) -> Opening:
-    """How the prompt of a completion begins; several prompts in one request have no common beginning."""
+    """Return the beginning of a completion's prompt; several prompts have no common beginning."""
     prompt: object = body.prompt
     salt = body.cache_salt or ""
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -128,7 +130,7 @@ def completion_opening(body: CompletionFields) -> Opening:
 
 
 def responses_opening(body: ResponsesFields, utf8: Utf8 | None = None) -> Opening:
-    """How the input of a Responses request begins."""
+    """Return the beginning of a Responses request's input."""
     if body.previous_response_id:
         # It begins with what an engine has kept, which is not known here.
         return Opening(b"responses", salt=body.cache_salt or "")
@@ -143,6 +145,25 @@ def responses_opening(body: ResponsesFields, utf8: Utf8 | None = None) -> Openin
             pieces.add("call", item.arguments)
             pieces.add("output", [item.output] if isinstance(item.output, PartFields) else item.output)
     return Opening(b"responses", tuple(pieces.found), salt=body.cache_salt or "")
+
+
+def messages_opening(body: MessagesFields, utf8: Utf8) -> Opening:
+    """Return the beginning of a conversation of Anthropic's Messages."""
+    pieces = OpeningPieces(utf8)
+    pieces.add_raw(body.tools)
+    pieces.add("system", _parts_of(blocks_of(body.system)))
+    for message in body.messages:
+        pieces.add(message.role, "")
+        for block in blocks_of(message.content):
+            pieces.add_raw(block.input)
+            content = _parts_of([block]) if block.content is None else block.content
+            pieces.add(block.name or block.type or "", content)
+    return Opening(b"messages", tuple(pieces.found), salt=body.cache_salt or "")
+
+
+def _parts_of(blocks: Iterable[BlockFields]) -> Content:
+    """Blocks as parts of a chat's message; what has no text is media, which ends a comparison."""
+    return [PartFields(text=block.text, thinking=block.thinking) for block in blocks if block.input is ABSENT]
 
 
 class OpeningPieces:

@@ -18,22 +18,21 @@ from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.keys.file_keys import FileKeys
 from serve_app.serving.gateway.keys.keyring import Keyring
 from serve_app.serving.gateway.request import headers as heads
-from serve_app.serving.gateway.request.held_bodies import BodyBudget, HeldBody
-from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.job import ForwardJob, ResponseTerms
-from serve_app.serving.gateway.request.parse import ParsedBody
-from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
-from serve_app.serving.gateway.request.served_models import ServedModels
-from serve_app.serving.gateway.request.splice import (
+from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
+from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody, api_of
+from serve_app.serving.gateway.request.incoming import (
     AS_STREAM,
     NO_PRIORITY,
+    ForwardJob,
+    IncomingRequest,
+    ResponseTerms,
     append_fields,
     priority_field,
     salt_field,
     usage_field,
 )
-from serve_app.serving.gateway.request.structure import check_structure, is_plain
-from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED, api_of
+from serve_app.serving.gateway.request.prefix import NO_OPENING, PrefixSettings, engine_salt, prefix_hashes
+from serve_app.serving.gateway.request.served_models import ServedModels
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTracer
 
@@ -47,7 +46,7 @@ _OWN_PIECE_BYTES = 4 * 1024
 
 
 class RequestReader:
-    """What a gateway checks before it bothers a scheduler.
+    """Reads and checks requests before a scheduler sees them.
 
     Args:
         tracer: of requests; None for no traces.
@@ -105,18 +104,18 @@ class RequestReader:
         )
 
     def authenticate(self, incoming: IncomingRequest) -> Caller:
-        """Who is calling.
+        """Return the caller.
 
         Raises:
-            RequestRefused: nobody who may.
+            RequestRefused: the key is missing or not valid.
         """
         return self.caller(incoming.headers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Who is calling, by the headers of a request.
+        """Return the caller by the headers of a request.
 
         Raises:
-            RequestRefused: nobody who may.
+            RequestRefused: the key is missing or not valid.
         """
         return self._keyring.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
 
@@ -232,7 +231,7 @@ class RequestReader:
         )
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
-        """The tenant to whom kept responses belong; nobody is told apart by the end user that a body names.
+        """The tenant that owns kept responses; the end user that a body names makes no difference.
 
         Raises:
             RequestRefused: as for every request of that tenant.

@@ -17,7 +17,7 @@ from serve_app.serving.gateway.settings import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """What a name stands for.
+    """A served name, and its model or adapter.
 
     Attributes:
         name: as clients write it.
@@ -68,7 +68,7 @@ class ServedModels:
         return f"<ServedModels {', '.join(each.name for each in self._all())}>"
 
     def find(self, name: str, caller: Caller) -> FoundModel:
-        """What a name stands for.
+        """Return the model or adapter of a name.
 
         Raises:
             RequestRefused: it is not served, or not to this caller; says which ones are, of those that the
@@ -86,7 +86,7 @@ class ServedModels:
         return found
 
     def usable(self, caller: Caller) -> list[FoundModel]:
-        """What a caller may use, adapters after the models."""
+        """Return the models that a caller may use, adapters last."""
         return [found for found in self._all() if caller.may_use(found.name)]
 
     def first(self, caller: Caller) -> str:

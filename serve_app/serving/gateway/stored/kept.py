@@ -1,7 +1,7 @@
 """One response while it is made: its name, where it is kept, and whether it goes on without its client."""
 
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway.request.job import ResponseTerms
+from serve_app.serving.gateway.request.incoming import ResponseTerms
 from serve_app.serving.gateway.stored.holders import (
     AnsweredResponse,
     ResponseHolders,

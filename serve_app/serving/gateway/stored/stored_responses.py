@@ -14,8 +14,7 @@ from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.keys.caller import Caller
 from serve_app.serving.gateway.request.headers import returned, upstream_head
-from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.job import ForwardJob
+from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.upstream.pool import UpstreamPool

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from serve_app.request import TextCategory
 from serve_app.routing.estimation.text_category import classify
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
-from serve_app.serving.gateway.request.parse import ParsedBody
+from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
+from serve_app.serving.gateway.request.measure import Utf8
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
-from serve_app.serving.gateway.request.utf8 import Utf8
-from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 

@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from serve_app.request import PromptShape
-from serve_app.serving.gateway.request.parse import ParsedBody
+from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.prefix import prefix_hashes
-from serve_app.serving.gateway.routes.table import SCHEDULED
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 9_000}}
 TOOL = {"name": "read_file", "description": "reads", "input_schema": {"type": "object"}}

@@ -7,9 +7,8 @@ import pytest
 
 from serve_app.request import TextCategory
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request.parse import ParsedBody, parse_model
+from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
 from serve_app.serving.gateway.request.prefix import prefix_hashes
-from serve_app.serving.gateway.routes.table import SCHEDULED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"

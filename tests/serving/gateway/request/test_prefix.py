@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.routing.prefix.blocks import BLOCK_ENDS
-from serve_app.serving.gateway.request.bodies import ChatFields, CompletionFields, ResponsesFields
+from serve_app.serving.gateway.request.fields import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.prefix import (
     chat_opening,
     completion_opening,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import PromptShape, TextCategory
-from serve_app.serving.gateway.routes.table import SCHEDULED
+from serve_app.serving.gateway.request.endpoints import SCHEDULED
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 URL = "https://example.org/cat.png"

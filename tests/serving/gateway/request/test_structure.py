@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.request import structure
-from serve_app.serving.gateway.request.structure import MAX_CONTAINERS, MAX_ELEMENTS, check_structure
+from serve_app.serving.gateway.request import body as structure
+from serve_app.serving.gateway.request.body import MAX_CONTAINERS, MAX_ELEMENTS, check_structure
 
 
 def body(content: str) -> bytes:

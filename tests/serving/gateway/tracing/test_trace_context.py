@@ -4,7 +4,7 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes
 
-from serve_app.serving.gateway.routes.table import FORMS, SCHEDULED
+from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from serve_app.serving.gateway.tracing import names
 from serve_app.serving.gateway.tracing.trace_context import trace_parent
 

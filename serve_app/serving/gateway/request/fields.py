@@ -37,7 +37,7 @@ class PartFields(msgspec.Struct, gc=False):
 
     @property
     def media(self) -> tuple[msgspec.Raw, ...]:
-        """What it has in place of a text; empty where it has not."""
+        """The fields of media, which stand in place of a text."""
         images, sounds = (self.image_url, self.image_embeds), (self.input_audio, self.audio_url)
         return (*images, *sounds, self.audio_embeds, self.video_url, self.file, self.file_data)
 
@@ -57,7 +57,7 @@ class MessageFields(msgspec.Struct, gc=False):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has nothing but a role and content, as most have."""
+        """True if it has nothing but a role and content, as most have."""
         return (
             self.tool_calls is ABSENT
             and self.function_call is ABSENT
@@ -77,13 +77,13 @@ class InputItem(msgspec.Struct, gc=False):
 
 
 class StreamOptionFields(msgspec.Struct):
-    """What a client asks of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class BodyFields(msgspec.Struct):
-    """What every endpoint shares."""
+    """Fields of all endpoints."""
 
     model: str
     service_tier: str | None = None
@@ -93,7 +93,7 @@ class BodyFields(msgspec.Struct):
 
 
 class GenerationFields(BodyFields):
-    """What every endpoint that generates text shares."""
+    """Fields of all endpoints of OpenAI that generate text."""
 
     stream: bool | None = None
     cache_salt: str | None = None
@@ -108,7 +108,7 @@ class GenerationFields(BodyFields):
 
     @property
     def may_be_assembled(self) -> bool:
-        """Whether a stream of its answer says as much as the answer in one piece."""
+        """True if a stream of its answer says as much as the answer in one piece."""
         others = (self.prompt_logprobs, self.use_beam_search, self.best_of, self.kv_transfer_params)
         return all(field is ABSENT for field in (*others, self.return_token_ids, self.echo))
 
@@ -174,4 +174,63 @@ class EmbeddingFields(BodyFields, kw_only=True):
 class ModelOnly(msgspec.Struct):
     """`/tokenize` and `/detokenize`: only the model is needed to find a replica."""
 
+    model: str
+
+
+# -- Anthropic's Messages ---------------------------------------------------------------------------------
+
+
+class BlockFields(msgspec.Struct, gc=False):
+    """A block of a message: text, thinking, a tool's call or its result. Others are media."""
+
+    type: str | None = None
+    name: str | None = None
+    text: str | None = None
+    thinking: str | None = None
+    content: Content = None
+    input: msgspec.Raw = ABSENT
+    tool: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
+
+
+Blocks = str | list[BlockFields]
+
+
+class TurnFields(msgspec.Struct, gc=False):
+    """One message of a conversation."""
+
+    role: str
+    content: Blocks
+
+
+class MetadataFields(msgspec.Struct):
+    """The end user that a client names."""
+
+    user_id: str | None = None
+
+
+class MessagesFields(BodyFields, kw_only=True):
+    """`/v1/messages`."""
+
+    messages: list[TurnFields]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    system: Blocks | None = None
+    stream: bool | None = None
+    metadata: MetadataFields | None = None
+    cache_salt: str | None = None
+    tools: msgspec.Raw = ABSENT
+    output_config: msgspec.Raw = ABSENT
+
+
+class CountTokensFields(ModelOnly):
+    """`/v1/messages/count_tokens`: only the model is needed to find a replica."""
+
+
+# -- forms ------------------------------------------------------------------------------------------------
+
+
+class FormFields(msgspec.Struct):
+    """A form with a file; the gateway reads the model that it names."""
+
+    file: bytes
     model: str

@@ -1,0 +1,96 @@
+"""Servers with little to tell: Hugging Face's TGI, Ollama, and any other that answers the OpenAI API."""
+
+from serve_app.engines.adapters.samples import count, total
+from serve_app.engines.adapters.server import (
+    ControlPages,
+    EngineReading,
+    EngineServer,
+    StatedLimits,
+    listed_context,
+    missing,
+    whole,
+)
+
+TGI_PREFIX = b"tgi_"
+OLLAMA_OWNER = "library"
+_TGI_GAPS = b"tgi_request_mean_time_per_token_duration"
+_OLLAMA_VERSION = "/api/version"
+
+
+def read_tgi(page: bytes) -> EngineReading:
+    """Read the page of TGI's `/metrics`; its gauges appear with the first request, so none means idle."""
+    return EngineReading(
+        waiting=count(page, b"tgi_queue_size") or 0,
+        running=count(page, b"tgi_batch_current_size") or 0,
+        # Counted once a request.
+        token_gaps=count(page, _TGI_GAPS + b"_count") or 0,
+        token_gaps_s=total(page, _TGI_GAPS + b"_sum") or 0.0,
+    )
+
+
+async def is_tgi(pages: ControlPages) -> bool:
+    """Return whether `/info` is that of TGI, which may have no metrics yet."""
+    return {"model_pipeline_tag", "max_total_tokens", "docker_label"} <= (await pages.json("/info")).keys()
+
+
+async def describe_tgi(pages: ControlPages) -> EngineServer:
+    """Describe a TGI server. Its list of models has no context limit; `/info` states that of one request."""
+    info = await pages.json("/info")
+    limits = StatedLimits(
+        max_model_len=whole(info.get("max_total_tokens")),
+        # Stated before 3.0. The most requests of `/info` is a limit on connections, not on the batch.
+        kv_tokens=whole(info.get("max_batch_total_tokens")),
+        max_num_seqs=whole(info.get("max_batch_size")),
+    )
+    answer = await pages.answer("/metrics")
+    reading = read_tgi(answer.body) if answer.status == 200 else EngineReading()
+    return EngineServer(
+        kind="TGI",
+        version=await pages.stated("/info", "version"),
+        models=await pages.models(),
+        limits=limits,
+        lacks=missing(limits, reading),
+        metrics_path="/metrics" if answer.status == 200 else None,
+        reader=read_tgi,
+    )
+
+
+async def is_ollama(pages: ControlPages) -> bool:
+    """Return whether it has Ollama's own API; others may name the owner of a model as it does."""
+    return await pages.stated(_OLLAMA_VERSION, "version") is not None
+
+
+async def describe_ollama(pages: ControlPages) -> EngineServer:
+    """Describe an Ollama server by its version, models and contexts in memory; it has no metrics.
+
+    A longer prompt is not refused but cut to the context, as Ollama does for every client.
+    """
+    loaded = (await pages.json("/api/ps")).get("models")
+    stated = [
+        whole(model.get("context_length"))
+        for model in (loaded if isinstance(loaded, list) else ())
+        if isinstance(model, dict)
+    ]
+    limits = StatedLimits(max_model_len=min((each for each in stated if each is not None), default=None))
+    return EngineServer(
+        kind="Ollama",
+        version=await pages.stated(_OLLAMA_VERSION, "version"),
+        models=await pages.models(),
+        limits=limits,
+        lacks=missing(limits, EngineReading()),
+        health_path=_OLLAMA_VERSION,
+    )
+
+
+async def describe_unknown(pages: ControlPages) -> EngineServer:
+    """Describe a server by its list of models alone."""
+    listings = await pages.models()
+    # Some servers list a context limit as vLLM does.
+    limits = StatedLimits(max_model_len=listed_context(listings))
+    return EngineServer(
+        kind="OpenAI-compatible",
+        models=listings,
+        limits=limits,
+        lacks=missing(limits, EngineReading()),
+        health_path="/v1/models",
+    )

@@ -1,0 +1,409 @@
+"""The Responses API: one message or function call as typed events, and the responses that the engine keeps.
+
+As in vLLM, a response is kept unless `store` is false, in the memory of this one engine; `background` answers
+at once and works on; a stream in the background can be read again from any event; and none is deleted.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from serve_app.engines.asgi import send_response
+from serve_app.engines.emulated.completions import AnswerHead, EmulatedAnswer
+from serve_app.engines.emulated.http import ApiError, Call, encode, invalid, no_such_route
+from serve_app.engines.engine import Message
+
+RESPONSES_PATH = "/v1/responses"
+_CANCEL = "/cancel"
+# vLLM never forgets one, which its log calls a leak.
+_MAX_RESPONSES = 1_000
+
+Document = dict[str, Any]
+
+
+class ResponsesAnswer(EmulatedAnswer):
+    """An answer of `/v1/responses`."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._item_id = f"msg_{head.request_id}"
+        self._events = 0
+        # Everything of a text delta but its text and its number.
+        delta = {"type": "response.output_text.delta", **self._place(), "logprobs": []}
+        self._delta = b"event: response.output_text.delta\ndata: " + encode(delta).removesuffix(b"}")
+
+    def announcement(self) -> bytes:
+        """The events that say that the response is being worked on: vLLM sends them before the prefill."""
+        running = self._response("in_progress", [])
+        return self._event("response.created", response=running) + self._event(
+            "response.in_progress", response=running
+        )
+
+    def opening(self) -> bytes:
+        """The events up to the empty content part."""
+        item = self._item("in_progress", "", [])
+        return self._event("response.output_item.added", output_index=0, item=item) + self._event(
+            "response.content_part.added", **self._place(), part=_part("", [])
+        )
+
+    # `EmulatedAnswer` marks the last token; here the end is an event of its own.
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
+        """One text delta."""
+        head = self._head
+        if head.spec is None:
+            number = self._number()
+            text = head.text(choice, start, count)
+            return b'%s,"delta":"%s","sequence_number":%d}\n\n' % (self._delta, text, number)
+        added, logprobs = head.scripts[0].added(start, count), head.logprobs(0, start, count) or []
+        return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
+
+    def ending(self) -> bytes:
+        """The whole text, part, item and response, each in the event that completes it."""
+        text, logprobs = self._head.whole_text(0), self._head.logprobs(0) or []
+        return b"".join(
+            (
+                self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
+                self._event("response.content_part.done", **self._place(), part=_part(text, logprobs)),
+                self._completion(),
+            )
+        )
+
+    def whole(self) -> bytes:
+        """A response object."""
+        return encode(self._response(self._status, [self._whole_item()]))
+
+    def _completion(self) -> bytes:
+        last = "response.completed" if self._status == "completed" else "response.incomplete"
+        item = self._whole_item()
+        return self._event("response.output_item.done", output_index=0, item=item) + self._event(
+            last, response=self._response(self._status, [item])
+        )
+
+    def _whole_item(self) -> Document:
+        return self._item(self._status, self._head.whole_text(0), self._head.logprobs(0) or [])
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._head.finish_reasons[0] == "stop" else "incomplete"
+
+    def _place(self) -> Document:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _number(self) -> int:
+        self._events += 1
+        return self._events - 1
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        data = encode({"type": kind, **content, "sequence_number": self._number()})
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+    def _item(self, status: str, text: str, logprobs: list[Document]) -> Document:
+        content = [] if status == "in_progress" else [_part(text, logprobs)]
+        item = {"type": "message", "id": self._item_id, "role": "assistant"}
+        return {**item, "status": status, "content": content}
+
+    def _response(self, status: str, output: list[Document]) -> Document:
+        head = self._head
+        counts = {
+            "input_tokens": head.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": head.cached_tokens},
+            "output_tokens": head.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": head.prompt_tokens + head.output_tokens,
+        }
+        return {
+            **_response(head.request_id, head.created, head.model, status),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": output,
+            "usage": counts if output else None,
+        }
+
+
+class FunctionCallAnswer(ResponsesAnswer):
+    """A response that calls a function."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        assert head.call is not None, "only the answer that is a call has one"
+        digits = head.call_id(0)
+        self._function = {"id": f"fc_{digits}", "call_id": f"call_{digits}", "name": head.call.name}
+        self._call_place = {"item_id": f"fc_{digits}", "output_index": 0}
+
+    def opening(self) -> bytes:
+        """The event of the empty call."""
+        item = self._function_call("in_progress", "")
+        return self._event("response.output_item.added", output_index=0, item=item)
+
+    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
+        """The arguments that some tokens add."""
+        added = self._head.scripts[0].added_arguments(start, count)
+        if added is None:
+            return b""
+        return self._event("response.function_call_arguments.delta", **self._call_place, delta=added[0])
+
+    def ending(self) -> bytes:
+        """The whole arguments, item and response, each in the event that completes it."""
+        item = self._whole_item()
+        done = {"arguments": item["arguments"], "name": item["name"]}
+        event = self._event("response.function_call_arguments.done", **self._call_place, **done)
+        return event + self._completion()
+
+    def _whole_item(self) -> Document:
+        script = self._head.scripts[0]
+        begin, end = script.arguments or (0, 0)
+        return self._function_call(self._status, script.text[begin:end])
+
+    def _function_call(self, status: str, arguments: str) -> Document:
+        return {"type": "function_call", **self._function, "arguments": arguments, "status": status}
+
+
+def response_answer(head: AnswerHead) -> ResponsesAnswer:
+    """The answer that the request asks for."""
+    return ResponsesAnswer(head) if head.call is None else FunctionCallAnswer(head)
+
+
+def _part(text: str, logprobs: list[Document]) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _response(response_id: str, created: int, model: str | None, status: str) -> Document:
+    """A response without output."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": None,
+        "output": [],
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+    }
+
+
+# -- kept responses ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """A response that is kept.
+
+    Attributes:
+        conversation: the messages that it answers.
+        queued: its document until it ends.
+        streams: whether it is events.
+        answer: the engine's answer: a document, or a stream's events.
+        ended: set once nothing will be added.
+        grown: set once more of it is there.
+        task: the work on it, where that is in the background.
+        status: its end where that is no answer; empty for none.
+    """
+
+    conversation: list[Document]
+    queued: Document
+    streams: bool
+    answer: bytearray = field(default_factory=bytearray)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    status: str = ""
+
+    def end(self, status: str = "") -> None:
+        """Mark the end of the answer."""
+        self.status = self.status or status
+        self.ended.set()
+        self.grown.set()
+
+    def events(self) -> list[bytes]:
+        """The events so far, each with the empty line at its end."""
+        return [event + b"\n\n" for event in bytes(self.answer).split(b"\n\n")[:-1]]
+
+    def document(self) -> Document:
+        """The response as it is now."""
+        if self.status or not self.ended.is_set():
+            return {**self.queued, "status": self.status or self.queued["status"]}
+        document: Document
+        if self.streams:
+            document = msgspec.json.decode(self.events()[-1].partition(b"\ndata: ")[2])["response"]
+        else:
+            document = msgspec.json.decode(self.answer)
+        return document
+
+    def messages(self) -> list[Document]:
+        """The conversation with the answer, for the next turn."""
+        said = [
+            {"role": "assistant", "content": item["content"][0]["text"]}
+            for item in self.document()["output"]
+            if item["type"] == "message"
+        ]
+        return [*self.conversation, *said]
+
+
+class _Asked(msgspec.Struct):
+    """The fields that matter here; the rest is checked where the answer is generated."""
+
+    input: str | list[Document]
+    model: str | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    background: bool | None = False
+    previous_response_id: str | None = None
+    request_id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Asked, strict=False)
+
+
+class EmulatedResponses:
+    """The endpoints of responses, over those that are kept.
+
+    Args:
+        generate: answers a request for a response that refers to no other.
+    """
+
+    def __init__(self, generate: Callable[[Call], Awaitable[None]]) -> None:
+        self._generate = generate
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<EmulatedResponses {len(self._kept)} kept>"
+
+    async def create(self, call: Call) -> None:
+        """`POST /v1/responses`."""
+        try:
+            asked = _decoder.decode(call.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # The reader of the request names the mistake.
+            await self._generate(call)
+            return
+        if asked.background and asked.store is False:
+            raise invalid("background can only be used when `store` is true", param="background")
+        response_id = asked.request_id or f"resp_{uuid.uuid4().hex}"
+        before: list[Document] = []
+        if asked.previous_response_id is not None:
+            before = self._find(asked.previous_response_id).messages()
+        own = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+        conversation = [*before, *own]
+        changes: Document = {"request_id": response_id, "background": False}
+        if before:
+            changes |= {"input": conversation, "previous_response_id": None}
+        # The last of two equal fields counts.
+        call = replace(call, body=call.body.rstrip()[:-1] + b"," + encode(changes)[1:])
+        if asked.store is False:
+            await self._generate(call)
+            return
+        queued = _response(response_id, int(time.time()), asked.model, "queued")
+        queued["background"] = bool(asked.background)
+        response = StoredResponse(conversation, queued, bool(asked.stream))
+        if not asked.background:
+            await self._answer(response_id, response, call)
+            return
+        self._keep(response_id, response)
+        response.task = asyncio.create_task(self._work(response, call), name=f"create_{response_id}")
+        if response.streams:
+            await _replay(response, call, 0)
+        else:
+            await send_response(call.send, 200, encode(response.document()))
+
+    async def serve(self, call: Call) -> None:
+        """A kept one: `GET /v1/responses/ID`, `POST /v1/responses/ID/cancel`."""
+        rest = call.scope["path"].removeprefix(RESPONSES_PATH + "/")
+        cancels = rest.endswith(_CANCEL)
+        if call.scope["method"] != ("POST" if cancels else "GET"):
+            raise no_such_route(405)
+        response = self._find(rest.removesuffix(_CANCEL))
+        query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
+        if cancels:
+            await self._cancel(response, call)
+        elif query.get("stream", ["false"])[0].lower() != "true":
+            await send_response(call.send, 200, encode(response.document()))
+        elif response.task is None or not response.streams:
+            raise invalid(f"Unknown response_id: {rest}", param="response_id", value=rest)
+        else:
+            await _replay(response, call, int(query.get("starting_after", ["-1"])[0]) + 1)
+
+    def _find(self, response_id: str) -> StoredResponse:
+        found = self._kept.get(response_id)
+        if found is None:
+            message = f"Response with id '{response_id}' not found."
+            raise ApiError(404, message, kind="invalid_request_error", param="response_id")
+        return found
+
+    def _keep(self, response_id: str, response: StoredResponse) -> None:
+        self._kept[response_id] = response
+        while len(self._kept) > _MAX_RESPONSES:
+            self._kept.popitem(last=False)
+
+    async def _answer(self, response_id: str, response: StoredResponse, call: Call) -> None:
+        """Answer the client, and keep the answer."""
+        status = 0
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            response.answer += message.get("body", b"")
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # Before its client can ask for it.
+                response.end()
+                if status == 200:
+                    self._keep(response_id, response)
+            await call.send(message)
+
+        await self._generate(replace(call, send=send))
+
+    async def _work(self, response: StoredResponse, call: Call) -> None:
+        """Generate in the background."""
+
+        async def send(message: Message) -> None:
+            response.answer += message.get("body", b"")
+            response.grown.set()
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError("nothing ends the wait")
+
+        try:
+            await self._generate(replace(call, receive=receive, send=send))
+        except ApiError:
+            response.end("failed")
+        finally:
+            response.end()
+
+    async def _cancel(self, response: StoredResponse, call: Call) -> None:
+        if response.ended.is_set() or response.task is None:
+            raise invalid("Cannot cancel a synchronous response.", param="response_id")
+        response.status = "cancelled"
+        response.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await response.task
+        await send_response(call.send, 200, encode(response.document()))
+
+
+async def _replay(response: StoredResponse, call: Call, first: int) -> None:
+    """Send the events of a response from one of them on, future ones included."""
+    await call.begin_events()
+    sent = first
+    while True:
+        response.grown.clear()
+        is_last = response.ended.is_set()
+        events = response.events()
+        await call.send_events(b"".join(events[sent:]), more=not is_last)
+        sent = max(sent, len(events))
+        if is_last:
+            return
+        await response.grown.wait()

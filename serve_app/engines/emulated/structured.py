@@ -1,0 +1,264 @@
+"""Structured outputs and tool calls: what requests ask of the text of an answer, refused in vLLM's words.
+
+`tool_choice: auto` leaves the decision to the model. Here a tool is called when a word of its name stands in
+the last message and that is the user's, so that an agent gets a call for its question and text for the tool's
+result.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from serve_app.engines.emulated.http import ApiError, encode, invalid, not_emulated, unreadable
+from serve_app.engines.emulated.smallest import UnsatisfiableError, shortest_match, smallest_json
+from serve_app.engines.emulated.text import CallForm, Constraint, ToolCall
+
+# Shorter words of a name ("get", "set", "run") are in many sentences.
+_MIN_WORD = 4
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_ONE_KIND = "You can only use one kind of"
+_NAMED_TOOL = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether the field is there and not null."""
+    return bool(raw) and bytes(raw) != b"null"
+
+
+def read_raw(raw: msgspec.Raw, kind: Any) -> Any:
+    """The field in its type; one that does not fit is refused."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise unreadable(str(error)) from error
+
+
+# -- constraints ------------------------------------------------------------------------------------------
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """The schema of a `response_format`."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """`response_format` of the completion APIs."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """`structured_outputs`, vLLM's own field."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+def read_constraint(response_format: msgspec.Raw, structured_outputs: msgspec.Raw) -> Constraint | None:
+    """The constraint of a request, from one of the two fields or both."""
+    outputs = read_raw(structured_outputs, StructuredOutputs) if is_given(structured_outputs) else None
+    if is_given(response_format):
+        wanted = read_raw(response_format, ResponseFormat)
+        if wanted.type == "structural_tag":
+            raise not_emulated("structural_tag")
+        if wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                raise invalid(
+                    "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
+                    param="response_format",
+                )
+            outputs = outputs or StructuredOutputs()
+            outputs.json = wanted.json_schema.schema
+        elif wanted.type == "json_object":
+            outputs = outputs or StructuredOutputs()
+            outputs.json_object = True
+    return None if outputs is None else _constraint(outputs)
+
+
+def _constraint(outputs: StructuredOutputs) -> Constraint:
+    given = {name: value for name, value in msgspec.structs.asdict(outputs).items() if value is not None}
+    if len(given.keys() & {"json", "regex", "choice"}) > 1:
+        raise invalid(f"{_ONE_KIND} constraints for structured outputs ('json', 'regex' or 'choice').")
+    if len(given) > 1:
+        raise invalid(f"{_ONE_KIND} structured outputs constraint but multiple are specified: {given}")
+    match given:
+        case {"choice": [first, *_]}:
+            return lambda: str(first)
+        case {"regex": str(pattern)}:
+            return partial(_matching, pattern)
+        case {"json": schema}:
+            return json_constraint(schema)
+        case {"json_object": True}:
+            return ANY_OBJECT
+        case {"choice": _}:
+            raise invalid("Choice '[]' cannot be an empty list")
+        case {"json_object": _}:
+            raise invalid(
+                "structured_outputs.json_object must be True if set; omit structured_outputs to disable "
+                "structured outputs"
+            )
+    for name in given:
+        raise not_emulated(f"structured_outputs.{name}")
+    raise invalid("You must use one kind of structured outputs constraint but none are specified: {}")
+
+
+def json_constraint(schema: str | dict[str, Any]) -> Constraint:
+    """The constraint of a schema."""
+    if isinstance(schema, dict):
+        return partial(_document, encode(schema).decode())
+    if not schema.strip():
+        raise invalid("structured_outputs.json cannot be an empty string")
+    try:
+        msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid("Invalid JSON grammar specification.") from error
+    return partial(_document, schema)
+
+
+def _document(schema: str) -> str:
+    try:
+        return smallest_json(schema)
+    except UnsatisfiableError as error:
+        raise invalid(f"Failed to transform json schema into a grammar: {error}") from error
+
+
+def _matching(pattern: str) -> str:
+    """A text that a regular expression matches as a whole."""
+    problem = "no text was found that it matches"
+    try:
+        text = shortest_match(pattern)
+        if re.fullmatch(pattern, text):
+            return text
+    except UnsatisfiableError as error:
+        problem = str(error)
+    raise invalid(f"Failed to transform regex into a grammar: {problem}")
+
+
+ANY_OBJECT = json_constraint({"type": "object"})
+
+
+# -- tools ------------------------------------------------------------------------------------------------
+
+
+class Function(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(msgspec.Struct):
+    """A tool of a chat completion."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ResponsesTool(msgspec.Struct):
+    """A tool of the Responses API: a function, or one that the server would have to bring."""
+
+    type: str
+    name: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
+    """The call of a chat completion, None for text.
+
+    Args:
+        tools: the field of the request.
+        tool_choice: likewise.
+        last_words: text of the last message, empty unless it is the user's.
+    """
+    functions: list[Function] | None = None
+    if is_given(tools):
+        functions = [tool.function for tool in read_raw(tools, list[ChatTool])]
+        if not functions:
+            raise invalid(
+                "`tools` must not be an empty array. Either provide at least one tool or omit the field "
+                "entirely.",
+                param="tools",
+            )
+    choice: Any = read_raw(tool_choice, Any) if is_given(tool_choice) else None
+    if choice == "none" or (choice is None and functions is None):
+        return None
+    if functions is None:
+        raise invalid("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+    if isinstance(choice, dict):
+        name = _name_of(choice)
+        for function in functions:
+            if function.name == name:
+                return _call(function, CallForm.NAMED)
+        message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
+        raise invalid(message, param="tool_choice")
+    if choice not in {None, "auto", "required"}:
+        raise invalid(
+            f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or '
+            '"required" are supported.',
+            param="tool_choice",
+        )
+    return _chosen(functions, choice, last_words)
+
+
+def responses_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
+    """The call of a response, None for text; tools other than functions are never called."""
+    given = read_raw(tools, list[ResponsesTool]) if is_given(tools) else []
+    functions = [Function(tool.name, tool.parameters) for tool in given if tool.type == "function"]
+    choice = read_raw(tool_choice, Any) if is_given(tool_choice) else "auto"
+    if isinstance(choice, dict) and choice.get("type") in {"function", "custom"}:
+        for function in functions:
+            if function.name == choice.get("name"):
+                return _call(function, CallForm.NAMED)
+        raise invalid("Tool choice 'function' not found in 'tools' parameter.", param="tool_choice")
+    if choice == "required" and not functions:
+        raise invalid("Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice")
+    return None if choice == "none" else _chosen(functions, choice, last_words)
+
+
+def _chosen(functions: list[Function], choice: Any, last_words: str) -> ToolCall | None:
+    """The call of `required`: a tool that is mentioned, else the first; of `auto`: one that is mentioned."""
+    mentioned = _mentioned(functions, last_words)
+    if choice == "required":
+        return _call(mentioned or functions[0], CallForm.REQUIRED)
+    return None if mentioned is None else _call(mentioned, CallForm.AUTO)
+
+
+def _mentioned(functions: Iterable[Function], last_words: str) -> Function | None:
+    lowered = last_words.lower()
+    for function in functions:
+        words = (word.lower() for word in _WORD.findall(function.name) if len(word) >= _MIN_WORD)
+        if any(word in lowered for word in words):
+            return function
+    return None
+
+
+def _call(function: Function, form: CallForm) -> ToolCall:
+    schema = function.parameters or {"type": "object", "properties": {}}
+    return ToolCall(function.name, json_constraint(schema), form)
+
+
+def _name_of(choice: dict[str, Any]) -> str:
+    """The tool that a `tool_choice` names."""
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise _misused("", f"Invalid value for `function`: `{function}` in `tool_choice`!")
+    if "name" not in function:
+        raise _misused(".name", "Expected field `name` in `function` in `tool_choice`!")
+    name = function["name"]
+    if not isinstance(name, str) or not name:
+        raise _misused(".name", f"Invalid `name` in `function`: `{name}` in `tool_choice`!")
+    return name
+
+
+def _misused(field: str, problem: str) -> ApiError:
+    return invalid(f"{problem} {_NAMED_TOOL}", param=f"tool_choice.function{field}")

@@ -1,0 +1,538 @@
+"""The endpoints that engines answer: what is read of a request, and how its answer is treated.
+
+A line of the tables at the end says of a scheduled endpoint:
+- the fields that are looked at, and what is made of them: the size of the prompt, from which its tokens are
+  estimated, and the limit of the output, which with it decides the pool;
+- the events that begin a stream before any token, so that none of them counts as the first;
+- the API in which errors are told.
+
+Models that score, rank, pool or transcribe read their input in pieces of limited length, each a sequence of
+its own in the engine. For them the bytes of the body say enough (`ByteEstimate`).
+
+Token counts are read of all answers in one way (`answer.usage`). Others cost an engine next to nothing and go
+to any replica: of them only the model is read.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from serve_app.errors import Outcome
+from serve_app.request import PromptShape, RequestSpec
+from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.sse import Announcements
+from serve_app.serving.gateway.request.fields import (
+    BodyFields,
+    ChatFields,
+    CompletionFields,
+    CountTokensFields,
+    EmbeddingFields,
+    FormFields,
+    MessagesFields,
+    ModelOnly,
+    ResponsesFields,
+)
+from serve_app.serving.gateway.request.measure import (
+    PromptMeasure,
+    chat_shape,
+    completion_shape,
+    embedding_shape,
+    messages_shape,
+    responses_shape,
+    uncounted_bytes,
+)
+from serve_app.serving.gateway.request.prefix import (
+    NO_OPENING,
+    Opening,
+    chat_opening,
+    completion_opening,
+    messages_opening,
+    responses_opening,
+)
+
+T = TypeVar("T")
+
+_MAX_PARTS = 100
+_MAX_NAME_BYTES = 1_000
+
+
+class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a body that scheduling and forwarding need.
+
+    Attributes:
+        spec: what it asks of an engine.
+        asks_usage: this endpoint's streams give usage only on demand.
+        shows_usage: the client asked for that usage itself, so it is not hidden from it.
+        may_be_assembled: the client wants the answer in one piece, and a stream of it would say as much.
+        has_stream_options: the body carries `stream_options`, which must be kept.
+        priority: vLLM's field, lower is sooner; None when the body has none.
+        user: the end user that the body names.
+        opening: how the prompt begins; empty for embeddings.
+        keeps_responses: what it asks for may be kept by its engine, and referred to later.
+        previous_response: id of the response that it goes on from.
+        background: its engine is to work on after its answer.
+        names_response: it gives its response a name, which some engines take.
+        measure: of which the shape of its prompt was made; None where nothing else is asked of that.
+    """
+
+    spec: RequestSpec
+    asks_usage: bool = False
+    shows_usage: bool = False
+    may_be_assembled: bool = False
+    has_stream_options: bool = False
+    service_tier: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    opening: Opening = NO_OPENING
+    keeps_responses: bool = False
+    previous_response: str | None = None
+    background: bool = False
+    names_response: bool = False
+    measure: PromptMeasure | None = None
+
+
+class BodyParser:
+    """Parses the bodies of one endpoint.
+
+    Args:
+        body_type: the fields that are looked at.
+        read: makes the facts of them.
+    """
+
+    def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
+        # Not strict, as vLLM is not: it takes 5.0 and "5" for 5, and "true" for true.
+        self._decoder = msgspec.json.Decoder(body_type, strict=False)
+        self._body_type = body_type
+        self._read = read
+
+    def parse(self, body: bytes) -> ParsedBody:
+        """Return the facts of a body.
+
+        Raises:
+            RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
+        """
+        parsed = self._read(_decode(self._decoder, body))
+        shape = parsed.spec.shape
+        # Only messages are written into a template, together with what else a body has.
+        if not shape.messages:
+            return parsed
+        try:
+            uncounted = uncounted_bytes(body, shape, self._body_type, parsed.measure)
+        except RecursionError as exc:
+            raise _nested_too_deeply() from exc
+        if not uncounted:
+            return parsed
+        shape = replace(shape, tool_bytes=shape.tool_bytes + uncounted)
+        return msgspec.structs.replace(parsed, spec=replace(parsed.spec, shape=shape))
+
+
+def parse_model(body: bytes) -> str:
+    """Return the model that a body names.
+
+    Raises:
+        RequestRefused: the body is not JSON or names none.
+    """
+    return _decode(_model_decoder, body).model
+
+
+_model_decoder = msgspec.json.Decoder(ModelOnly)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The fields of a body.
+
+    Raises:
+        RequestRefused: it is not JSON, or a field is missing or of the wrong type.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as exc:
+        raise _field_refused(str(exc)) from exc
+    except UnicodeDecodeError as exc:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, f"the body is not UTF-8 ({exc.reason}): encode it as UTF-8"
+        ) from exc
+    except msgspec.DecodeError as exc:
+        raise RequestRefused(
+            Outcome.REJECTED_INVALID, f"the body is not valid JSON: {exc}. Send one JSON object"
+        ) from exc
+    except RecursionError as exc:
+        raise _nested_too_deeply() from exc
+
+
+def _nested_too_deeply() -> RequestRefused:
+    return RequestRefused(
+        Outcome.REJECTED_INVALID, "the body is nested too deeply: flatten it below a few hundred levels"
+    )
+
+
+def _field_refused(found: str) -> RequestRefused:
+    """Name the field and the remedy, from msgspec's "Expected `int`, got `str` - at `$.n`"."""
+    what, at, place = found.partition(" - at `$")
+    param = place.rstrip("`").removeprefix(".") if at else None
+    if what.startswith("Object missing required field `"):
+        field = what.split("`")[1]
+        param = f"{param}.{field}" if param else field
+        message = f"{param} is missing: add it to the request"
+    elif param:
+        message = f"{param} is invalid: {what[0].lower()}{what[1:]}"
+    else:
+        message = f"the body is invalid: {what[0].lower()}{what[1:]}; send one JSON object"
+    return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
+
+
+# -- readers ----------------------------------------------------------------------------------------------
+
+
+def _read_chat(body: ChatFields) -> ParsedBody:
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    measure = PromptMeasure()
+    return _parsed(
+        body,
+        RequestSpec(
+            model=body.model,
+            shape=chat_shape(body, measure),
+            max_output_tokens=limit,
+            choices=body.n or 1,
+            streamed=bool(body.stream),
+        ),
+        opening=chat_opening(body, measure.utf8),
+        measure=measure,
+        **_usage_terms(body),
+    )
+
+
+def _read_completion(body: CompletionFields) -> ParsedBody:
+    if body.prompt is None and not memoryview(body.prompt_embeds):
+        raise _missing("prompt")
+    shape = completion_shape(body)
+    return _parsed(
+        body,
+        RequestSpec(
+            model=body.model,
+            shape=shape,
+            max_output_tokens=body.max_tokens,
+            choices=(body.n or 1) * shape.prompts,
+            streamed=bool(body.stream),
+        ),
+        opening=completion_opening(body),
+        **_usage_terms(body),
+    )
+
+
+def _read_responses(body: ResponsesFields) -> ParsedBody:
+    """Only the new input counts: the length of the conversation that an engine has kept is unknown here."""
+    measure = PromptMeasure()
+    return _parsed(
+        body,
+        RequestSpec(
+            model=body.model,
+            shape=responses_shape(body, measure),
+            max_output_tokens=body.max_output_tokens,
+            streamed=bool(body.stream),
+        ),
+        opening=responses_opening(body, measure.utf8),
+        measure=measure,
+        keeps_responses=True,
+        previous_response=body.previous_response_id,
+        background=bool(body.background),
+        names_response=bool(memoryview(body.request_id)),
+    )
+
+
+def _read_messages(body: MessagesFields) -> ParsedBody:
+    measure = PromptMeasure()
+    spec = RequestSpec(
+        model=body.model,
+        shape=messages_shape(body, measure),
+        max_output_tokens=body.max_tokens,
+        streamed=bool(body.stream),
+    )
+    opening = messages_opening(body, measure.utf8)
+    parsed = _parsed(body, spec, opening=opening, measure=measure)
+    return msgspec.structs.replace(parsed, user=body.metadata.user_id if body.metadata is not None else None)
+
+
+def _read_embedding(body: EmbeddingFields) -> ParsedBody:
+    """Nothing is generated, so the prompts alone decide the pool."""
+    if body.input is None and body.messages is None:
+        raise _missing("input")
+    shape = embedding_shape(body)
+    return _parsed(
+        body,
+        RequestSpec(
+            model=body.model, shape=shape, max_output_tokens=0, choices=shape.prompts, streamed=False
+        ),
+    )
+
+
+def _parsed(body: BodyFields, spec: RequestSpec, **more: Any) -> ParsedBody:
+    return ParsedBody(
+        spec=spec,
+        service_tier=body.service_tier,
+        priority=body.priority,
+        user=body.safety_identifier or body.user,
+        **more,
+    )
+
+
+def _usage_terms(body: ChatFields | CompletionFields) -> dict[str, bool]:
+    options = body.stream_options
+    return {
+        "asks_usage": True,
+        "shows_usage": options is not None and bool(options.include_usage),
+        "may_be_assembled": not body.stream and options is None and body.may_be_assembled,
+        "has_stream_options": options is not None,
+    }
+
+
+def _missing(name: str) -> RequestRefused:
+    return RequestRefused(Outcome.REJECTED_INVALID, f"{name} is missing: add it to the request", param=name)
+
+
+# -- sizes by bytes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteEstimate:
+    """Size of a request by the bytes of its body.
+
+    Attributes:
+        bytes_per_piece: of what becomes one sequence.
+        prompt_tokens: of each sequence; None to estimate them from the bytes, as those of JSON.
+        output_tokens: the most that each sequence generates.
+    """
+
+    bytes_per_piece: int
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+
+    def spec(self, model: str, size: int) -> RequestSpec:
+        """Return the estimated work of a request with a body of so many bytes."""
+        pieces = max(1, math.ceil(size / self.bytes_per_piece))
+        exact = None if self.prompt_tokens is None else pieces * self.prompt_tokens
+        shape = PromptShape(
+            text_bytes=0, tool_bytes=size if exact is None else 0, prompt_tokens=exact, prompts=pieces
+        )
+        return RequestSpec(
+            model=model, shape=shape, max_output_tokens=self.output_tokens, choices=pieces, streamed=False
+        )
+
+
+# Texts of common rerankers and embedders have 512 tokens at most.
+TEXTS = ByteEstimate(bytes_per_piece=2_000)
+# Thirty seconds at 32 kbit/s, less than most sounds have, so that the estimate rather errs high. Speech has
+# about four tokens to the second. The prompt is the marks that name language and task.
+AUDIO = ByteEstimate(bytes_per_piece=120_000, prompt_tokens=4, output_tokens=120)
+
+
+_sized_decoder = msgspec.json.Decoder(BodyFields, strict=False)
+
+
+def _read_sized(body: bytes) -> ParsedBody:
+    fields = _decode(_sized_decoder, body)
+    return _parsed(fields, TEXTS.spec(fields.model, len(body)))
+
+
+def read_form(body: bytes, content_type: bytes) -> ParsedBody:
+    """Read the model that a form names; the size follows from the bytes of the form.
+
+    Raises:
+        RequestRefused: it is no form, names no model, or names one in a way that servers read differently.
+    """
+    return ParsedBody(spec=AUDIO.spec(_model_of(body, content_type), len(body)))
+
+
+def _model_of(body: bytes, content_type: bytes) -> str:
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise _no_form("content-type must be multipart/form-data with a boundary")
+    # Servers decode the names of fields by it, so that a field would have another name there.
+    charset = options.get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8"):
+        raise _no_form(f"its charset must be utf-8 or left out, got {charset[:40].decode('latin-1')!r}")
+    reader = _ModelReader()
+    try:
+        parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": reader.begin,
+                "on_header_field": reader.add_name,
+                "on_header_value": reader.add_value,
+                "on_header_end": reader.end_header,
+                "on_part_data": reader.add_data,
+                "on_end": reader.end,
+            },
+        )
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise _no_form(str(error)) from error
+    if not reader.ended:
+        raise _no_form("the form does not end")
+    if len(reader.models) > 1:
+        # Some servers take the first of two fields, others the last.
+        raise RequestRefused(Outcome.REJECTED_INVALID, "model is given twice: send it once", param="model")
+    if not reader.models or not reader.models[0]:
+        raise RequestRefused(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
+    return reader.models[0].decode("utf-8", "replace")
+
+
+class _ModelReader:
+    """Collects the values of the field `model` in a form.
+
+    The parser is python-multipart's, with which Starlette, and so vLLM, reads the same bodies.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[bytearray] = []
+        self.ended = False
+        self._parts = 0
+        self._in_model = False
+        self._header = (bytearray(), bytearray())
+
+    def begin(self) -> None:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise FormParserError(f"a form has at most {_MAX_PARTS} fields here")
+        self._in_model = False
+
+    def add_name(self, data: bytes, start: int, end: int) -> None:
+        self._header[0].extend(data[start:end])
+
+    def add_value(self, data: bytes, start: int, end: int) -> None:
+        self._header[1].extend(data[start:end])
+
+    def end_header(self) -> None:
+        name, value = self._header
+        self._header = (bytearray(), bytearray())
+        if name.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(value))
+            self._in_model = options.get(b"name") == b"model"
+            if self._in_model:
+                self.models.append(bytearray())
+
+    def add_data(self, data: bytes, start: int, end: int) -> None:
+        if not self._in_model:
+            return
+        self.models[-1].extend(data[start:end])
+        if len(self.models[-1]) > _MAX_NAME_BYTES:
+            raise FormParserError(f"the model's name is longer than {_MAX_NAME_BYTES} bytes")
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def _no_form(problem: str) -> RequestRefused:
+    return RequestRefused(
+        Outcome.REJECTED_INVALID, f"the body is no form: {problem}. Send multipart/form-data"
+    )
+
+
+# -- tables -----------------------------------------------------------------------------------------------
+
+_RESPONSES_BEGIN = Announcements("response.created", "response.queued", "response.in_progress")
+_MESSAGES_BEGIN = Announcements("message_start", "ping")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """One path.
+
+    Attributes:
+        summary: what its answer is.
+        fields: of the body, as far as they are looked at.
+    """
+
+    summary: str
+    fields: type[msgspec.Struct]
+    api: ClientApi
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRoute(ModelRoute):
+    """One whose requests are scheduled.
+
+    Attributes:
+        parse: makes of a body what scheduling needs; raises `RequestRefused`.
+        announced: the events with which a stream begins before its first token, if there are any.
+    """
+
+    parse: Callable[[bytes], ParsedBody]
+    announced: Announcements | None
+
+
+@dataclass(frozen=True, slots=True)
+class FormRoute(ModelRoute):
+    """One whose requests are scheduled and come as forms with a file; they reach the engine unchanged.
+
+    Attributes:
+        parse: makes of a body and its content type what scheduling needs; raises `RequestRefused`.
+    """
+
+    parse: Callable[[bytes, bytes], ParsedBody]
+
+
+def _scheduled(
+    summary: str,
+    fields: type[BodyFields],
+    read: Callable[[Any], ParsedBody],
+    api: ClientApi = OPENAI,
+    announced: Announcements | None = None,
+) -> ScheduledRoute:
+    return ScheduledRoute(summary, fields, api, BodyParser(fields, read).parse, announced)
+
+
+def _sized(summary: str) -> ScheduledRoute:
+    return ScheduledRoute(summary, BodyFields, OPENAI, _read_sized, None)
+
+
+SCHEDULED: Mapping[str, ScheduledRoute] = {
+    "/v1/chat/completions": _scheduled("a chat's next message", ChatFields, _read_chat),
+    "/v1/completions": _scheduled("the continuation of a text", CompletionFields, _read_completion),
+    "/v1/responses": _scheduled(
+        "a response to an input", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN
+    ),
+    "/v1/messages": _scheduled(
+        "the message that answers a conversation", MessagesFields, _read_messages, ANTHROPIC, _MESSAGES_BEGIN
+    ),
+    "/v1/embeddings": _scheduled("vectors of texts", EmbeddingFields, _read_embedding),
+    "/v2/embed": _sized("vectors of texts, as Cohere's API"),
+    "/pooling": _sized("what a model makes of texts"),
+    "/classify": _sized("classes of texts"),
+    **dict.fromkeys(("/v1/score", "/score"), _sized("what pairs of texts have in common")),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        _sized("documents in the order of what they say of a query"),
+    ),
+}
+
+FORMS: Mapping[str, FormRoute] = {
+    "/v1/audio/transcriptions": FormRoute("the text of a sound", FormFields, OPENAI, read_form),
+    "/v1/audio/translations": FormRoute("the text of a sound in English", FormFields, OPENAI, read_form),
+}
+
+# Of these any replica is asked, of the model that the body names.
+UNSCHEDULED: Mapping[str, ModelRoute] = {
+    "/tokenize": ModelRoute("the tokens of a text or a chat", ModelOnly, OPENAI),
+    "/detokenize": ModelRoute("the text of tokens", ModelOnly, OPENAI),
+    "/v1/messages/count_tokens": ModelRoute("the length of a conversation", CountTokensFields, ANTHROPIC),
+}
+# Likewise, of the model that the query names, or the first one.
+QUESTIONS: Mapping[str, str] = {
+    "/version": "the version of a model's engines",
+    "/tokenizer_info": "how a model's tokenizer is set up",
+}
+
+
+def api_of(path: str) -> ClientApi:
+    """The API of a path, also of one that is not there."""
+    endpoint = SCHEDULED.get(path) or UNSCHEDULED.get(path)
+    return OPENAI if endpoint is None else endpoint.api

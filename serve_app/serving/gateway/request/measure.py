@@ -1,0 +1,371 @@
+"""The measuring of a prompt in a body: size and kind of text, without a tokenizer.
+
+Only text counts as text: images, sounds and files are counted as items, and tool definitions, documents and
+response schemas are measured as the raw JSON that they arrive as. Token ids are exact.
+
+Chat templates are handed whole messages, and names for them beside: what a field adds to a prompt is known to
+the engine alone. So every other field counts, by the bytes of its JSON, unless it is known to be inert
+(`uncounted_bytes`). To look at all fields costs two more passes over the body. They are taken only where much
+of the body is unexplained: more than the quotes, names and escapes that belong to what was measured. Media do
+not count as part of a body there, and one of ASCII alone counts as if its texts were written in UTF-8.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from serve_app.request import PromptShape, TextCategory
+from serve_app.routing.estimation.text_category import classify
+from serve_app.serving.gateway.request.fields import (
+    ABSENT,
+    BlockFields,
+    Blocks,
+    BodyFields,
+    ChatFields,
+    CompletionFields,
+    Content,
+    EmbeddingFields,
+    InputItem,
+    MessageFields,
+    MessagesFields,
+    PartFields,
+    Prompt,
+    ResponsesFields,
+)
+
+# A character of JSON in ASCII alone, such as \u00e9; one beyond the first 65,536 takes two.
+_ESCAPED_BYTES = 6
+# Bytes of UTF-8: those of other characters, and the first of each of these.
+_NON_ASCII, _FIRST = 0x80, 0xC0
+
+
+class Utf8:
+    """The UTF-8 of those texts of one body that were asked for. The body must outlive it.
+
+    Each is made at most once, for the size of the prompt and for hashes of its beginning. ASCII is not made
+    here: its size is known without, and to copy it costs next to nothing. Other characters cost about as much
+    to encode as they did to decode.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        # By identity: it is told without looking at the text, and all texts live as long as their body.
+        self._made: dict[int, bytes] = {}
+
+    def of(self, text: str) -> bytes:
+        """A text in UTF-8."""
+        if text.isascii():
+            return text.encode()
+        made = self._made.get(id(text))
+        if made is None:
+            made = self._made[id(text)] = text.encode()
+        return made
+
+    def escape_bytes(self) -> int:
+        """By how much these texts are longer in JSON of ASCII alone, at least."""
+        longer = 0
+        for made in self._made.values():
+            data = np.frombuffer(made, np.uint8)
+            longer += _ESCAPED_BYTES * int(np.count_nonzero(data >= _FIRST))
+            longer -= int(np.count_nonzero(data >= _NON_ASCII))
+        return longer
+
+    def known(self, text: str) -> str | bytes:
+        """A text in UTF-8 where that was made before, or else as it is."""
+        return self._made.get(id(text), text)
+
+
+_NULL = b"null"
+# Templates write roles; those that there are belong to what a message adds to a prompt.
+_ROLE_CHARACTERS = 32
+_MEDIA_TYPES = frozenset(
+    {
+        *("image_url", "input_image", "image_pil", "image_embeds"),
+        *("input_audio", "audio_url", "audio_embeds", "video_url"),
+        *("input_video", "file", "input_file"),
+    }
+)
+
+
+class PromptMeasure:
+    """Collects the pieces of one prompt.
+
+    Attributes:
+        texts: what the model reads as text.
+        utf8: of the texts, as far as it has been made.
+        media_bytes: of the JSON of images, sounds and files, as far as that is known.
+    """
+
+    __slots__ = ("media_bytes", "media_items", "texts", "tool_bytes", "utf8")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.utf8 = Utf8()
+        self.media_items = self.media_bytes = 0
+        self.tool_bytes = 0
+
+    def add_content(self, content: Content) -> None:
+        """A text, or parts."""
+        if content is None:
+            return
+        if isinstance(content, str):
+            self.texts.append(content)
+        else:
+            for part in content:
+                self.add_part(part)
+
+    def add_part(self, part: str | PartFields) -> None:
+        """A text, or something else."""
+        if isinstance(part, str):
+            self.texts.append(part)
+            return
+        # All that is there: which of them an engine reads depends on a type that clients choose.
+        texts = [text for text in (part.text, part.refusal, part.thinking) if text is not None]
+        self.texts += texts
+        if not texts or part.type in _MEDIA_TYPES:
+            self.media_items += 1
+            self.media_bytes += sum(len(memoryview(field)) for field in part.media)
+
+    def add_raw(self, *pieces: msgspec.Raw) -> None:
+        """Count definitions by the bytes of their JSON."""
+        for piece in pieces:
+            if piece is ABSENT:
+                continue
+            view = memoryview(piece)
+            if view and view != _NULL:
+                self.tool_bytes += len(view)
+
+    def add_text(self, *pieces: msgspec.Raw) -> None:
+        """Count a text as such, and anything else by the bytes of its JSON."""
+        for piece in pieces:
+            if bytes(memoryview(piece)[:1]) == b'"':
+                self.texts.append(msgspec.json.decode(piece, type=str))
+            else:
+                self.add_raw(piece)
+
+    def add_messages(self, messages: Iterable[MessageFields]) -> None:
+        """Messages of a chat."""
+        for message in messages:
+            if message.role is not None and len(message.role) > _ROLE_CHARACTERS:
+                self.texts.append(message.role)
+            self.add_content(message.content)
+            if not message.is_plain:
+                self.add_text(message.reasoning, message.reasoning_content)
+                self.add_raw(message.tool_calls, message.function_call)
+
+    def add_items(self, items: Iterable[InputItem]) -> None:
+        """Items of a Responses input."""
+        for item in items:
+            if item.role is not None and len(item.role) > _ROLE_CHARACTERS:
+                self.texts.append(item.role)
+            self.add_content(item.content)
+            if item.arguments is not None:
+                self.tool_bytes += len(item.arguments)
+            if isinstance(item.output, PartFields):
+                self.add_part(item.output)
+            else:
+                self.add_content(item.output)
+            self.add_content(list(item.summary) if item.summary else None)
+
+    def unread_bytes(self, body: bytes) -> int:
+        """Bytes of a body that are certainly no text: media, and escapes of a body of ASCII alone."""
+        return self.media_bytes + (self.utf8.escape_bytes() if body.isascii() else 0)
+
+    def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
+        """All that was collected."""
+        text: str | bytes = "".join(self.texts)
+        if not text.isascii():
+            text = b"".join([self.utf8.of(each) for each in self.texts])
+        return PromptShape(
+            text_bytes=len(text),
+            category=classify(text) if text else TextCategory.PROSE,
+            messages=messages,
+            tool_bytes=self.tool_bytes,
+            media_items=self.media_items,
+            prompt_tokens=prompt_tokens,
+            prompts=prompts,
+        )
+
+
+def chat_shape(body: ChatFields, measure: PromptMeasure) -> PromptShape:
+    """The prompt of a chat completion."""
+    measure.add_messages(body.messages)
+    measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
+    return measure.shape(messages=len(body.messages))
+
+
+def completion_shape(body: CompletionFields) -> PromptShape:
+    """The prompt or prompts of a completion."""
+    measure = PromptMeasure()
+    if body.suffix:
+        measure.texts.append(body.suffix)
+    measure.add_raw(body.response_format)
+    if memoryview(body.prompt_embeds):
+        measure.media_items += 1
+    return _prompts_shape(measure, body.prompt if body.prompt is not None else "")
+
+
+def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShape:
+    """The input of a Responses request; its items are its messages."""
+    messages = 1
+    if isinstance(body.input, str):
+        measure.texts.append(body.input)
+    else:
+        messages = len(body.input)
+        measure.add_items(body.input)
+    if body.instructions:
+        messages += 1
+        measure.texts.append(body.instructions)
+    measure.add_raw(body.tools, body.text)
+    return measure.shape(messages=messages)
+
+
+def embedding_shape(body: EmbeddingFields) -> PromptShape:
+    """The text or texts of an embedding."""
+    measure = PromptMeasure()
+    if body.messages is not None:
+        measure.add_messages(body.messages)
+        return measure.shape(messages=len(body.messages))
+    return _prompts_shape(measure, body.input if body.input is not None else "")
+
+
+def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
+    """One text, several texts, the ids of one prompt, or the ids of several."""
+    if isinstance(prompt, str):
+        measure.texts.append(prompt)
+        return measure.shape()
+    if prompt and isinstance(prompt[0], int):
+        return measure.shape(prompt_tokens=len(prompt))
+    ids = 0
+    for one in prompt:
+        if isinstance(one, str):
+            measure.texts.append(one)
+        elif isinstance(one, list):
+            ids += len(one)
+    only_ids = ids > 0 and not measure.texts
+    return measure.shape(prompts=max(1, len(prompt)), prompt_tokens=ids if only_ids else None)
+
+
+# -- Anthropic's Messages ---------------------------------------------------------------------------------
+
+# vLLM makes a chat of them: the system text first, tool results as messages of their own, thinking as
+# reasoning. A system text that begins with this differs from request to request. vLLM leaves it out, and so
+# do sizes and hashes here.
+_BILLING = "x-anthropic-billing-header"
+_MEDIA = frozenset({"image", "document"})
+_MAY_BE_EMPTY = frozenset({"redacted_thinking", "tool_result", "tool_reference"})
+
+
+def messages_shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
+    """The conversation of one of Anthropic's Messages."""
+    results = 0
+    for block in blocks_of(body.system):
+        _add_block(measure, block)
+    for message in body.messages:
+        for block in blocks_of(message.content):
+            results += block.type == "tool_result"
+            _add_block(measure, block)
+    measure.add_raw(body.tools, body.output_config)
+    return measure.shape(messages=len(body.messages) + results + (body.system is not None))
+
+
+def _add_block(measure: PromptMeasure, block: BlockFields) -> None:
+    """All that is there: which of it an engine reads depends on a type that clients choose."""
+    texts = [text for text in (block.text, block.thinking) if text is not None]
+    measure.texts += texts
+    measure.add_content(block.content)
+    measure.add_raw(block.input, block.tool)
+    is_empty = not texts and block.content is None and block.input is ABSENT and block.tool is ABSENT
+    if block.type in _MEDIA or (is_empty and block.type not in _MAY_BE_EMPTY):
+        measure.media_items += 1
+        measure.media_bytes += len(memoryview(block.source))
+
+
+def blocks_of(content: Blocks | None) -> Iterator[BlockFields]:
+    """The blocks of a message that belong to its prompt."""
+    if isinstance(content, str):
+        content = [BlockFields(type="text", text=content)]
+    for block in content or ():
+        if block.text is None or not block.text.startswith(_BILLING):
+            yield block
+
+
+# -- uncounted fields -------------------------------------------------------------------------------------
+
+# What is unexplained in an ordinary body: settings of one request, `role` and quotes of each message, escapes
+# of line ends and quotes in code. What hides below adds an eighth to a prompt at most.
+_ORDINARY_BYTES = 512
+_MESSAGE_BYTES = 64
+_ORDINARY_SHARE = 8
+
+# They set how an engine works, or name something. What a body's type decodes is measured, or inert as well.
+_INERT_NAMES = """
+    model stream stream_options user safety_identifier service_tier priority cache_salt prompt_cache_key
+    prompt_cache_retention metadata store include background previous_response_id truncation request_id
+    session_id max_tokens max_completion_tokens max_output_tokens max_tool_calls min_tokens
+    thinking_token_budget n best_of temperature top_p top_k min_p presence_penalty frequency_penalty
+    repetition_penalty repetition_detection length_penalty seed stop stop_token_ids bad_words logit_bias
+    logprobs top_logprobs prompt_logprobs logprob_token_ids allowed_token_ids logits_processors echo
+    use_beam_search ignore_eos skip_special_tokens spaces_between_special_tokens
+    include_stop_str_in_output truncate_prompt_tokens truncation_side add_generation_prompt
+    continue_final_message add_special_tokens media_io_kwargs mm_processor_kwargs mm_payload
+    return_mm_kwargs structured_outputs guided_json guided_regex guided_choice guided_grammar
+    kv_transfer_params ec_transfer_params vllm_xargs stream_interval watermarking
+    return_tokens_as_token_ids return_token_ids return_token_offsets return_prompt_text reasoning_effort
+    include_reasoning parallel_tool_calls modalities audio prediction web_search_options encoding_format
+    thinking stop_sequences context_management container mcp_servers
+    top_n max_tokens_per_query max_tokens_per_doc input_type embedding_types output_dimension truncate
+    padding task use_activation dimensions embed_dtype endianness normalize
+    enable_response_messages chat_template_content_format
+"""
+_INERT = frozenset(_INERT_NAMES.split())
+# `encrypted_content` is for the server that wrote it. Some templates write the ids of tool calls.
+_INERT_IN_MESSAGES = frozenset(["type", "status", "audio", "encrypted_content"])
+_INERT_IN = {
+    "messages": _INERT_IN_MESSAGES | frozenset(MessageFields.__struct_fields__),
+    "input": _INERT_IN_MESSAGES | frozenset(InputItem.__struct_fields__),
+}
+
+_Fields = dict[str, msgspec.Raw]
+_body_decoder = msgspec.json.Decoder(_Fields)
+_messages_decoder = msgspec.json.Decoder(list[_Fields])
+
+
+def uncounted_bytes(
+    body: bytes, shape: PromptShape, body_type: type[BodyFields], measure: PromptMeasure | None
+) -> int:
+    """Bytes of the fields of a request that its shape does not have.
+
+    Args:
+        body: parsed before as `body_type`, so known to be an object.
+        measure: of which its shape was made.
+    """
+    explained = shape.text_bytes + shape.tool_bytes + _MESSAGE_BYTES * shape.messages + _ORDINARY_BYTES
+    if _is_ordinary(len(body), explained):
+        return 0
+    if measure is not None and _is_ordinary(len(body) - measure.unread_bytes(body), explained):
+        return 0
+    fields = _body_decoder.decode(body)
+    found = _bytes_besides(fields, _INERT.union(body_type.__struct_fields__))
+    for name, inert in _INERT_IN.items():
+        if name in fields and name in body_type.__struct_fields__:
+            found += sum(_bytes_besides(each, inert) for each in _objects(fields[name]))
+    return found
+
+
+def _is_ordinary(size: int, explained: int) -> bool:
+    return size - explained <= size // _ORDINARY_SHARE
+
+
+def _bytes_besides(fields: Mapping[str, msgspec.Raw], inert: frozenset[str]) -> int:
+    return sum(len(name) + len(memoryview(fields[name])) for name in fields.keys() - inert)
+
+
+def _objects(value: msgspec.Raw) -> Iterable[_Fields]:
+    try:
+        return _messages_decoder.decode(value)
+    except msgspec.ValidationError:
+        # A text, or texts or token ids, which an embedding has in place of items.
+        return ()

@@ -1,0 +1,192 @@
+"""Ranks, scores, pooling and audio: sized by the bytes of their bodies, passed on unchanged and counted."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.request import RequestSpec
+from serve_app.serving.gateway.request.endpoints import AUDIO, TEXTS, read_form
+
+from .builders import MODEL, Engine, FakeDispatcher, gateway, serving
+
+TEXT_PATHS = (
+    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    *("/pooling", "/classify", "/v2/embed"),
+)
+AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+
+
+@dataclass
+class Stage:
+    """A gateway over one engine that answers anything."""
+
+    http: httpx.AsyncClient
+    dispatcher: FakeDispatcher
+    engine: Engine
+
+    @property
+    def spec(self) -> RequestSpec:
+        return self.dispatcher.submissions[-1].spec
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    engine = Engine()
+    async with AsyncExitStack() as stack:
+        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine))], engine_priority=7)
+        front = await stack.enter_async_context(serving(gateway(dispatcher)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        yield Stage(http, dispatcher, engine)
+
+
+def form(upload: bytes | None, **fields: str) -> tuple[bytes, bytes]:
+    """Body and content type, as clients write them."""
+    files = {} if upload is None else {"file": ("speech.wav", upload)}
+    request = httpx.Request("POST", "http://x", data=fields, files=files or {"none": b""})
+    return request.read(), request.headers["content-type"].encode()
+
+
+@pytest.mark.parametrize("path", TEXT_PATHS)
+async def test_texts_are_scheduled_by_the_bytes_of_their_body(stage: Stage, path: str) -> None:
+    body = {"model": MODEL, "query": "pets", "documents": ["a cat", "a dog"] * 300}
+    answer = await stage.http.post(path, json=body, headers={"x-priority": "batch", "x-tenant": "shop"})
+    assert answer.status_code == 200
+    assert stage.engine.paths == [path]
+    size = len(answer.request.content)
+    shape = stage.spec.shape
+    assert (shape.tool_bytes, shape.text_bytes, shape.prompts) == (size, 0, -(-size // TEXTS.bytes_per_piece))
+    assert (stage.spec.max_output_tokens, stage.spec.streamed) == (0, False)
+    (submission,) = stage.dispatcher.submissions
+    assert (submission.priority, submission.tenant) == ("batch", "shop")
+    assert stage.dispatcher.outcomes() == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b"{", "not valid JSON"), (b"{}", "model is missing"), (b'{"model":5}', "model is inv")],
+)
+async def test_a_body_without_a_model_is_refused(stage: Stage, body: bytes, words: str) -> None:
+    answer = await stage.http.post("/rerank", content=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert not stage.dispatcher.submissions
+
+
+@pytest.mark.parametrize("path", AUDIO_PATHS)
+async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
+    stage: Stage, path: str
+) -> None:
+    body, content_type = form(bytes(300_000), model=MODEL, language="de")
+    headers = {"content-type": content_type.decode(), "x-priority": "batch", "x-tenant": "radio"}
+    answer = await stage.http.post(path, content=body, headers=headers)
+    assert answer.json() == {"text": "hello", "usage": {"type": "duration", "seconds": 30}}
+    assert stage.engine.bodies == [body]
+    assert stage.engine.heads[0][b"content-type"] == content_type
+    (submission,) = stage.dispatcher.submissions
+    assert (submission.priority, submission.tenant) == ("batch", "radio")
+    # As many pieces as the bytes have, each a sequence with its own tokens.
+    assert (stage.spec.choices, stage.spec.shape.prompts, stage.spec.shape.prompt_tokens) == (3, 3, 12)
+    assert stage.spec.max_output_tokens == AUDIO.output_tokens
+    assert stage.dispatcher.outcomes() == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({}, 400, "model is missing"),
+        ({"model": "nobody"}, 404, "is not served here"),
+        ({"model": "m" * 2_000}, 400, "longer than"),
+        ({f"f{n}": "x" for n in range(200)}, 400, "at most 100 fields"),
+    ],
+)
+async def test_bad_forms_are_refused_by_field_and_remedy(
+    stage: Stage, fields: dict[str, str], status: int, words: str
+) -> None:
+    body, content_type = form(b"x", **fields)
+    headers = {"content-type": content_type.decode()}
+    refused = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    assert refused.status_code == status
+    assert words in refused.json()["error"]["message"]
+    assert stage.engine.bodies == []
+
+
+async def test_what_is_no_form_or_a_part_of_one_is_refused(stage: Stage) -> None:
+    body, content_type = form(b"x" * 100, model=MODEL)
+    for broken, kind in (
+        (body, b"application/json"),
+        (body, b"multipart/form-data"),
+        (body[: len(body) // 2], content_type),
+        (b"", content_type),
+        (b"nothing of the kind", content_type),
+        (body, b"multipart/form-data; boundary=another"),
+    ):
+        headers = {"content-type": kind.decode()}
+        refused = await stage.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
+        assert refused.status_code == 400, (broken[:40], kind)
+        assert "is no form" in refused.json()["error"]["message"]
+
+
+def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
+    """A form that names the model twice, the second time under another name or in another way."""
+    parts = (b'name="model"', MODEL.encode()), (b'name="' + second_name + b'"' + more, b"another")
+    written = [b"Content-Disposition: form-data; " + name + b"\r\n\r\n" + value for name, value in parts]
+    written.append(b'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nx')
+    return b"".join(b"--b\r\n" + part + b"\r\n" for part in written) + b"--b--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "types", "words"),
+    [
+        # Starlette decodes names by the charset of the header: this one is `model` in UTF-7.
+        (_two_models(b"+AG0AbwBkAGUAbA-"), ["multipart/form-data; boundary=b; charset=utf-7"], "charset"),
+        # Of two headers an engine takes the first, and a gateway the last.
+        (
+            _two_models(b"other"),
+            ["multipart/form-data; boundary=c", "multipart/form-data; boundary=b"],
+            "content-type twice",
+        ),
+        # Some engines take the first of two fields, others the last.
+        (_two_models(), ["multipart/form-data; boundary=b"], "model is given twice"),
+        (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model is given twice"),
+    ],
+)
+async def test_a_form_that_an_engine_might_read_otherwise_is_refused(
+    stage: Stage, body: bytes, types: list[str], words: str
+) -> None:
+    headers = [("content-type", each) for each in types]
+    refused = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+    assert stage.engine.bodies == []
+
+
+def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_said() -> None:
+    body = b"".join(
+        b'--b\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\n' + value + b"\r\n"
+        for name, value in (
+            (b"timestamp_granularities[]", b"word"),
+            (b"timestamp_granularities[]", b"segment"),
+            (b"model", b"m"),
+            (b'file"; filename="a.wav', b"x"),
+        )
+    )
+    parsed = read_form(body + b"--b--\r\n", b"multipart/form-data; boundary=b; charset=UTF-8")
+    assert parsed.spec.model == "m"
+
+
+async def test_small_questions_go_to_any_replica_and_are_not_scheduled(stage: Stage) -> None:
+    async def ask(path: str, **fields: Any) -> httpx.Response:
+        return await stage.http.post(path, json={"model": MODEL, **fields})
+
+    assert (await ask("/tokenize", prompt="hello there")).json()["tokens"]
+    assert (await stage.http.get("/version")).status_code == 200
+    assert (await stage.http.get("/version", params={"model": MODEL})).status_code == 200
+    unknown = await stage.http.get("/version", params={"model": "other"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await stage.http.get("/load")).json() == {"server_load": 0}
+    assert (await stage.http.get("/ping")).status_code == 200
+    assert not stage.dispatcher.submissions
