@@ -28,10 +28,14 @@ from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, Sche
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_own_version
-from serve_app.settings.application import AppSettings, GatewayDeploymentSettings, ModelSettings
+from serve_app.settings.application import (
+    AppSettings,
+    GatewayDeploymentSettings,
+    ModelSettings,
+    PoolSettings,
+    step_times_of,
+)
 from serve_app.settings.loading import settings_of
-from serve_app.settings.pools import PoolSettings
-from serve_app.settings.step_times import step_times_of
 
 # Time for a replica to end its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import sys
-import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -24,7 +23,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_FETCH_TIMEOUT_S = 10.0
 _HIDDEN = "..."
 # The time left is that of the steps over so long, which holds several of the slowest.
 _SPEED_OVER_S = 1_800.0
@@ -157,27 +155,6 @@ def positive_int(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(value)
-
-
-def fetched(
-    url: str, api_key: str | None = None, *, method: str = "GET", content: Mapping[str, Any] | None = None
-) -> bytes:
-    """The body that an endpoint answers with; the caller has checked that the URL is HTTP.
-
-    Args:
-        content: sent as JSON.
-
-    Raises:
-        OSError: it cannot be reached, or answers with an error (`urllib.error.HTTPError`).
-    """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    data = None if content is None else json.dumps(content).encode()
-    if data is not None:
-        headers["content-type"] = "application/json"
-    request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - see above
-    with urllib.request.urlopen(request, timeout=_FETCH_TIMEOUT_S) as response:  # noqa: S310 - see above
-        body: bytes = response.read()
-    return body
 
 
 class Advance(Protocol):

@@ -1,22 +1,31 @@
-"""The `@settings` decorator, and the ranges and marks that stand in the annotations of settings.
+"""Settings: the `@settings` decorator, ranges and marks in annotations, and the reader of plain values.
 
     @settings(block="promotion")
     class PromotionSettings:
         batch_s: Annotated[float, POSITIVE] = 1_800.0
         promoted_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.2
 
-A class of settings is a frozen dataclass with keyword arguments only, and a parser refuses keys that it does
-not have. Every value is compared with its range whenever an object is made, from a file or in Python.
-Checks that concern two settings stand in the class's own `__post_init__`, which runs after the ranges.
+A class of settings is a frozen dataclass with keyword arguments only. Every value is compared with its range
+whenever an object is made, from a file or in Python. Checks that concern two settings stand in the class's
+own `__post_init__`, which runs after the ranges. `read` makes settings of the values of a file, and names
+everything that is wrong with them at once, each by its full path.
+
+A setting has one of three audiences. Every user may need one without a mark. `ADVANCED` ones stand under
+`advanced` in their block of a file. `INTERNAL` ones stand in no file and no reference: they are for code that
+makes settings in Python (experiments, ablations, tests that shorten a time) and for `simulate --set`. What
+nothing turns at all is a constant beside the code.
 """
 
+import difflib
 import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, overload
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, overload
 
 from serve_app.errors import SettingsError
 
@@ -24,13 +33,16 @@ Settings = TypeVar("Settings")
 
 
 class Audience(enum.Enum):
-    """For whom a setting is; one without a mark is for every user."""
+    """Audience of a setting; one without a mark is for every user."""
 
     ADVANCED = "advanced"
+    INTERNAL = "internal"
 
 
 ADVANCED = Audience.ADVANCED
 """Marks a setting whose default suits nearly everybody; a file gives it under `advanced` in its block."""
+INTERNAL = Audience.INTERNAL
+"""Marks a setting, or a block of them, that is set in Python only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +60,12 @@ class Range:
     remedy: str = ""
 
     def hint(self, remedy: str) -> "Range":
-        """The same range, with a remedy in its message."""
+        """Return the same range with a remedy in its message."""
         return replace(self, remedy=f": {remedy}")
+
+    def refusal(self, value: object) -> str:
+        """Return the end of a message about a value outside, after the name of the setting."""
+        return f"{self.words}, got {value}{self.remedy}"
 
 
 def _after(value: float) -> float:
@@ -91,20 +107,6 @@ def between(low: float, high: float) -> Range:
     return Range(low, high, f"must be from {low:,} to {high:,}")
 
 
-class OutOfRangeError(SettingsError):
-    """One setting has a value outside its range.
-
-    Attributes:
-        name: of the setting in its class.
-        reason: what is wrong with the value, without that name.
-    """
-
-    def __init__(self, block: str, name: str, reason: str) -> None:
-        super().__init__(f"{block}.{name} {reason}" if block else f"{name} {reason}")
-        self.name = name
-        self.reason = reason
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a class says of one of its settings.
@@ -113,7 +115,8 @@ class Setting:
         kind: its type, without marks and ranges.
         default: `dataclasses.MISSING` when it has none.
         allowed: its range, if it has one.
-        is_advanced: whether files give it under `advanced`.
+        is_advanced: files give it under `advanced`.
+        is_internal: files do not give it.
     """
 
     name: str
@@ -121,12 +124,19 @@ class Setting:
     default: object
     allowed: Range | None
     is_advanced: bool
+    is_internal: bool
 
 
+@cache
 def describe(cls: type) -> tuple[Setting, ...]:
-    """The settings of a class that `settings` made, in the order of their declaration."""
+    """Return the settings of a class that `settings` made, in the order of their declaration."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_described(each, hints[each.name]) for each in fields(cls))
+
+
+def in_files(cls: type) -> dict[str, Setting]:
+    """Return the settings of a class that files may give, by name."""
+    return {each.name: each for each in describe(cls) if not each.is_internal}
 
 
 def block_of(kind: Any) -> type | None:
@@ -134,28 +144,6 @@ def block_of(kind: Any) -> type | None:
     arms = typing.get_args(kind) if _is_union(kind) else (kind,)
     blocks = (arm for arm in map(_plain, arms) if isinstance(arm, type) and is_dataclass(arm))
     return next(blocks, None)
-
-
-def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as a file gives them: the advanced ones under `advanced` in their block.
-
-    Args:
-        cls: the class of the block that they belong to.
-        values: by name; those of a block inside it are a mapping again.
-
-    Raises:
-        SettingsError: there is no such setting.
-    """
-    usual: dict[str, Any] = {}
-    advanced: dict[str, Any] = {}
-    known = {setting.name: setting for setting in describe(cls)}
-    for name, value in values.items():
-        if name not in known:
-            raise SettingsError(f"{cls.__name__} has no setting {name}")
-        block = block_of(known[name].kind)
-        given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
-        (advanced if known[name].is_advanced else usual)[name] = given
-    return usual | ({ADVANCED.value: advanced} if advanced else {})
 
 
 @overload
@@ -184,6 +172,7 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
     ranges = [(name, allowed) for name, kind in annotations.items() if (allowed := _range(kind))]
     limits = [(name, allowed.low, allowed.high, allowed) for name, allowed in ranges]
     choices = [(name, known) for name, kind in annotations.items() if (known := _choices(kind))]
+    prefix = f"{block}." if block else ""
     own = vars(cls).get("__post_init__")
     inherited = next((base.__post_init__ for base in cls.__mro__[1:] if hasattr(base, "__post_init__")), None)
 
@@ -193,11 +182,11 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
         for name, low, high, allowed in limits:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise OutOfRangeError(block, name, f"{allowed.words}, got {value}{allowed.remedy}")
+                raise SettingsError(f"{prefix}{name} {allowed.refusal(value)}")
         for name, known in choices:
             if getattr(self, name) not in known:
-                reason = f"must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                raise OutOfRangeError(block, name, reason)
+                found = getattr(self, name)
+                raise SettingsError(f"{prefix}{name} must be one of {', '.join(known)}, got {found!r}")
         if own is not None:
             own(self)
 
@@ -215,6 +204,7 @@ def _described(declared: "Field[Any]", kind: Any) -> Setting:
         default=default,
         allowed=_range(kind),
         is_advanced=ADVANCED in _marks(kind),
+        is_internal=INTERNAL in _marks(kind),
     )
 
 
@@ -236,3 +226,268 @@ def _range(kind: Any) -> Range | None:
 
 def _choices(kind: Any) -> tuple[str, ...]:
     return typing.get_args(_plain(kind)) if typing.get_origin(_plain(kind)) is Literal else ()
+
+
+# Reading and writing plain values: those of YAML, JSON and `user_config`.
+
+
+def read(
+    cls: type[Settings], value: object, *, as_file: bool, extended: Mapping[type, type] = MappingProxyType({})
+) -> Settings:
+    """Make settings of plain values.
+
+    Args:
+        as_file: advanced settings stand under `advanced`, and internal ones are refused. Otherwise all stand
+            side by side, as in Python.
+        extended: for a class as a file has it the class that completes it. A file that gives what only that
+            one has is told that it follows from its models.
+
+    Raises:
+        SettingsError: everything that is unknown, misplaced, missing or out of range, one line each.
+    """
+    reader = _Reader(as_file=as_file, extended=extended)
+    found = reader.block(value, cls, "")
+    if reader.faults:
+        raise SettingsError("\n".join(reader.faults))
+    return cast("Settings", found)
+
+
+def plain(value: object) -> Any:
+    """Return settings as plain values, all side by side; `read` makes settings of them again."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a file gives them: the advanced ones under `advanced` in their block.
+
+    Args:
+        cls: the class of the block that they belong to.
+        values: by name; those of a block inside it are a mapping again.
+
+    Raises:
+        SettingsError: there is no such setting.
+    """
+    usual: dict[str, Any] = {}
+    advanced: dict[str, Any] = {}
+    known = in_files(cls)
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"a file gives no setting {name} of {cls.__name__}")
+        block = block_of(known[name].kind)
+        given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
+        (advanced if known[name].is_advanced else usual)[name] = given
+    return usual | ({ADVANCED.value: advanced} if advanced else {})
+
+
+def hot_settings(settings: object, cold: Collection[str]) -> dict[str, Any]:
+    """Return all settings but the cold ones, which need a new process, as plain values for `user_config`."""
+    return {name: value for name, value in plain(settings).items() if name not in cold}
+
+
+def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collection[str]) -> Settings:
+    """Return the settings with what is given in place of what they had.
+
+    Args:
+        given: by name. A block counts as a whole: what is left out in it has its default.
+
+    Raises:
+        SettingsError: a name is unknown or cold, or a value is out of range.
+    """
+    known = {each.name for each in fields(settings)}  # type: ignore[arg-type]  # a settings class
+    if wrong := sorted(name for name in given if name not in known or name in cold):
+        raise SettingsError(
+            f"user_config has {', '.join(map(repr, wrong))}, which cannot change in a running "
+            "process: set it in the args of the application, which replaces the process; what may change: "
+            f"{', '.join(sorted(known - set(cold)))}"
+        )
+    try:
+        return read(type(settings), {**plain(settings), **given}, as_file=False)
+    except SettingsError as exc:
+        raise SettingsError(f"user_config: {'; '.join(str(exc).splitlines())}") from exc
+
+
+class _Faulty:
+    """Stands for a value that cannot be made; the reason is among the faults."""
+
+
+_FAULTY = _Faulty()
+
+
+class _Reader:
+    """Makes settings of plain values, and notes every fault with the full path of its key."""
+
+    def __init__(self, *, as_file: bool, extended: Mapping[type, type]) -> None:
+        self._as_file = as_file
+        self._extended = extended
+        self.faults: list[str] = []
+
+    def block(self, given: object, cls: type, path: str) -> Any:
+        """Make an object of a settings class."""
+        # A key with nothing behind it: all defaults.
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
+            return self._fault(f"{path or 'args'} must hold settings, got {given!r}")
+        known = self._known(cls)
+        before = len(self.faults)
+        found: dict[str, Any] = {}
+        for key, value, here, is_advanced in self._entries(given, cls, path):
+            setting = known.get(key)
+            if setting is None:
+                self._fault(f"{here}{self._unknown(key, cls, is_advanced=is_advanced)}")
+            elif self._as_file and setting.is_advanced is not is_advanced:
+                self._fault(_misplaced(here, path, key, is_advanced=is_advanced))
+            else:
+                found[key] = self._setting(value, setting, here)
+        for name, setting in known.items():
+            if setting.default is MISSING and name not in found:
+                self._fault(f"{_joined(path, name)}: is missing")
+        if len(self.faults) > before:
+            return _FAULTY
+        try:
+            return cls(**found)
+        except ValueError as exc:
+            return self._fault(f"{path}: {exc}" if path else str(exc))
+
+    def _known(self, cls: type) -> dict[str, Setting]:
+        return in_files(cls) if self._as_file else {each.name: each for each in describe(cls)}
+
+    def _entries(
+        self, given: Mapping[Any, Any], cls: type, path: str
+    ) -> Iterator[tuple[Any, Any, str, bool]]:
+        """Yield each key of a block with its value and full path, and whether it stands under `advanced`."""
+        has_advanced = self._as_file and any(each.is_advanced for each in self._known(cls).values())
+        for key, value in given.items():
+            here = _joined(path, key)
+            if key != ADVANCED.value or not has_advanced:
+                yield key, value, here, False
+            elif isinstance(value, Mapping):
+                yield from ((inner, each, _joined(here, inner), True) for inner, each in value.items())
+            elif value is not None:
+                self._fault(f"{here} must hold settings, got {value!r}")
+
+    def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
+        if cls in self._extended and key in self._known(self._extended[cls]):
+            return " is not given here: it follows from models"
+        known = self._known(cls)
+        near = difflib.get_close_matches(str(key), known, n=1)
+        if not near:
+            return ": unknown key"
+        elsewhere = self._as_file and known[near[0]].is_advanced and not is_advanced
+        return f": unknown key; did you mean {f'{ADVANCED.value}.' if elsewhere else ''}{near[0]}?"
+
+    def _setting(self, value: object, setting: Setting, path: str) -> Any:
+        found = self._value(value, setting.kind, path)
+        allowed = setting.allowed
+        if allowed is None or found is None or found is _FAULTY or allowed.low <= found <= allowed.high:
+            return found
+        return self._fault(f"{path} {allowed.refusal(found)}")
+
+    def _value(self, value: Any, kind: Any, path: str) -> Any:
+        """Make a value of a type."""
+        kind = _plain(kind)
+        if _is_union(kind):
+            return self._one_of(value, typing.get_args(kind), path)
+        if isinstance(kind, type) and is_dataclass(kind):
+            return self.block(value, kind, path)
+        origin = typing.get_origin(kind)
+        if (origin is tuple and isinstance(value, list | tuple)) or (
+            origin is Mapping and isinstance(value, Mapping)
+        ):
+            return self._collection(value, typing.get_args(kind), path)
+        found = _scalar(value, kind)
+        if found is None and kind is not Any:
+            return self._fault(f"{path} must be {_name(kind)}, got {value!r}")
+        return found
+
+    def _collection(self, value: Any, kinds: tuple[Any, ...], path: str) -> Any:
+        """Make a tuple or a mapping."""
+        if not isinstance(value, Mapping):
+            found = [self._value(each, kinds[0], f"{path}[{place}]") for place, each in enumerate(value)]
+            return _FAULTY if _FAULTY in found else tuple(found)
+        pairs = {
+            self._value(key, kinds[0], path): self._value(each, kinds[1], _joined(path, key))
+            for key, each in value.items()
+        }
+        return _FAULTY if _FAULTY in (*pairs, *pairs.values()) else pairs
+
+    def _one_of(self, value: object, arms: tuple[Any, ...], path: str) -> Any:
+        """Make a value of the first type that takes it."""
+        if value is None and types.NoneType in arms:
+            return None
+        arms = tuple(arm for arm in arms if arm is not types.NoneType)
+        if len(arms) == 1:
+            return self._value(value, arms[0], path)
+        for arm in arms:
+            trial = _Reader(as_file=self._as_file, extended=self._extended)
+            found = trial._value(value, arm, path)
+            if not trial.faults:
+                return found
+        return self._fault(f"{path} must be {' or '.join(map(_name, arms))}, got {value!r}")
+
+    def _fault(self, sentence: str) -> _Faulty:
+        self.faults.append(sentence)
+        return _FAULTY
+
+
+def _known_values(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal` or an enumeration, none for other types."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return tuple(each.value for each in kind)
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def _scalar(value: object, kind: Any) -> Any:
+    """Return the value as a text, a number, a truth value or one of known values; None where it is none.
+
+    Numbers may stand in quotation marks: YAML takes `1e-4` for a text.
+    """
+    if known := _known_values(kind):
+        made = kind(value) if isinstance(kind, type) and value in known else value
+        return made if value in known else None
+    if kind in (str, bool):
+        return value if isinstance(value, kind) else None
+    if kind is Any or (kind is int and isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    return _number(value, kind)
+
+
+def _number(value: object, kind: Any) -> float | None:
+    if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if kind is float:
+        return number
+    return int(number) if number.is_integer() else None
+
+
+def _name(kind: Any) -> str:
+    if known := _known_values(kind):
+        return f"one of {', '.join(map(str, known))}"
+    names: dict[Any, str] = {
+        str: "a text",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        tuple: "a list",
+        Mapping: "a mapping",
+    }
+    return names.get(typing.get_origin(_plain(kind)) or _plain(kind), "settings")
+
+
+def _misplaced(here: str, path: str, key: str, *, is_advanced: bool) -> str:
+    if is_advanced:
+        return f"{here} is no advanced setting: write it as {_joined(path, key)}"
+    return f"{here} is an advanced setting: write it as {_joined(_joined(path, ADVANCED.value), key)}"
+
+
+def _joined(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

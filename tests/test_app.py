@@ -64,7 +64,7 @@ def test_a_model_whose_policy_learns_queues_has_a_tuner() -> None:
     tuned = plain | {"tuner-demo"}
     assert names(scheduler={"policy": "ewsjf"}) == tuned
     assert names(scheduler={"policy": "ewsjf"}, tuner={"mode": False}) == plain
-    assert names(tuner={"mode": "on"}) == tuned
+    assert names(tuner={"mode": True}) == tuned
     assert names(scheduler={"policy": "sjf"}) == plain
 
 

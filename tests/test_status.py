@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from serve_app import status
-from serve_app.cli import main
+from serve_app.cli import main, status
+from serve_app.cli.status import StatusError, api_key_for, ask
 from serve_app.launch.instance import Instance
-from serve_app.status import StatusError, api_key_for, ask
 
 STATUS: dict[str, Any] = {
     "models": [
@@ -114,8 +113,6 @@ class Handler(BaseHTTPRequestHandler):
             "/debug/status": STATUS,
             "/debug/queue": QUEUE,
             "/debug/costs": COSTS,
-            "/older/debug/status": STATUS,
-            "/older/debug/queue": QUEUE,
             "/other/debug/status": {"hello": 1},
         }
         if self.path not in documents:
@@ -177,13 +174,6 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
     assert "payer10" not in shown
 
 
-def test_an_application_without_costs_is_shown_without(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--url", f"{url}/older", "--api-key", "k1"]) == 0
-    shown = capsys.readouterr().out
-    assert "waiting: 4 default" in shown
-    assert "who pays" not in shown
-
-
 def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--api-key", "k1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE, "costs": COSTS}
@@ -219,7 +209,7 @@ def test_the_key_that_serve_made_is_used_for_its_application_alone(
     monkeypatch.delenv("EWSJF_API_KEY", raising=False)
     (tmp_path / "admin-key").write_text("k1")
     here = Instance(pid=1, started_at=0.0, url=url, config="x.yaml", folder=str(tmp_path))
-    monkeypatch.setattr("serve_app.status.running_instances", lambda: iter([here]))
+    monkeypatch.setattr("serve_app.cli.status.running_instances", lambda: iter([here]))
     assert main(["status", "--url", url]) == 0
     assert main(["status", "--url", url.replace("127.0.0.1", "localhost") + "/"]) == 0
     assert main(["status", "--url", url, "--api-key", "k2"]) == 2

@@ -19,7 +19,7 @@ import yaml
 from experiments.common.processes import is_alive, process_tree
 from serve_app.access import read_admin_key
 from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_schema import NO_FRONT_END
+from serve_app.checking.serve_file import NO_FRONT_END
 from serve_app.launch.environment import instance_folder, is_free
 
 BUILD_APP = "serve_app.app:build_app"

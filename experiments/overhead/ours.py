@@ -10,7 +10,7 @@ from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import CpuMeter, role_of
 from experiments.overhead.client import KEY
 from experiments.overhead.system import BEHIND_HAPROXY, DIRECT, OURS, Endpoints, System
-from serve_app.checking.serve_schema import NO_FRONT_END
+from serve_app.checking.serve_file import NO_FRONT_END
 
 # Others may keep the machine busy.
 _START_TIMEOUT_S = 600.0

@@ -18,8 +18,7 @@ from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
-from serve_app.serving.state.keeper import StateKeeper
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateKeeper, StateStore
 
 _INTRODUCTION = """
 # Metrics reference

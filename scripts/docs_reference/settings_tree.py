@@ -9,12 +9,12 @@ from typing import Any
 
 from docs_reference.source_text import attribute_texts, field_comments, summary
 from serve_app.settings.application import WrittenApplication
-from serve_app.settings_base import Setting, describe
+from serve_app.settings_base import Setting, in_files
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {
     f"models[].pools[].engine.{kind}.advanced.served_model_names": _NAMES_OF_THE_MODEL
-    for kind in ("emulated", "vllm", "remote")
+    for kind in ("vllm", "remote")
 }
 """What holds where a file is silent, in words, where that is not the default of the class itself."""
 
@@ -63,7 +63,7 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
     attributes, comments = attribute_texts(cls), field_comments(cls)
     inner: dict[str, tuple[type, object]] = {}
     entries = []
-    for setting in describe(cls):
+    for setting in in_files(cls).values():
         here = ".".join(filter(None, (path, "advanced" * setting.is_advanced, setting.name)))
         default = setting.default
         if default is not MISSING and instance is not None:

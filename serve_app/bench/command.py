@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import json
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from serve_app.bench.comparison import (
     interleave,
     outcomes,
 )
-from serve_app.bench.connection import BenchError, ConnectionPool, Target, preemptions_so_far, served_models
+from serve_app.bench.connection import BenchError, ConnectionPool, Target
 from serve_app.bench.load import (
     LATE_AFTER_S,
     BenchEndpoint,
@@ -55,6 +57,7 @@ from serve_app.command import (
     warn,
     write_json,
 )
+from serve_app.http_client import NoAnswerError, request
 from serve_app.metrics.record import RequestRecord
 from serve_app.metrics.summary import SHORT_AT_TOKENS, summarise
 from serve_app.provenance import provenance
@@ -353,3 +356,35 @@ COMMAND = Command(
     configure=configure,
     run=_run,
 )
+
+
+_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+def served_models(target: Target, api_key: str | None) -> list[str]:
+    """The model names in `/v1/models`.
+
+    Raises:
+        BenchError: the endpoint cannot be reached, or does not answer like an OpenAI API.
+    """
+    url = f"{target.base_url}/v1/models"
+    try:
+        answer = request(url, api_key)
+    except NoAnswerError as exc:
+        raise BenchError(f"cannot reach {url}: {exc}; is the server running?") from exc
+    if not answer.is_success:
+        raise BenchError(f"{url} answers {answer.status}: give --api-key if it asks for one")
+    try:
+        return [str(model["id"]) for model in json.loads(answer.body)["data"]]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise BenchError(f"{url} does not list models as the OpenAI API does: {exc!r}") from exc
+
+
+def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
+    """Preemptions of all engines, from the endpoint's `/metrics`; None when it does not export them."""
+    try:
+        answer = request(f"{target.base_url}/metrics", api_key)
+        counts = [float(count) for count in _PREEMPTIONS.findall(answer.text if answer.is_success else "")]
+    except (NoAnswerError, ValueError):
+        return None
+    return round(sum(counts)) if counts else None

@@ -10,10 +10,9 @@ from typing import Any
 
 import psutil
 
-from serve_app.checking.document import Step
+from serve_app.checking.serve_file import Step
 from serve_app.engines.vllm.engine import VllmEngineSettings
-from serve_app.settings.application import AppSettings
-from serve_app.settings.pools import PoolSettings
+from serve_app.settings.application import AppSettings, PoolSettings
 
 DEFAULT_PORT = 8000
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 - Ray Serve's own default, which is only looked at here

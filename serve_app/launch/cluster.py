@@ -3,8 +3,6 @@
 import contextlib
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
 
 from serve_app.errors import ServeAppError
+from serve_app.http_client import NoAnswerError, request
 from serve_app.launch.background import InBackground
 from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
-from serve_app.launch.failures.deaths import DeathsInStart, is_death
-from serve_app.launch.failures.engine_logs import Stages
-from serve_app.launch.failures.reason import engine_cause, reason_of
+from serve_app.launch.failures import DeathsInStart, Stages, engine_cause, is_death, reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
 
 # Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a
@@ -165,11 +162,8 @@ class Cluster:
         # The address is that of our own configuration, and so is its certificate, which may be self-signed.
         ready = f"{self._job.url}/ready"
         trusting = ssl._create_unverified_context()  # noqa: S323, SLF001 - a loopback address
-        with (
-            contextlib.suppress(OSError, urllib.error.URLError),
-            urllib.request.urlopen(ready, timeout=2, context=trusting) as answer,  # noqa: S310
-        ):
-            return bool(answer.status == 200)
+        with contextlib.suppress(NoAnswerError):
+            return request(ready, timeout_s=2, tls=trusting).status == 200
         return False
 
     def answers(self) -> bool:

@@ -10,21 +10,18 @@ from typing import Any
 
 from serve_app.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
 from serve_app.checking import Checked, check_file
-from serve_app.checking.command import tell
+from serve_app.checking.checks import tell
 from serve_app.checking.machine import http_address
-from serve_app.checking.serve_schema import NO_FRONT_END
+from serve_app.checking.serve_file import NO_FRONT_END
 from serve_app.command import Command, positive_int, program
 from serve_app.errors import SettingsError
-from serve_app.first_config.document import Place, configuration
-from serve_app.first_config.fleet import Servers
-from serve_app.first_config.packaged import default_config
-from serve_app.first_config.servers import ask_servers
+from serve_app.first_config.document import Place, Servers, ask_servers, configuration, default_config
 from serve_app.launch.environment import environment, instance_folder
 from serve_app.launch.front_end import haproxy_command
 from serve_app.launch.instance import publish, running_instances, withdraw
 from serve_app.launch.messages import HostJob
 from serve_app.launch.supervisor import Launch, Supervisor
-from serve_app.launch.terminal.console import Console
+from serve_app.launch.terminal import Console
 from serve_app.settings.application import AppSettings
 
 _PORT = 8000

@@ -32,8 +32,7 @@ from serve_app.launch.messages import (
     Stop,
 )
 from serve_app.launch.processes import adopt_orphans, descendants, end_descendants
-from serve_app.launch.terminal.console import Console, WayIn
-from serve_app.launch.terminal.live_view import LiveView
+from serve_app.launch.terminal import Console, LiveView, WayIn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ray's own end, once nothing is open any more; what is left then is killed.

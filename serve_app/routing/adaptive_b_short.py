@@ -40,7 +40,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from serve_app.routing.demand import EDGES, PER_OCTAVE, Demand, Loads, PoolCapacity, last_bucket_within
-from serve_app.settings_base import ADVANCED, FINITE_POSITIVE, INNER_SHARE, NOT_NEGATIVE, at_least, settings
+from serve_app.settings_base import (
+    FINITE_POSITIVE,
+    INNER_SHARE,
+    INTERNAL,
+    NOT_NEGATIVE,
+    at_least,
+    settings,
+)
 
 # The lower bound when none is given, as a share of the configured `b_short_tokens`.
 _LOWEST_RATIO = 1 / 32
@@ -62,23 +69,23 @@ class AdaptiveBShortSettings:
     enabled: bool = False
     # Bounds of `B_short` in tokens. Null: a 32nd of `b_short_tokens`, and the short pool's context limit,
     # which always holds as well.
-    b_short_min: Annotated[int | None, at_least(1), ADVANCED] = None
+    b_short_min: Annotated[int | None, at_least(1), INTERNAL] = None
     # See `b_short_min`.
-    b_short_max: Annotated[int | None, at_least(1), ADVANCED] = None
+    b_short_max: Annotated[int | None, at_least(1), INTERNAL] = None
     # Time constant of the mean demand. Shorter follows sooner; longer is steadier and resolves finer
     # differences.
-    memory_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
+    memory_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 60.0
     # Loads that differ by less than this share of their sum count as even: 0.15 is a ratio of 1.35.
-    tolerance_ratio: Annotated[float, INNER_SHARE, ADVANCED] = 0.15
+    tolerance_ratio: Annotated[float, INNER_SHARE, INTERNAL] = 0.15
     # Largest single move, and the time without another one after it. The effect of a move shows only when the
     # requests that arrived before it have ended.
     max_step_octaves: Annotated[
-        float, at_least(1 / PER_OCTAVE).hint("the distance of two borders"), ADVANCED
+        float, at_least(1 / PER_OCTAVE).hint("the distance of two borders"), INTERNAL
     ] = 2.0
     # See `max_step_octaves`.
-    dwell_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 30.0
+    dwell_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 30.0
     # Seconds between two samples of the demand.
-    interval_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 1.0
+    interval_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 1.0
 
     def __post_init__(self) -> None:
         low, high = self.b_short_min, self.b_short_max

@@ -28,7 +28,7 @@ from serve_app.routing.adaptive_b_short import (
 from serve_app.routing.demand import PoolCapacity
 from serve_app.routing.estimation.estimate import TokenEstimate
 from serve_app.routing.replica_state import ReplicaState
-from serve_app.settings_base import ADVANCED, at_least, settings, share_below
+from serve_app.settings_base import ADVANCED, INTERNAL, at_least, settings, share_below
 
 _ADAPTIVE_POOLS = 2
 
@@ -49,12 +49,14 @@ class WrittenRouting:
     # Share of a shorter pool's context kept free of requests with estimated lengths. vLLM does not refuse a
     # request whose prompt and max_tokens together exceed its context: it silently shortens the answer. So an
     # estimate must be wrong by more than this before an answer is cut. Exact lengths need no margin.
-    cut_margin_ratio: Annotated[float, share_below(1), ADVANCED] = 0.1
+    cut_margin_ratio: Annotated[float, share_below(1), INTERNAL] = 0.1
     # Whether a request may go to another pool that can hold it when its own has no capacity. Off isolates the
     # pools strictly.
-    spill: bool = True
+    spill: Annotated[bool, ADVANCED] = True
     # Whether `b_short_tokens` follows the traffic; it is the initial value then. Of two pools only.
-    adaptive_b_short: AdaptiveBShortSettings = field(default_factory=AdaptiveBShortSettings)
+    adaptive_b_short: Annotated[AdaptiveBShortSettings, ADVANCED] = field(
+        default_factory=AdaptiveBShortSettings
+    )
 
 
 @settings(block="routing")

@@ -17,7 +17,7 @@ from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
 from serve_app.scheduling.policies.settings import EwsjfSettings
 from serve_app.scheduling.queueing.delay_bound import DelayBoundSettings
 from serve_app.scheduling.queueing.fairness import FairnessSettings
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, SHARE, at_least, settings
+from serve_app.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, SHARE, at_least, settings
 
 
 @settings(block="queue_timeout_s")
@@ -60,25 +60,25 @@ class WrittenScheduler:
     max_attempts: Annotated[int, at_least(1), ADVANCED] = 2
     # Times that a request may come back from replicas, for whatever reason, before it fails. With the
     # backoff between them, 16 take about four minutes; its queue timeout usually ends it before.
-    max_put_backs: Annotated[int, at_least(1), ADVANCED] = 16
+    max_put_backs: Annotated[int, at_least(1), INTERNAL] = 16
     # How long a request waits while no replica that could take it is alive, before it is refused with 503.
     # It covers a replica that reconnects or whose report is late. It is not meant to cover the start of an
     # engine: a client that is told so at once may go elsewhere.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 5.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Upper bound of Retry-After, in seconds; the OpenAI SDK obeys up to 120 s.
-    retry_after_cap_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 60.0
+    retry_after_cap_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 60.0
     routing: WrittenRouting = field(default_factory=WrittenRouting)
-    estimator: Annotated[EstimatorSettings, ADVANCED] = field(default_factory=EstimatorSettings)
+    estimator: Annotated[EstimatorSettings, INTERNAL] = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
-    class_floors: ClassFloorSettings = field(default_factory=ClassFloorSettings)
+    class_floors: Annotated[ClassFloorSettings, ADVANCED] = field(default_factory=ClassFloorSettings)
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
-    affinity: AffinitySettings = field(default_factory=AffinitySettings)
+    affinity: Annotated[AffinitySettings, ADVANCED] = field(default_factory=AffinitySettings)
     isolation: Annotated[IsolationSettings, ADVANCED] = field(default_factory=IsolationSettings)
-    prefill_cost: Annotated[PrefillCostSettings, ADVANCED] = field(default_factory=PrefillCostSettings)
-    delay_bound: Annotated[DelayBoundSettings, ADVANCED] = field(default_factory=DelayBoundSettings)
-    promotion: Annotated[PromotionSettings, ADVANCED] = field(default_factory=PromotionSettings)
+    prefill_cost: Annotated[PrefillCostSettings, INTERNAL] = field(default_factory=PrefillCostSettings)
+    delay_bound: Annotated[DelayBoundSettings, INTERNAL] = field(default_factory=DelayBoundSettings)
+    promotion: Annotated[PromotionSettings, INTERNAL] = field(default_factory=PromotionSettings)
     ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)
 
 

@@ -1,23 +1,182 @@
-"""Reads the settings of an application; the only place where YAML becomes typed settings.
+"""The way from a file to complete settings; the only place where YAML becomes typed settings."""
 
-A key that nobody knows is refused by its full name, with the nearest known one as advice.
-"""
-
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings, WrittenRouting
 from serve_app.scheduling.settings import SchedulerSettings, WrittenScheduler
-from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
-from serve_app.settings.application import AppSettings, WrittenApplication
-from serve_app.settings.errors import explained
-from serve_app.settings.resolve import resolve
-from serve_app.settings.tree import TreeReader
+from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, WrittenGateway
+from serve_app.settings.application import (
+    AppSettings,
+    ModelSettings,
+    PoolSettings,
+    WrittenApplication,
+    WrittenModel,
+)
+from serve_app.settings_base import read
+
+# Completes the settings of an application: what follows from its models reaches every component.
+#
+# The scheduler learns the names of its model and of its pools, the gateway which models it serves, an engine
+# under which names it answers. What no component can see by itself is checked here: names that must differ,
+# pools in the order of their context, a token budget that its pool can hold, engines that take priorities
+# where they are told one.
+
+
+Complete = TypeVar("Complete")
+
+_TWO = 2
+
+
+def resolve(written: WrittenApplication) -> AppSettings:
+    """The complete settings of what stands in a file.
+
+    Raises:
+        SettingsError: parts of it do not go together.
+    """
+    names = [name for model in written.models for name in model.names]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(
+            f"two models answer to the same name: {', '.join(twice)}; names and aliases must differ"
+        )
+    served = tuple(each for model in written.models for each in _served(model))
+    return _completed(
+        AppSettings,
+        written,
+        models=tuple(_model(f"models[{index}]", model) for index, model in enumerate(written.models)),
+        gateway=_completed(GatewaySettings, written.gateway, models=served),
+    )
+
+
+def _completed(cls: type[Complete], written: Any, **known: object) -> Complete:
+    """Settings of `cls`, made of a class that it extends; `known` replaces and adds."""
+    return cls(**{each.name: getattr(written, each.name) for each in fields(written)} | known)
+
+
+def _model(where: str, model: WrittenModel) -> ModelSettings:
+    with _located(f"{where}.scheduler.routing"):
+        routing = _routing(model)
+    with _located(f"{where}.scheduler"):
+        scheduler = _completed(
+            SchedulerSettings,
+            model.scheduler,
+            model=model.name,
+            aliases=model.aliases,
+            routing=routing,
+            on_demand_pools=tuple(pool.name for pool in model.pools if pool.starts_on_demand),
+        )
+    # Bodies reach engines as clients wrote them, so engines answer under the names of their model.
+    pools = tuple(replace(pool, engine=pool.engine.serving(model.names)) for pool in model.pools)
+    complete = _completed(ModelSettings, model, pools=pools, scheduler=scheduler)
+    _check_pools(where, complete)
+    if scheduler.engine_priority.enabled:
+        _check_engine_priority(where, pools)
+    return complete
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as exc:
+        raise SettingsError(f"{where}: {exc}") from exc
+
+
+def _routing(model: WrittenModel) -> RoutingSettings:
+    """A token budget that nobody chose is at most what the first pool holds; see `WrittenRouting`."""
+    chosen, pools = model.scheduler.routing, model.pools
+    budget = chosen.b_short_tokens or RoutingSettings().b_short_tokens
+    limit = pools[0].engine.max_model_len if len(pools) > 1 else None
+    if chosen.b_short_tokens is None and limit is not None:
+        is_boundary_of_contexts = len(pools) > _TWO or pools[1].engine.max_model_len == limit
+        budget = limit if is_boundary_of_contexts else min(budget, limit)
+    boundaries = tuple(pool.boundary_tokens for pool in pools[1:-1])
+    return _completed(
+        RoutingSettings,
+        chosen,
+        pools=tuple(pool.name for pool in pools),
+        b_short_tokens=budget,
+        boundaries_tokens=boundaries if any(boundaries) else (),
+        costs=tuple(pool.cost for pool in pools) if len({pool.cost for pool in pools}) > 1 else (),
+    )
+
+
+def _served(model: WrittenModel) -> Iterator[ServedModel]:
+    limits = [pool.engine.max_model_len for pool in model.pools]
+    known = [limit for limit in limits if limit is not None]
+    longest = max(known) if known and len(known) == len(limits) else None
+    on_demand = any(pool.starts_on_demand for pool in model.pools)
+    for name in model.names:
+        yield ServedModel(
+            name=name,
+            max_model_len=longest,
+            starts_on_demand=on_demand,
+            targets=model.tuner.targets,
+        )
+
+
+def _check_pools(where: str, model: ModelSettings) -> None:
+    first = model.pools[0]
+    for pool, longer in pairwise(model.pools):
+        limit, next_limit = pool.engine.max_model_len, longer.engine.max_model_len
+        if limit is not None and next_limit is not None and limit > next_limit:
+            raise SettingsError(
+                f"{where}.pools: the pool with the shorter context comes first, got max_model_len {limit:,} "
+                f"in {pool.name} before {next_limit:,} in {longer.name}"
+            )
+    for number, pool in enumerate(model.pools):
+        _check_boundary(f"{where}.pools[{number}].boundary_tokens", pool, model.pools)
+    if len(model.pools) == 1 or first.engine.max_model_len is None:
+        return
+    budget = model.scheduler.routing.b_short_tokens
+    if budget > first.engine.max_model_len:
+        raise SettingsError(
+            f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds what pool {first.name} holds "
+            f"(max_model_len {first.engine.max_model_len:,}): lower the first or raise the second"
+        )
+
+
+def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, ...]) -> None:
+    boundary, limit = pool.boundary_tokens, pool.engine.max_model_len
+    if boundary is None:
+        return
+    if pool is pools[0]:
+        raise SettingsError(
+            f"{where}: the boundary of the first pool is scheduler.routing.b_short_tokens: set that"
+        )
+    if pool is pools[-1]:
+        raise SettingsError(
+            f"{where}: everything above the other boundaries is at home in the last pool: leave it out"
+        )
+    if limit is not None and boundary > limit:
+        raise SettingsError(
+            f"{where} of {boundary:,} exceeds what pool {pool.name} holds (max_model_len {limit:,}): lower "
+            "the first or raise the second"
+        )
+
+
+def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
+    """An engine that keeps to the order of arrival refuses every request that comes with a priority."""
+    for number, pool in enumerate(pools):
+        if pool.engine.schedules_by_priority is False:
+            key = f"engine.{'emulated.advanced' if pool.engine.emulated else 'vllm.args'}.scheduling_policy"
+            raise SettingsError(
+                f"{where}.scheduler.engine_priority is enabled, but the engine of pool {pool.name} does not "
+                f"schedule by priority: set {where}.pools[{number}].{key} to priority"
+            )
+
+
+# Reads the settings of an application; the only place where YAML becomes typed settings.
+#
+# A key that nobody knows is refused by its full name, with the nearest known one as advice.
+
 
 IMPORT_PATH = "serve_app.app:build_app"
 
@@ -60,17 +219,4 @@ def written(args: object) -> WrittenApplication:
     Raises:
         SettingsError: all that is unknown, misplaced or out of range, one line each.
     """
-    reader = TreeReader(_EXTENDED)
-    tree = reader.laid_out(args, WrittenApplication)
-    try:
-        found = _adapter().validate_python(tree)
-    except ValidationError as exc:
-        raise SettingsError("\n".join([*reader.faults, *explained(exc, WrittenApplication)])) from exc
-    if reader.faults:
-        raise SettingsError("\n".join(reader.faults))
-    return found
-
-
-@cache
-def _adapter() -> TypeAdapter[WrittenApplication]:
-    return TypeAdapter(WrittenApplication)
+    return read(WrittenApplication, args, as_file=True, extended=_EXTENDED)

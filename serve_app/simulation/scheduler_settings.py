@@ -7,17 +7,14 @@ output token reaches it.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from serve_app.errors import SettingsError
 from serve_app.routing.pools import RoutingSettings
 from serve_app.scheduling import SchedulerSettings
-from serve_app.settings_base import ADVANCED, OutOfRangeError, block_of, describe
+from serve_app.settings_base import ADVANCED, block_of, describe, read
 from serve_app.simulation.workload import MODEL
 
 # More than any trace holds.
@@ -25,8 +22,6 @@ _UNLIMITED = 1_000_000_000
 
 # Of the routing settings, those that follow from the fleet.
 _OF_THE_FLEET = ("pools", "b_short_tokens", "boundaries_tokens", "costs")
-
-_ADAPTER = TypeAdapter(SchedulerSettings)
 
 
 def scheduler_settings(
@@ -54,9 +49,9 @@ def scheduler_settings(
         if owned in changes:
             raise SettingsError(f"{owned} is not to be set: it follows from the policy and the fleet")
     try:
-        settings = _ADAPTER.validate_python(tree)
-    except ValidationError as error:
-        raise SettingsError("; ".join(map(_explained, error.errors()))) from error
+        settings = read(SchedulerSettings, tree, as_file=False)
+    except SettingsError as error:
+        raise SettingsError("; ".join(str(error).splitlines())) from error
     of_the_fleet = {name: getattr(routing, name) for name in _OF_THE_FLEET}
     routing = replace(settings.routing, **of_the_fleet)
     return replace(settings, policy=policy, routing=routing)
@@ -70,46 +65,22 @@ def _known(path: str) -> str:
     """
     steps = [step for step in path.split(".") if step != ADVANCED.value]
     plain = ".".join(steps)
-    reached, block = _followed(steps)
-    if len(reached) == len(steps) or block is None:
+    known = dict(_paths(SchedulerSettings))
+    values = (each for each, is_block in known.items() if not is_block)
+    if plain in known or any(plain.startswith(f"{each}.") for each in values):
         return plain
-    known = list(_paths(SchedulerSettings))
     same_name = [each for each in known if each.rpartition(".")[2] == steps[-1]]
     near = same_name or difflib.get_close_matches(plain, known, n=1)
     raise SettingsError(f"{path}: unknown key" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _paths(block: type, above: str = "") -> Iterator[str]:
-    """Of all settings, and of the blocks that they stand in."""
+def _paths(block: type, above: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the path of every setting, and whether it is a block of others."""
     for setting in describe(block):
-        yield above + setting.name
         inner = block_of(setting.kind)
+        yield above + setting.name, inner is not None
         if inner is not None:
             yield from _paths(inner, f"{above}{setting.name}.")
-
-
-def _followed(steps: Sequence[int | str]) -> tuple[list[str], type | None]:
-    """The steps of a path that are settings, and the block that they end in; None when that is a value."""
-    reached: list[str] = []
-    block: type | None = SchedulerSettings
-    for step in steps:
-        kinds = {setting.name: setting.kind for setting in describe(block)} if block is not None else {}
-        if step not in kinds:
-            break
-        reached.append(str(step))
-        block = block_of(kinds[str(step)])
-    return reached, block
-
-
-def _explained(error: ErrorDetails) -> str:
-    """What is wrong with a value, in the words in which a settings file is refused."""
-    if error["type"] != "value_error":
-        path = ".".join(_followed(error["loc"])[0])
-        return f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
-    reason = error["ctx"]["error"]
-    if isinstance(reason, OutOfRangeError):
-        return f"{'.'.join(_followed((*error['loc'], reason.name))[0])} {reason.reason}"
-    return str(reason)
 
 
 def _plant(tree: dict[str, Any], path: str, value: object) -> None:

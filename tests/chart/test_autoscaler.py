@@ -9,7 +9,7 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 
-from serve_app.settings.pools import PoolSettings
+from serve_app.settings.application import PoolSettings
 from tests.chart.rendered import EXAMPLES, Object, application, only, render, values_of
 
 ON_RAY = ("default", *(name for name in EXAMPLES if name != "servers_outside"))

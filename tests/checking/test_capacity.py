@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.checking import check_file
-from serve_app.checking.capacity import check_capacity
+from serve_app.checking.engines import check_capacity
 from serve_app.cli import main
 from serve_app.settings.application import AppSettings
 from serve_app.settings.loading import settings_of

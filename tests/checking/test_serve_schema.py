@@ -14,9 +14,8 @@ from ray.serve.schema import (
     gRPCOptionsSchema,
 )
 
-from serve_app.checking import serve_schema
-from serve_app.checking.document import Document
-from serve_app.checking.serve_schema import check_serve_keys
+from serve_app.checking import serve_file as serve_schema
+from serve_app.checking.serve_file import Document, check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from serve_app.cli.explain import told_what_if
 from serve_app.counterfactuals.recording import (
     Recording,
     RecordingError,
@@ -18,7 +19,6 @@ from serve_app.counterfactuals.recording import (
 from serve_app.counterfactuals.replay import all_changes, replay_recording
 from serve_app.counterfactuals.what_if import FITTED, engines_of, replays_of, unchanged, what_if
 from serve_app.errors import Outcome
-from serve_app.receipts.what_if_text import told_what_if
 from tests.counterfactuals.production import STEP_TIMES, burst, produce
 
 COUNT = 120

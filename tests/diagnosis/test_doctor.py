@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from serve_app import status
-from serve_app.cli import main
-from serve_app.diagnosis import command
+from serve_app.cli import doctor as command
+from serve_app.cli import main, status
 from serve_app.errors import Outcome
-from serve_app.first_config.packaged import PACKAGED_CONFIG
+from serve_app.first_config.document import PACKAGED_CONFIG
 from serve_app.launch.instance import Instance
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.settings import ChannelSettings
@@ -29,8 +28,7 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.state.keeper import StateKeeper
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateKeeper, StateStore
 from tests.serving.gateway.builders import FakeDispatcher
 
 REPORT = {"received": 1, "running": 1, "waiting": 0, "kv_usage_ratio": 0.1, "tpot_s": 0.01, "draining": False}

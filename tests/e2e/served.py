@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
 from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_schema import NO_FRONT_END
+from serve_app.checking.serve_file import NO_FRONT_END
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
@@ -44,7 +44,7 @@ ARGS = {
             ],
             "scheduler": {
                 "policy": "ewsjf",
-                "routing": {"b_short_tokens": 2000, "spill": True},
+                "routing": {"b_short_tokens": 2000},
                 "max_waiting": 300,
             },
             # Learns from dozens of requests; the defaults need hundreds.

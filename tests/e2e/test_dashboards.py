@@ -114,7 +114,7 @@ RARE = {
                     "resources": {"num_cpus": 0.1},
                 },
             ],
-            "scheduler": {"routing": {"b_short_tokens": 1_000, "spill": True}},
+            "scheduler": {"routing": {"b_short_tokens": 1_000}},
             "tuner": {
                 "mode": True,
                 "profile": "laptop",

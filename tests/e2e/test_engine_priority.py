@@ -11,7 +11,7 @@ from tests.e2e.served import Served, serve, wait_for
 pytestmark = pytest.mark.slow
 
 # One sequence at a time, at 4 ms a token: a batch request takes two seconds, and six of them are a backlog.
-ENGINE = {"profile": "laptop", "max_num_seqs": 1, "scheduling_policy": "priority"}
+ENGINE = {"profile": "laptop", "max_num_seqs": 1, "advanced": {"scheduling_policy": "priority"}}
 BATCH_TOKENS, BACKLOG = 500, 6
 ARGS = {
     "models": [

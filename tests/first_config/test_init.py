@@ -17,7 +17,7 @@ import yaml
 from serve_app.checking import check_file
 from serve_app.cli import main
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.first_config.packaged import PACKAGED_CONFIG, default_config
+from serve_app.first_config.document import PACKAGED_CONFIG, default_config
 from serve_app.settings.application import ModelSettings
 from serve_app.settings.loading import load_settings
 from tests.engines.servers import free_port, served

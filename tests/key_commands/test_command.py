@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.api_keys.file import read_keys
+from serve_app.api_keys import read_keys
 from serve_app.cli import main
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.keys.file_keys import FileKeys
+from serve_app.serving.gateway.keys import FileKeys
 
 CONFIG = """
 applications:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from serve_app.launch.messages import Progress
-from serve_app.launch.terminal.console import Console, WayIn
+from serve_app.launch.terminal import Console, WayIn
 
 WAY_IN = WayIn(
     url="http://127.0.0.1:8000",
@@ -52,7 +52,7 @@ def test_an_answer_that_is_awaited_is_told_of_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("serve_app.launch.terminal.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve_app.launch.terminal.time.monotonic", lambda: now)
     console = Console()
     console.draining(3, 600.0)
     now += 6
@@ -66,7 +66,7 @@ def test_an_answer_that_is_awaited_is_told_of_now_and_then(
 
 def test_an_output_that_nobody_reads_stops_nothing() -> None:
     code = (
-        "from serve_app.launch.terminal.console import Console\n"
+        "from serve_app.launch.terminal import Console\n"
         "from serve_app.launch.messages import Progress\n"
         "console = Console()\n"
         "for _ in range(3):\n"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.launch.failures.engine_logs import Stages
-from serve_app.launch.failures.reason import reason_of
+from serve_app.launch.failures import Stages, reason_of
 
 SERVE_SAYS = """The deployment failed to start 1 times in a row. Error:
 ray::ServeReplica:ewsjf:only-bad.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)

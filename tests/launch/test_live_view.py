@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.launch.terminal.live_view import LiveView
+from serve_app.launch.terminal import LiveView
 from tests.launch.application import configuration, terminal
 
 

@@ -11,9 +11,9 @@ from experiments.rollouts.run import changed_args
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.settings import gateway_hot, with_hot_gateway
-from serve_app.serving.hot import with_hot_settings
 from serve_app.serving.scheduler.actor import SchedulerActorSettings
 from serve_app.settings.loading import load_settings, settings_of
+from serve_app.settings_base import with_hot_settings
 from tests.test_app import arguments, deployments
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ POOL = "models[].pools[]"
 # A path, another value, and what it replaces; `docs/operations.md` has the same table.
 CHANGES: dict[str, tuple[Any, set[str]]] = {
     "models[].scheduler": ({"max_waiting": 9, "fairness": {"weights": {"a": 2.0}}}, set()),
-    "models[].gpu_budget": (7.0, set()),
+    "models[].advanced.gpu_budget": (7.0, set()),
     f"{POOL}.autoscaling": ({"min_replicas": 2, "max_replicas": 4}, set()),
     f"{POOL}.advanced.cost": (2.0, set()),
     f"{POOL}.health_check_timeout_s": (77.0, {SHORT}),
@@ -50,8 +50,8 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "gateway.keys": ([{"tenant": "a", "key": "secret-of-a"}], set()),
     "gateway.keys_file": ("/keys.yaml", set()),
     "gateway.cors": ({"allow_origins": ["https://a.example"]}, set()),
-    "gateway.log_requests": (False, set()),
-    "gateway.max_body_bytes": (2_048, set()),
+    "gateway.advanced.log_requests": (False, set()),
+    "gateway.advanced.max_body_bytes": (2_048, set()),
     "gateway.prefix": ({"per_tenant": True}, set()),
     "gateway.advanced.upstream": ({"connect_timeout_s": 9.0}, {GATEWAY}),
     "gateway.tracing": (True, {GATEWAY}),
@@ -113,11 +113,14 @@ def test_unusual_values_survive_the_way_into_a_process() -> None:
     scheduler = {
         "queue_timeout_s": {"batch": float("inf")},
         "fairness": {"mode": "requests", "weights": {"a": 2.5}},
-        "class_floors": {},
         "policy": "wspt-drr",
-        "advanced": {"no_replica_grace_s": float("inf"), "isolation": {"max_long_prefills": 0}},
+        "advanced": {
+            "class_floors": {},
+            "no_replica_grace_s": float("inf"),
+            "isolation": {"max_long_prefills": 0},
+        },
     }
-    key = {"tenant": "a", "env": "A_KEY", "allowed_classes": ["batch", "default"], "default_class": "batch"}
+    key = {"tenant": "a", "env": "A_KEY", "highest_class": "default", "advanced": {"default_class": "batch"}}
     gateway = {"keys": [key], "advanced": {"metrics_key": {"key": "secret-of-metrics"}}}
     settings = settings_of(changed_args(ARGS, {"models.0.scheduler": scheduler, "gateway": gateway}))
     assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway

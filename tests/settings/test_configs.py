@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.checking.capacity import check_capacity
-from serve_app.checking.engine_setup import known_setup
+from serve_app.checking.engines import check_capacity, known_setup
 from serve_app.engine_model.profiles import load_profile
 from serve_app.engine_model.roofline import capacity
 from serve_app.launch.environment import default_settings

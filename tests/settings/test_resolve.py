@@ -67,11 +67,11 @@ def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
-    ready = emulated(max_model_len=2_048, scheduling_policy="priority")
+    ready = emulated(max_model_len=2_048, advanced={"scheduling_policy": "priority"})
     args = {"max_model_len": 4_096}
     assert refusal(priority_model(ready, emulated(max_model_len=8_192))) == (
         "models[0].scheduler.engine_priority is enabled, but the engine of pool long does not schedule by "
-        "priority: set models[0].pools[1].engine.emulated.scheduling_policy to priority"
+        "priority: set models[0].pools[1].engine.emulated.advanced.scheduling_policy to priority"
     )
     told = refusal(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
     assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in told
@@ -91,7 +91,7 @@ def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trus
 
 
 def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
-    settings = parse(model(pools=[pool("long", engine=emulated(scheduling_policy="priority"))]))
+    settings = parse(model(pools=[pool("long", engine=emulated(advanced={"scheduling_policy": "priority"}))]))
     assert not settings.models[0].scheduler.engine_priority.enabled
 
 
@@ -151,7 +151,7 @@ def test_every_pool_stands_after_those_of_shorter_contexts() -> None:
 
 
 def test_a_border_that_adapts_is_for_two_pools() -> None:
-    scheduler = {"routing": {"adaptive_b_short": {"enabled": True}}}
+    scheduler = {"routing": {"advanced": {"adaptive_b_short": {"enabled": True}}}}
     told = refusal(model(pools=tiers(), scheduler=scheduler))
     assert "adaptive_b_short balances two pools, got small, middle, large" in told
 

@@ -206,7 +206,7 @@ def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
         ("target_waiting=5", "target_waiting: unknown key; did you mean backpressure.target_waiting?"),
         (
             "backpressure.target_waiting=many",
-            "simulate: backpressure.target_waiting: input should be a valid",
+            "simulate: backpressure.target_waiting must be a whole number, got 'many'",
         ),
         ("backpressure.target_waiting=-1", "simulate: backpressure.target_waiting must "),
     ],

@@ -19,7 +19,7 @@ from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import SettingsError
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 @settings
@@ -33,7 +33,7 @@ class EmulatedEngineSettings:
         seed: of the random lengths of answers.
     """
 
-    served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
+    served_model_names: Annotated[tuple[str, ...] | None, INTERNAL] = None
     # Names of LoRA adapters that it lists from its start; more can be loaded while it runs, as in vLLM.
     lora_modules: Annotated[tuple[str, ...], ADVANCED] = ()
     profile: str = "laptop"
@@ -45,23 +45,23 @@ class EmulatedEngineSettings:
     # limit lets short prompts pass it.
     long_prefill_token_threshold: int = 0
     # Order of the engine's own queue: by arrival, or by the `priority` in the request's body.
-    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
     # Prompt blocks computed before are taken from the cache.
-    enable_prefix_caching: Annotated[bool, ADVANCED] = True
+    enable_prefix_caching: Annotated[bool, INTERNAL] = True
     # None never refuses: requests that the engine cannot run yet wait in the scheduler.
-    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit"), ADVANCED] = None
+    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
     # 20 the process cannot keep up with small steps, and the engine is slower than asked for.
     speed_up: Annotated[float, POSITIVE, ADVANCED] = 1.0
     seed: Annotated[int, ADVANCED] = 0
     # Answers whose length the client does not state: a log-normal, about as wide as in chat traces.
-    mean_output_tokens: Annotated[float, POSITIVE, ADVANCED] = 120.0
+    mean_output_tokens: Annotated[float, POSITIVE, INTERNAL] = 120.0
     # Standard deviation of the logarithm of those lengths.
-    output_tokens_sigma: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.8
+    output_tokens_sigma: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.8
     # With a vocabulary of 128,000 tokens English has 4 or more, code 3, Chinese 2 to 3; this is between.
-    bytes_per_token: Annotated[float, at_least(1), ADVANCED] = 3.7
+    bytes_per_token: Annotated[float, at_least(1), INTERNAL] = 3.7
     # Length of the vectors that `/v1/embeddings` answers with.
-    embedding_dimensions: Annotated[int, POSITIVE, ADVANCED] = 64
+    embedding_dimensions: Annotated[int, POSITIVE, INTERNAL] = 64
 
     def __post_init__(self) -> None:
         if not all(self.model_names) or not self.model_names:

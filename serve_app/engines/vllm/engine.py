@@ -23,7 +23,7 @@ from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
 from serve_app.errors import EngineError, ServeAppError, SettingsError
-from serve_app.settings_base import ADVANCED, POSITIVE, settings
+from serve_app.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class VllmEngineSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
     # ten seconds, most of them in the interpreters, and a replica that is told to stop has few.
-    stop_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 3.0
+    stop_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 3.0
     # Longer than any single iteration. The replica is then replaced, and requests without a first token are
     # served elsewhere; else they would wait until the gateways' `silence_timeout_s`.
     stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0

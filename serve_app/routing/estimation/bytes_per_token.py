@@ -41,6 +41,9 @@ _COLD_START = {
     TextCategory.NUMERIC: 1.15,
     TextCategory.MIXED: 2.3,
 }
+# Least deviation, as a share of the mean: after many similar requests the next one may still be
+# different.
+_LEAST_DEVIATION_RATIO = 0.03
 
 
 @settings(block="estimator.ratio")
@@ -53,9 +56,6 @@ class RatioSettings:
     # Margin in mean absolute deviations. Higher sends fewer requests to a pool that is too short for them,
     # and more to the long pool that would have fitted the short one (experiments/estimator has the figures).
     gamma: Annotated[float, NOT_NEGATIVE] = 1.0
-    # Least deviation, as a share of the mean: after many similar requests the next one may still be
-    # different.
-    least_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.03
     # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which
     # requests are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact
     # count.
@@ -121,7 +121,7 @@ class BytesPerToken:
     def conservative(self) -> float:
         """c*, the divisor for the upper estimate of the tokens; never above `unbiased`."""
         settings = self._settings
-        deviation = max(self.deviation, settings.least_deviation_ratio * self.mean)
+        deviation = max(self.deviation, _LEAST_DEVIATION_RATIO * self.mean)
         careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
         return min(self.unbiased, careful)
 

@@ -35,10 +35,8 @@ class OutputSettings:
     # the engine cuts it off silently, so this is high. For ordinary chat even the 99th percentile is far
     # below a context window.
     quantile: Annotated[float, INNER_SHARE.hint("0.99 is usual")] = 0.99
-    # That replacement, and the mean, before anything is learned (LMSYS-Chat-1M: p99 502, mean 177).
+    # That replacement, before anything is learned (LMSYS-Chat-1M: p99 502).
     default_max_tokens: Annotated[int, at_least(1)] = 1024
-    # See `default_max_tokens`.
-    default_mean_tokens: Annotated[int, at_least(1)] = 256
     # A larger max_tokens counts as none: frameworks send the context window, or a million.
     largest_believed_max_tokens: Annotated[int, at_least(1)] = 65_536
     # Answers that must have ended by themselves before the learned lengths are used. At 50, the 99th

@@ -16,6 +16,8 @@ from serve_app.routing.snapshot import Snapshot, section, sections, text
 
 # Of the assumed mean length, for predictions that must not refuse what could be served.
 _ASSUMED_SHARE = 0.4
+# Mean length of an answer before anything is learned (LMSYS-Chat-1M: 177).
+_DEFAULT_MEAN_TOKENS = 256
 
 
 class OutputEstimate(NamedTuple):
@@ -49,7 +51,7 @@ class OutputLengthEstimator:
         settings, curve, limit = self._settings, self._curve(request), self._believed(request)
         if curve is None:
             limit = settings.default_max_tokens if limit is None else limit
-            mean = settings.default_mean_tokens  # of an exponential distribution, cut at the limit
+            mean = _DEFAULT_MEAN_TOKENS  # of an exponential distribution, cut at the limit
             expected = 0.0 if limit <= 0 else -mean * math.expm1(-limit / mean)
             return OutputEstimate(limit, expected, min(expected, _ASSUMED_SHARE * mean))
         limit = curve.quantile() if limit is None else limit

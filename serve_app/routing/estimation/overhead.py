@@ -34,22 +34,22 @@ _MESSAGE_DRIFT = 0.0005
 _MEDIA_STEP = 0.05
 _MEDIA_COLD_WEIGHT = 1.0
 _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
+# Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
+_REQUEST_TOKENS = 16.0
+# Standard deviation of `message_tokens`. Higher learns sooner from the first observations.
+_MESSAGE_DEVIATION_TOKENS = 2.0
+# A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
+_PLAIN_TOKENS = 1.0
 
 
 @settings(block="estimator.overhead")
 class OverheadSettings:
     """Prior values of chat template and media, in tokens."""
 
-    # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
-    request_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 16.0
-    # Standard deviation of `request_tokens`. Higher learns sooner from the first observations.
+    # Standard deviation of `_REQUEST_TOKENS`. Higher learns sooner from the first observations.
     request_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 16.0
     # <|im_start|>, role, line end, <|im_end|>, line end.
     message_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 5.0
-    # Standard deviation of `message_tokens`. Higher learns sooner from the first observations.
-    message_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 2.0
-    # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
-    plain_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1.0
     # An image or audio clip, until some have been observed: LLaVA 576, Qwen-VL up to 16 k.
     media_item_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1024.0
 
@@ -73,10 +73,10 @@ class TemplateOverhead:
 
     def __init__(self, settings: OverheadSettings) -> None:
         self._settings = settings
-        self.per_request = settings.request_tokens
+        self.per_request = _REQUEST_TOKENS
         self.per_message = settings.message_tokens
         self._request_variance = settings.request_deviation_tokens**2
-        self._message_variance = settings.message_deviation_tokens**2
+        self._message_variance = _MESSAGE_DEVIATION_TOKENS**2
         self._covariance = 0.0
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class TemplateOverhead:
     def tokens(self, messages: int) -> float:
         """Mean overhead of a prompt with so many messages; 0 messages mean a plain completion."""
         if messages <= 0:
-            return self._settings.plain_tokens
+            return _PLAIN_TOKENS
         return max(0.0, self.per_request + self.per_message * messages)
 
     def deviation(self, messages: int) -> float:
@@ -124,7 +124,7 @@ class TemplateOverhead:
     def _scale_variances(self, factor: float) -> None:
         """Multiply the variances, and keep them between the drift and their initial values."""
         settings = self._settings
-        first, second = settings.request_deviation_tokens**2, settings.message_deviation_tokens**2
+        first, second = settings.request_deviation_tokens**2, _MESSAGE_DEVIATION_TOKENS**2
         self._request_variance = min(max(self._request_variance * factor, _REQUEST_DRIFT), first)
         self._message_variance = min(max(self._message_variance * factor, _MESSAGE_DRIFT), second)
         # |covariance| may not exceed the geometric mean, or some number of messages has a negative variance.

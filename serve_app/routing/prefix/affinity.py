@@ -27,7 +27,10 @@ from serve_app.routing.prefix.blocks import cached_tokens
 from serve_app.routing.prefix.index import PrefixIndex
 from serve_app.routing.replica import ReplicaSpec
 from serve_app.routing.replica_state import ReplicaState
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE_SHARE, at_least, settings
+from serve_app.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE_SHARE, at_least, settings
+
+# Replicas compared with the one chosen by load, those with the longest match first.
+_MAX_CANDIDATES = 8
 
 
 @settings(block="affinity")
@@ -38,15 +41,13 @@ class AffinitySettings:
     enabled: bool = True
     # Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
     # expects hits on evicted prefixes, too little forgets prefixes that are still cached.
-    capacity_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7
+    capacity_ratio: Annotated[float, POSITIVE_SHARE, INTERNAL] = 0.7
     # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
-    max_blocks: Annotated[int, at_least(1), ADVANCED] = 500_000
-    # Replicas compared with the one chosen by load, those with the longest match first.
-    max_candidates: Annotated[int, at_least(1), ADVANCED] = 8
+    max_blocks: Annotated[int, at_least(1), INTERNAL] = 500_000
     # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of a
     # 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly, lower
     # keeps more sessions on their replica.
-    step_cost_tokens: Annotated[float, NOT_NEGATIVE, ADVANCED] = 2.0
+    step_cost_tokens: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class PrefixAffinity:
         if not request.submission.prefix:
             return None if by_load is None else PrefixPlacement(by_load, prompt_tokens)
         name = "" if by_load is None else by_load.spec.replica_id
-        held, more = self.index.better_than(name, request.submission.prefix, self._settings.max_candidates)
+        held, more = self.index.better_than(name, request.submission.prefix, _MAX_CANDIDATES)
         best = None if by_load is None else PrefixPlacement(by_load, self._left(request, prompt_tokens, held))
         baseline, best_gain_s = best, 0.0
         for match in more:

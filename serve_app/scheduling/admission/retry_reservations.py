@@ -35,6 +35,11 @@ _CLAIM_WEIGHT = 1 / 32
 
 _Key = tuple[str, int, PromptShape, int | None, int, tuple[int, ...]]
 _Group = tuple[int, str]
+# So long before it is due a reservation may be claimed: clients that read whole seconds of Retry-After
+# return up to a second late, never early.
+_EARLY_S = 0.25
+# So long after it is due a reservation is kept.
+_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class RetryReservations:
         reservation = _RetryReservation(
             key=_key(request),
             due_at=due_at,
-            claimable_at=max(due_at - self._settings.reservation_early_s, now + _LEAST_SHARE * after_s),
+            claimable_at=max(due_at - _EARLY_S, now + _LEAST_SHARE * after_s),
             rank=request.priority.rank,
             tenant=request.tenant,
             tokens=tokens,
@@ -134,7 +139,7 @@ class RetryReservations:
         """Drop the reservations that were not claimed in time."""
         if not self._in_slot:
             return
-        last = _slot(now - self._settings.reservation_grace_s) - 1
+        last = _slot(now - _GRACE_S) - 1
         for slot in [slot for slot in self._in_slot if slot <= last]:
             for reservation in self._in_slot[slot]:
                 self._remove(reservation)

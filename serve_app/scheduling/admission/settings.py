@@ -4,6 +4,7 @@ from typing import Annotated
 
 from serve_app.settings_base import (
     ADVANCED,
+    INTERNAL,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
@@ -27,21 +28,16 @@ class AdmissionSettings:
         reserved_share: share of `max_waiting` kept for each higher class: `default` leaves it free for
             `interactive`, `batch` leaves it free twice.
         max_reservations: most retry reservations at any time.
-        reservation_early_s: how long before it is due a reservation may be claimed.
-        reservation_grace_s: how long after it is due it is kept.
     """
 
     # The drain rate of a saturated fleet varies from one half-minute to the next.
-    deadline_margin_ratio: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.2
+    deadline_margin_ratio: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.2
     # A single wait may differ much from its prediction; the mean of five does not.
-    min_observations: Annotated[int, at_least(1), ADVANCED] = 5
+    min_observations: Annotated[int, at_least(1), INTERNAL] = 5
     # Well above the time between two dispatches of one kind under load, well below a client's timeout.
-    probe_interval_s: Annotated[float, POSITIVE, ADVANCED] = 10.0
+    probe_interval_s: Annotated[float, POSITIVE, INTERNAL] = 10.0
     # A fifth is left for tenants that arrive later; two heavy tenants get 44 % each, and a ninth is left.
-    tenant_share: Annotated[float, POSITIVE_SHARE] = 0.8
-    reserved_share: Annotated[float, share_below(0.5).hint("batch leaves it free twice"), ADVANCED] = 0.1
+    tenant_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.8
+    reserved_share: Annotated[float, share_below(0.5).hint("batch leaves it free twice"), INTERNAL] = 0.1
     # Twice the default of `max_waiting`; about half a kilobyte each.
-    max_reservations: Annotated[int, NOT_NEGATIVE, ADVANCED] = 4_000
-    # Clients that read whole seconds of Retry-After return up to a second late, never early.
-    reservation_early_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.25
-    reservation_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 3.0
+    max_reservations: Annotated[int, NOT_NEGATIVE, INTERNAL] = 4_000

@@ -32,7 +32,15 @@ from typing import Annotated
 
 from serve_app.routing.prefill_cost import PrefillCosts
 from serve_app.routing.replica_state import ReplicaState
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, at_least, settings
+from serve_app.settings_base import (
+    ADVANCED,
+    INTERNAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    at_least,
+    settings,
+)
 
 LONE_BATCH_FACTOR = 8
 """So many times `batch_prefill_s` are enough to fill iterations, where batch work can delay nobody."""
@@ -49,27 +57,27 @@ class BackpressureSettings:
     # between reports, times this.
     lag_factor: Annotated[float, NOT_NEGATIVE, ADVANCED] = 3.0
     # The target for the batch class: 0 sends batch work only to an engine whose queue is empty.
-    batch_target_waiting: Annotated[int, NOT_NEGATIVE, ADVANCED] = 0
+    batch_target_waiting: Annotated[int, NOT_NEGATIVE, INTERNAL] = 0
     # Batch work also goes to an engine with at most so many seconds of prefill under way, as learned from
     # first tokens. That is less than one iteration, so nothing waits behind it. With 0, one short batch
     # request runs in an iteration that has capacity for ten, and batch work alone loses about half of its
     # throughput; the TTFT of interactive requests beside it is lower then. Two seconds after the last request
     # above batch it is eight times as much.
-    batch_prefill_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.02
+    batch_prefill_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.02
     # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
     # as many as people read. Null sets no limit.
     tpot_gate_s: Annotated[float | None, POSITIVE.hint("null is no gate")] = 0.15
     # Dispatch resumes below this share of the limit, so that it does not oscillate.
-    tpot_reopen_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.9
+    tpot_reopen_ratio: Annotated[float, POSITIVE_SHARE, INTERNAL] = 0.9
     # Share of the KV cache in use above which nothing more is sent, since the next blocks would need a
     # preemption.
-    kv_gate_ratio: Annotated[float, POSITIVE, ADVANCED] = 0.98
+    kv_gate_ratio: Annotated[float, POSITIVE, INTERNAL] = 0.98
     # Seconds of prefill under way on a replica above which it gets nothing more, as learned from first
     # tokens. A single request may always be sent, however long.
     max_prefill_backlog_s: Annotated[float, POSITIVE, ADVANCED] = 4.0
     # A replica whose last report is older than this counts as saturated. Replicas report at least twice
     # a second.
-    report_limit_s: Annotated[float, POSITIVE, ADVANCED] = 2.5
+    report_limit_s: Annotated[float, POSITIVE, INTERNAL] = 2.5
     # Share of the KV cache that may be reserved, at the *expected* length of each request. Reserving
     # max_tokens instead would leave much of the cache of a KV-bound replica unused.
     kv_fill_ratio: Annotated[float, POSITIVE, ADVANCED] = 1.0

@@ -18,7 +18,7 @@ from collections import Counter
 from typing import Annotated
 
 from serve_app.request import PriorityClass, Request
-from serve_app.settings_base import ADVANCED, POSITIVE, SHARE, at_least, settings
+from serve_app.settings_base import ADVANCED, INTERNAL, POSITIVE, SHARE, at_least, settings
 
 # Far more than any tenant has in flight, so that the last of a class is ordered before the first of the next.
 BAND = 1_000_000
@@ -35,9 +35,9 @@ class EnginePrioritySettings:
     # shares act only on what waits outside it, so the longer it is, the more the order is the engine's.
     target_waiting: Annotated[int, at_least(1), ADVANCED] = 32
     # Share of that queue that batch work may fill; the rest is for requests that pass it.
-    batch_share: Annotated[float, SHARE, ADVANCED] = 0.5
+    batch_share: Annotated[float, SHARE, INTERNAL] = 0.5
     # Prefill of a lower class does not delay that of a higher one, beyond the iteration under way.
-    max_prefill_backlog_s: Annotated[float, POSITIVE, ADVANCED] = 30.0
+    max_prefill_backlog_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
 
 
 class EnginePriorities:

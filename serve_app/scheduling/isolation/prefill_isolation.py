@@ -27,7 +27,7 @@ from serve_app.request import PriorityClass
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.isolation.feedback_delay import FeedbackDelay
 from serve_app.scheduling.request import ScheduledRequest
-from serve_app.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, settings
+from serve_app.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 
 NEVER_LONG_TOKENS = 256
 """A prompt of so many tokens is short, whatever else arrives: it takes no more of an iteration than one chunk
@@ -39,6 +39,10 @@ _RELEARN_EVERY = 64
 _GAP_TOLERANCE = 0.6
 # Buckets with less of the work than this are outliers in a gap.
 _OUTLIER_SHARE = 0.001
+# Seconds to an engine and back that do not count as delay: a part of an iteration costs nothing.
+_USUAL_LAG_S = 0.05
+# Share of a length's weight that is left after 1,000 requests, so that old traffic fades.
+_KEEP_PER_THOUSAND = 0.5
 
 
 @settings(block="isolation")
@@ -56,28 +60,24 @@ class IsolationSettings:
     # Share of prefill work that counts as longest. Higher leaves more capacity to medium prompts.
     longest_work_share: Annotated[float, INNER_SHARE] = 0.5
     # The boundaries of "long" and "longest" until enough requests have been observed, in tokens.
-    prior_boundary_tokens: int = 1_024
+    prior_boundary_tokens: Annotated[int, INTERNAL] = 1_024
     # See `prior_boundary_tokens`.
-    prior_longest_tokens: int = 4_096
+    prior_longest_tokens: Annotated[int, INTERNAL] = 4_096
     # Requests after which the learned boundaries are used.
-    min_observations: Annotated[int, POSITIVE] = 200
+    min_observations: Annotated[int, POSITIVE, INTERNAL] = 200
     # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
     # its share beside others with short ones. For each so many average requests that it is behind every other
     # waiting tenant, it may have one more long prefill, up to `max_owed` more. At 1, tenants that are alike
     # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy ones.
-    owed_requests: Annotated[float, POSITIVE] = 2.0
+    owed_requests: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # See `owed_requests`.
-    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off")] = 4
+    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off"), INTERNAL] = 4
     # When no short request above the batch class has arrived for so many seconds, there is none to protect.
     # Then as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a
     # 70B profile). Otherwise a backlog of long prompts alone would leave much of each iteration unused.
-    no_short_s: Annotated[float, POSITIVE] = 2.0
+    no_short_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # See `no_short_s`.
-    no_short_long_prefills: Annotated[int, POSITIVE] = 8
-    # Seconds to an engine and back that do not count as delay: a part of an iteration costs nothing.
-    usual_lag_s: Annotated[float, NOT_NEGATIVE] = 0.05
-    # Share of a length's weight that is left after 1,000 requests, so that old traffic fades.
-    keep_per_thousand: Annotated[float, INNER_SHARE] = 0.5
+    no_short_long_prefills: Annotated[int, POSITIVE, INTERNAL] = 8
 
     def __post_init__(self) -> None:
         if not 0 < self.prior_boundary_tokens <= self.prior_longest_tokens:
@@ -154,14 +154,13 @@ class PrefillIsolation:
         more = min(settings.max_owed, int(behind_requests / settings.owed_requests))
         if now - self._short_arrived_at > settings.no_short_s:
             more = max(more, settings.no_short_long_prefills - settings.max_long_prefills)
-        limit_factor = self._delay.limit_factor(settings.usual_lag_s)
+        limit_factor = self._delay.limit_factor(_USUAL_LAG_S)
         long = round(settings.max_long_prefills * limit_factor)
         longest = round(settings.max_longest_prefills * limit_factor)
         return (long + more, longest + more)[:prefill_class]
 
     def _learn(self) -> None:
-        settings = self._settings
-        keep = settings.keep_per_thousand ** (_RELEARN_EVERY / 1_000)
+        keep = _KEEP_PER_THOUSAND ** (_RELEARN_EVERY / 1_000)
         self._work = {bucket: work * keep for bucket, work in self._work.items()}
         self._update_boundaries()
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, field, fields
 from typing import Annotated
 
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings, share_below
+from serve_app.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE, at_least, settings, share_below
 
 
 @settings(block="ewsjf.weights")
@@ -35,7 +35,7 @@ class GivenWeights:
     """Weights that were set; the policy uses its own for those that are None."""
 
     # Constant term of the score.
-    w_base: float | None = None
+    w_base: Annotated[float | None, INTERNAL] = None
     # The part of the weight of waiting that grows with the mean length of the queue, per token.
     a_u: float | None = None
     # The part of the weight of waiting that is the same for all queues.
@@ -45,7 +45,7 @@ class GivenWeights:
     # The part of the weight of length that is the same for all queues.
     b_f: float | None = None
     # Lower bound of both weights.
-    floor: float | None = None
+    floor: Annotated[float | None, INTERNAL] = None
 
     def __post_init__(self) -> None:
         self.over(PAPER_WEIGHTS)
@@ -70,8 +70,8 @@ class EwsjfSettings:
     # By default the paper's policy has the paper's weights, and ours ages less (`OWN_WEIGHTS`).
     weights: GivenWeights = field(default_factory=GivenWeights)
     # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
-    tolerance_ratio: Annotated[float, share_below(1)] = 0.10
+    tolerance_ratio: Annotated[float, share_below(1), INTERNAL] = 0.10
     # Width of a bubble queue when the queue below it has none to copy.
-    bubble_width_tokens: Annotated[int, at_least(1)] = 512
+    bubble_width_tokens: Annotated[int, at_least(1), INTERNAL] = 512
     # Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
-    bubble_rounds: Annotated[int, at_least(1)] = 30
+    bubble_rounds: Annotated[int, at_least(1), INTERNAL] = 30

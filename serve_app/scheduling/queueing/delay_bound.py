@@ -22,7 +22,12 @@ from typing import Annotated
 
 from serve_app.routing.replica_state import PrefillClass
 from serve_app.scheduling.request import ScheduledRequest
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import NOT_NEGATIVE, settings
+
+# A prompt passes an overdue one when it is at most this part of it: 2.5 is two fifths.
+_PASSING_RATIO = 2.5
+# The time after which the longest wait of a turn counts half: about a burst.
+_HALF_LIFE_S = 120.0
 
 
 @settings(block="delay_bound")
@@ -32,10 +37,6 @@ class DelayBoundSettings:
     # A long prompt is overdue when it has waited so many times the longest wait that the order of arrival
     # would have brought of late. A higher ratio serves more requests soon, and the last ones later.
     wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 switches the bound off")] = 1.2
-    # A prompt passes an overdue one when it is at most this part of it: 2.5 is two fifths.
-    passing_ratio: Annotated[float, at_least(1)] = 2.5
-    # The time after which the longest wait of a turn counts half: about a burst.
-    half_life_s: Annotated[float, POSITIVE] = 120.0
 
 
 class DelayBound:
@@ -73,7 +74,7 @@ class DelayBound:
     def longest_s(self, now: float) -> float:
         """The longest wait for a turn of late, in seconds; it fades."""
         age_s: float = max(0.0, now - self._longest_at)
-        faded: float = self._longest_s * 0.5 ** (age_s / self._settings.half_life_s)
+        faded: float = self._longest_s * 0.5 ** (age_s / _HALF_LIFE_S)
         return faded
 
     def is_overdue(self, head: ScheduledRequest, now: float) -> bool:
@@ -90,7 +91,7 @@ class DelayBound:
         if not overdue or len(heads) == 1:
             return heads
         overdue.sort(key=lambda head: (head.request.arrived_at, head.sequence))
-        passes = overdue[0].prefill_tokens / self._settings.passing_ratio
+        passes = overdue[0].prefill_tokens / _PASSING_RATIO
         others = [head for head in heads if not self.is_overdue(head, now)]
         much_shorter = [head for head in others if head.prefill_tokens <= passes]
         return much_shorter + overdue + [head for head in others if head.prefill_tokens > passes]

@@ -30,7 +30,7 @@ from typing import Annotated
 
 from serve_app.request import Request, Usage
 from serve_app.routing.estimation.estimate import TokenEstimate
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, settings
+from serve_app.settings_base import INTERNAL, NOT_NEGATIVE, settings
 
 # Most tenants that count as equals at once: a bound on the cost of one decision.
 _MOST_EQUALS = 32
@@ -62,16 +62,16 @@ class FairnessSettings:
     weights: Mapping[str, float] = field(default_factory=dict)
     # A generated token needs a slot of the batch for one more iteration; a prompt token shares an iteration
     # with hundreds of others. VTC charges 1 and 2.
-    prefill_weight: Annotated[float, NOT_NEGATIVE, ADVANCED] = 1.0
+    prefill_weight: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
     # Charge of a generated token; see `prefill_weight`.
-    decode_weight: Annotated[float, NOT_NEGATIVE, ADVANCED] = 2.0
+    decode_weight: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
     # Differences up to the cost of so many average requests leave the choice to the score. Lower is stricter
     # from one request to the next, and makes no difference over a minute.
-    quantum_requests: Annotated[float, NOT_NEGATIVE, ADVANCED] = 1.0
+    quantum_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
     # How far a tenant may get ahead of a waiting one, in average requests, while the other's requests are too
     # long for the free capacity. What goes beyond is not charged, or it would be locked out until the other
     # has caught up.
-    max_lead_requests: Annotated[float, NOT_NEGATIVE, ADVANCED] = 64.0
+    max_lead_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 64.0
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():

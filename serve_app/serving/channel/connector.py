@@ -27,6 +27,8 @@ logger = logging.getLogger("ray.serve")
 _MOST_DOUBLINGS = 3
 
 Locate = Callable[[], Awaitable[SchedulerEndpoint]]
+# Before a lost scheduler is looked for again; it doubles up to `backoff_max_s`.
+_FIRST_PAUSE_S = 0.05
 
 
 class Resident(Protocol):
@@ -141,7 +143,7 @@ class Connector:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        pause_s, tries = self._settings.backoff_min_s, 0
+        pause_s, tries = _FIRST_PAUSE_S, 0
         while True:
             began = loop.time()
             try:
@@ -156,7 +158,7 @@ class Connector:
                         "event=scheduler_unreachable peer=%s tries=%d reason=%r", self._peer_id, tries, error
                     )
             if loop.time() - began > self._settings.backoff_max_s and tries == 0:
-                pause_s = self._settings.backoff_min_s
+                pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 

@@ -56,6 +56,8 @@ _CLOSING = "this gateway is shutting down"
 _LATELY_S = 10.0
 # A connected scheduler ends a request's time in the queue itself; one that is so late is out of order.
 _OVERDUE_S = 5.0
+# Time in the queue for a request without its own, until a scheduler names a default.
+_OFFLINE_TIMEOUT_S = 60.0
 
 
 class GatewayClient:
@@ -382,7 +384,7 @@ class GatewayClient:
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
             return submission.queue_timeout_s
-        return self._queue_timeouts_s.get(submission.priority, self._settings.offline_timeout_s)
+        return self._queue_timeouts_s.get(submission.priority, _OFFLINE_TIMEOUT_S)
 
     def _objection(self, submission: Submission) -> Conclusion | None:
         """Refuse a request without asking the scheduler, or not."""

@@ -19,6 +19,8 @@ logger = logging.getLogger("ray.serve")
 
 # An engine's last words may quote a whole log, and a frame has a limit.
 _MAX_REASON_CHARS = 1_000
+# A replica reports this often even when nothing has changed.
+_REPORT_AT_LEAST_S = 0.5
 
 
 class ReplicaClient:
@@ -138,7 +140,7 @@ class ReplicaClient:
             self._on_engine_recovery()
         silent_s = self._loop.time() - self._reported_at
         # A little early, so that the rhythm of the looks does not stretch the interval.
-        due = silent_s > self._settings.report_at_least_s - self._settings.report_s / 2
+        due = silent_s > _REPORT_AT_LEAST_S - self._settings.report_s / 2
         if report != self._report or due:
             self._tell(report)
 

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from serve_app.serving.tls import TlsSettings
-from serve_app.settings_base import POSITIVE, at_least, between, settings
+from serve_app.settings_base import INTERNAL, POSITIVE, at_least, between, settings
 
 
 @settings(block="channel")
@@ -22,16 +22,12 @@ class ChannelSettings:
         handshake_s: a connection that has not introduced itself by then is closed.
         locate_s: how long the search for the scheduler may take before it starts again; doubles, up to eight
             times this, while searches fail.
-        backoff_min_s: first pause before a lost scheduler is looked for again.
-        backoff_max_s: longest such pause; it doubles from the first one.
+        backoff_max_s: longest pause before a lost scheduler is looked for again; it doubles from 0.05 s.
         report_s: a replica looks at its engine's load this often, and reports it when it has changed.
-        report_at_least_s: a replica reports this often even when nothing has changed.
-        superseded_check_s: the scheduler looks for a newer incarnation of itself this often.
         max_frame_bytes: a longer frame ends the connection.
         max_write_buffer_bytes: a peer with more than this unread ends the connection.
         max_pending_handshakes: connections without an introduction; more are not accepted meanwhile.
         max_waiting_offline: requests that one gateway holds while no scheduler is there to refuse them.
-        offline_timeout_s: time in the queue for a request without its own, until a scheduler names a default.
     """
 
     tls: TlsSettings | None = None
@@ -41,35 +37,31 @@ class ChannelSettings:
     # Four a second from each of some dozens of peers costs the scheduler well under one CPU millisecond a
     # second. Four missed beats make the verdict: an event loop that is late once (a long body parsed, a
     # garbage collection) is forgiven, and a machine that lost its power is noticed in dead_after_s.
-    heartbeat_s: Annotated[float, POSITIVE] = 0.25
+    heartbeat_s: Annotated[float, POSITIVE, INTERNAL] = 0.25
     # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
     # a dead gateway's requests unused for as long.
-    dead_after_s: Annotated[float, POSITIVE] = 1.0
+    dead_after_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
     # No event loop should be occupied for a second; one that is for ten is taken for stopped. Until then
     # what waits at a gateway may be granted places that it does not use.
-    stuck_after_s: Annotated[float, POSITIVE] = 10.0
+    stuck_after_s: Annotated[float, POSITIVE, INTERNAL] = 10.0
     # Long enough for a gateway to find the channel again (first tries after 0.05 s). What it has running is
     # charged until the engines say that it has ended.
-    gateway_grace_s: Annotated[float, POSITIVE] = 1.0
-    handshake_s: Annotated[float, POSITIVE] = 1.0
+    gateway_grace_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
+    handshake_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
     # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
     # one may never come back; a new scheduler is up in some four seconds.
-    locate_s: Annotated[float, POSITIVE] = 2.0
-    backoff_min_s: Annotated[float, POSITIVE] = 0.05
+    locate_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # With some dozens of peers, a start that takes seconds meets at most two tries a second from each.
-    backoff_max_s: Annotated[float, POSITIVE] = 0.5
-    report_s: Annotated[float, POSITIVE] = 0.2
-    report_at_least_s: Annotated[float, POSITIVE] = 0.5
-    superseded_check_s: Annotated[float, POSITIVE] = 1.0
+    backoff_max_s: Annotated[float, POSITIVE, INTERNAL] = 0.5
+    report_s: Annotated[float, POSITIVE, INTERNAL] = 0.2
     # A frame carries many messages, but it is split long before this; the largest single message is a
     # submission with its prefix hashes, or the text of the metrics.
-    max_frame_bytes: Annotated[int, POSITIVE] = 4 * 1024 * 1024
+    max_frame_bytes: Annotated[int, POSITIVE, INTERNAL] = 4 * 1024 * 1024
     # A snapshot of 20,000 waiting requests takes about 8 MB.
-    max_write_buffer_bytes: Annotated[int, POSITIVE] = 32 * 1024 * 1024
+    max_write_buffer_bytes: Annotated[int, POSITIVE, INTERNAL] = 32 * 1024 * 1024
     # 256 strangers cost about 2 MB and a quarter of the time for an introduction; see `listener`.
-    max_pending_handshakes: Annotated[int, POSITIVE] = 256
-    max_waiting_offline: Annotated[int, POSITIVE] = 10_000
-    offline_timeout_s: Annotated[float, POSITIVE] = 60.0
+    max_pending_handshakes: Annotated[int, POSITIVE, INTERNAL] = 256
+    max_waiting_offline: Annotated[int, POSITIVE, INTERNAL] = 10_000
 
     def __post_init__(self) -> None:
         if self.dead_after_s < 2 * self.heartbeat_s:
@@ -81,11 +73,6 @@ class ChannelSettings:
             raise ValueError(
                 f"channel.stuck_after_s must not be below dead_after_s, got {self.stuck_after_s} "
                 f"with dead_after_s={self.dead_after_s}"
-            )
-        if self.backoff_max_s < self.backoff_min_s:
-            raise ValueError(
-                f"channel.backoff_max_s must not be below backoff_min_s, got {self.backoff_max_s} "
-                f"with backoff_min_s={self.backoff_min_s}"
             )
 
     @property

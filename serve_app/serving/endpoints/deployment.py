@@ -8,10 +8,9 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
-from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.endpoints.settings import RemoteSettings
-from serve_app.serving.endpoints.watcher import EndpointWatcher
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.endpoints.watcher import EndpointWatcher, KeptChoices
+from serve_app.serving.state import StateStore
 
 # One, or two would stand for the same endpoint. A new one is started as soon as this one is found dead;
 # until it is there, gateways finish what they have begun, and new requests wait.

@@ -1,11 +1,4 @@
-"""One endpoint: identified, watched, and registered with the scheduler like a replica.
-
-- Until it can be identified it is asked again, after growing pauses; nothing is sent there.
-- Then its load is read about five times a second. A reading that fails closes it at once, and what runs there
-  is left to the gateways. When it answers again, it is identified anew: it may have been restarted with other
-  limits. One that fails again and again is held back for longer each time (`damping`).
-- Its limits are looked at now and then while it serves.
-"""
+"""One endpoint: its control pages, its identity, and its life as a replica at the scheduler."""
 
 import asyncio
 import contextlib
@@ -13,20 +6,228 @@ import logging
 from dataclasses import dataclass, replace
 
 from serve_app.engine_model.recent_mean import RecentMean
-from serve_app.engines.adapters import EngineReading
+from serve_app.engines.adapters import EngineReading, EngineServer, PageAnswer, identify
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.errors import EngineError
 from serve_app.routing.replica import UNTOLD_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import ReplicaAddress
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, ServerAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.endpoints.control import ControlClient, EndpointUnreachableError
-from serve_app.serving.endpoints.damping import FlapDamping
-from serve_app.serving.endpoints.identity import EndpointIdentity, identified
 from serve_app.serving.endpoints.settings import RemoteSettings
-from serve_app.serving.endpoints.url import EndpointUrl
+from serve_app.serving.endpoints.sources import EndpointUrl
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+
+# Control requests to an endpoint: its models, its metrics.
+
+
+# No page of a server's own is longer; a stranger's may be endless.
+_MAX_PAGE_BYTES = 8 * 1024 * 1024
+
+
+class EndpointUnreachableError(EngineError):
+    """Nothing answers at the endpoint's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer to a control request."""
+
+    status: int
+    body: bytes
+
+
+class ControlClient:
+    """Asks one endpoint for pages, on kept connections.
+
+    Args:
+        upstream: connections, shared by all endpoints.
+        api_key: sent as a bearer token; empty for none.
+        timeout_s: for a whole request.
+    """
+
+    def __init__(self, upstream: UpstreamPool, url: EndpointUrl, api_key: str, timeout_s: float) -> None:
+        self._upstream = upstream
+        self._url = url
+        self._server = ServerAddress(url.host, url.port, url.scheme, url.server_name)
+        self._timeout_s = timeout_s
+        host = url.authority if not url.server_name else f"{url.server_name}:{url.port}"
+        authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f" HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{authorization}\r\n"
+
+    async def get(self, path: str) -> Page:
+        """Ask for a page.
+
+        Raises:
+            EndpointUnreachableError: nothing answers, or not in time, or not in HTTP.
+        """
+        head = f"GET {self._url.path}{path}{self._headers}".encode("latin-1")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._upstream.send(self._server, head, b"")
+                try:
+                    return Page(response.status, await _limited(response))
+                finally:
+                    response.close()
+        except TimeoutError as exc:
+            raise EndpointUnreachableError(
+                f"{self._url}{path} gave no answer in {self._timeout_s:g} s"
+            ) from exc
+        except UpstreamError as exc:
+            raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {exc}") from exc
+
+    async def page(self, path: str) -> bytes:
+        """Ask for a page that must be there.
+
+        Raises:
+            EndpointUnreachableError: see `get`.
+            EngineError: another status than 200.
+        """
+        answer = await self.get(path)
+        if answer.status in (401, 403):
+            raise EngineError(
+                f"{self._url}{path} answered {answer.status}: give the endpoint's key as api_key or "
+                "api_key_env"
+            )
+        if answer.status != 200:
+            shown = answer.body[:200].decode("utf-8", "replace")
+            raise EngineError(f"{self._url}{path} answered {answer.status}: {shown}")
+        return answer.body
+
+
+async def _limited(response: UpstreamResponse) -> bytes:
+    pieces, length = [], 0
+    while piece := await response.next():
+        pieces.append(piece)
+        length += len(piece)
+        if length > _MAX_PAGE_BYTES:
+            raise EndpointUnreachableError(f"the answer is longer than {_MAX_PAGE_BYTES:,} bytes")
+    return b"".join(pieces)
+
+
+# What an endpoint is to the scheduler: its server, and its limits, completed by the settings.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointIdentity:
+    """One endpoint as it describes itself, completed by the settings.
+
+    Attributes:
+        max_model_len: as in `ReplicaSpec`, and None where it is not told.
+        kv_tokens, max_num_seqs: as in `ReplicaSpec`.
+        tpot_s: likewise; the mean over all that the server had generated when it was asked.
+    """
+
+    server: EngineServer
+    max_model_len: int | None
+    kv_tokens: int | None
+    max_num_seqs: int | None
+    tpot_s: float | None = None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that it lists."""
+        return tuple(sorted(each.model for each in self.server.models if each.base is not None))
+
+
+async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
+    """Ask an endpoint what it is.
+
+    Raises:
+        EngineError: it does not answer, refuses the key, or lacks a model.
+    """
+
+    async def get(path: str) -> PageAnswer:
+        page = await control.get(path)
+        return PageAnswer(page.status, page.body, {})
+
+    try:
+        server = await identify(get)
+    except EngineError as exc:
+        if str(url) in str(exc):
+            raise
+        raise EngineError(f"{url}{exc}") from exc
+    names = [listing.model for listing in server.models]
+    wanted = settings.served_model_names or ()
+    if missing := [name for name in wanted if name not in names]:
+        raise EngineError(
+            f"{url} serves {', '.join(names) or 'no model'} but not {', '.join(missing)}: start it with "
+            f"--served-model-name {' '.join(wanted)}, or name another model here"
+        )
+    stated = server.limits
+    return EndpointIdentity(
+        server=server,
+        max_model_len=settings.max_model_len or stated.max_model_len,
+        kv_tokens=settings.kv_tokens or stated.kv_tokens,
+        max_num_seqs=settings.max_num_seqs or stated.max_num_seqs,
+        tpot_s=await _mean_tpot_s(control, server),
+    )
+
+
+async def _mean_tpot_s(control: ControlClient, server: EngineServer) -> float | None:
+    if server.metrics_path is None:
+        return None
+    reading = server.read(await control.page(server.metrics_path))
+    return reading.token_gaps_s / reading.token_gaps if reading.token_gaps and reading.token_gaps_s else None
+
+
+# Damping of endpoints that come and go: one that fails again and again has to prove itself for longer.
+#
+# Each failure that follows soon after a recovery doubles the time that the endpoint must answer without a
+# failure before it gets requests again. Source: the exponential penalty of route flap damping (RFC 2439),
+# with the doubling of a backoff in place of a decaying figure of merit.
+
+
+_FIRST_HOLD_S = 1.0
+_LONGEST_HOLD_S = 60.0
+# An endpoint that has served for so long since its recovery has settled.
+_SETTLED_S = 60.0
+
+
+class FlapDamping:
+    """The penalty of one endpoint; all times in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._hold_s = 0.0
+        self._up_since: float | None = None
+        self._answers_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<FlapDamping hold {self._hold_s:g} s>"
+
+    @property
+    def hold_s(self) -> float:
+        """How long it must answer before it gets requests."""
+        return self._hold_s
+
+    def on_failure(self, now: float) -> None:
+        """It does not answer."""
+        self._answers_since = None
+        if self._up_since is None:
+            return
+        settled = now - self._up_since >= _SETTLED_S
+        self._hold_s = 0.0 if settled else min(max(_FIRST_HOLD_S, 2 * self._hold_s), _LONGEST_HOLD_S)
+        self._up_since = None
+
+    def on_answer(self, now: float) -> float:
+        """It answers; return for how long it is still held back, 0 for not at all."""
+        if self._answers_since is None:
+            self._answers_since = now
+        left_s = max(0.0, self._answers_since + self._hold_s - now)
+        if not left_s and self._up_since is None:
+            self._up_since = now
+        return left_s
+
+
+# One endpoint: identified, watched, and registered with the scheduler like a replica.
+#
+# - Until it can be identified it is asked again, after growing pauses; nothing is sent there.
+# - Then its load is read about five times a second. A reading that fails closes it at once, and what runs
+#   there is left to the gateways. When it answers again, it is identified anew: it may have been restarted
+#   with other limits. One that fails again and again is held back for longer each time (`damping`).
+# - Its limits are looked at now and then while it serves.
+
 
 logger = logging.getLogger("ray.serve")
 

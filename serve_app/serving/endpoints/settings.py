@@ -5,8 +5,8 @@ from dataclasses import field
 from typing import Annotated
 
 from serve_app.errors import EngineError
-from serve_app.serving.endpoints.sources.source import source_of
-from serve_app.settings_base import ADVANCED, POSITIVE, at_least, settings
+from serve_app.serving.endpoints.sources import source_of
+from serve_app.settings_base import ADVANCED, INTERNAL, POSITIVE, at_least, settings
 
 
 @settings
@@ -27,16 +27,16 @@ class RemoteSettings:
     """
 
     endpoints: tuple[str, ...] = ()
-    api_key: str | None = field(default=None, repr=False)
+    api_key: Annotated[str | None, ADVANCED] = field(default=None, repr=False)
     api_key_env: str | None = None
     served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
     max_model_len: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
-    kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
-    max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
+    kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
+    max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
     start_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # An endpoint whose metrics take longer gets no requests until they come again. Long enough for one that
     # is busy with a long prompt.
-    metrics_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 2.0
+    metrics_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # An endpoint with requests whose metrics show no progress for so long gets no more until they do.
     stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # Names are resolved, and files read, this often. Kubernetes tells of changes by itself.

@@ -7,7 +7,7 @@ and passes the raw answer back. Read `app` (routes), `request.reader` (a body be
 """
 
 from serve_app.serving.gateway.app import Gateway
-from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 

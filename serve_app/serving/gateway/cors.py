@@ -4,8 +4,6 @@ A browser asks before it sends a request with a key or a JSON body to another or
 carries no key. The rules are Starlette's middleware's; the answers to preflights have the gateway's own form.
 """
 
-from typing import Annotated
-
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -14,7 +12,7 @@ from starlette.types import ASGIApp
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.settings_base import ADVANCED, at_least, settings
+from serve_app.settings_base import settings
 
 ANY_ORIGIN = "*"
 
@@ -32,6 +30,8 @@ _EXPOSED = (
     "x-replica",
     "x-request-id",
 )
+# A browser need not ask again for so long.
+_MAX_AGE_S = 600
 
 
 @settings(block="cors")
@@ -41,11 +41,9 @@ class CorsSettings:
     Attributes:
         allow_origins: origins as browsers name them, such as `https://chat.example.com`, or `"*"` for every
             page; empty allows none.
-        max_age_s: how long a browser need not ask again.
     """
 
     allow_origins: tuple[str, ...] = ()
-    max_age_s: Annotated[int, at_least(0), ADVANCED] = 600
 
     def __post_init__(self) -> None:
         for origin in self.allow_origins:
@@ -73,7 +71,7 @@ class _Cors(CORSMiddleware):
             allow_headers=(ANY_ORIGIN,),
             allow_private_network=ANY_ORIGIN not in settings.allow_origins,
             expose_headers=_EXPOSED,
-            max_age=settings.max_age_s,
+            max_age=_MAX_AGE_S,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

@@ -9,13 +9,21 @@ from serve_app.access import is_loopback
 from serve_app.errors import SettingsError
 from serve_app.metrics.targets import ClassTargets
 from serve_app.serving.gateway.cors import CorsSettings
-from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
 from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
 from serve_app.serving.gateway.tracing.setup import check_tracing
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
-from serve_app.serving.hot import hot_settings, with_hot_settings
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.settings_base import (
+    ADVANCED,
+    INTERNAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    at_least,
+    hot_settings,
+    settings,
+    with_hot_settings,
+)
 
 MEBIBYTE = 1024 * 1024
 
@@ -62,7 +70,7 @@ class WrittenGateway:
     # Without one, and with keys, `/metrics` needs the key of an admin.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
     # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that.
-    max_body_bytes: Annotated[int, at_least(1_024)] = 64 * MEBIBYTE
+    max_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 64 * MEBIBYTE
     # A body is held until its answer begins, because it may have to be sent again. A gateway that holds so
     # many bytes of them refuses more with 503. While they are parsed, bodies take about twice their length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
@@ -74,15 +82,15 @@ class WrittenGateway:
     assemble_answers: Annotated[bool, ADVANCED] = False
     # A body may take so long, and beyond that as long as it comes at `least_body_bytes_per_s`. Whoever is
     # slower gets 408, since each body under way holds memory.
-    body_grace_s: Annotated[float, POSITIVE, ADVANCED] = 30.0
+    body_grace_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
     # The least rate of a body after `body_grace_s`; 64 MiB take two hours and more at this one.
-    least_body_bytes_per_s: Annotated[float, POSITIVE, ADVANCED] = 8_192.0
+    least_body_bytes_per_s: Annotated[float, POSITIVE, INTERNAL] = 8_192.0
     # A stream that waits for so long gets a comment, `: queued`, and again after each such time, so that no
     # proxy in between cuts a silent connection; many do after 60 s. With the first one the answer has begun
     # as 200, and a refusal comes as an error event. 0 sends none.
     queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
     # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
-    log_requests: bool = True
+    log_requests: Annotated[bool, ADVANCED] = True
     # Traces of requests by OpenTelemetry, which the extra `tracing` installs. The standard variables of the
     # gateways' environment say where spans go and which requests are sampled: `OTEL_EXPORTER_OTLP_ENDPOINT`,
     # `OTEL_TRACES_SAMPLER` and their like. A request that is sampled costs a gateway more than a decision.

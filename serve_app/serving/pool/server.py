@@ -12,7 +12,7 @@ from serve_app.serving.http_heads import LimitedHeads
 from serve_app.serving.http_server import HttpServer, ServerEndedError
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
-from serve_app.settings_base import at_least, between, settings
+from serve_app.settings_base import INTERNAL, at_least, between, settings
 
 
 @settings(block="server")
@@ -25,9 +25,9 @@ class ReplicaServerSettings:
     ports: Annotated[int, at_least(1)] = 16
     # Longer than gateways keep an idle connection. The side that sends requests must close it first, or a
     # request may use a closing connection.
-    keep_alive_s: Annotated[int, at_least(1)] = 300
+    keep_alive_s: Annotated[int, at_least(1), INTERNAL] = 300
     # Connections that wait to be accepted; a burst after a scheduler restart opens many at once.
-    backlog: Annotated[int, at_least(1)] = 2048
+    backlog: Annotated[int, at_least(1), INTERNAL] = 2048
 
 
 class ReplicaServer:

@@ -26,7 +26,6 @@ from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
-from serve_app.serving.hot import hot_settings, with_hot_settings
 from serve_app.serving.in_parts import in_parts
 from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
@@ -39,9 +38,9 @@ from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.receipts.capture import captured
 from serve_app.serving.scheduler.receipts.minutes import StepTimes, known_step_times
-from serve_app.serving.state.keeper import StateKeeper
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateKeeper, StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
+from serve_app.settings_base import hot_settings, with_hot_settings
 from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")

@@ -68,6 +68,8 @@ from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage_ledger import UsageLedger
 
 logger = logging.getLogger("ray.serve")
+# The scheduler looks for a newer incarnation of itself this often.
+_SUPERSEDED_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +426,7 @@ class LiveScheduler:
     async def _watch_incarnations(self, newest: Callable[[], Awaitable[int]]) -> None:
         """Notice a newer scheduler even when no peer tells of it."""
         while True:
-            await asyncio.sleep(self._options.channel.superseded_check_s)
+            await asyncio.sleep(_SUPERSEDED_CHECK_S)
             try:
                 number = await newest()
             except Exception as error:  # noqa: BLE001 - the store is away; peers would tell us, too

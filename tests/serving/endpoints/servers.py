@@ -10,9 +10,8 @@ import httpx
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.routing.pools import RoutingSettings
-from serve_app.serving.endpoints.kept import KeptChoices
 from serve_app.serving.endpoints.settings import RemoteSettings
-from serve_app.serving.endpoints.watcher import EndpointWatcher
+from serve_app.serving.endpoints.watcher import EndpointWatcher, KeptChoices
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from tests.engines.servers import serving

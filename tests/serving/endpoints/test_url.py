@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.serving.endpoints.url import EndpointUrl
+from serve_app.serving.endpoints.sources import EndpointUrl
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import EngineError
-from serve_app.serving.endpoints.kept import KeptChoices
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.endpoints.watcher import KeptChoices
+from serve_app.serving.state import StateStore
 from tests.engines.servers import free_port, serving
 from tests.serving.channel.harness import until
 from tests.serving.gateway.builders import MODEL

@@ -8,14 +8,14 @@ import httpx
 import pytest
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.rate_limits import KeyTerms
 from serve_app.serving.endpoints import endpoint
 from serve_app.serving.gateway import ServedModel
 from serve_app.serving.gateway.answer.responses import ForbiddenError
-from serve_app.serving.gateway.keys.caller import Caller, KeyPermissions
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.served_models import ServedModels
 from tests.engines.servers import serving, until
 from tests.serving.endpoints.servers import WatchedFleet, watched
+from tests.test_api_keys import record
 
 from .builders import MODEL, FakeDispatcher
 
@@ -109,10 +109,10 @@ def test_a_key_names_the_adapters_that_it_may_use() -> None:
             return {"sql": frozenset({"r1"}), "both": frozenset({"r1"}), MODEL: frozenset({"r1"})}
 
     served = ServedModels((ServedModel(name=MODEL),), {MODEL: Scheduler([])})
-    key = KeyPermissions(tenant="t", terms=KeyTerms(key_id="k"), models=frozenset({MODEL, "sql"}))
-    assert [found.name for found in served.usable(Caller(key))] == [MODEL, "sql"]
-    assert served.find("sql", Caller(key)).adapter == "sql"
+    caller = Caller.with_key(record(models=(MODEL, "sql"))[0])
+    assert [found.name for found in served.usable(caller)] == [MODEL, "sql"]
+    assert served.find("sql", caller).adapter == "sql"
     # A configured name is no adapter's.
-    assert served.find(MODEL, Caller(key)).adapter is None
+    assert served.find(MODEL, caller).adapter is None
     with pytest.raises(ForbiddenError, match="may not use the model 'both'"):
-        served.find("both", Caller(key))
+        served.find("both", caller)

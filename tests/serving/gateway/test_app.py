@@ -178,7 +178,7 @@ async def test_each_try_brings_the_engine_the_priority_of_its_own_grant(stage: S
 
 
 async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
-    key = ApiKey(tenant="a", key="k", allowed_classes=(PriorityClass.DEFAULT, PriorityClass.BATCH))
+    key = ApiKey(tenant="a", key="k", highest_class=PriorityClass.DEFAULT)
     dispatcher = FakeDispatcher([1])
     async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
         bearer = {"authorization": "Bearer k"}
@@ -375,11 +375,11 @@ def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: 
 
 async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
     dispatcher = FakeDispatcher([1])
-    key = ApiKey(tenant="t", key="k", allowed_classes=(PriorityClass.DEFAULT,))
+    key = ApiKey(tenant="t", key="k", highest_class=PriorityClass.DEFAULT)
     async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
         unknown = await stage.http.post(CHAT, json=chat())
         assert (unknown.status_code, unknown.headers["www-authenticate"]) == (401, "Bearer")
         known = {"authorization": "Bearer k"}
-        denied = await stage.http.post(CHAT, json=chat(), headers={**known, "x-priority": "batch"})
+        denied = await stage.http.post(CHAT, json=chat(), headers={**known, "x-priority": "interactive"})
         assert (denied.status_code, denied.json()["error"]["code"]) == (403, "not_allowed")
         assert "www-authenticate" not in denied.headers

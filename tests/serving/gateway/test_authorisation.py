@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 from serve_app.access import ADMIN_KEY_VARIABLE
-from serve_app.api_keys.file import changed_keys
+from serve_app.api_keys import changed_keys
 from serve_app.request import PriorityClass
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
 from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from tests.api_keys.test_file import record
+from tests.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, serving
 

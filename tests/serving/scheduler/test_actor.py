@@ -15,7 +15,7 @@ from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
 from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateStore
 from tests import builders
 from tests.serving.channel.harness import FAST, scheduler_settings, submission, until
 

@@ -151,7 +151,7 @@ async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
         raise OSError("the network is down")
 
     with monkeypatch.context() as broken:
-        broken.setattr("serve_app.serving.state.store.StateStore._read", unreachable)
+        broken.setattr("serve_app.serving.state.StateStore._read", unreachable)
         second = KeptUsage("m", str(tmp_path), "app/m", 0.01)
         await second.load()
         second.ledger.add(ended())

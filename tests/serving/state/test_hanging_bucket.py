@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.serving.endpoints import kept as endpoints_kept
-from serve_app.serving.endpoints.kept import KeptChoices
+from serve_app.serving.endpoints import watcher as endpoints_kept
+from serve_app.serving.endpoints.watcher import KeptChoices
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
-from serve_app.serving.state.calls import LOAD_TIMEOUT_S
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.settings import ParameterTuningSettings
 from tests.serving.channel.harness import FAST, scheduler_settings, until

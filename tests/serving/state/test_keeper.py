@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.serving.state import keeper as state_keeper
-from serve_app.serving.state.keeper import StateKeeper
-from serve_app.serving.state.store import StateError, StateStore
+from serve_app.serving import state as state_keeper
+from serve_app.serving.state import StateError, StateKeeper, StateStore
 from tests.serving.channel.harness import until
 
 

@@ -32,7 +32,7 @@ from serve_app.serving.gateway.request.fields import (
     ResponsesFields,
 )
 from serve_app.serving.gateway.request.measure import Utf8, blocks_of
-from serve_app.settings_base import ADVANCED, settings
+from serve_app.settings_base import INTERNAL, settings
 
 _ID_BYTES = 8
 _LEAST_BYTES, _MOST_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))
@@ -46,7 +46,7 @@ class PrefixSettings:
     """Prefix hashes that the gateway sends to the scheduler."""
 
     # Costs some 20 microseconds for 10 kB of text. Without it, requests are sent by load alone.
-    enabled: Annotated[bool, ADVANCED] = True
+    enabled: Annotated[bool, INTERNAL] = True
     # Whoever shares a prefix cache can find out by the time to the first token whether somebody else has sent
     # a text before. With this, tenants share nothing: neither here nor in the engines, which get a
     # `cache_salt` (vLLM knows it, other servers may refuse it). It costs the hits on what tenants have in

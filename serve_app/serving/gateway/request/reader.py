@@ -14,9 +14,7 @@ from serve_app.request import PriorityClass, Submission
 from serve_app.serving.gateway.answer.client_stream import ClientStream
 from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.keys.caller import Caller
-from serve_app.serving.gateway.keys.file_keys import FileKeys
-from serve_app.serving.gateway.keys.keyring import Keyring
+from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED, ParsedBody, api_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.settings import ServedModel
 
 

@@ -11,48 +11,28 @@ are, it is open, as all else is.
 import asyncio
 import hashlib
 import hmac
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field
 
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import SchedulerClient
 from serve_app.serving.gateway.answer.responses import ForbiddenError
-from serve_app.serving.gateway.keys.caller import Caller
-from serve_app.serving.gateway.keys.secret import check_one_place, read_secret
+from serve_app.serving.gateway.keys import Caller, Secret
 from serve_app.serving.gateway.scraping.exposition import merge, merge_openmetrics
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.settings_base import settings
 
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 _OPENMETRICS = (b"content-type", b"application/openmetrics-text; version=1.0.0; charset=utf-8")
-_METRICS_KEY = "gateway.advanced.metrics_key"
 
 
 @settings(block="metrics_key")
-class MetricsKey:
-    """The key of a scraper, which may read `/metrics` and nothing else. Given in exactly one of three ways.
+class MetricsKey(Secret):
+    """The key of a scraper, which may read `/metrics` and nothing else."""
 
-    Attributes:
-        key: the secret itself; fit for a laptop, since settings are shown in dashboards and logs.
-        env: name of an environment variable of the gateway that holds the secret.
-        file: path of a file that holds the secret (a mounted Kubernetes secret).
-    """
-
-    key: str | None = field(default=None, repr=False)
-    env: str | None = None
-    file: str | None = None
-
-    def __post_init__(self) -> None:
-        check_one_place(self, _METRICS_KEY)
-
-    def secret(self, environment: Mapping[str, str] = os.environ) -> str:
-        """The secret, from wherever it is kept.
-
-        Raises:
-            SettingsError: the environment variable or file is missing or empty.
-        """
-        return read_secret(self, _METRICS_KEY, environment)
+    @property
+    def purpose(self) -> str:
+        """The secret's name in messages."""
+        return "gateway.advanced.metrics_key"
 
 
 class MetricsEndpoint:

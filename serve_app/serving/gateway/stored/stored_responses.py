@@ -12,7 +12,7 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
-from serve_app.serving.gateway.keys.caller import Caller
+from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader

@@ -15,7 +15,7 @@ from serve_app.serving.gateway.upstream.response import (
     UpstreamResponse,
 )
 from serve_app.serving.tls import ClientTls, Tls, connect, public_tls
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, settings
+from serve_app.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 
 # Servers that we did not start close idle connections sooner than ours do: vLLM after 5 s.
 _ENDPOINT_IDLE_EXPIRY_S = 4.0
@@ -37,25 +37,31 @@ class UpstreamSettings:
     silence_timeout_s: Annotated[float, POSITIVE] = 900.0
     # A client that takes nothing of what it is sent for this long loses the rest. Its engine is freed then,
     # or as soon as it has finished.
-    stalled_client_timeout_s: Annotated[float, POSITIVE] = 120.0
+    stalled_client_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 120.0
     # Must stay well below the replica server's own keep-alive (300 s): the side that sends requests is the
     # one that closes, or a request meets a closing connection.
-    idle_expiry_s: Annotated[float, POSITIVE] = 60.0
+    idle_expiry_s: Annotated[float, POSITIVE, INTERNAL] = 60.0
     # Kept connections per replica; more are closed after use. Costs one descriptor on both sides each.
-    max_idle_per_replica: Annotated[int, NOT_NEGATIVE] = 256
+    max_idle_per_replica: Annotated[int, NOT_NEGATIVE, INTERNAL] = 256
 
 
 class UpstreamPool:
     """All connections of one gateway to its replicas; lives on one event loop.
+
+    Args:
+        tls: for replicas of our own; None connects to them without.
+        https: for servers that speak HTTPS; None trusts what this machine trusts.
 
     Attributes:
         connects: TCP connections opened so far.
         stale_retries: requests that met a kept connection closed by its replica and went out on a new one.
     """
 
-    def __init__(self, settings: UpstreamSettings, tls: Tls | None = None) -> None:
+    def __init__(
+        self, settings: UpstreamSettings, tls: Tls | None = None, https: ClientTls | None = None
+    ) -> None:
         self._tls = None if tls is None else tls.as_client
-        self._https: ClientTls | None = None
+        self._https = https
         self.connects = 0
         self.stale_retries = 0
         self._settings = settings

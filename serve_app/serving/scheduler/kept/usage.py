@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve_app.serving.scheduler.usage_ledger import USAGE_KIND, UsageLedger
-from serve_app.serving.state.keeper import StateKeeper
-from serve_app.serving.state.store import StateStore
+from serve_app.serving.state import StateKeeper, StateStore
 
 
 class KeptUsage:

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api_keys.file import changed_keys
+from serve_app.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.dashboard.pages import MOST_WATCHERS
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from tests.api_keys.test_file import record
 from tests.serving.gateway.builders import MODEL, FakeDispatcher, eventually, serving
+from tests.test_api_keys import record
 
 EVENTS = "/dashboard/events"
 ADMIN = {"authorization": "Bearer k1"}

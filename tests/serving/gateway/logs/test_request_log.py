@@ -16,7 +16,7 @@ from serve_app.errors import Outcome
 from serve_app.metrics.record import RequestRecord
 from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
-from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.logs.concluded import ConcludedRequest
 from serve_app.serving.gateway.logs.lines import json_fields, text_line
 from serve_app.serving.gateway.logs.request_log import MOST_REFUSED_LINES, RequestLog

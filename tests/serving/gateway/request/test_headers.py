@@ -9,8 +9,7 @@ from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.client_stream import StallWatch
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.keys.caller import Caller
-from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.keys import ApiKey, Caller
 from serve_app.serving.gateway.request import headers
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
@@ -58,9 +57,9 @@ def test_the_class_comes_from_the_header_or_the_service_tier_or_vllms_priority(
 
 
 def test_a_request_that_names_no_class_has_that_of_its_key() -> None:
-    batch = (PriorityClass.BATCH,)
-    caller = Caller(ApiKey(tenant="a", key="k", default_class=batch[0], allowed_classes=batch).permissions)
-    assert {class_of(None, "auto", 0, caller), class_of(None, None, 3, caller)} == set(batch)
+    key = ApiKey(tenant="a", key="k", highest_class=PriorityClass.BATCH)
+    caller = Caller.with_key(key.record("k"))
+    assert {class_of(None, "auto", 0, caller), class_of(None, None, 3, caller)} == {PriorityClass.BATCH}
     with pytest.raises(RequestRefused, match=r"class interactive \(priority\); it may use: batch"):
         class_of(None, None, -1, caller)
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.launch.terminal.live_view import LiveView
+from serve_app.launch.terminal import LiveView
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.keys.settings import ApiKey
+from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings

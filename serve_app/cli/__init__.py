@@ -1,0 +1,202 @@
+"""The command line: a table of sub-commands, each in a module that is imported when it is asked for.
+
+All modules together take most of a second to import; a completion after the Tab key must not.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import serve_app
+from serve_app.command import Command, CommandParser, program, warn
+from serve_app.errors import ServeAppError
+
+_MODULE_CALL = "python -m serve_app"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """One line of the table.
+
+    Attributes:
+        summary: of the command itself, so that the list of commands needs none of their modules.
+        module: has the command as `COMMAND`.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+    def load(self) -> Command:
+        """The command itself."""
+        command: Command = importlib.import_module(self.module).COMMAND
+        return command
+
+
+COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry(
+        "init",
+        "write a first configuration: asks what there is, or takes it as options",
+        "serve_app.first_config.command",
+    ),
+    CommandEntry(
+        "check",
+        "say what is wrong with a configuration, with line numbers, before anything starts",
+        "serve_app.checking.checks",
+    ),
+    CommandEntry(
+        "serve", "check a configuration and serve its application until Ctrl-C", "serve_app.launch.command"
+    ),
+    CommandEntry(
+        "stop", "stop an application in good order: open answers may end", "serve_app.launch.stop_command"
+    ),
+    CommandEntry(
+        "status",
+        "show queues, replicas, tenants and the tuner of a running application",
+        "serve_app.cli.status",
+    ),
+    CommandEntry(
+        "mode",
+        "show or change how much of the traffic of a running application is scheduled",
+        "serve_app.cli.mode",
+    ),
+    CommandEntry(
+        "explain",
+        "say where the time of a request went, and why it waited",
+        "serve_app.cli.explain",
+    ),
+    CommandEntry(
+        "capture",
+        "write the requests of the last ten minutes as a trace, without their text",
+        "serve_app.cli.capture",
+    ),
+    CommandEntry(
+        "keys",
+        "make, list and revoke API keys in a file, and show what was used with each",
+        "serve_app.cli.keys",
+    ),
+    CommandEntry(
+        "doctor",
+        "say what is wrong with a running application, the worst first, each with the next step",
+        "serve_app.cli.doctor",
+    ),
+    CommandEntry(
+        "simulate",
+        "play a trace on simulated replicas, with any policies side by side",
+        "serve_app.tuning.simulate_command",
+    ),
+    CommandEntry(
+        "replay",
+        "feed a decision log to a new scheduler: the same events must give the same commands",
+        "serve_app.simulation.replay_command",
+    ),
+    CommandEntry(
+        "bench",
+        "open-loop load against a live endpoint, or against two in turns, from a trace",
+        "serve_app.bench.command",
+    ),
+    CommandEntry(
+        "plan",
+        "size a fleet to latency limits: one pool or two, verified in simulation",
+        "serve_app.planning.command",
+    ),
+    CommandEntry(
+        "tune",
+        "search better scheduler settings for a trace in the digital twin",
+        "serve_app.tuning.command",
+    ),
+    CommandEntry(
+        "calibrate",
+        "fit an engine profile to the request timestamps of a real engine",
+        "serve_app.calibration.command",
+    ),
+    CommandEntry(
+        "completion", "print a script that completes commands in a shell", "serve_app.cli.completion"
+    ),
+)
+"""All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and name it here."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Returns:
+        The exit status: the command's own, 2 for an error that the user can correct, 130 when interrupted.
+    """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
+    args = _parser().parse_args(argv)
+    args.words = list(sys.argv[1:] if argv is None else argv)
+    command: Command = args.command
+    try:
+        return command.run(args)
+    except (ServeAppError, ValueError) as exc:
+        warn(f"{command.name}: {exc}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _complete() -> None:
+    """Answer a shell that asks what could follow, and end the process."""
+    import argcomplete  # noqa: PLC0415 - for nothing but this
+
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(_parser(words), always_complete_options=False)
+
+
+def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        loaded: names of commands to load at once; argcomplete looks at a parser before it has parsed.
+    """
+    parser = CommandParser(
+        prog=program(),
+        description=serve_app.__doc__.partition("\n")[0] if serve_app.__doc__ else None,
+        epilog=f"example:\n  {program()} bench --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=serve_app.__version__)
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_EntryParser
+    )
+    for entry in COMMANDS:
+        own = commands.add_parser(
+            entry.name,
+            help=entry.summary,
+            description=entry.summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.entry = entry
+        if entry.name in loaded:
+            own.load()
+    return parser
+
+
+class _EntryParser(CommandParser):
+    """The parser of a sub-command, which loads that command when it has arguments to parse.
+
+    Attributes:
+        entry: None once it is loaded.
+    """
+
+    entry: CommandEntry | None = None
+
+    def load(self) -> None:
+        """Get the arguments of the command, once."""
+        if self.entry is None:
+            return
+        command, self.entry = self.entry.load(), None
+        self.epilog = command.example.replace(_MODULE_CALL, program())
+        command.configure(self)
+        self.set_defaults(command=command)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, with the arguments of the command."""
+        self.load()
+        return super().parse_known_args(args, namespace)

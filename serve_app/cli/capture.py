@@ -1,0 +1,50 @@
+"""The command `python -m serve_app capture`: the traffic of the last minutes as a trace, without any text."""
+
+import argparse
+from pathlib import Path
+
+from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
+from serve_app.command import Command, say
+from serve_app.errors import ServeAppError
+
+
+class CaptureError(ServeAppError):
+    """There is nothing to capture, or the application refuses to tell."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="the file, in Mooncake's format (JSON lines)")
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    url = args.url or default_url()
+    answer = answer_of(url, "/debug/capture", api_key_for(url, args.api_key))
+    if not answer.is_success:
+        hint = ": give --api-key with a key that has `admin`" if answer.is_refused else ""
+        raise CaptureError(f"the application answered {answer}{hint}")
+    lines = answer.body
+    count = lines.count(b"\n")
+    if not count:
+        raise CaptureError(
+            "no request has completed in the last ten minutes whose tokens were counted: nothing is written"
+        )
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_bytes(lines)
+    except OSError as error:
+        raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
+    say(
+        f"{count:,} requests in {args.out}; "
+        f"play them again with: python -m serve_app simulate --trace {args.out}"
+    )
+    return 0
+
+
+COMMAND = Command(
+    name="capture",
+    summary="write the requests of the last ten minutes as a trace, without their text",
+    example="example:\n  python -m serve_app capture --out out/captured.jsonl",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,559 @@
+"""The command `python -m serve_app doctor`: what is wrong with a running application, the worst first.
+
+`inspect` reads what the application tells of itself, once; each check then looks at that alone.
+"""
+
+import argparse
+import email.utils
+import enum
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from serve_app.checking.machine import holder
+from serve_app.cli.status import add_address, api_key_for, default_url
+from serve_app.command import Command, program, say
+from serve_app.errors import ServeAppError, SettingsError
+from serve_app.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.launch.failures import engine_cause
+from serve_app.launch.instance import Instance, running_instances
+from serve_app.settings.loading import load_settings
+
+# One thing that is wrong with a running application.
+
+
+class Severity(enum.IntEnum):
+    """How much it matters: who suffers now."""
+
+    DOWN = 0
+    """Requests are not answered."""
+    DEGRADED = 1
+    """Requests are answered late, or some are not."""
+    RISK = 2
+    """Nobody suffers yet, or somebody did."""
+    NOTE = 3
+    """Something is not as usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What is wrong, and what to do next, one sentence each."""
+
+    severity: Severity
+    what: str
+    next_step: str
+
+
+# What a running application tells of itself, read once.
+
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What was read.
+
+    Attributes:
+        status: one document per model, from `/debug/status`; empty when it may not be read.
+        queues: the same from `/debug/queue`.
+        samples: of `/metrics`.
+        clock_skew_s: how far its clock is ahead of ours; None when it tells no time.
+        refusal: why the views could not be read.
+    """
+
+    health: HttpAnswer
+    ready: HttpAnswer
+    status: tuple[Document, ...] = ()
+    queues: tuple[Document, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    clock_skew_s: float | None = None
+    refusal: HttpAnswer | None = None
+
+    def total(self, name: str, model: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        return sum(
+            sample.value
+            for sample in self.samples
+            if sample.name == name and {"model": model, **labels}.items() <= sample.labels.items()
+        )
+
+
+def inspect(url: str, api_key: str | None) -> Inspection:
+    """Ask for everything once.
+
+    Raises:
+        NoAnswerError: nothing answers.
+    """
+    health, ready = (request(f"{url}{path}") for path in ("/health", "/ready"))
+    status, queue = (request(f"{url}{path}", api_key) for path in ("/debug/status", "/debug/queue"))
+    refused = next((answer for answer in (status, queue) if answer.status != 200), None)
+    return Inspection(
+        health=health,
+        ready=ready,
+        status=_models(status),
+        queues=_models(queue),
+        samples=_samples(request(f"{url}/metrics", api_key)),
+        clock_skew_s=_skew_s(health),
+        refusal=refused,
+    )
+
+
+def _models(answer: HttpAnswer) -> tuple[Document, ...]:
+    document = answer.document() if answer.status == 200 else None
+    models = (document or {}).get("models")
+    return tuple(models) if isinstance(models, list) else ()
+
+
+def _samples(answer: HttpAnswer) -> tuple[Sample, ...]:
+    if answer.status != 200:
+        return ()
+    try:
+        families = list(text_string_to_metric_families(answer.text))
+    except ValueError:
+        return ()
+    return tuple(sample for family in families for sample in family.samples)
+
+
+def _skew_s(answer: HttpAnswer) -> float | None:
+    told = answer.headers.get("date")
+    try:
+        return None if told is None else email.utils.parsedate_to_datetime(told).timestamp() - time.time()
+    except ValueError:
+        return None
+
+
+# Whether the application answers at all, and whether it is ours.
+
+
+_HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
+# More than a network takes; certificates, keys and logs of several machines disagree then.
+_SKEW_S = 30.0
+
+
+def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
+    """What is known where nothing answers."""
+    what = f"nothing answers at {url}: {reason}"
+    if mine := next((each for each in running if each.url == url), None):
+        return Trouble(
+            Severity.DOWN,
+            f"{what}; the application of {mine.config} starts there, or is about to end",
+            f"wait for it; its terminal says how far it is, and the whole story is in {mine.folder}",
+        )
+    if held := _held(url):
+        return Trouble(
+            Severity.DOWN,
+            f"{what}, though its port is taken{held}",
+            "if that is the application, it hangs or starts: see its logs; if not, end it or give --url",
+        )
+    if running:
+        known = ", ".join(f"{each.url} ({each.config})" for each in running)
+        return Trouble(Severity.DOWN, what, f"applications run here at {known}: give --url")
+    return Trouble(Severity.DOWN, what, f"start it: {program()} serve CONFIG; or give its --url")
+
+
+def is_ours(seen: Inspection) -> bool:
+    """Whether a gateway of this project answers."""
+    document = seen.ready.document() or {}
+    return "models_without_replica" in document
+
+
+def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
+    """Something answers that is no gateway."""
+    mine = next((each for each in running if each.url == url), None)
+    if mine is not None or seen.health.status in {502, 503, 504}:
+        folder = f" in {mine.folder}" if mine is not None else ""
+        return Trouble(
+            Severity.DOWN,
+            f"a front end answers at {url} with {seen.health.status}, and no gateway behind it does",
+            f"wait if it was just started; otherwise see the logs{folder}, and start it anew",
+        )
+    return Trouble(
+        Severity.DOWN,
+        f"what answers at {url}{_held(url)} is no application of this project (/ready: {seen.ready.status})",
+        "give the application's own address by --url, or its prefix when it is served below one",
+    )
+
+
+def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
+    """What `/ready` says."""
+    document = seen.ready.document() or {}
+    if document.get("status") == "stopping":
+        yield Trouble(
+            Severity.DOWN,
+            "the application is stopping: it refuses new requests and lets open answers end",
+            "wait for it to end, then start it anew",
+        )
+    for model in document.get("models_without_replica", ()):
+        cause = _cause(model, mine) if mine is not None else ""
+        where = f"see the logs in {mine.folder}" if mine is not None else "see the logs of its replicas"
+        yield Trouble(
+            Severity.DOWN,
+            f"model {model} has no replica, so its requests are refused with 503"
+            + (f"; the last error of an engine: {cause}" if cause else ""),
+            f"wait while an engine starts; if none comes, {where}",
+        )
+
+
+def _cause(model: str, mine: Instance) -> str:
+    """The last error of an engine of a model that runs on this machine."""
+    try:
+        models = load_settings(Path(mine.config)).models
+    except ServeAppError:
+        return ""  # the file is another one by now
+    deployments = (
+        f"{pool.name}-{each.name}" for each in models if model in each.names for pool in each.pools
+    )
+    causes = (engine_cause(deployment, Path(mine.folder)) for deployment in deployments)
+    return next(filter(None, causes), "")
+
+
+def refused(seen: Inspection) -> Iterator[Trouble]:
+    """Whether we may look inside."""
+    answer = seen.refusal
+    if answer is None:
+        return
+    if answer.status in {401, 403}:
+        yield Trouble(
+            Severity.NOTE,
+            f"the queues and replicas cannot be looked at: the application answered {answer.status}",
+            "give a key with `admin` by --api-key or EWSJF_API_KEY, and ask again",
+        )
+    else:
+        yield Trouble(
+            Severity.DEGRADED,
+            f"the application does not show its queues and replicas: it answered {answer.status}",
+            "see the logs of its gateways",
+        )
+
+
+def clock(seen: Inspection) -> Iterator[Trouble]:
+    """Whether its clock agrees with ours."""
+    skew_s = seen.clock_skew_s
+    if skew_s is not None and abs(skew_s) > _SKEW_S:
+        side = "ahead of" if skew_s > 0 else "behind"
+        yield Trouble(
+            Severity.NOTE,
+            f"its clock is {abs(skew_s):,.0f} s {side} this machine's, so times in logs do not agree",
+            "let both machines follow a time server",
+        )
+
+
+def _held(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.hostname not in _HERE:
+        return ""
+    return holder(parts.port or (443 if parts.scheme == "https" else 80))
+
+
+# Schedulers and replicas: who does not answer, and whose report is too old.
+
+
+def scheduler(model: Document) -> Iterator[Trouble]:
+    """Whether the scheduler of a model answers and schedules."""
+    name = model["model"]
+    if "error" in model:
+        yield Trouble(
+            Severity.DOWN,
+            f"model {name}: {model['error']}; new requests wait until it is back",
+            "it is replaced by itself within seconds: ask again, then see the logs of its scheduler",
+        )
+    elif model["ended"]:
+        yield Trouble(
+            Severity.DEGRADED,
+            f"model {name}: its scheduler has ended: {model['ended']}",
+            "another one takes over by itself: ask again in some seconds",
+        )
+
+
+def reports(model: Document) -> Iterator[Trouble]:
+    """Replicas whose load is not known; they get no requests meanwhile."""
+    replicas = model["replicas"]
+    stale = sorted(name for name, replica in replicas.items() if replica["stale"])
+    silent = sorted(name for name, replica in replicas.items() if replica["report"] is None)
+    late = sorted({*stale, *silent})
+    if not late:
+        return
+    everyone = len(late) == len(replicas)
+    yield Trouble(
+        Severity.DOWN if everyone else Severity.DEGRADED,
+        f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no fresh report, so they get "
+        f"no requests: {', '.join(late)}",
+        "a blocked engine is replaced after its health check: see its log and its machine's load",
+    )
+
+
+def pools(model: Document) -> Iterator[Trouble]:
+    """Pools that have no replica, while another pool of the model has one and takes their requests."""
+    has = {replica["pool"] for replica in model["replicas"].values()}
+    for pool in model.get("pools", ()):
+        if has and pool not in has:
+            yield Trouble(
+                Severity.DEGRADED,
+                f"model {model['model']}: pool {pool} has no replica: its requests wait or go to the other",
+                "a replica that starts joins by itself; if none comes, see the logs of its engine",
+            )
+
+
+def tuner(model: Document) -> Iterator[Trouble]:
+    """A tuner that somebody froze."""
+    frozen = (model.get("tuner") or {}).get("frozen")
+    if frozen:
+        yield Trouble(
+            Severity.NOTE,
+            f"model {model['model']}: the tuner is {frozen}",
+            f"let it go on: {program()} status --thaw-tuner",
+        )
+
+
+def decision_log(model: Document) -> Iterator[Trouble]:
+    """A decision log that has ended while the scheduler goes on."""
+    reason = model.get("decision_log_ended")
+    if reason:
+        yield Trouble(
+            Severity.NOTE,
+            f"model {model['model']}: the decision log has ended: {reason}",
+            "nothing more is recorded until a new scheduler starts: raise max_events, or free the disk",
+        )
+
+
+# Who waits now: a queue that fills up, waits that come near their timeout, engines that take no more.
+
+
+_NEARLY_FULL = 0.8
+_LATE = 0.5
+# An engine with so much of its KV cache in use preempts before long.
+_KV_FULL = 0.95
+
+
+def queue_length(queue: Document) -> Iterator[Trouble]:
+    """A queue near its limit; beyond that requests are refused with 429."""
+    limit = queue.get("max_waiting")
+    if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
+        return
+    full = queue["waiting"] >= limit
+    refused = "requests are refused with 429" if full else "beyond that requests are refused with 429"
+    yield Trouble(
+        Severity.DEGRADED if full else Severity.RISK,
+        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests wait, {refused}",
+        "add replicas (`plan` says how many) or lower the load; a longer queue only waits longer",
+    )
+
+
+def longest_wait(queue: Document) -> Iterator[Trouble]:
+    """The longest wait of each class against its timeout."""
+    timeouts = queue.get("queue_timeout_s") or {}
+    seen: set[str] = set()
+    # The longest wait comes first.
+    for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
+        priority = sub_queue["priority"]
+        timeout_s = timeouts.get(priority)
+        if timeout_s is None or priority in seen or sub_queue["wait_s"] < _LATE * timeout_s:
+            continue
+        seen.add(priority)
+        yield Trouble(
+            Severity.DEGRADED,
+            f"model {queue['model']}: a request of class {priority} has waited {sub_queue['wait_s']:.0f} s "
+            f"of at most {timeout_s:.0f} s ({sub_queue['why']})",
+            "`status` shows who waits and why; add replicas of that pool, or give the class a greater share",
+        )
+
+
+def saturation(model: Document) -> Iterator[Trouble]:
+    """Requests wait, and no engine has room."""
+    waiting = sum(model["waiting"].values())
+    ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
+    if not waiting or not ready or not all(_is_full(replica) for replica in ready):
+        return
+    yield Trouble(
+        Severity.RISK,
+        f"model {model['model']}: {waiting:,} requests wait, and all {len(ready)} replicas are full",
+        "if it lasts, add replicas: `plan` says how many, `autoscaling` adds them by itself",
+    )
+
+
+def _is_full(replica: Document) -> bool:
+    report = replica["report"]
+    # A server may not tell some of these.
+    waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
+    batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
+    return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)
+
+
+# What has gone wrong since the schedulers started, from their counters.
+
+
+_CONCLUDED = "ewsjf_requests_concluded_total"
+# Below so many requests a share says nothing.
+_FEW = 20
+# Each: outcome, the share of all requests above which it is told, what it means, what to do.
+_OUTCOMES = (
+    (
+        "failed",
+        0.01,
+        "failed in an engine (502)",
+        "the gateways' log has the engine's words (`outcome=failed`); then see the engine's log",
+    ),
+    (
+        "expired",
+        0.01,
+        "ended in the queue when their timeout was over (504)",
+        "add replicas (`plan` says how many), or let clients wait longer (queue_timeout_s)",
+    ),
+    (
+        "rejected_queue_full",
+        0.01,
+        "were refused because the queue was full (429)",
+        "add replicas (`plan` says how many); clients should come again after Retry-After",
+    ),
+    (
+        "rejected_no_replica",
+        0.0,
+        "were refused because no replica was alive (503)",
+        "see why engines ended in their logs; a second replica covers for the first",
+    ),
+)
+_PUT_BACK_SHARE = 0.01
+
+
+def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
+    """Requests that did not get what they came for."""
+    all_of_them = seen.total(_CONCLUDED, model)
+    for outcome, share, meaning, step in _OUTCOMES:
+        count = seen.total(_CONCLUDED, model, outcome=outcome)
+        if count > share * all_of_them and all_of_them >= _FEW:
+            yield Trouble(
+                Severity.RISK,
+                f"model {model}: since its scheduler started, {count:,.0f} of {all_of_them:,.0f} requests "
+                f"{meaning}",
+                step,
+            )
+
+
+def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
+    """Requests that came back from replicas before their first byte."""
+    sent = seen.total("ewsjf_dispatches_total", model)
+    back = seen.total("ewsjf_put_backs_total", model)
+    if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
+        yield Trouble(
+            Severity.RISK,
+            f"model {model}: {back:,.0f} of {sent:,.0f} dispatches came back before their first byte",
+            "ewsjf_put_backs_total says why by its label `failure`; then see the engine's log",
+        )
+
+
+def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
+    """Faults of the scheduler itself, and of the store for what it learns."""
+    if count := seen.total("ewsjf_scheduler_errors_total", model):
+        yield Trouble(
+            Severity.RISK,
+            f"model {model}: its scheduler could not handle {count:,.0f} events",
+            "see `event=core_failed` in its log, and report it with the lines below",
+        )
+    for operation, verb in (("save", "written"), ("load", "read"), ("restore", "used")):
+        count = seen.total("ewsjf_state_failures_total", model, operation=operation)
+        if count:
+            yield Trouble(
+                Severity.RISK,
+                f"model {model}: {count:,.0f} times learned state could not be {verb}",
+                "see whether state_uri can be reached and written to from every node",
+            )
+
+
+# All troubles of one application, the worst first.
+
+
+Check = Callable[[Document], Iterator[Trouble]]
+
+_OF_STATUS: tuple[Check, ...] = (
+    pools,
+    reports,
+    saturation,
+    tuner,
+    decision_log,
+)
+_OF_QUEUES: tuple[Check, ...] = (queue_length, longest_wait)
+
+
+def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Trouble]:
+    """What is wrong with the application at an address.
+
+    Args:
+        api_key: with `admin`, where the application has keys.
+        running: the applications that run on this machine.
+    """
+    try:
+        seen = inspect(url, api_key)
+    except NoAnswerError as error:
+        return [why_silent(url, str(error), running)]
+    if not is_ours(seen):
+        return [why_foreign(url, seen, running)]
+    mine = next((each for each in running if each.url == url), None)
+    return sorted(_inside(seen, mine), key=lambda trouble: trouble.severity)
+
+
+def _inside(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
+    yield from unready(seen, mine)
+    yield from refused(seen)
+    try:
+        for model in seen.status:
+            yield from scheduler(model)
+            if "error" not in model:
+                yield from (trouble for check in _OF_STATUS for trouble in check(model))
+        for queue in seen.queues:
+            if "error" not in queue:
+                yield from (trouble for check in _OF_QUEUES for trouble in check(queue))
+    except (KeyError, TypeError, AttributeError) as error:
+        yield Trouble(
+            Severity.NOTE,
+            f"the application speaks of itself in another way than this program expects ({error!r})",
+            "ask with the program of the release that it runs",
+        )
+    for name in _models_with_metrics(seen):
+        for look in (outcomes, put_backs, errors):
+            yield from look(seen, name)
+    yield from clock(seen)
+
+
+def _models_with_metrics(seen: Inspection) -> list[str]:
+    """Every model with metrics; those are read without a key."""
+    named = (sample.labels.get("model") for sample in seen.samples)
+    return sorted({name for name in named if name})
+
+
+# The command `python -m serve_app doctor`: what is wrong with a running application, the worst first.
+
+
+_LABELS = ("DOWN", "degraded", "risk", "note")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"{url!r} is not an address: begin it with http:// or https://")
+    troubles = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
+    if not troubles:
+        say(f"{url}: nothing found")
+        return 0
+    for number, trouble in enumerate(troubles, 1):
+        say(f"{number}. {_LABELS[trouble.severity]}: {trouble.what}\n   next: {trouble.next_step}")
+    return 1
+
+
+COMMAND = Command(
+    name="doctor",
+    summary="say what is wrong with a running application, the worst first, each with the next step",
+    example="example:\n  python -m serve_app doctor --url http://127.0.0.1:8000",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,250 @@
+"""The command `python -m serve_app explain`: where the time of a request went, and what would have helped."""
+
+import argparse
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
+from serve_app.command import Command, progress_bar, say
+from serve_app.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
+from serve_app.errors import ServeAppError
+from serve_app.http_client import HttpAnswer
+from serve_app.tables import shown_table
+
+# What would have helped a request, in lines for a person.
+
+
+def told_what_if(result: Mapping[str, Any]) -> Iterator[str]:
+    """A line about the replay, a table of changes, and the one that helps most."""
+    replay, recorded = result["replay"], result["recorded"]
+    begins = "from an idle fleet" if replay["begins_idle"] else "with what was under way"
+    yield (
+        f"what if: {replay['requests']:,} requests of {replay['seconds']:,.0f} s replayed {begins}, policy "
+        f"{result['policy']}, engines' step times {replay['engines']}"
+    )
+    yield (
+        f"unchanged, the replay has it wait {replay['wait_ms']:,.1f} ms; really it waited "
+        f"{recorded['wait_ms']:,.1f} ms. Nine in ten requests like it are within "
+        f"{replay['bar_ms']:,.1f} ms of the replay"
+    )
+    if not replay["reproduces"]:
+        yield (
+            "the replay does not reproduce this wait: it is off by more than its own error. The intervals "
+            "below are as wide as what it misses"
+        )
+    rows = [_row(each) for each in result["changes"]]
+    heads = ("change", "wait, ms", "nine in ten", "difference, ms", "first token, ms", "nine in ten")
+    yield "\n" + shown_table(heads, rows)
+    notes = [f"{each['label']}: {each['note']}" for each in result["changes"] if each["note"]]
+    yield from notes
+    yield "\n" + _best(result)
+
+
+def _row(change: Mapping[str, Any]) -> tuple[str, ...]:
+    wait, ttft = change["wait"], change["ttft"]
+    if wait is None:
+        return change["label"], "-", "", "", "", ""
+    return (
+        change["label"],
+        f"{wait['ms']:,.0f}",
+        _interval(wait),
+        f"{wait['difference_ms']:+,.0f}",
+        f"{ttft['ms']:,.0f}" if ttft is not None else "-",
+        _interval(ttft) if ttft is not None else "",
+    )
+
+
+def _interval(told: Mapping[str, float]) -> str:
+    return f"{told['low_ms']:,.0f} to {told['high_ms']:,.0f}"
+
+
+def _best(result: Mapping[str, Any]) -> str:
+    best = next((each for each in result["changes"] if each["label"] == result["best"]), None)
+    if best is None:
+        return "nothing of this would have helped by more than the replay's own error"
+    wait = best["wait"]
+    return (
+        f"most would have helped: {best['label']}, a wait of {wait['ms']:,.0f} ms instead of "
+        f"{result['recorded']['wait_ms']:,.0f} ms"
+    )
+
+
+# The command `python -m serve_app explain`: where the time of one request went.
+
+
+_EXAMPLE = """example:
+  python -m serve_app explain chatcmpl-7
+  python -m serve_app explain chatcmpl-7 --what-if
+"""
+_BAR = 40
+
+
+class ExplainError(ServeAppError):
+    """The application knows no such request, or refuses to tell."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "request_id", help="the `x-request-id` of the answer, or the one that its client sent"
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="replay the minutes around it, with one thing changed each: its class, a replica more, other "
+        "policies, without long prefills or other requests; say what its wait would have been, and how sure "
+        "that is",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the receipt, or what would have been, as JSON"
+    )
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.what_if:
+        result = _with_name(_what_if(decode_recording(_asked(args, "/recording"))), args)
+        say(json.dumps(result, indent=1) if args.json else "\n".join(told_what_if(result)))
+        return 0
+    receipt: Mapping[str, Any] = json.loads(_asked(args))
+    say(json.dumps(receipt, indent=1) if args.json else "\n".join(explained(receipt)))
+    return 0
+
+
+def _what_if(recording: Recording) -> Mapping[str, Any]:
+    # It brings the simulator along, and nobody else waits for that.
+    from serve_app.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
+
+    with progress_bar("replays", replays_of(recording)) as advance:
+        return what_if(recording, advance)
+
+
+def _with_name(told: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
+    """The same with the name of the tenant that is left out, if the receipt of its request is still there."""
+    example = request_of_tenant(told)
+    if not example:
+        return told
+    try:
+        receipt = json.loads(_asked(args, of=example))
+    except ExplainError:
+        return told
+    return named(told, receipt["tenant"])
+
+
+def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
+    """What the application answers about the request, or about another one."""
+    url = args.url or default_url()
+    name = urllib.parse.quote(of or args.request_id, safe="")
+    answer = answer_of(url, f"/debug/requests/{name}{part}", api_key_for(url, args.api_key))
+    if not answer.is_success:
+        raise ExplainError(_why(answer, args.request_id))
+    return answer.body
+
+
+def _why(answer: HttpAnswer, request_id: str) -> str:
+    if answer.is_refused:
+        return "receipts need a key with `admin`: give --api-key"
+    if answer.status == 404:
+        return (
+            f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
+            "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
+            "itself (its body, key or model) has none: its answer and its line in the log say why"
+        )
+    if answer.status == 409:
+        message: str = json.loads(answer.body)["error"]["message"]
+        return message
+    return f"the application answered {answer}"
+
+
+def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
+    """The receipt in lines for a person."""
+    stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
+    total_ms = sum(stage["ms"] for stage in stages)
+    state = receipt["outcome"] or f"{receipt['state']} now"
+    yield (
+        f"{receipt['request_id']}: {state}, {receipt['class']} of tenant {receipt['tenant']}, "
+        f"model {receipt['model']}, {total_ms:,.1f} ms"
+    )
+    if receipt["message"]:
+        yield receipt["message"]
+    if "position" in receipt["queue"]:
+        yield _place(receipt["queue"])
+    rows = [
+        (name, f"{each_ms:,.1f}", _bar(each_ms, total_ms))
+        for stage in stages
+        for name, each_ms in _with_parts(stage)
+    ]
+    yield "\n" + shown_table(("where the time went", "ms", "share"), rows)
+    queue = receipt["queue"]
+    if queue["causes"]:
+        causes = sorted(queue["causes"], key=lambda each: -each["ms"])
+        rows = [(each["meaning"], f"{each['ms']:,.1f}", _bar(each["ms"], queue["ms"])) for each in causes]
+        yield "\n" + shown_table((f"why it waited ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
+    if queue["ahead"]:
+        ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
+        yield f"\nrequests that took a place meanwhile: {ahead}"
+    if served := queue.get("served"):
+        yield _served(served)
+    if queue["predicted_ms"] is not None:
+        kind = "real" if receipt["outcome"] else "so far"
+        yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, {kind}: {queue['ms']:,.1f} ms"
+    for number, attempt in enumerate(receipt["attempts"], start=1):
+        yield (
+            f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
+            f"{attempt['length_queue']}, prefill expected to take {attempt['expected_prefill_ms']:,.1f} ms"
+        )
+    tokens = receipt["tokens"]
+    if tokens["prompt"] is not None:
+        yield (
+            f"tokens: prompt {tokens['prompt']:,} (expected {tokens['expected_prompt'] or 0:,.0f}, "
+            f"{tokens['cached'] or 0:,} cached), output {tokens['output']:,} "
+            f"(expected {tokens['expected_output'] or 0:,.0f})"
+        )
+
+
+def _place(queue: Mapping[str, Any]) -> str:
+    """How a request stands that waits now."""
+    place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
+    expected = queue["expected_ms"]
+    start = "" if expected is None else f"; expected to start in {expected:,.0f} ms{_start_interval(queue)}"
+    gives_up = f"gives up in {queue['expires_in_ms']:,.0f} ms"
+    return f"{place} in pool {queue['pool']}, since {queue['meaning']}{start}; {gives_up}"
+
+
+def _start_interval(queue: Mapping[str, Any]) -> str:
+    between = queue.get("expected_between_ms")
+    return (
+        "" if between is None else f", in four of five cases between {between[0]:,.0f} and {between[1]:,.0f}"
+    )
+
+
+def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A stage, and below it what it consists of as far as that is known."""
+    yield stage["stage"].replace("_", " "), stage["ms"]
+    for part in stage.get("parts", ()):
+        kind = " (estimated)" if part["estimated"] else ""
+        yield f"  of this: {part['part'].replace('_', ' ')}{kind}", part["ms"]
+
+
+def _served(served: Mapping[str, Any]) -> str:
+    """Whose requests were sent to its pool meanwhile."""
+    named = [f"{each['requests']:,} {each['class']} of tenant {each['tenant']}" for each in served["by"]]
+    if served["others"]:
+        named.append(f"{served['others']:,} of others")
+    least = "" if served["is_complete"] else "at least "
+    return f"sent to pool {served['pool']} meanwhile: {least}{', '.join(named) or 'nobody'}"
+
+
+def _bar(part: float, whole: float) -> str:
+    share = max(0.0, part) / whole if whole > 0 else 0.0
+    return f"{'#' * round(share * _BAR):<{_BAR}} {share:4.0%}"
+
+
+COMMAND = Command(
+    name="explain",
+    summary="say where the time of a request went, and why it waited",
+    example=_EXAMPLE,
+    configure=_configure,
+    run=_run,
+)

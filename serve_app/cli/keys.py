@@ -1,0 +1,240 @@
+"""The command `python -m serve_app keys`: makes, lists and revokes API keys, and shows what was used."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serve_app.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
+from serve_app.cli.status import add_address, api_key_for, ask, default_url
+from serve_app.command import Command, positive_float, positive_int, say, warn
+from serve_app.errors import SettingsError
+from serve_app.launch.instance import running_instances
+from serve_app.request import PriorityClass
+from serve_app.settings.loading import load_settings
+from serve_app.tables import shown_table
+
+# What was used with each key, as the schedulers of a running application have counted it.
+
+
+COLUMNS = ("day", "key", "model", "requests", "prompt_tokens", "cached_tokens", "generated_tokens")
+
+
+def show_usage(args: argparse.Namespace) -> int:
+    """Print the ledgers of an application; the exit status is 1 when a scheduler did not answer.
+
+    Raises:
+        StatusError: the application does not answer, or refuses.
+    """
+    url = args.url or default_url()
+    models = ask(url, "/debug/usage", api_key_for(url, args.api_key))["models"]
+    for model in models:
+        if "error" in model:
+            warn(f"{model['model']}: {model['error']}")
+    rows = [row for model in models for row in model.get("rows", ())]
+    rows = sorted((row for row in rows if row["day"] >= (args.since or "")), key=_order)
+    if args.json:
+        say(json.dumps(rows, indent=1))
+    elif args.csv:
+        writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        say(_table(rows))
+    return 1 if any("error" in model for model in models) else 0
+
+
+def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["day"], row["key"], row["model"]
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "no request with a key has ended in an engine yet"
+    lines = [
+        tuple(f"{value:,}" if isinstance(value := row[column], int) else str(value) for column in COLUMNS)
+        for row in rows
+    ]
+    return shown_table([column.replace("_", " ") for column in COLUMNS], lines, text_columns=3)
+
+
+# The command `python -m serve_app keys`: makes, lists and revokes API keys, and shows what was used.
+
+
+_ACTIONS = ("create", "list", "revoke", "usage")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent", "queued")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=_ACTIONS, help="what to do: create, list, revoke or usage")
+    parser.add_argument("id", nargs="?", help="of the key to revoke")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--file", type=Path, help="of the keys (the one that the configuration names)")
+    place.add_argument(
+        "--config", type=Path, help="a configuration with `gateway.keys_file` (that of the running one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print what is listed as JSON")
+    _add_permissions(parser.add_argument_group("what a new key allows"))
+    usage = parser.add_argument_group("usage", "of a running application, from its ledger")
+    usage.add_argument("--csv", action="store_true", help="print it as CSV")
+    usage.add_argument("--since", metavar="DAY", type=_day, help="first UTC day, as 2026-01-31 (all)")
+    add_address(parser)
+
+
+def _add_permissions(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--tenant", help="whose requests it sends; needed to create one")
+    group.add_argument("--name", default="", help="for people")
+    group.add_argument("--weight", type=positive_float, help="of the tenant in the fair sharing")
+    group.add_argument(
+        "--highest-class",
+        choices=[each.value for each in PriorityClass],
+        default=PriorityClass.INTERACTIVE.value,
+        help="no request may be of a class above it (%(default)s)",
+    )
+    group.add_argument("--model", action="append", default=[], help="that it may use; repeat it (all)")
+    for limit, text in zip(
+        _LIMITS,
+        (
+            "requests admitted in any 60 s, for each model",
+            "tokens admitted in any 60 s, for each model",
+            "requests that wait or run at once, for each model",
+            "requests that wait at once, for each model",
+        ),
+        strict=True,
+    ):
+        group.add_argument(f"--{limit.replace('_', '-')}", type=positive_int, help=f"most {text} (no limit)")
+    group.add_argument("--expires-in-days", type=positive_float, metavar="DAYS", help="its life (no end)")
+    group.add_argument("--admin", action="store_true", help="may look at all requests, and stop tuners")
+    group.add_argument(
+        "--may-act-for-tenants", action="store_true", help="may name other tenants by `x-tenant`"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.action == "usage":
+        return show_usage(args)
+    path = _path(args)
+    if args.action == "list":
+        return _list(read_keys(path), as_json=bool(args.json))
+    if args.action == "create":
+        return _create(path, args)
+    return _revoke(path, args.id)
+
+
+def _path(args: argparse.Namespace) -> Path:
+    """The file of keys that the arguments mean.
+
+    Raises:
+        SettingsError: they mean none.
+    """
+    if args.file is not None:
+        return Path(args.file)
+    configs = [args.config] if args.config else sorted({Path(each.config) for each in running_instances()})
+    if len(configs) != 1:
+        found = "several applications run here" if configs else "no application runs here"
+        raise SettingsError(f"name the file of keys by --file, or a configuration by --config: {found}")
+    found_path = load_settings(configs[0]).gateway.keys_file
+    if found_path is None:
+        raise SettingsError(f"{configs[0]} names no gateway.keys_file: add it, or give --file")
+    return Path(found_path)
+
+
+def _create(path: Path, args: argparse.Namespace) -> int:
+    if not args.tenant:
+        raise SettingsError("a key belongs to a tenant: name it by --tenant")
+    key_id, secret = new_secret()
+    now = datetime.now(UTC).replace(microsecond=0)
+    days = args.expires_in_days
+    record = KeyRecord(
+        id=key_id,
+        hash=hashed(secret),
+        tenant=args.tenant,
+        name=args.name,
+        created_at=now,
+        weight=args.weight,
+        highest_class=PriorityClass(args.highest_class),
+        models=tuple(args.model),
+        expires_at=None if days is None else now + timedelta(days=days),
+        admin=args.admin,
+        may_act_for_tenants=args.may_act_for_tenants,
+        **{limit: getattr(args, limit) for limit in _LIMITS},
+    )
+    changed_keys(path, lambda keys: [*keys, record])
+    warn(f"key {key_id} of tenant {record.tenant} is in {path}; its secret is shown this once:")
+    say(secret)
+    return 0
+
+
+def _revoke(path: Path, key_id: str | None) -> int:
+    if not key_id:
+        raise SettingsError("name the key to revoke by its id, as `keys list` shows it")
+
+    def revoke(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
+        if key_id not in {key.id for key in keys}:
+            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows those that it has")
+        now = datetime.now(UTC).replace(microsecond=0)
+        return [
+            msgspec.structs.replace(key, revoked_at=key.revoked_at or now) if key.id == key_id else key
+            for key in keys
+        ]
+
+    read_keys(path)
+    changed_keys(path, revoke)
+    say(f"key {key_id} is revoked; gateways refuse it within seconds")
+    return 0
+
+
+def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
+    if as_json:
+        documents = [{**_shown(key), "status": key.status()} for key in keys]
+        say(json.dumps(documents, indent=1))
+        return 0
+    rows = [
+        (
+            key.id,
+            key.tenant,
+            key.name,
+            key.status(),
+            key.highest_class.value,
+            ", ".join(key.models) or "all",
+            ", ".join(f"{limit}={value}" for limit in _LIMITS if (value := getattr(key, limit))),
+            key.expires_at.date().isoformat() if key.expires_at else "",
+            ", ".join(word for word in ("admin", "may_act_for_tenants") if getattr(key, word)),
+        )
+        for key in keys
+    ]
+    heads = ("id", "tenant", "name", "status", "highest class", "models", "limits", "expires", "may")
+    say(shown_table(heads, rows, text_columns=len(heads)))
+    return 0
+
+
+def _shown(key: KeyRecord) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(key)
+    del document["hash"]
+    return document
+
+
+def _day(text: str) -> str:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).date().isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a day such as 2026-01-31, got {text!r}") from None
+
+
+COMMAND = Command(
+    name="keys",
+    summary="make, list and revoke API keys in a file, and show what was used with each",
+    example="example:\n"
+    "  python -m serve_app keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
+    "  python -m serve_app keys list --file /etc/ewsjf/keys.json\n"
+    "  python -m serve_app keys revoke 3f9a2c17b0de --file /etc/ewsjf/keys.json\n"
+    "  python -m serve_app keys usage --csv --since 2026-01-01",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,94 @@
+"""The command `python -m serve_app mode`: how much of a running application's traffic is scheduled."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from serve_app.cli.status import add_address, api_key_for, ask, default_url
+from serve_app.command import Command, say
+from serve_app.errors import ServeAppError
+from serve_app.tables import shown_table
+
+_PATH = "/admin/mode"
+
+
+def _share(text: str) -> float:
+    """A share such as `0.1` or `10%`."""
+    try:
+        share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.1 or 10%%")
+    return share
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "mode",
+        nargs="?",
+        choices=("observe", "active"),
+        help="observe: requests go straight to the replica with the fewest, and the scheduler looks on; "
+        "active: requests are scheduled (without a word: show the present mode)",
+    )
+    parser.add_argument(
+        "--share",
+        type=_share,
+        help="with active: of the requests, chosen by a hash; such as 0.1 or 10%% (all)",
+    )
+    parser.add_argument("--model", help="of several models, only this one")
+    parser.add_argument("--json", action="store_true", help="print the answer of the application as JSON")
+    add_address(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.share is not None and args.mode != "active":
+        raise ServeAppError("--share belongs to `mode active`")
+    url = args.url or default_url()
+    key = api_key_for(url, args.api_key)
+    if args.mode is None:
+        models = ask(url, _PATH, key)["models"]
+    else:
+        share = 0.0 if args.mode == "observe" else 1.0 if args.share is None else args.share
+        models = ask(url, _PATH, key, method="POST", content={"active_share": share, "model": args.model})[
+            "models"
+        ]
+    if args.json:
+        say(json.dumps({"models": models}, indent=1))
+    else:
+        say("\n".join(line for model in models for line in _lines(model)))
+    return 1 if any("error" in model for model in models) else 0
+
+
+def _lines(model: Mapping[str, Any]) -> Iterator[str]:
+    if "error" in model:
+        yield f"{model['model']}: {model['error']}"
+        return
+    yield f"{model['model']}: {model['mode']}, {model['active_share']:.0%} of the requests are scheduled"
+    measured = {name: model["measured"][name] for name in ("scheduled", "passed")}
+    rows = [
+        (f"{name}, measured", *_figures(part)) for name, part in measured.items() if part["all"]["requests"]
+    ]
+    forecast = model.get("forecast")
+    if forecast and "scheduled" in forecast:
+        rows += [(f"{name}, by the twin", *_figures(forecast[name])) for name in ("scheduled", "passed")]
+    if rows:
+        head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
+        yield shown_table(head, rows, text_columns=1)
+    if forecast and forecast.get("note"):
+        yield f"the twin: {forecast['note']}"
+
+
+def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    times = (part[size][name] for size in ("all", "short") for name in ("ttft_p50_s", "ttft_p99_s"))
+    return (f"{part['all']['requests']:,}", *("-" if time is None else f"{time:.3f}" for time in times))
+
+
+COMMAND = Command(
+    name="mode",
+    summary="show or change how much of the traffic of a running application is scheduled",
+    example="example:\n  python -m serve_app mode active --share 10%",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,318 @@
+"""The command `python -m serve_app status`: the state of a running application, as tables."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.access import read_admin_key
+from serve_app.command import Command, positive_int, say
+from serve_app.errors import ServeAppError
+from serve_app.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.launch.instance import running_instances
+
+Document = Mapping[str, Any]
+
+_LOCAL_URL = "http://127.0.0.1:8000"
+_KEY_VARIABLE = "EWSJF_API_KEY"
+# Wide enough that no name is cut when the output goes into a file.
+_PIPE_COLUMNS = 160
+_MOST_COSTS = 10
+
+
+class StatusError(ServeAppError):
+    """The application refuses, or its answer is invalid."""
+
+
+class UnreachableError(StatusError):
+    """Nothing answers at the address."""
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name an application and a key for it."""
+    parser.add_argument(
+        "--url", help=f"of the application (the one that `serve` runs on this machine, else {_LOCAL_URL})"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(_KEY_VARIABLE),
+        help=f"a key with `admin` ({_KEY_VARIABLE}; else the one that `serve` has made on this machine)",
+    )
+
+
+def api_key_for(url: str, given: str | None) -> str | None:
+    """The key for an application: the given one, or the one that `serve` made if it runs on this machine."""
+    named = url.rstrip("/").replace("//localhost", "//127.0.0.1")
+    own = (each for each in running_instances() if each.url.rstrip("/") == named)
+    return given or next((read_admin_key(Path(each.folder)) for each in own), None)
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_address(parser)
+    parser.add_argument("--sub-queues", type=positive_int, default=15, help="how many to show (%(default)s)")
+    tuner = parser.add_mutually_exclusive_group()
+    tuner.add_argument(
+        "--freeze-tuner",
+        action="store_true",
+        help="return every model to its values in force, and try no others",
+    )
+    tuner.add_argument("--thaw-tuner", action="store_true", help="let the tuners continue")
+    parser.add_argument("--json", action="store_true", help="print the answers of the application as JSON")
+
+
+def default_url() -> str:
+    """The address of the application on this machine, for a user who names none.
+
+    Raises:
+        StatusError: several run.
+    """
+    running = list(running_instances())
+    if len(running) > 1:
+        known = ", ".join(f"{each.url} ({each.config})" for each in running)
+        raise StatusError(f"several applications run here, choose one by --url: {known}")
+    return running[0].url if running else _LOCAL_URL
+
+
+def _run(args: argparse.Namespace) -> int:
+    url = args.url or default_url()
+    try:
+        return _answered(url, args)
+    except UnreachableError as error:
+        if args.url:
+            raise
+        raise UnreachableError(
+            f"{error}; this address is tried without --url: start the application there, or give --url"
+        ) from error
+
+
+def _answered(url: str, args: argparse.Namespace) -> int:
+    api_key = api_key_for(url, args.api_key)
+    if args.freeze_tuner or args.thaw_tuner:
+        word = "freeze" if args.freeze_tuner else "thaw"
+        models = ask(url, f"/debug/tuner/{word}", api_key, method="POST")["models"]
+        for model in models:
+            say(f"{model['model']}: {model.get('error') or model.get('message', word)}")
+        return 1 if any("error" in model for model in models) else 0
+    status = ask(url, "/debug/status", api_key)
+    queue = ask(url, "/debug/queue", api_key)
+    costs = ask(url, "/debug/costs", api_key)
+    if args.json:
+        say(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    pages = Pages(status["models"], queue["models"], costs["models"])
+    for part in rendered(pages, args.sub_queues):
+        console.print(part)
+    return 0
+
+
+def answer_of(
+    url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
+) -> HttpAnswer:
+    """Return what an application answers, whatever its status.
+
+    Raises:
+        UnreachableError: nothing answers.
+    """
+    try:
+        return request(url.rstrip("/") + path, api_key, method=method, content=content)
+    except NoAnswerError as error:
+        raise UnreachableError(f"{url} does not answer: {error}") from error
+
+
+def ask(
+    url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
+) -> Document:
+    """Return a document of the application.
+
+    Args:
+        content: sent as JSON.
+
+    Raises:
+        UnreachableError: nothing answers.
+        StatusError: it refuses, or does not answer with such a document.
+    """
+    address = url.rstrip("/") + path
+    answer = answer_of(url, path, api_key, method, content)
+    if not answer.is_success:
+        hint = f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if answer.is_refused else ""
+        raise StatusError(f"{address} answered {answer}{hint}")
+    document = answer.document()
+    if document is None or not isinstance(document.get("models"), list):
+        raise StatusError(f"{address} is not a gateway of this project: its answer names no models")
+    return document
+
+
+class Pages(NamedTuple):
+    """What an application tells, each with a document for every model."""
+
+    status: Sequence[Document]
+    queues: Sequence[Document] = ()
+    costs: Sequence[Document] = ()
+
+
+def rendered(pages: Pages, most_shown: int) -> Iterator[Table | str]:
+    """Tables and lines, model by model."""
+    of_model = {queue.get("model"): queue for queue in pages.queues}
+    costs_of = {costs.get("model"): costs for costs in pages.costs}
+    for model in pages.status:
+        yield f"\n[bold]{model['model']}[/bold]"
+        if "error" in model:
+            yield f"  {model['error']}"
+            continue
+        yield _overview(model)
+        yield _replicas(model["replicas"])
+        yield from _learned_contexts(model["replicas"])
+        queue = of_model.get(model["model"], {})
+        if queue.get("sub_queues"):
+            yield _sub_queues(queue, most_shown)
+        served = {name: counters for name, counters in queue.get("served", {}).items() if counters}
+        if served:
+            yield _tenants(served)
+        if (costs := costs_of.get(model["model"], {})).get("rows"):
+            yield _costs(costs)
+        if model.get("tuner"):
+            yield from _tuner(model["tuner"])
+
+
+def _overview(model: Document) -> str:
+    waiting = ", ".join(f"{count} {name}" for name, count in model["waiting"].items() if count) or "none"
+    queues = model["queues"]
+    learned = "not learned yet"
+    if queues["learned"]:
+        learned = f"{queues['learned']} learned, {queues['age_s']:.0f} s ago"
+    return (
+        f"  waiting: {waiting}; length queues: {learned}; gateways: {model['gateways']}; "
+        f"scheduler {model['incarnation']}"
+    )
+
+
+def _replicas(replicas: Mapping[str, Document]) -> Table:
+    figures = ("in flight", "running", "waiting in engine", "KV used", "ms/token")
+    table = _table("replicas", ("pool", "replica", *figures, "state"), figures)
+    for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
+        report = replica["report"] or {}
+        state = "draining" if report.get("draining") else "ready" if report else "no report yet"
+        tpot_s = report.get("tpot_s")
+        table.add_row(
+            replica["pool"],
+            name,
+            str(replica["in_flight"]),
+            _told(report.get("running")),
+            _told(report.get("waiting")),
+            _told(report.get("kv_usage_ratio"), ".0%"),
+            "-" if tpot_s is None else f"{1e3 * tpot_s:.1f}",
+            "stale" if replica["stale"] else state,
+        )
+    return table
+
+
+def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
+    """What refusals have taught of replicas that do not tell their context limit."""
+    for name, replica in sorted(replicas.items()):
+        if learned := replica.get("learned_context_tokens"):
+            yield f"  {name} does not tell its context limit; learned from refusals: {learned:,} tokens"
+
+
+def _told(figure: float | None, form: str = "") -> str:
+    """A figure, or a dash where the engine does not tell it."""
+    return "-" if figure is None else f"{figure:{form}}"
+
+
+def _sub_queues(queue: Document, most: int) -> Table:
+    left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
+    title = f"queue under {queue['policy']}, the longest wait first"
+    figures = ("waiting", "head waits", "score")
+    columns = ("class", "tenant", "length queue", *figures, "why")
+    table = _table(title + (f"; {left_out} more" if left_out else ""), columns, figures)
+    for sub_queue in queue["sub_queues"][:most]:
+        table.add_row(
+            sub_queue["priority"],
+            sub_queue["tenant"],
+            sub_queue["length_queue"],
+            str(sub_queue["waiting"]),
+            f"{sub_queue['wait_s']:.1f} s",
+            f"{sub_queue['score']:.3g}",
+            sub_queue["why"],
+        )
+    return table
+
+
+def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
+    columns = ("class", "tenant", "service")
+    table = _table("service of tenants, over their weights", columns, columns[2:])
+    for name, counters in served.items():
+        for tenant, counter in sorted(counters.items(), key=lambda item: -item[1]):
+            table.add_row(name, tenant, f"{counter:,.0f}")
+    return table
+
+
+def _costs(costs: Document) -> Table:
+    rows = costs["rows"]
+    columns = ("tenant", "class", "pool", "engine time", "share", "delay of others")
+    more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
+    # A scheduler of an older release does not tell.
+    began = costs.get("since")
+    since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
+    title = f"who pays{since}{more}"
+    table = _table(title, columns, columns[3:])
+    for row in rows[:_MOST_COSTS]:
+        table.add_row(
+            row["tenant"],
+            row["class"],
+            row["pool"],
+            f"{row['engine_seconds']:,.1f} s",
+            f"{row['share']:.0%}",
+            f"{row['imposed_delay_seconds']:,.1f} s",
+        )
+    return table
+
+
+def _tuner(tuner: Document) -> Iterator[Table | str]:
+    yield f"  tuner: {tuner['mode']}, {tuner['state']}"
+    if tuner.get("twin"):
+        yield f"  twin: {_twin(tuner['twin'])}"
+    if tuner.get("values"):
+        yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
+    if tuner.get("audit"):
+        columns = ("seconds ago", "what", "why")
+        table = _table("actions of the tuner, the latest first", columns, columns[:1])
+        for record in tuner["audit"]:
+            table.add_row(f"{record['age_s']:.0f}", record["what"], record["why"])
+        yield table
+
+
+def _twin(twin: Document) -> str:
+    error = twin["error"]
+    known = "error not known yet"
+    if error is not None:
+        known = (
+            f"mean TTFT {error['ttft_ratio']:+.1%}, TPOT {error['tpot_ratio']:+.1%} against the engines "
+            f"({error['requests']} requests; limit {twin['max_error_ratio']:.0%})"
+        )
+    return f"step times {twin['step_times']}; {known}"
+
+
+def _table(title: str, columns: Sequence[str], figures: Sequence[str]) -> Table:
+    """An empty table; columns that are figures are aligned to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in figures else "left")
+    return table
+
+
+COMMAND = Command(
+    name="status",
+    summary="show queues, replicas, tenants and the tuner of a running application",
+    example="example:\n  python -m serve_app status --url http://127.0.0.1:8000",
+    configure=_configure,
+    run=_run,
+)

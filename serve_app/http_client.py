@@ -1,0 +1,103 @@
+"""HTTP requests of commands: one function over the standard library, without an event loop.
+
+Commands must start quickly, and an asynchronous client takes a third of a second to import. Gateways and
+watchers of endpoints have a client of their own, `serve_app.serving.gateway.upstream`, and `bench` has one
+that reads the clock at every arrival of bytes.
+"""
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any
+
+from serve_app.errors import ServeAppError
+
+_TIMEOUT_S = 10.0
+
+
+class NoAnswerError(ServeAppError):
+    """Nothing answers at the address; the message is the reason alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """An answer of any status; the names of its headers are in lower case."""
+
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """The status is of the 2xx class."""
+        return self.status // 100 == 2
+
+    @property
+    def is_refused(self) -> bool:
+        """The status asks for another key: 401 or 403."""
+        return self.status in (401, 403)
+
+    @property
+    def text(self) -> str:
+        """The body as UTF-8; bytes that are none become replacement characters."""
+        return self.body.decode("utf-8", "replace")
+
+    def document(self) -> Mapping[str, Any] | None:
+        """The JSON object in the body, None where there is none."""
+        try:
+            found = json.loads(self.body)
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.reason}"
+
+
+def request(
+    url: str,
+    api_key: str | None = None,
+    *,
+    method: str = "GET",
+    content: Mapping[str, Any] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    tls: ssl.SSLContext | None = None,
+) -> HttpAnswer:
+    """Send a request and read the whole answer.
+
+    Args:
+        api_key: sent as a bearer token.
+        content: sent as JSON.
+        timeout_s: for connecting, and for each silence.
+        tls: of HTTPS; None trusts what this machine trusts.
+
+    Raises:
+        NoAnswerError: nothing answers, or not in HTTP, or the URL is no HTTP URL.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise NoAnswerError(f"{url!r} is not an address: begin it with http:// or https://")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    data = None if content is None else json.dumps(content).encode()
+    if data is not None:
+        headers["content-type"] = "application/json"
+    try:
+        asked = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - checked above
+        with urllib.request.urlopen(asked, timeout=timeout_s, context=tls) as response:  # noqa: S310
+            return _answer(response.status, response.reason, response.headers, response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return _answer(error.code, error.reason, error.headers, error.read())
+    except urllib.error.URLError as error:
+        raise NoAnswerError(str(error.reason)) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise NoAnswerError(str(error) or type(error).__name__) from error
+
+
+def _answer(status: int, reason: str, headers: Message, body: bytes) -> HttpAnswer:
+    return HttpAnswer(status, reason, {name.lower(): value for name, value in headers.items()}, body)

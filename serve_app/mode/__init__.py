@@ -1,1 +1,0 @@
-"""How much of a running application's traffic is scheduled, for people."""

@@ -1,1 +1,0 @@
-"""Where endpoints are found: lists of URLs, DNS, files, Kubernetes."""

@@ -1,0 +1,289 @@
+"""Keys of the configuration and of a file, tenants and classes."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.api_keys import KeysFileError, changed_keys
+from serve_app.errors import SettingsError
+from serve_app.request import PriorityClass
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.keys import ApiKey, FileKeys, Keyring
+from tests.test_api_keys import record
+
+MakeFileKeys = Callable[[Path], FileKeys]
+
+
+@pytest.fixture
+def watched() -> Iterator[MakeFileKeys]:
+    made: list[FileKeys] = []
+
+    def make(path: Path) -> FileKeys:
+        made.append(FileKeys(path, poll_s=0.01))
+        return made[-1]
+
+    yield make
+    for keys in made:
+        keys.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.005)
+
+
+def test_a_key_brings_what_it_allows(tmp_path: Path, watched: MakeFileKeys) -> None:
+    path = tmp_path / "keys.json"
+    found, secret = record(tenant="a", highest_class=PriorityClass.BATCH, models=("m",), weight=2.0)
+    changed_keys(path, lambda _: [found])
+    caller = watched(path).caller(secret.encode())
+    assert caller is not None
+    assert caller.tenant(None, None) == "a"
+    assert caller.default_class is PriorityClass.BATCH
+    assert (caller.may_use("m"), caller.may_use("n")) == (True, False)
+    terms = caller.terms("a")
+    assert terms is not None
+    assert (terms.key_id, terms.weight) == (found.id, 2.0)
+    # The weight is the tenant's own; limits go with the key.
+    other = caller.terms("another")
+    assert other is not None
+    assert (other.key_id, other.weight) == (found.id, None)
+
+
+def test_a_wrong_secret_with_a_known_id_is_nobodys(tmp_path: Path, watched: MakeFileKeys) -> None:
+    path = tmp_path / "keys.json"
+    found, secret = record()
+    changed_keys(path, lambda _: [found])
+    keys = watched(path)
+    assert keys.caller(secret.encode()[:-2] + b"xx") is None
+    assert keys.caller(f"ewsjf_{found.id}_".encode()) is None
+    assert keys.caller(b"sk-anything") is None
+
+
+@pytest.mark.parametrize(("field", "words"), [("expires_at", "has expired"), ("revoked_at", "was revoked")])
+def test_an_ended_key_is_refused_with_its_reason(
+    tmp_path: Path, watched: MakeFileKeys, field: str, words: str
+) -> None:
+    path = tmp_path / "keys.json"
+    found, secret = record(**{field: datetime.now(UTC) - timedelta(seconds=1)})
+    changed_keys(path, lambda _: [found])
+    keys = watched(path)
+    with pytest.raises(RequestRefused, match=words) as caught:
+        keys.caller(secret.encode())
+    assert caught.value.status == 401
+    # Who has not the whole secret learns nothing of the key.
+    assert keys.caller(secret.encode()[:-2] + b"xx") is None
+
+
+def test_a_changed_file_is_read_again_and_a_revoked_key_ends(tmp_path: Path, watched: MakeFileKeys) -> None:
+    path = tmp_path / "keys.json"
+    first, secret = record()
+    changed_keys(path, lambda _: [first])
+    keys = watched(path)
+    assert keys.caller(secret.encode()) is not None
+    second, second_secret = record()
+    changed_keys(path, lambda known: [*known, second])
+    until(lambda: keys.caller(second_secret.encode()))
+    changed_keys(path, lambda known: known[1:])
+    until(lambda: keys.caller(secret.encode()) is None)
+
+
+def test_a_broken_file_keeps_the_keys_of_before_and_names_the_mistake(
+    tmp_path: Path, watched: MakeFileKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    found, secret = record()
+    changed_keys(path, lambda _: [found])
+    good = path.read_text()
+    logging.getLogger("ray.serve").propagate = True
+    keys = watched(path)
+    path.write_text(good.replace('"tenant"', '"tennant"'))
+    until(lambda: "tennant" in caplog.text)
+    assert "$.keys[0]" in caplog.text
+    assert "keys_file_broken" in caplog.text
+    assert keys.caller(secret.encode()) is not None
+    path.unlink()
+    until(lambda: "cannot be read" in caplog.text)
+    assert keys.caller(secret.encode()) is not None
+    changed_keys(path, lambda _: [])
+    until(lambda: keys.caller(secret.encode()) is None)
+
+
+def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path, watched: MakeFileKeys) -> None:
+    """As Kubernetes does with mounted secrets: same path, same size, same age."""
+    first, secret = record()
+    second, second_secret = record()
+    for name, each in (("one", first), ("two", second)):
+        changed_keys(tmp_path / name, lambda _, each=each: [each])  # type: ignore[misc]
+        os.utime(tmp_path / name, (1e9, 1e9))
+    link = tmp_path / "keys.json"
+    link.symlink_to(tmp_path / "one")
+    keys = watched(link)
+    (tmp_path / "new").symlink_to(tmp_path / "two")
+    (tmp_path / "new").replace(link)
+    until(lambda: keys.caller(second_secret.encode()))
+    assert keys.caller(secret.encode()) is None
+
+
+def test_a_file_that_is_broken_at_the_start_stops_it(tmp_path: Path, watched: MakeFileKeys) -> None:
+    with pytest.raises(KeysFileError, match="cannot be read"):
+        watched(tmp_path / "none.json")
+
+
+def test_keys_of_the_configuration_hold_beside_those_of_the_file(
+    tmp_path: Path, watched: MakeFileKeys
+) -> None:
+    path = tmp_path / "keys.json"
+    found, secret = record(tenant="of-file")
+    changed_keys(path, lambda _: [found])
+    ring = Keyring([ApiKey(tenant="written", key="k1")], {}, watched(path))
+    assert ring.caller(b"Bearer " + secret.encode()).tenant(None, None) == "of-file"
+    assert ring.caller(b"Bearer k1").tenant(None, None) == "written"
+    with pytest.raises(RequestRefused, match="is not known here"):
+        ring.caller(b"Bearer k2")
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path: Path, watched: MakeFileKeys) -> None:
+    path = tmp_path / "keys.json"
+    changed_keys(path, lambda _: [])
+    with pytest.raises(RequestRefused, match="an API key is needed"):
+        Keyring([], {}, watched(path)).caller(None)
+
+
+def test_without_keys_everyone_comes_in_and_names_its_tenant() -> None:
+    caller = Keyring(()).caller(None)
+    assert caller.tenant(None, None) == "default"
+    assert caller.tenant(b"acme", "anna") == "acme"
+    assert caller.tenant(None, "anna") == "anna"
+    assert caller.default_class is PriorityClass.DEFAULT
+
+
+def test_an_end_user_with_an_unfit_name_is_known_by_its_digest() -> None:
+    caller = Keyring(()).caller(None)
+    assert caller.tenant(None, "Anna Müller") == caller.tenant(None, "Anna Müller")
+    assert caller.tenant(None, "Anna Müller") != caller.tenant(None, "x" * 500)
+    assert caller.tenant(None, "x" * 500).startswith("user-")
+
+
+@pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", b"Basic k1", b"k1"])
+def test_with_keys_only_they_come_in(header: bytes | None) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        Keyring([ApiKey(tenant="a", key="k1")]).caller(header)
+    assert caught.value.status == 401
+
+
+def test_a_key_decides_whose_request_it_is() -> None:
+    ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="b", key="k2", may_act_for_tenants=True)])
+    first, second = ring.caller(b"Bearer k1"), ring.caller(b"bearer k2")
+    assert first.tenant(None, "anna") == "a"
+    assert first.tenant(b"a", None) == "a"
+    with pytest.raises(RequestRefused, match="may not act for tenant b"):
+        first.tenant(b"b", None)
+    assert second.tenant(b"c", None) == "c"
+    assert second.tenant(None, "anna") == "b"
+
+
+@pytest.mark.parametrize("name", [b"", b"a b", b"x" * 129, b"\xff", b"a\tb"])
+def test_a_malformed_tenant_is_refused(name: bytes) -> None:
+    with pytest.raises(RequestRefused, match="x-tenant"):
+        Keyring(()).caller(None).tenant(name, None)
+
+
+def test_a_key_may_be_held_to_some_classes() -> None:
+    key = ApiKey(tenant="a", key="k", default_class=PriorityClass.BATCH, highest_class=PriorityClass.DEFAULT)
+    ring = Keyring([key])
+    caller = ring.caller(b"Bearer k")
+    assert caller.default_class is PriorityClass.BATCH
+    caller.check_class(PriorityClass.DEFAULT, "x-priority")
+    with pytest.raises(RequestRefused, match=r"interactive .*it may use: default, batch"):
+        caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
+
+
+def test_only_an_admin_may_look_at_everybody() -> None:
+    ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="ops", key="k2", admin=True)])
+    with pytest.raises(RequestRefused, match="use one with admin: true") as caught:
+        ring.caller(b"Bearer k1").check_admin()
+    assert caught.value.status in {401, 403}
+    ring.caller(b"Bearer k2").check_admin()
+
+
+def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    keys = [ApiKey(tenant="a", env="THE_KEY"), ApiKey(tenant="b", file=str(path))]
+    ring = Keyring(keys, {"THE_KEY": "from-env"})
+    assert ring.caller(b"Bearer from-env").tenant(None, None) == "a"
+    assert ring.caller(b"Bearer from-file").tenant(None, None) == "b"
+
+
+def test_a_secret_is_not_shown() -> None:
+    key = ApiKey(tenant="a", key="k-secret")
+    assert "k-secret" not in repr(key)
+    assert "k-secret" not in repr(Keyring([key]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tenant": "a"}, "exactly one of key, env, file; got none"),
+        ({"tenant": "a", "key": "k", "env": "E"}, "got key and env"),
+        ({"tenant": "", "key": "k"}, "tenant"),
+        (
+            {
+                "tenant": "a",
+                "key": "k",
+                "highest_class": PriorityClass.BATCH,
+                "default_class": PriorityClass.DEFAULT,
+            },
+            "default_class default is above highest_class batch",
+        ),
+    ],
+)
+def test_impossible_keys_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        ApiKey(**fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (ApiKey(tenant="a", env="NOT_SET"), "environment variable NOT_SET"),
+        (ApiKey(tenant="a", file="/does/not/exist"), "cannot be read from /does/not/exist"),
+    ],
+)
+def test_a_missing_secret_stops_the_start(key: ApiKey, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Keyring([key], {})
+
+
+def test_one_secret_for_two_tenants_stops_the_start() -> None:
+    with pytest.raises(SettingsError, match="given twice"):
+        Keyring([ApiKey(tenant="a", key="k"), ApiKey(tenant="b", key="k")])
+
+
+def test_without_keys_only_the_applications_own_key_makes_an_admin() -> None:
+    ring = Keyring((), {"EWSJF_ADMIN_KEY": "own"})
+    for header in (None, b"Bearer none", b"Bearer", b"Basic own"):
+        caller = ring.caller(header)
+        assert caller.tenant(None, "anna") == "anna"
+        with pytest.raises(RequestRefused, match="admin: true") as caught:
+            caller.check_admin()
+        assert caught.value.status == 401
+    ring.caller(b"Bearer own").check_admin()
+    with pytest.raises(RequestRefused, match="EWSJF_ADMIN_KEY"):
+        Keyring((), {}).caller(b"Bearer own").check_admin()
+
+
+def test_the_applications_own_key_is_an_admins_beside_others() -> None:
+    ring = Keyring([ApiKey(tenant="a", key="k")], {"EWSJF_ADMIN_KEY": "own"})
+    ring.caller(b"Bearer own").check_admin()
+    with pytest.raises(RequestRefused, match="not known"):
+        ring.caller(b"Bearer other")
