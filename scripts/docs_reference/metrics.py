@@ -17,7 +17,7 @@ from serve_app.scaling import ScalingSettings
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
-from serve_app.serving.scheduler.usage_ledger import UsageLedger
+from serve_app.serving.scheduler.usage import UsageLedger
 from serve_app.serving.state import StateKeeper, StateStore
 
 _INTRODUCTION = """

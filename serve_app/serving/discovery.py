@@ -12,12 +12,7 @@ def locator(scheduler: DeploymentHandle[Any], role: Role) -> Locate:
     """What finds the scheduler, with the secret that lets this role in."""
 
     async def locate() -> SchedulerEndpoint:
-        endpoint: SchedulerEndpoint
-        try:
-            endpoint = await scheduler.endpoint.remote(role.value)
-        except TypeError:
-            # A scheduler of protocol version 5 has one secret for all and takes no role.
-            endpoint = await scheduler.endpoint.remote()
+        endpoint: SchedulerEndpoint = await scheduler.endpoint.remote(role.value)
         return endpoint
 
     return locate

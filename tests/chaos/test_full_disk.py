@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileOpener
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.scheduler.kept.usage import KeptUsage
+from serve_app.serving.scheduler.usage import KeptUsage
 from tests.builders import key
 from tests.serving.channel.harness import FAST, Simulation, granted, scheduler_settings, until
 from tests.serving.gateway.fleet import fleet_of

@@ -13,12 +13,12 @@ from serve_app.scheduling import SchedulerSettings
 from serve_app.scheduling.commands import Conclude, Dispatch
 from serve_app.scheduling.decision_log import Decision
 from serve_app.scheduling.events import Arrived, Finished
-from serve_app.serving.channel.requests.request_book import GatewayRequest, GatewaySession
+from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.in_parts import in_parts
-from serve_app.serving.scheduler.receipts.book import ReceiptBook
-from serve_app.serving.scheduler.receipts.minutes import MinutesRecorder, StepTimes
-from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
+from serve_app.serving.scheduler.history import RequestHistory
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.recordings import MinutesRecorder, RecordedSurroundings, StepTimes
 from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from tests.simulation.builders import STEP_TIME
 
@@ -83,39 +83,41 @@ def produce(
     requests: list[SimulatedRequest], *, policy: str = "ewsjf", fleet: tuple[str, ...] = FLEET
 ) -> Production:
     """Play requests as production would, with receipts."""
-    session, ids = GatewaySession("g1"), {}
+    session, records = GatewaySession("g1"), dict[str, GatewayRequest]()
     plans = [plan(name) for name in fleet]
     simulation = Simulation(settings(policy), ())
-    book = ReceiptBook(lambda _pool, tokens: tokens / 10_000)
+    history = RequestHistory(lambda _pool, tokens: tokens / 10_000)
     surroundings = RecordedSurroundings(simulation.scheduler, 900.0)
 
     def keep(decision: Decision) -> None:
-        event, now = decision.event, decision.now
+        event, core = decision.event, simulation.scheduler
+        entry = Entry(core, decision.now, event, list(decision.commands))
         if isinstance(event, Arrived):
-            book.on_arrival(event.request)
-            ids[event.request.request_id] = event.request
-        surroundings.note(event, now)
+            request = event.request
+            name = request.request_id
+            record = records[name] = GatewayRequest(session, request.submission, 0, f"client-{name}")
+            record.arrived_at = request.arrived_at
+            entry.told, entry.scheduled = record, core.find(name)
         for command in decision.commands:
             if isinstance(command, Dispatch):
-                scheduled = simulation.scheduler.find(command.request_id)
+                scheduled = core.find(command.request_id)
                 assert scheduled is not None
-                book.on_dispatch(command, scheduled, now)
+                entry.dispatched.append((command, scheduled))
             elif isinstance(command, Conclude):
-                request = ids[command.request_id]
-                record = GatewayRequest(session, request.priority, 1, tenant=request.tenant)
-                record.arrived_at = request.arrived_at
-                record.client_request_id = f"client-{command.request_id}"
+                record = records.pop(command.request_id)
                 if isinstance(event, Finished):
                     record.usage = event.usage
-                    record.times = _times(simulation, command.request_id, now)
-                book.on_conclusion(command, record, now)
+                    record.times = _times(simulation, command.request_id, decision.now)
+                entry.concluded.append((command, record))
+        surroundings.on_entry(entry)
+        history.on_entry(entry)
 
     simulation.on_decision = keep
     for number, each in enumerate(plans):
         simulation.join(each, simulation.settings.report_interval_s * number / len(plans))
-    records = simulation.run(requests)
-    recorder = MinutesRecorder(simulation.scheduler, book, surroundings)
-    return Production(simulation, {each.request_id: each for each in records}, recorder)
+    ended = simulation.run(requests)
+    recorder = MinutesRecorder(simulation.scheduler, history, surroundings)
+    return Production(simulation, {each.request_id: each for each in ended}, recorder)
 
 
 def _times(simulation: Simulation, request_id: str, now: float) -> RequestTimes:

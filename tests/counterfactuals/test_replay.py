@@ -6,7 +6,7 @@ import pytest
 from serve_app.counterfactuals.recording import RecordingError, decode_recording
 from serve_app.counterfactuals.replay import ChangedRecording, all_changes, replay_recording
 from serve_app.request import PriorityClass
-from serve_app.serving.scheduler.receipts import minutes
+from serve_app.serving.scheduler import recordings as minutes
 from tests.counterfactuals.production import (
     FLEET,
     STEP_TIMES,

@@ -25,11 +25,10 @@ from serve_app.launch.instance import Instance
 from serve_app.scheduling import SchedulerSettings
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state import StateKeeper, StateStore
-from tests.serving.gateway.builders import FakeDispatcher
+from tests.serving.gateway.builders import Answers, FakeDispatcher
 
 REPORT = {"received": 1, "running": 1, "waiting": 0, "kv_usage_ratio": 0.1, "tpot_s": 0.01, "draining": False}
 REPLICA = {"pool": "short", "max_num_seqs": 16, "in_flight": 1, "stale": False, "report": REPORT}
@@ -369,7 +368,7 @@ async def test_a_real_gateway_and_scheduler_are_understood(
     dispatcher = FakeDispatcher([1])
     keeper = StateKeeper(StateStore("memory://doctor", "scheduler", "demo"), "demo", lambda: None, 1.0)
     dispatcher.page = await scheduler.exposition() + keeper.exposition()
-    views = {"demo": SchedulerViews(queue=queued, status=shown, freeze=frozen)}
+    views = {"demo": Answers(queue=queued, status=shown, freeze=frozen)}
     settings = GatewaySettings(
         models=(ServedModel(name="demo"),), keys=(ApiKey(tenant="ops", key="k1", admin=True),)
     )

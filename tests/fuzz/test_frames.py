@@ -20,7 +20,7 @@ from tests.serving.channel.harness import submission
 _LIMIT = 1 << 20
 _MESSAGES = [
     Heartbeat(read=3),
-    Submit(submission("r1"), 0.25, 0.125),
+    Submit(submission("r1"), 0.25),
     PutBack("r1", "s1", DispatchFailure.LOST, "gone", 1),
     Finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=7, output_tokens=2)),
     Cancel("r1"),

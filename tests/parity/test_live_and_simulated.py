@@ -163,7 +163,7 @@ class LiveSystem:
 
     def submit(self, simulated: SimulatedRequest) -> None:
         request = simulated.request
-        self.say(Submit(request.submission, 0.0, 0.0))
+        self.say(Submit(request.submission, 0.0))
         if self.learner is not None:
             self.tune(self.learner)
 

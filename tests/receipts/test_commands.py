@@ -11,9 +11,8 @@ from serve_app.cli import main
 from serve_app.counterfactuals.recording import encode_recording, named, request_of_tenant
 from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.counterfactuals.production import burst, produce
-from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
+from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, serving
 
 RECEIPT: dict[str, Any] = {
     "request_id": "gw-1",
@@ -107,7 +106,7 @@ async def ask(*args: str, lines: int = 1) -> int:
     async def capture() -> list[dict[str, Any]]:
         return [LINE] * lines
 
-    views = SchedulerViews(
+    views = Answers(
         queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recording, capture=capture
     )
     settings = GatewaySettings(

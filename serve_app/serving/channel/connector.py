@@ -15,9 +15,16 @@ from typing import Any, Protocol
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import decode_from_scheduler
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import Bye, Hello, Rejected, Role, SchedulerEndpoint, Welcome
+from serve_app.serving.channel.messages import (
+    Bye,
+    Hello,
+    Rejected,
+    Role,
+    SchedulerEndpoint,
+    Welcome,
+    common_version,
+)
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.channel.versions import common_version
 from serve_app.serving.tls import connect, made_tls
 
 logger = logging.getLogger("ray.serve")
@@ -169,7 +176,7 @@ class Connector:
         async with asyncio.timeout(locate_s):
             endpoint = await self._locate()
         self._refuse_older(endpoint.incarnation)
-        version = common_version(endpoint.version_of())
+        version = common_version(endpoint.version)
         loop = asyncio.get_running_loop()
         self._lost.clear()
         self._welcome = loop.create_future()

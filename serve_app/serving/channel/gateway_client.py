@@ -12,7 +12,10 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Submission, Usage
@@ -20,6 +23,7 @@ from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
+    Answer,
     Cancel,
     Exposition,
     Finish,
@@ -28,25 +32,117 @@ from serve_app.serving.channel.messages import (
     Granted,
     Outlooks,
     PageRequest,
+    PutBack,
+    Question,
     Refused,
     ReplicaTable,
     Role,
+    Running,
     Scrape,
     SnapshotEnd,
     Submit,
     Watch,
     Welcome,
 )
-from serve_app.serving.channel.requests.pending_request import (
-    AWAY_RETRY_AFTER_S,
-    REFUSES_TO_WAIT,
-    PendingRequest,
-    refuse_alone,
-    refuse_away,
-    refuse_oversized,
-)
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.channel.settings import ChannelSettings
+
+# What a client should wait while a scheduler is being replaced, which takes a few seconds.
+AWAY_RETRY_AFTER_S = 2.0
+REFUSES_TO_WAIT = "the scheduler is away, and the request does not wait"
+# More than any prompt has; keeps a submission far below the size of a frame.
+_MAX_PREFIX_HASHES = 8192
+_MAX_NAME_CHARS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """One request.
+
+    Attributes:
+        born_at: when it came in, on this gateway's clock.
+        answer: what its handler waits for, or waited for last.
+        client_request_id: the id that its client gave it; empty for none.
+        grants: how many it has seen.
+        replica_id: where it runs; None while it waits.
+        started: its answer has begun.
+        put_back: how the last grant ended; None before one, and while it runs.
+        on_outlook: who wants to know how it stands in the queue; None where nobody asks.
+    """
+
+    submission: Submission
+    born_at: float
+    answer: asyncio.Future[Grant | Conclusion]
+    client_request_id: str = ""
+    grants: int = 0
+    replica_id: str | None = None
+    started: bool = False
+    put_back: PutBack | None = None
+    on_outlook: Callable[[RequestOutlook | None], None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Its name on the channel."""
+        return self.submission.request_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no grant."""
+        return self.replica_id is None
+
+    def run(self, message: Granted) -> None:
+        """Go on by a grant."""
+        self.grants, self.replica_id = message.grant, message.dispatch.replica_id
+        self.started, self.put_back = False, None
+
+    def wait(self, failure: DispatchFailure, message: str) -> PutBack:
+        """Give the grant back; return what the scheduler is to be told."""
+        assert self.replica_id is not None, "only a running request is put back"
+        self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
+        self.replica_id, self.started = None, False
+        return self.put_back
+
+    def described(self, now: float) -> Submit | Running:
+        """Return its line in a snapshot."""
+        age_s = now - self.born_at
+        named = self.client_request_id
+        if self.replica_id is None:
+            return Submit(self.submission, age_s, self.grants, self.put_back, named)
+        return Running(self.submission, age_s, self.grants, self.replica_id, self.started, named)
+
+    def answer_with(self, answer: Grant | Conclusion) -> None:
+        """Answer its handler, unless that has gone."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+def refuse_away(text: str) -> Conclusion:
+    """Nobody is there to schedule it, for the moment."""
+    return Conclusion(Outcome.REJECTED_NO_REPLICA, text, AWAY_RETRY_AFTER_S)
+
+
+def refuse_oversized(submission: Submission) -> Conclusion | None:
+    """Refuse what would not fit a frame."""
+    hashes = len(submission.prefix)
+    name = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
+    if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
+        return None
+    text = (
+        f"a request may have {_MAX_PREFIX_HASHES} prefix hashes and names of {_MAX_NAME_CHARS} characters; "
+        f"this one has {hashes}, and a name of {name}"
+    )
+    return Conclusion(Outcome.REJECTED_INVALID, text)
+
+
+def refuse_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
+    """Refuse, while no scheduler is there, what would not wait or would be one too many."""
+    if submission.no_wait:
+        return refuse_away(REFUSES_TO_WAIT)
+    if pending < limit:
+        return None
+    text = f"the scheduler is away, and {pending} requests wait for it at this gateway already"
+    return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, AWAY_RETRY_AFTER_S)
+
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,6 +154,25 @@ _LATELY_S = 10.0
 _OVERDUE_S = 5.0
 # Time in the queue for a request without its own, until a scheduler names a default.
 _OFFLINE_TIMEOUT_S = 60.0
+
+
+class _Asked:
+    """A question on its way, and the parts of its answer that have come."""
+
+    def __init__(self, answer: asyncio.Future[bytes]) -> None:
+        self.answer = answer
+        self._parts: list[bytes] = []
+
+    def take(self, message: Answer) -> None:
+        self._parts.append(message.part)
+        if message.error:
+            self.fail(message.error)
+        elif message.is_last and not self.answer.done():
+            self.answer.set_result(b"".join(self._parts))
+
+    def fail(self, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(ChannelError(reason))
 
 
 class GatewayClient:
@@ -86,6 +201,8 @@ class GatewayClient:
         # Pages of other gateways, until the last part of the answer to a scrape comes.
         self._others: dict[int, list[str]] = {}
         self._scrape_serial = 0
+        self._questions: dict[int, _Asked] = {}
+        self._question_serial = 0
         self._own_page: Callable[[], Awaitable[str]] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -141,7 +258,7 @@ class GatewayClient:
         pending = PendingRequest(submission, now, self._loop.create_future(), client_request_id)
         self._pending[request_id] = pending
         if self._link is not None:
-            self._link.send(Submit(submission, 0.0, 0.0, client_request_id=client_request_id))
+            self._link.send(Submit(submission, 0.0, client_request_id=client_request_id))
         return await self._answer(pending)
 
     async def put_back(
@@ -229,6 +346,23 @@ class GatewayClient:
             self._scrapes.pop(serial, None)
             self._others.pop(serial, None)
 
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        """Return the scheduler's answer to a question of an admin; the caller limits the time.
+
+        Raises:
+            ChannelError: the scheduler is away, or cannot answer.
+        """
+        if self._link is None:
+            raise ChannelError("no scheduler is connected to this gateway")
+        self._question_serial += 1
+        serial = self._question_serial
+        asked = self._questions[serial] = _Asked(self._loop.create_future())
+        self._link.send(Question(serial, question, msgspec.json.encode(arguments)))
+        try:
+            return msgspec.json.decode(await asked.answer)
+        finally:
+            self._questions.pop(serial, None)
+
     def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
         """Tell the scheduler this page when it asks for the gateway's own metrics."""
         self._own_page = own_page
@@ -261,6 +395,9 @@ class GatewayClient:
             answer = self._scrapes.get(message.serial)
             if answer is not None and not answer.done():
                 answer.set_result("".join((message.text, *self._others[message.serial])))
+        elif isinstance(message, Answer):
+            if (asked := self._questions.get(message.serial)) is not None:
+                asked.take(message)
         elif isinstance(message, GatewayPage):
             self._others.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
@@ -296,6 +433,8 @@ class GatewayClient:
     def on_disconnected(self) -> None:
         """Go on alone; whoever did not want to wait is told so."""
         self._link = None
+        for asked in self._questions.values():
+            asked.fail("the scheduler was lost before it answered")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
                 self._refuse(pending, refuse_away(REFUSES_TO_WAIT))

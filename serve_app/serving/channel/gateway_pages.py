@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import VERSION, GatewayPage, PageRequest
+from serve_app.serving.channel.messages import GatewayPage, PageRequest
 
 # Within the second that a gateway waits for the whole answer.
 _PATIENCE_S = 0.6
@@ -36,8 +36,7 @@ class GatewayPages:
         self._serial += 1
         asked: dict[tuple[str, int], asyncio.Future[str]] = {}
         for name, link in self._links().items():
-            # One of the version before has no such page.
-            if name != gateway_id and link.version >= VERSION and link.send(PageRequest(self._serial)):
+            if name != gateway_id and link.send(PageRequest(self._serial)):
                 asked[name, self._serial] = loop.create_future()
         if not asked:
             return ()

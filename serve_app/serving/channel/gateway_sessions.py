@@ -43,7 +43,7 @@ import asyncio
 import contextvars
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -66,6 +66,7 @@ from serve_app.scheduling.events import (
 from serve_app.serving.channel.gateway_pages import GatewayPages
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
+    Answer,
     Cancel,
     Exposition,
     Finish,
@@ -75,6 +76,7 @@ from serve_app.serving.channel.messages import (
     Message,
     Outlooks,
     PutBack,
+    Question,
     Refused,
     Running,
     Scrape,
@@ -82,10 +84,10 @@ from serve_app.serving.channel.messages import (
     Submit,
     Watch,
 )
-from serve_app.serving.channel.requests.orphans import Orphans
-from serve_app.serving.channel.requests.request_book import (
+from serve_app.serving.channel.request_book import (
     GatewayRequest,
     GatewaySession,
+    Orphans,
     RequestBook,
     as_request,
 )
@@ -95,6 +97,8 @@ logger = logging.getLogger("ray.serve")
 
 # No engine works for so long for a client that is gone; the limit is for those that never report again.
 _ORPHANED_S = 900.0
+# Of an answer: far below the limit of a frame.
+_PART_BYTES = 64 * 1024
 
 
 class GatewayHost(Protocol):
@@ -128,6 +132,10 @@ class GatewayHost(Protocol):
         """Return the metrics as text."""
         ...
 
+    async def answer(self, question: str, arguments: bytes) -> bytes:
+        """Answer a question of an admin."""
+        ...
+
 
 class GatewaySessions:
     """Turns what gateways say into events, and the core's commands into what they are told.
@@ -155,6 +163,7 @@ class GatewaySessions:
             Watch: self._on_watch,
             Scrape: self._on_scrape,
             GatewayPage: self._on_page,
+            Question: self._on_question,
         }
         self._pages = GatewayPages(self._links)
 
@@ -194,15 +203,14 @@ class GatewaySessions:
 
     # What the live scheduler calls.
 
-    def grant(self, command: Dispatch) -> PriorityClass:
-        """Tell a gateway to send its request to a replica; return the class of the request."""
+    def grant(self, command: Dispatch) -> None:
+        """Tell a gateway to send its request to a replica."""
         record = self.book[command.request_id]
         record.grants += 1
         record.replica_id, record.started = command.replica_id, False
         record.granted_at = self._host.now()
         record.granted = Granted(record.grants, command)
         record.gateway.tell(record.granted)
-        return record.priority
 
     def conclude(self, command: Conclude) -> GatewayRequest:
         """Forget a request, and tell its gateway if it waits for an answer; return what was known of it."""
@@ -266,7 +274,8 @@ class GatewaySessions:
 
     def _admit(self, gateway: GatewaySession, message: Submit) -> None:
         submission = message.submission
-        record = self.book[submission.request_id] = GatewayRequest.of(gateway, message)
+        record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
+        self.book[submission.request_id] = record
         request = self._request(gateway, message)
         record.arrived_at = request.arrived_at
         self._host.feed(Arrived(request))
@@ -303,7 +312,7 @@ class GatewaySessions:
 
     def _adopt(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
-        record = GatewayRequest.of(gateway, message)
+        record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
         record.replica_id, record.started = message.replica_id, message.started
         record.granted_at = self._host.now()
         self.book[submission.request_id] = record
@@ -354,14 +363,32 @@ class GatewaySessions:
             self._host.watch(message.request_id)
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
-        task = self._loop.create_task(self._expose(gateway, message.serial), context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._expose(gateway, message.serial))
+
+    def _on_question(self, gateway: GatewaySession, message: Question) -> None:
+        self._start(self._answer(gateway, message))
 
     def _on_page(self, gateway: GatewaySession, message: GatewayPage) -> None:
         self._pages.on_page(gateway.gateway_id, message)
 
     # How it works.
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        # In an empty context: Ray Serve cancels what was started in a request's context with the request.
+        task = self._loop.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, gateway: GatewaySession, question: Question) -> None:
+        try:
+            found = await self._host.answer(question.name, question.arguments)
+        except Exception as error:
+            logger.exception("event=question_failed name=%s", question.name)
+            gateway.tell(Answer(question.serial, b"", is_last=True, error=repr(error)))
+            return
+        for at in range(0, len(found), _PART_BYTES):
+            end = at + _PART_BYTES
+            gateway.tell(Answer(question.serial, found[at:end], is_last=end >= len(found)))
 
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
         asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)

@@ -25,9 +25,8 @@ from typing import Any, Protocol, cast
 
 from serve_app.errors import ChannelError
 from serve_app.serving.channel.framing import MAX_MESSAGES_PER_FRAME, FrameReader, encode_frames
-from serve_app.serving.channel.messages import VERSION, Heartbeat, Message
+from serve_app.serving.channel.messages import VERSION, Heartbeat, Message, as_before
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.channel.versions import as_before
 
 logger = logging.getLogger("ray.serve")
 

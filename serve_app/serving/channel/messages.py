@@ -1,24 +1,36 @@
 """The messages of the control channel.
 
 A message is a msgpack array whose first element is its name; a frame holds an array of messages. The
-order within one connection is kept. `VERSION` rises whenever a message changes its shape or its meaning;
-`versions` tells how the parts of two releases understand each other, and what a change must keep to.
+order within one connection is kept.
+
+`VERSION` rises with every release that changes the shape or the meaning of a message. A process speaks its
+own version and the one before, so the parts of an application may be upgraded one by one, in any order:
+
+- The scheduler's endpoint names the version that it speaks, `Hello` the one that the peer has chosen: the
+  highest that both know. A connection keeps it to its end.
+- Received messages need no translation, because messages only grow: new fields come last and have a default,
+  which means "as before". Older readers skip unknown fields.
+- Messages to a peer of the version before pass through `as_before`, which puts them as that version knew
+  them. A new kind of message is left out, so nothing may depend on it.
 """
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from serve_app.errors import Conclusion, Outcome
+from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook, RequestTimes
 
-VERSION = 6
-OLDEST_VERSION = VERSION - 1
+VERSION = 1
+OLDEST_VERSION = 1
+"""The version before `VERSION`, once there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +40,7 @@ class SchedulerEndpoint:
     Attributes:
         secret: made anew by each incarnation, so that a leaked one ends with it.
         incarnation: rises with every scheduler that is started for the model.
-        version: of the protocol. Those before version 6 do not tell: see `version_of`.
+        version: of the protocol.
     """
 
     host: str
@@ -36,11 +48,6 @@ class SchedulerEndpoint:
     secret: str
     incarnation: int
     version: int = VERSION
-
-    def version_of(self) -> int:
-        """The version of the protocol that this scheduler speaks."""
-        # Ray hands the endpoint over as it was made: one of version 5 has no such field.
-        return getattr(self, "version", 5)
 
 
 class Role(enum.StrEnum):
@@ -110,7 +117,6 @@ class Submit(Message, frozen=True):
 
     Attributes:
         age_s: time since it came in.
-        waited_s: the same; schedulers before version 6 began its time in the queue anew at each put-back.
         grants: how many grants for it the gateway has seen.
         put_back: how the last of them ended.
         client_request_id: the id that its client gave it; empty where the client knows it by ours.
@@ -118,7 +124,6 @@ class Submit(Message, frozen=True):
 
     submission: Submission
     age_s: float
-    waited_s: float
     grants: int = 0
     put_back: PutBack | None = None
     client_request_id: str = ""
@@ -174,6 +179,18 @@ class Scrape(Message, frozen=True):
     """Ask for the scheduler's metrics."""
 
     serial: int
+
+
+class Question(Message, frozen=True):
+    """Ask something about the scheduler for an admin; see `scheduler.questions`.
+
+    Attributes:
+        arguments: a JSON object.
+    """
+
+    serial: int
+    name: str
+    arguments: bytes
 
 
 class Register(Message, frozen=True):
@@ -250,17 +267,25 @@ class Outlooks(Message, frozen=True):
     entries: list[RequestOutlook]
 
 
-class Queued(Message, frozen=True):
-    """What a scheduler of the version before answers to `Report`; nobody needs it any more."""
-
-    requests: float
-
-
 class Exposition(Message, frozen=True):
     """Answer to `Scrape`."""
 
     serial: int
     text: str
+
+
+class Answer(Message, frozen=True):
+    """A part of the answer to `Question`, which is JSON.
+
+    Attributes:
+        is_last: no part follows.
+        error: why there is no answer; empty where there is one.
+    """
+
+    serial: int
+    part: bytes
+    is_last: bool
+    error: str = ""
 
 
 class PageRequest(Message, frozen=True):
@@ -270,10 +295,42 @@ class PageRequest(Message, frozen=True):
 
 
 FromGateway = (
-    Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Watch | Scrape | GatewayPage
+    Submit
+    | PutBack
+    | Running
+    | SnapshotEnd
+    | First
+    | Finish
+    | Cancel
+    | Watch
+    | Scrape
+    | GatewayPage
+    | Question
 )
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
-ToGateway = ReplicaTable | Granted | Refused | Outlooks | Exposition | GatewayPage | PageRequest
-ToReplica = Queued
-FromScheduler = Heartbeat | Welcome | Rejected | ToGateway | ToReplica
+ToGateway = ReplicaTable | Granted | Refused | Outlooks | Exposition | GatewayPage | PageRequest | Answer
+FromScheduler = Heartbeat | Welcome | Rejected | ToGateway
+
+_AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
+"""Messages that the version before `VERSION` knew differently; empty before the second release."""
+
+
+def common_version(theirs: int) -> int:
+    """Return the version to speak with a scheduler whose own is `theirs`.
+
+    Raises:
+        ChannelError: there is none.
+    """
+    if theirs < OLDEST_VERSION:
+        raise ChannelError(
+            f"the scheduler speaks version {theirs} of the protocol, this peer {OLDEST_VERSION} to "
+            f"{VERSION}: upgrade by one version at a time"
+        )
+    return min(theirs, VERSION)
+
+
+def as_before(message: Message) -> Message | None:
+    """Return the message as the version before knew it; None where it had none for that."""
+    change = _AS_BEFORE.get(type(message))
+    return message if change is None else change(message)

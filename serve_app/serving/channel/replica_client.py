@@ -11,7 +11,7 @@ from serve_app.errors import ChannelError, EngineError
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.messages import EngineFailed, Queued, Register, Report, Role, Welcome
+from serve_app.serving.channel.messages import EngineFailed, Register, Report, Role, Welcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 
@@ -100,9 +100,7 @@ class ReplicaClient:
         self._wake.set()
 
     def on_message(self, message: Any) -> None:
-        """Nothing is said to a replica any more; a scheduler of the version before still says `Queued`."""
-        if isinstance(message, Queued):
-            return
+        """Refuse it: a scheduler says nothing to a replica."""
         raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
 
     def on_disconnected(self) -> None:

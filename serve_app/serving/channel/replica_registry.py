@@ -84,6 +84,10 @@ class ReplicaRegistry:
         )
         self._tell_gateways(self._table)
 
+    def stale(self) -> set[str]:
+        """Return the connected replicas that have not reported for too long."""
+        return {replica_id for replica_id, replica in self._replicas.items() if replica.stale}
+
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
         """Return what each connected replica can hold, and what it last said of itself."""
         return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}

@@ -3,7 +3,7 @@
 The gateway's handler is written against `SchedulerClient`; the control channel implements it.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -94,6 +94,44 @@ class RequestTimes(NamedTuple):
     first_token_s: float | None
     engine_s: float | None
     engine: EngineTimes | None = None
+
+    def stages(self, wait_s: float) -> Iterator[tuple[str, float]]:
+        """Its stages; see `stages`."""
+        return stages(
+            wait_s,
+            read_s=self.read_s,
+            grant_s=self.grant_s,
+            first_token_s=self.first_token_s,
+            engine_s=self.engine_s,
+        )
+
+
+def stages(
+    wait_s: float,
+    *,
+    read_s: float | None = None,
+    grant_s: float | None = None,
+    first_token_s: float | None = None,
+    engine_s: float | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yield the stages of a request's time in their order, in seconds, as far as they are known.
+
+    Their sum is the whole time from its arrival at the gateway.
+
+    Args:
+        wait_s: in the queue, as the scheduler knows.
+        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None where not known, or not over.
+    """
+    if read_s is not None and grant_s is not None:
+        yield "gateway", read_s
+        yield "channel", grant_s - wait_s
+    yield "queue", wait_s
+    if first_token_s is not None:
+        yield "until_first_token", first_token_s
+        if engine_s is not None:
+            yield "generation", engine_s - first_token_s
+    elif engine_s is not None:
+        yield "engine", engine_s
 
 
 class RequestOutlook(NamedTuple):

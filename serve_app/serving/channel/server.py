@@ -1,7 +1,7 @@
 """The channel's server in the scheduler: admits peers and hands their messages on.
 
 A connection must introduce itself within `handshake_s`, in one small frame, with a version of the protocol
-that is spoken here (`versions`), the secret of its role, which Ray alone hands out, and the highest
+that is spoken here (`messages`), the secret of its role, which Ray alone hands out, and the highest
 incarnation of the scheduler that the peer has met.
 
 One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
@@ -10,11 +10,20 @@ met and refuse a lower one. A scheduler that hears of a higher one, from a peer 
 stops for ever: it closes every connection, and whoever supervises it finds it unhealthy. A replica
 has one connection, so at any moment at most one scheduler can reach it: the older until it stops, then the
 newer; grants of the two never overlap on one replica.
+
+Anybody on the network may connect, so a connection is counted from the moment that it is accepted, before
+anything is read from it, and it has `handshake_s` to introduce itself, from then on. At the limit no more are
+accepted: peers wait in the kernel's queue until a place is free. Meanwhile the time for an introduction is
+shorter, so that strangers who hold their places in silence do not keep peers out. Nobody is sent away before
+that time, because the oldest of a crowd of real peers are those who are just about to speak.
 """
 
 import asyncio
+import contextvars
+import errno
 import hmac
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +34,152 @@ from serve_app.request import PriorityClass
 from serve_app.serving.channel.framing import decode_from_peer
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link
-from serve_app.serving.channel.listener import Listener
 from serve_app.serving.channel.messages import OLDEST_VERSION, VERSION, Bye, Hello, Rejected, Role, Welcome
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.listening import listening_socket
+from serve_app.serving.tls import made_tls
 
 logger = logging.getLogger("ray.serve")
+
+# Peers that wait for a place; the kernel may allow fewer (net.core.somaxconn).
+_BACKLOG = 4096
+# Of `handshake_s`, while others wait: 0.25 s, when a peer needs some milliseconds.
+_HURRIED_SHARE = 0.25
+# Without descriptors, each attempt fails at once: do not spin.
+_NO_DESCRIPTOR_PAUSE_S = 0.2
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A connection that has not introduced itself; `opening` ends when its link is connected."""
+
+    accepted_at: float
+    opening: asyncio.Task[None]
+
+
+class Listener:
+    """Accepts connections on one port, at most `max_pending_handshakes` of them not introduced.
+
+    Args:
+        make_link: makes the link of a connection that was accepted.
+    """
+
+    def __init__(self, make_link: Callable[[], Link], settings: ChannelSettings) -> None:
+        self._make_link = make_link
+        self._tls = made_tls(settings.tls)
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        # Oldest first.
+        self._pending: dict[Link, _Pending] = {}
+        self._socket: socket.socket | None = None
+        self._accepts = False
+        self._hurry: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Listener pending {len(self._pending)}>"
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, host: str) -> int:
+        """Listen on a free port of `host`, or one of those in the settings; return it.
+
+        Raises:
+            PortError: none can be had.
+        """
+        settings = self._settings
+        self._socket = listening_socket(host, settings.port, settings.ports, _BACKLOG)
+        self._resume()
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def close(self, reason: str) -> None:
+        """Accept no more, and close what has not introduced itself, after what was said to it."""
+        self._pause()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        for link, pending in list(self._pending.items()):
+            pending.opening.cancel()
+            link.close(reason)
+
+    def forget(self, link: Link) -> None:
+        """The connection has introduced itself, or is over: its place is free."""
+        self._pending.pop(link, None)
+        self._resume()
+
+    def expire(self) -> None:
+        """Abort the connections whose time is over; to be called at an interval."""
+        limit_s = self._settings.handshake_s * (1.0 if self._accepts else _HURRIED_SHARE)
+        latest = self._loop.time() - limit_s
+        for link, pending in list(self._pending.items()):
+            if pending.accepted_at > latest:
+                return
+            pending.opening.cancel()
+            self.forget(link)
+            link.abort("it did not introduce itself")
+
+    # How it works.
+
+    def _resume(self) -> None:
+        has_room = len(self._pending) < self._settings.max_pending_handshakes
+        if self._socket is not None and has_room and not self._accepts:
+            self._accepts = True
+            self._loop.add_reader(self._socket, self._accept, self._socket)
+
+    def _pause(self) -> None:
+        if self._socket is not None and self._accepts:
+            self._accepts = False
+            self._loop.remove_reader(self._socket)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept one connection; the loop calls again while there are more, and does all else in between."""
+        try:
+            sock, _ = listening.accept()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR:
+                logger.error("event=accept_failed reason=%r", error)  # noqa: TRY400 - a trace says no more
+                self._pause()
+                self._loop.call_later(_NO_DESCRIPTOR_PAUSE_S, self._resume)
+            # Otherwise the peer was gone before it was accepted.
+            return
+        sock.setblocking(False)
+        link = self._make_link()
+        # In an empty context: Ray Serve cancels what was started in a request's context with the request.
+        opening = self._loop.create_task(self._open(link, sock), context=contextvars.Context())
+        self._pending[link] = _Pending(self._loop.time(), opening)
+        if len(self._pending) >= self._settings.max_pending_handshakes:
+            self._pause()
+            self._hurry_up()
+
+    def _hurry_up(self) -> None:
+        """While no more are accepted, have those go who hold their places in silence."""
+        if self._hurry is not None:
+            self._hurry.cancel()
+            self._hurry = None
+        self.expire()
+        oldest = next(iter(self._pending.values()), None)
+        if oldest is not None and self._socket is not None and not self._accepts:
+            due = oldest.accepted_at + self._settings.handshake_s * _HURRIED_SHARE
+            self._hurry = self._loop.call_at(due, self._hurry_up)
+
+    async def _open(self, link: Link, sock: socket.socket) -> None:
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: link, sock)
+            else:
+                await self._loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls.server)
+        except OSError as error:
+            self.forget(link)
+            link.abort(f"the connection could not be opened: {error}")
+            sock.close()
+        except asyncio.CancelledError:
+            link.abort("the connection was not opened in time")
+            sock.close()
+            raise
+
 
 # A Hello has five short fields; a stranger is given no more memory than that needs.
 _STRANGERS_FRAME_BYTES = 4096
@@ -42,11 +191,9 @@ class Identity:
 
     Attributes:
         secrets: of each role, so that a replica cannot pose as a gateway.
-        secret_before: asked of peers of protocol version 5, which had one for all.
     """
 
     secrets: Mapping[Role, str]
-    secret_before: str
     incarnation: int
     queue_timeouts_s: dict[PriorityClass, float]
 
@@ -163,18 +310,17 @@ class ChannelServer:
         if not isinstance(message, Hello):
             raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
         identity = self._identity
-        secret = identity.secrets[message.role] if message.version > 5 else identity.secret_before
-        if not hmac.compare_digest(message.secret.encode(), secret.encode()):
+        if not hmac.compare_digest(message.secret.encode(), identity.secrets[message.role].encode()):
             return "the secret is wrong: ask for the endpoint again"
         if not OLDEST_VERSION <= message.version <= VERSION:
             return (
                 f"the peer speaks version {message.version} of the protocol, this scheduler {OLDEST_VERSION} "
-                f"and {VERSION}: upgrade by one version at a time"
+                f"to {VERSION}: upgrade by one version at a time"
             )
-        if message.highest_incarnation > self._identity.incarnation:
+        if message.highest_incarnation > identity.incarnation:
             # Only after the secret: a stranger must not be able to put a scheduler out of office.
             self._loop.call_soon(self._on_superseded, message.highest_incarnation)
-            return f"incarnation {self._identity.incarnation} is superseded by {message.highest_incarnation}"
+            return f"incarnation {identity.incarnation} is superseded by {message.highest_incarnation}"
         if not message.peer_id:
             return "the peer has no name"
         return ""

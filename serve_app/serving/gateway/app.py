@@ -28,7 +28,7 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.answer.scheduler_refusal import stopping
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
-from serve_app.serving.gateway.dashboard.frames import Frames
+from serve_app.serving.gateway.dashboard.pages import Frames
 from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, DebugPages
 from serve_app.serving.gateway.endpoint_admin import (
     ENDPOINTS_METHODS,
@@ -36,8 +36,9 @@ from serve_app.serving.gateway.endpoint_admin import (
     EndpointAdmin,
     PoolWatcher,
 )
+from serve_app.serving.gateway.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.forward import ScheduledCall, Services
-from serve_app.serving.gateway.logs.concluded import ConcludedRequest
+from serve_app.serving.gateway.metrics_page import MetricsEndpoint
 from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.body import check_structure
@@ -45,15 +46,14 @@ from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDU
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.request.served_models import ServedModels
+from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.gateway.scraping.engine_pages import ENGINES_PATH, EnginePages
-from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsEndpoint
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.tracing.setup import made_tracer
+from serve_app.serving.gateway.tracing.request_trace import made_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream.pool import UpstreamPool
 from serve_app.serving.tls import TlsSettings, made_tls

@@ -1,6 +1,5 @@
 """When the parts of one request's service began and ended, and what is told of that."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from serve_app.scheduling.commands import Dispatch
@@ -38,15 +37,7 @@ class CallTimes:
         """
         self.ended_at = now
         granted_at = self.granted_at if granted else None
-        first_at = self.first_token_at
-        return RequestTimes(
-            endpoint,
-            self.asked_at - self.arrived_at,
-            (now if granted_at is None else granted_at) - self.asked_at,
-            None if first_at is None or granted_at is None else first_at - granted_at,
-            None if granted_at is None else now - granted_at,
-            self.engine,
-        )
+        return self._times(endpoint, granted_at, now if granted_at is None else granted_at)
 
     def receipt_header(self, dispatch: Dispatch) -> HeaderList:
         """What a client is told that asks with `x-ewsjf-receipt: 1`, as far as it is known by now."""
@@ -63,24 +54,30 @@ class CallTimes:
             "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
             "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
             "ahead": {} if waited is None else waited.ahead,
-            "stages_ms": {name: round(seconds * 1e3, 3) for name, seconds in self._stages(dispatch)},
+            "stages_ms": {} if self.granted_at is None else self._stages_ms(self.granted_at, dispatch),
             **inside,
         }
 
-    def _stages(self, dispatch: Dispatch) -> Iterator[tuple[str, float]]:
-        """The parts of its time that are over, in their order, as a receipt of the scheduler names them."""
-        granted_at, wait_s = self.granted_at, dispatch.queue_wait_s
-        if granted_at is None:
-            return
-        yield "gateway", self.asked_at - self.arrived_at
-        yield "channel", granted_at - self.asked_at - wait_s
-        yield "queue", wait_s
-        if self.first_token_at is not None:
-            yield "until_first_token", self.first_token_at - granted_at
-            if self.ended_at is not None:
-                yield "generation", self.ended_at - self.first_token_at
-        elif self.ended_at is not None:
-            yield "engine", self.ended_at - granted_at
+    def _stages_ms(self, granted_at: float, dispatch: Dispatch) -> dict[str, float]:
+        """The stages that are over, as a receipt of the scheduler names them."""
+        stages = self._times("", granted_at, granted_at).stages(dispatch.queue_wait_s)
+        return {name: round(seconds * 1e3, 3) for name, seconds in stages}
+
+    def _times(self, endpoint: str, granted_at: float | None, waited_until: float) -> RequestTimes:
+        """What is known by now.
+
+        Args:
+            granted_at: when it was granted the place that it ended by; None for none.
+        """
+        first_at, ended_at = self.first_token_at, self.ended_at
+        return RequestTimes(
+            endpoint,
+            self.asked_at - self.arrived_at,
+            waited_until - self.asked_at,
+            None if first_at is None or granted_at is None else first_at - granted_at,
+            None if ended_at is None or granted_at is None else ended_at - granted_at,
+            self.engine,
+        )
 
 
 def _told(engine: EngineTimes) -> dict[str, float]:

@@ -9,7 +9,6 @@ GET   /debug/capture: the requests of that time as a trace without text, one JSO
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,11 +23,11 @@ from serve_app.serving.gateway.answer.responses import (
     send_body,
     send_json,
 )
+from serve_app.serving.gateway.cost_table import cost_table
 from serve_app.serving.gateway.replays import Replays
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, Question, SchedulerViews, ask_each
-from serve_app.serving.gateway.scraping.cost_table import cost_table
+from serve_app.serving.gateway.scheduler_views import Question, SchedulerViews, ask, ask_each
 
 _FROZEN = (
     "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
@@ -68,11 +67,11 @@ class DebugPages:
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
         """Method and handler of each path."""
         pages: dict[str, tuple[str, Question]] = {
-            "/debug/queue": ("GET", lambda _model, views: views.queue()),
-            "/debug/status": ("GET", lambda _model, views: views.status()),
-            "/debug/scaling": ("GET", lambda _model, views: views.scaling()),
-            "/debug/usage": ("GET", lambda _model, views: views.usage()),
-            "/debug/costs": ("GET", lambda _model, views: views.costs()),
+            "/debug/queue": ("GET", lambda _model, views: views.ask("queue")),
+            "/debug/status": ("GET", lambda _model, views: views.ask("status")),
+            "/debug/scaling": ("GET", lambda _model, views: views.ask("scaling")),
+            "/debug/usage": ("GET", lambda _model, views: views.ask("usage")),
+            "/debug/costs": ("GET", lambda _model, views: views.ask("costs")),
             "/debug/tuner": ("GET", _tuner),
             "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
@@ -96,7 +95,8 @@ class DebugPages:
             await self._replay(incoming, unquote(name.rpartition("/")[0]))
             return
         request_id = unquote(name)
-        for found in await ask_each(self._views, lambda _model, views: views.receipt(request_id)):
+        found_by = await ask_each(self._views, lambda _, views: views.ask("receipt", request_id=request_id))
+        for found in found_by:
             if "request_id" in found:
                 await send_json(incoming.send, 200, encode(found), [])
                 return
@@ -104,16 +104,16 @@ class DebugPages:
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """The minutes around a request, or what would have helped it."""
-        for views in self._views.values():
-            recording = await asyncio.wait_for(views.recording(request_id), _RECORDING_TIMEOUT_S)
+        for model, views in self._views.items():
+            recording = await ask(model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id)
             if recording and incoming.path.endswith(RECORDING):
                 await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
                 return
             if recording:
-                told = await _with_name(await self._replays.what_if(recording), views)
+                told = await _with_name(await self._replays.what_if(recording), model, views)
                 await send_json(incoming.send, 200, encode(told), [])
                 return
-            if "request_id" in await asyncio.wait_for(views.receipt(request_id), VIEW_TIMEOUT_S):
+            if "request_id" in await ask(model, views, "receipt", request_id=request_id):
                 raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
         raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
@@ -121,13 +121,13 @@ class DebugPages:
         self._reader.authenticate(incoming).check_admin()
         lines = b""
         for model, views in self._views.items():
-            for line in await asyncio.wait_for(views.capture(), VIEW_TIMEOUT_S):
+            for line in await ask(model, views, "capture"):
                 lines += encode({**line, "model": model}) + b"\n"
         await send_body(incoming.send, 200, [_LINES], lines)
 
     async def _cost_table(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await ask_each(self._views, lambda _model, views: views.costs())
+        models = await ask_each(self._views, lambda _model, views: views.ask("costs"))
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
             # Half a table looks like a whole one.
             message = "; ".join(errors)
@@ -140,20 +140,20 @@ class DebugPages:
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
 
-async def _with_name(told: dict[str, Any], views: SchedulerViews) -> dict[str, Any]:
+async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
     """What would have helped, with the name of the tenant that is left out if its receipt is still there."""
     example = request_of_tenant(told)
-    receipt = await asyncio.wait_for(views.receipt(example), VIEW_TIMEOUT_S) if example else {}
+    receipt = await ask(model, views, "receipt", request_id=example) if example else {}
     return named(told, receipt["tenant"]) if "tenant" in receipt else told
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:
     """The part of the status that is about the tuner."""
-    status = await views.status()
+    status = await views.ask("status")
     return {"model": model, **status["tuner"]}
 
 
 async def _freeze(reason: str, model: str, views: SchedulerViews) -> Mapping[str, Any]:
     """Stop the tuner for a reason, or let it go on without one, and say what that means."""
-    await views.freeze(reason)
+    await views.ask("freeze", reason=reason)
     return {"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED}

@@ -27,7 +27,6 @@ from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.front.connection import serve_front_end
 from serve_app.serving.gateway.front.of_serve import front_of_serve
 from serve_app.serving.gateway.front.own_port import OwnPort
-from serve_app.serving.gateway.scheduler_views import SchedulerViews, View
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.memory import keep_memory
 
@@ -74,14 +73,13 @@ class GatewayDeployment:
             for model, handle in schedulers.items()
         }
         dispatchers = {name: self._clients[model] for name, model in names.items()}
-        views = {model: _views_of(handle) for model, handle in schedulers.items()}
         watchers = {
             (model, pool): _watcher_of(handle)
             for model, pools in endpoints.items()
             for pool, handle in pools.items()
         }
         self._cpu = CpuMeter()
-        self._gateway = Gateway(settings, dispatchers, gateway_id, views, channel.tls, watchers)
+        self._gateway = Gateway(settings, dispatchers, gateway_id, self._clients, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
         self._drain_s = front.drain_s
@@ -178,48 +176,3 @@ def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:
         return answer
 
     return PoolWatcher(described, change)
-
-
-def _asking(method: Any) -> View:
-    """A question to a method of the scheduler's handle that takes no arguments."""
-
-    async def answer() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await method.remote()
-        return found
-
-    return answer
-
-
-def _views_of(scheduler: DeploymentHandle[Any]) -> SchedulerViews:
-    async def freeze(reason: str) -> None:
-        await (scheduler.freeze_tuning.remote(reason) if reason else scheduler.thaw_tuning.remote())
-
-    async def receipt(request_id: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await scheduler.receipt.remote(request_id)
-        return found
-
-    async def recording(request_id: str) -> str:
-        found: str = await scheduler.recording.remote(request_id)
-        return found
-
-    async def capture() -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = await scheduler.capture.remote()
-        return found
-
-    async def change_mode(active_share: float) -> None:
-        await scheduler.change_mode.remote(active_share)
-
-    return SchedulerViews(
-        queue=_asking(scheduler.queue),
-        status=_asking(scheduler.status),
-        freeze=freeze,
-        usage=_asking(scheduler.usage),
-        mode=_asking(scheduler.mode),
-        scaling=_asking(scheduler.scale),
-        change_mode=change_mode,
-        overview=_asking(scheduler.overview),
-        costs=_asking(scheduler.costs),
-        receipt=receipt,
-        recording=recording,
-        capture=capture,
-    )

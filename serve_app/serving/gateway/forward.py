@@ -48,14 +48,9 @@ from serve_app.serving.gateway.answer.usage import counts_of
 from serve_app.serving.gateway.answer.waiting.queue_updates import QueueUpdates, Telling
 from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
 from serve_app.serving.gateway.call_times import CallTimes
-from serve_app.serving.gateway.logs.concluded import ConcludedRequest
-from serve_app.serving.gateway.request.headers import (
-    RECEIPT_HEADER,
-    describing,
-    returned,
-    upstream_head,
-)
+from serve_app.serving.gateway.request.headers import RECEIPT_HEADER, describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob
+from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.stored.background import BackgroundWork
 from serve_app.serving.gateway.stored.holders import ResponseHolders
 from serve_app.serving.gateway.stored.kept import KeptResponse

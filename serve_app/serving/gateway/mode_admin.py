@@ -6,7 +6,6 @@
 Without a model it concerns all of them.
 """
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused, encode, send_json
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.scheduler_views import VIEW_TIMEOUT_S, SchedulerViews, ask_each
+from serve_app.serving.gateway.scheduler_views import SchedulerViews, ask, ask_each
 
 MODE_PATH = "/admin/mode"
 MODE_METHODS = ("GET", "POST")
@@ -46,7 +45,7 @@ class ModeAdmin:
         chosen = self._views
         if incoming.scope["method"] == "POST":
             chosen = await self._changed(incoming)
-        models = await ask_each(chosen, lambda _model, views: views.mode())
+        models = await ask_each(chosen, lambda _model, views: views.ask("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
     async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
@@ -67,9 +66,5 @@ class ModeAdmin:
             )
         chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
         for model, views in chosen.items():
-            try:
-                await asyncio.wait_for(views.change_mode(asked.active_share), VIEW_TIMEOUT_S)
-            except Exception as error:
-                message = f"the scheduler of {model} does not answer: {error!r}; try again"
-                raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
+            await ask(model, views, "change_mode", active_share=asked.active_share)
         return chosen

@@ -1,71 +1,45 @@
-"""How a gateway looks into the schedulers, for those who may."""
+"""Questions of admins about the schedulers, which a gateway passes on over the control channel."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
-View = Callable[[], Awaitable[Mapping[str, Any]]]
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.responses import RequestRefused
 
 # A person is waiting, and a scheduler that takes longer has other troubles.
 VIEW_TIMEOUT_S = 5.0
 
 
-async def _nothing() -> Mapping[str, Any]:
-    return {}
+class SchedulerViews(Protocol):
+    """One model's scheduler, as admins see it."""
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        """Return the answer to a question of `scheduler.questions.AdminQuestions`.
+
+        Raises:
+            ChannelError: the scheduler is away, or cannot answer.
+        """
+        ...
 
 
-async def _unknown(_request_id: str) -> Mapping[str, Any]:
-    return {}
+async def ask(
+    model: str, views: SchedulerViews, question: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
+) -> Any:
+    """Ask the scheduler of one model.
 
-
-async def _unrecorded(_request_id: str) -> str:
-    return ""
-
-
-async def _none() -> Sequence[Mapping[str, Any]]:
-    return ()
-
-
-async def _unchanged(_active_share: float) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerViews:
-    """How to look into one model's scheduler.
-
-    Attributes:
-        queue: who waits where, and why.
-        status: replicas, learned queues, what the tuner does.
-        freeze: stops its tuner, for the reason given; lets it go on where there is none.
-        usage: what was used with each API key.
-        mode: how much of the traffic is scheduled.
-        scaling: how many replicas each pool should have, and why.
-        change_mode: schedules another share of it.
-        overview: all that the page shows of it, see `dashboard`.
-        receipt: where the time of a request went, by its id; empty where the scheduler does not know it.
-        costs: what the requests of each tenant cost.
-        recording: the minutes around a request, by its id, for a replay; empty where it is not known.
-        capture: the requests that completed lately, without their text.
+    Raises:
+        RequestRefused: it does not answer.
     """
-
-    queue: View
-    status: View
-    freeze: Callable[[str], Awaitable[None]]
-    usage: View = _nothing
-    mode: View = _nothing
-    scaling: View = _nothing
-    change_mode: Callable[[float], Awaitable[None]] = _unchanged
-    overview: View = _nothing
-    costs: View = _nothing
-    receipt: Callable[[str], Awaitable[Mapping[str, Any]]] = _unknown
-    recording: Callable[[str], Awaitable[str]] = _unrecorded
-    capture: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _none
+    try:
+        return await asyncio.wait_for(views.ask(question, **arguments), within_s)
+    except Exception as error:
+        message = f"the scheduler of {model} does not answer: {error!r}; try again"
+        raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
 
 
 Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
-"""What is asked of a model's scheduler, given the model's name."""
+"""A question to a model's scheduler, given the model's name."""
 
 
 async def ask_each(

@@ -10,9 +10,9 @@ from serve_app.errors import SettingsError
 from serve_app.metrics.targets import ClassTargets
 from serve_app.serving.gateway.cors import CorsSettings
 from serve_app.serving.gateway.keys import ApiKey
+from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.gateway.request.prefix import PrefixSettings
-from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
-from serve_app.serving.gateway.tracing.setup import check_tracing
+from serve_app.serving.gateway.tracing.request_trace import check_tracing
 from serve_app.serving.gateway.upstream.pool import UpstreamSettings
 from serve_app.settings_base import (
     ADVANCED,

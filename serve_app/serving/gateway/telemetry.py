@@ -20,8 +20,7 @@ from serve_app.metrics.targets import ClassTargets, Miss
 from serve_app.request import Submission
 from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.logs.concluded import ConcludedRequest
-from serve_app.serving.gateway.logs.request_log import RequestLog
+from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process_metrics import ProcessMetrics
 

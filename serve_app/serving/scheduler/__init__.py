@@ -1,6 +1,7 @@
 """The scheduler process: one actor per model.
 
-`actor` is what Ray supervises, `live_scheduler` drives the pure core with a clock and sockets, `metrics`
-counts, `tuning_endpoint` serves the tuner, `decision_log` writes the log file, `learned_state` and
-`learned_queues` are what outlives a restart.
+`actor` is what Ray supervises, `live_scheduler` drives the pure core with a clock and sockets. `journal` has
+an entry for each event; its subscribers are the `decision_log` file, `metrics`, the `history` of requests,
+`usage`, `recent_activity`, the `queue_watch`, `recordings` and the `tuning_endpoint`. `questions` answers
+admins, with `receipts` and `documents`.
 """

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.counterfactuals.recording import encode_recording
 from serve_app.engine_model.step_time import StepTimeModel
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.routing.snapshot import section
@@ -26,18 +25,15 @@ from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
-from serve_app.serving.in_parts import in_parts
-from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
-from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
+from serve_app.serving.scheduler.costs import KeptCosts
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
-from serve_app.serving.scheduler.kept.costs import KeptCosts
-from serve_app.serving.scheduler.kept.usage import KeptUsage
 from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.receipts.capture import captured
-from serve_app.serving.scheduler.receipts.minutes import StepTimes, known_step_times
+from serve_app.serving.scheduler.questions import AdminQuestions
+from serve_app.serving.scheduler.recent_activity import RecentActivity
+from serve_app.serving.scheduler.usage import KeptUsage
 from serve_app.serving.state import StateKeeper, StateStore
 from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
 from serve_app.settings_base import hot_settings, with_hot_settings
@@ -168,86 +164,19 @@ class SchedulerActor:
     def __repr__(self) -> str:
         return f"<SchedulerActor {self._settings.scope} {self._live}>"
 
-    async def endpoint(self, role: str = "") -> SchedulerEndpoint:
-        """Where gateways and replicas find the scheduler, and the secret that lets them in.
-
-        Args:
-            role: whose secret; peers of protocol version 5 name none, and share one.
+    async def endpoint(self, role: str) -> SchedulerEndpoint:
+        """Where gateways and replicas find the scheduler, and the secret that lets this role in.
 
         Raises:
             ChannelError: this one does not schedule any more; ask again, another will answer.
         """
-        return (await self._current()).endpoint(Role(role) if role else None)
+        return (await self._current()).endpoint(Role(role))
 
     async def check_health(self) -> None:
         """Raise `ChannelError` when this scheduler must be replaced."""
         live = await self._current()
         if live.ended and not self._changing.locked():
             raise ChannelError(f"the scheduler has ended: {live.ended}")
-
-    async def status(self) -> dict[str, Any]:
-        """How things stand: who waits, which replicas there are, and what they say of themselves."""
-        return (await self._current()).status()
-
-    async def queue(self) -> dict[str, Any]:
-        """Who waits where, for how long, and why."""
-        return (await self._current()).queue()
-
-    async def overview(self) -> dict[str, Any]:
-        """All that the page for admins shows of this model."""
-        live = await self._current()
-        found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
-        return {**found, "scaling": self.scaling.described(), "costs": most_costly(await self.costs())}
-
-    async def costs(self) -> dict[str, Any]:
-        """What the requests of each tenant cost: engine time, and delay of others."""
-        gpus = {name: pool.gpus for name, pool in self._settings.scaling.pools.items()}
-        live = await self._current()
-        costs = self._earlier_costs.with_those_of(live.core)
-        return {"model": self._settings.scheduler.model, **costs.document(gpus)}
-
-    async def scale(self) -> dict[str, Any]:
-        """How many replicas each pool should have, and why."""
-        await self._current()
-        return self.scaling.described()
-
-    async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Where the time of a request went, or goes; empty for one that is not known, or not any more."""
-        return await (await self._current()).receipt(request_id)
-
-    async def recording(self, request_id: str) -> str:
-        """The minutes around a request that has ended lately; empty for one that is not known."""
-        live = await self._current()
-        # Of thousands of requests: others get their grants meanwhile.
-        found = await in_parts(live.recorder.recording(request_id, self._step_times(live), live.now()))
-        return "" if found is None else await asyncio.to_thread(encode_recording, found)
-
-    async def capture(self) -> list[dict[str, Any]]:
-        """The requests that completed lately, as lines of a trace without any text."""
-        return captured((await self._current()).receipts)
-
-    async def usage(self) -> dict[str, Any]:
-        """What was used with each API key, day by day."""
-        await self._current()
-        return self._usage.shown()
-
-    async def mode(self) -> dict[str, Any]:
-        """How much of the traffic is scheduled, what both parts have waited, and what is forecast."""
-        live = await self._current()
-        forecast = live.tuner.status().get("forecast")
-        return {"model": self._settings.scheduler.model, **live.mode.described(), "forecast": forecast}
-
-    async def change_mode(self, active_share: float) -> None:
-        """Schedule another share of the requests from now on; kept with what is learned.
-
-        Raises:
-            SettingsError: it is no share.
-            ChannelError: this one does not schedule any more.
-        """
-        live = await self._current()
-        contextvars.Context().run(live.mode.change, active_share)
-        if self._keeper is not None:
-            await self._keeper.save()
 
     async def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call, for the tuner."""
@@ -274,13 +203,9 @@ class SchedulerActor:
         contextvars.Context().run(live.tuner.retune, order)
 
     async def freeze_tuning(self, reason: str) -> None:
-        """Return to the values in force for good and try no others, until `thaw_tuning`."""
+        """Return to the values in force for good and try no others, until an admin thaws them."""
         live = await self._current()
         contextvars.Context().run(live.tuner.freeze, reason)
-
-    async def thaw_tuning(self) -> None:
-        """Other values may be tried again."""
-        (await self._current()).tuner.thaw()
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         """Keep what the tuner tells of itself, for `status`."""
@@ -313,8 +238,7 @@ class SchedulerActor:
         """Keep what was learned now, because the application is about to stop."""
         if self._live is not None:
             self._live.flush()
-        if self._keeper is not None:
-            await self._keeper.save()
+        await self._save_learned()
         await self._usage.save()
 
     async def close(self) -> None:
@@ -358,6 +282,14 @@ class SchedulerActor:
             activity=self._activity,
         )
         live = LiveScheduler(settings.scheduler, parts)
+        live.questions = AdminQuestions(
+            live=live,
+            earlier_costs=self._earlier_costs,
+            live_scaling=self.scaling,
+            kept_usage=self._usage,
+            step_times=settings.step_times,
+            save=self._save_learned,
+        )
         await live.start(self._surroundings.host())
         self._live = live
         self.scaling.follow(live.core)
@@ -368,6 +300,10 @@ class SchedulerActor:
     def _more_metrics(self) -> str:
         kept = "" if self._keeper is None else self._keeper.exposition()
         return kept + self._usage.ledger.exposition() + self.scaling.exposition()
+
+    async def _save_learned(self) -> None:
+        if self._keeper is not None:
+            await self._keeper.save()
 
     def _make_keeper(self) -> StateKeeper | None:
         settings = self._settings
@@ -407,10 +343,6 @@ class SchedulerActor:
             return str(exc)
         self._earlier_costs = costs
         return ""
-
-    def _step_times(self, live: LiveScheduler) -> StepTimes:
-        """Those that the tuner has fitted, or else those of profiles."""
-        return known_step_times(live.tuner.shown, self._settings.step_times)
 
     async def _newest(self) -> int:
         return await asyncio.to_thread(self._incarnations.newest)

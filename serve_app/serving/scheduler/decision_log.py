@@ -13,6 +13,7 @@ from serve_app.scheduling.decision_log import (
     encode_end,
     encode_header,
 )
+from serve_app.serving.scheduler.journal import Entry
 from serve_app.settings_base import ADVANCED, at_least, settings
 
 logger = logging.getLogger("ray.serve")
@@ -51,11 +52,11 @@ class DecisionLogFile:
             self._file = path.open("w", encoding="utf-8")
         self._write(encode_header(header))
 
-    def add(self, decision: Decision) -> None:
+    def on_entry(self, entry: Entry) -> None:
         """Record one decision."""
         if self._file is None:
             return
-        self._write(encode_decision(decision))
+        self._write(encode_decision(Decision(entry.now, entry.event, tuple(entry.commands))))
         self._left -= 1
         if self._left == 0 and not self.ended:
             self.ended = "max_events reached"

@@ -1,4 +1,8 @@
-"""What a scheduler says about itself, for people and programs: its queue, and its replicas."""
+"""Documents about one scheduler for people and programs: its queue, its replicas, and an overview of all.
+
+The page at `/dashboard` asks for the overview once a second. So the lists in it that grow with the fleet or
+with tenants are cut, and their sums are made of all.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -6,8 +10,8 @@ from typing import Any
 
 from serve_app.request import PriorityClass
 from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.routing.replica_state import ReplicaState
 from serve_app.scheduling import Scheduler
-from serve_app.serving.scheduler.dashboard.overview import reserved
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
@@ -63,3 +67,109 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
     state = core.ledger.get(replica_id)
     learned = state.context.limit_tokens if state is not None and state.context is not None else None
     return {"max_model_len": None, "learned_context_tokens": learned}
+
+
+# More than a person looks through on a page. Those that need attention come first.
+_MOST_REPLICAS = 100
+SUB_QUEUES_SHOWN = 60
+_MOST_TENANTS = 50
+_SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
+
+
+def reserved(state: ReplicaState | None) -> dict[str, Any]:
+    """What the scheduler has reserved of a replica; nothing of one that the core does not know.
+
+    `budget_tokens` is None where the engine does not tell the size of its KV cache.
+    """
+    if state is None:
+        return {}
+    return {
+        "held_tokens": state.held_tokens,
+        "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
+        "kept_free_tokens": state.reserved_tokens,
+        "pending_prefill_tokens": state.pending_prefill_tokens,
+        "unstarted": state.unstarted,
+        "suspended": state.suspended,
+        "too_busy": state.gated,
+        "quarantined": state.quarantined,
+    }
+
+
+def overview(
+    status: Mapping[str, Any], queue: Mapping[str, Any], activity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One document of what a scheduler tells of itself.
+
+    Args:
+        queue: with at most `SUB_QUEUES_SHOWN`.
+    """
+    replicas = [_replica(name, each) for name, each in status["replicas"].items()]
+    replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
+    return {
+        **{name: each for name, each in status.items() if name not in ("replicas", "pools")},
+        **{name: each for name, each in queue.items() if name not in ("served", "waiting")},
+        "waiting_requests": queue["waiting"],
+        "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
+        "pools": [_pool(name, replicas) for name in status["pools"]],
+        "replicas": replicas[:_MOST_REPLICAS],
+        "replicas_left_out": len(replicas[_MOST_REPLICAS:]),
+        "activity": activity,
+    }
+
+
+def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
+    report = shown["report"] or {}
+    return {
+        "replica": name,
+        "pool": shown["pool"],
+        "state": _state(shown),
+        "in_flight": shown["in_flight"],
+        "running": report.get("running"),
+        "waiting_in_engine": report.get("waiting"),
+        "max_num_seqs": shown["max_num_seqs"],
+        "kv_usage_ratio": report.get("kv_usage_ratio"),
+        "tpot_s": report.get("tpot_s"),
+        "max_model_len": shown.get("max_model_len"),
+        "held_tokens": shown.get("held_tokens", 0),
+        "budget_tokens": shown.get("budget_tokens"),
+        "pending_prefill_tokens": shown.get("pending_prefill_tokens", 0),
+    }
+
+
+def _state(shown: Mapping[str, Any]) -> str:
+    """What a person should know first of a replica."""
+    report = shown["report"]
+    if shown["stale"]:
+        return "stale"
+    if report is None:
+        return "no report yet"
+    if report["draining"]:
+        return "draining"
+    if shown.get("suspended"):
+        return "suspended"
+    return "too busy" if shown.get("too_busy") else "ready"
+
+
+def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    members = [each for each in replicas if each["pool"] == name]
+    budgets = [each["budget_tokens"] for each in members]
+    used = [each["kv_usage_ratio"] for each in members if each["kv_usage_ratio"] is not None]
+    return {
+        "pool": name,
+        "replicas": len(members),
+        "ready": sum(each["state"] in ("ready", "too busy") for each in members),
+        **{figure: sum(each[figure] or 0 for each in members) for figure in _SUMMED},
+        "budget_tokens": None if None in budgets else sum(budgets),
+        "kv_usage_ratio": sum(used) / len(used) if used else None,
+    }
+
+
+def most_costly(costs: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs with the rows that a page has room for; they come with the dearest first."""
+    rows = costs["rows"]
+    return {**costs, "rows": rows[:_MOST_TENANTS], "left_out": len(rows[_MOST_TENANTS:])}
+
+
+def _most_served(counters: Mapping[str, float]) -> dict[str, float]:
+    shown = sorted(counters.items(), key=lambda each: -each[1])[:_MOST_TENANTS]
+    return dict(shown)

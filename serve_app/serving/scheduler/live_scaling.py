@@ -106,6 +106,10 @@ class LiveScaling(Collector):
         }
         return statistics(scaled, {name for name in scaled if not self._decisions[name].may_shrink})
 
+    def gpus(self) -> dict[str, float]:
+        """Return the GPUs of a replica, by pool."""
+        return {name: pool.gpus for name, pool in self._settings.pools.items()}
+
     def described(self) -> dict[str, Any]:
         """The last decision, for people and for those who scale fleets of their own."""
         return {

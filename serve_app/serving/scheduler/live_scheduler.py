@@ -16,31 +16,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import Any, Protocol
 
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
-from serve_app.routing.adaptive_b_short import BShortChanged
 from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.scheduling.commands import (
-    Command,
-    Conclude,
-    ContextLearned,
-    Dispatch,
-    EngineSilent,
-    ReportFresh,
-    ReportStale,
-)
-from serve_app.scheduling.decision_log import Decision, RunHeader
-from serve_app.scheduling.events import (
-    Arrived,
-    DispatchFailed,
-    Event,
-    Finished,
-    ReplicaLost,
-    ReplicaReported,
-    Woke,
-)
+from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportStale
+from serve_app.scheduling.decision_log import RunHeader
+from serve_app.scheduling.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
 from serve_app.scheduling.learned_state import take_over
 from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.serving.cached_page import CachedPage
@@ -51,21 +34,20 @@ from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.clock import precise_clock
-from serve_app.serving.scheduler.dashboard.recent_activity import RecentActivity
+from serve_app.serving.scheduler.change_log import ChangeLog
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
+from serve_app.serving.scheduler.gauges import look_at_costs, look_at_pools, look_at_queue
+from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
+from serve_app.serving.scheduler.journal import Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.queue_watch import QueueWatch
-from serve_app.serving.scheduler.receipts.book import KEPT_S, ReceiptBook
-from serve_app.serving.scheduler.receipts.minutes import LEAD_S, MinutesRecorder
-from serve_app.serving.scheduler.receipts.surroundings import RecordedSurroundings
-from serve_app.serving.scheduler.receipts.under_way import RequestLookup
+from serve_app.serving.scheduler.receipts import Receipts
+from serve_app.serving.scheduler.recent_activity import RecentActivity
+from serve_app.serving.scheduler.recordings import LEAD_S, MinutesRecorder, RecordedSurroundings
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
-from serve_app.serving.scheduler.scraped.cost_figures import look_at_costs
-from serve_app.serving.scheduler.scraped.pool_figures import look_at_pools
-from serve_app.serving.scheduler.scraped.queue_figures import look_at_queue
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
-from serve_app.serving.scheduler.usage_ledger import UsageLedger
+from serve_app.serving.scheduler.usage import UsageLedger
 
 logger = logging.getLogger("ray.serve")
 # The scheduler looks for a newer incarnation of itself this often.
@@ -98,6 +80,14 @@ class LiveSchedulerOptions:
     activity: RecentActivity | None = None
 
 
+class Questions(Protocol):
+    """Answers questions of admins."""
+
+    async def answer(self, question: str, arguments: bytes) -> bytes:
+        """Return the answer, in JSON."""
+        ...
+
+
 class LiveScheduler:
     """A scheduler that lives: core, clock, connections, metrics.
 
@@ -106,9 +96,10 @@ class LiveScheduler:
         ended: why this live scheduler schedules no more; empty while it does.
         tuner: what it has to do with its tuner.
         mode: how much of the traffic is scheduled.
-        receipts: where the time of each request went that has ended lately.
+        history: its requests, open ones and those that ended lately.
         activity: what happened in the last minutes.
         recorder: draws up the minutes around a request, for a replay.
+        questions: answers what admins ask; None until it is set.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -121,8 +112,8 @@ class LiveScheduler:
         if options.learned is not None:
             take_over(self.core, options.learned, self._now)
         self.ended = ""
+        self.questions: Questions | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
-        self._secret_before = secrets.token_urlsafe(32)
         self._metrics = SchedulerMetrics(settings.model, options.incarnation)
         self._page = CachedPage(self._status_for_metrics, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
@@ -130,7 +121,6 @@ class LiveScheduler:
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(
             secrets=self._secrets,
-            secret_before=self._secret_before,
             incarnation=options.incarnation,
             queue_timeouts_s=timeouts,
         )
@@ -141,7 +131,6 @@ class LiveScheduler:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
         self._watch: asyncio.Task[None] | None = None
-        self._stale: set[str] = set()
         self.tuner = TuningEndpoint(
             host=self,
             model=settings.model,
@@ -152,12 +141,19 @@ class LiveScheduler:
         self.mode = SchedulingMode(self)
         self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
-        self.receipts = ReceiptBook(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
-        self._surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
-        self.recorder = MinutesRecorder(self.core, self.receipts, self._surroundings)
+        self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
+        surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
+        self.recorder = MinutesRecorder(self.core, self.history, surroundings)
         self._outlook = QueueWatch(self.core, self.now, self._gateways.tell_outlooks, self._metrics.honesty)
-        self._lookup = RequestLookup(self.core, self._gateways.book, self.receipts, self._outlook)
+        self._receipts = Receipts(self.core, self.history, self._outlook)
         self._log = self._open_log()
+        self._journal = Journal()
+        if self._log is not None:
+            self._journal.subscribe(self._log)
+        self._journal.subscribe(self.tuner, self.mode, self.activity, surroundings, self.history)
+        self._journal.subscribe(self._metrics, self._outlook, ChangeLog(settings.model))
+        if options.ledger is not None:
+            self._journal.subscribe(options.ledger)
 
     def __repr__(self) -> str:
         state = f"ended: {self.ended}" if self.ended else "schedules"
@@ -203,8 +199,8 @@ class LiveScheduler:
         if self._log is not None:
             self._log.flush()
 
-    def endpoint(self, role: Role | None = None) -> SchedulerEndpoint:
-        """Where peers of this role find this scheduler; without a role, those of protocol version 5.
+    def endpoint(self, role: Role) -> SchedulerEndpoint:
+        """Where peers of this role find this scheduler.
 
         Raises:
             ChannelError: it does not schedule, or not any more.
@@ -212,12 +208,12 @@ class LiveScheduler:
         if self._address is None or self.ended:
             raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
         host, port = self._address
-        secret = self._secret_before if role is None else self._secrets[role]
+        secret = self._secrets[role]
         return SchedulerEndpoint(host=host, port=port, secret=secret, incarnation=self._options.incarnation)
 
     def status(self) -> dict[str, Any]:
         """How things stand, for people."""
-        in_flight = self._gateways.book.in_flight()
+        in_flight, stale = self._gateways.book.in_flight(), self._replicas.stale()
         return {
             "model": self._settings.model,
             "incarnation": self._options.incarnation,
@@ -229,7 +225,7 @@ class LiveScheduler:
             "mode": self.mode.described(),
             "pools": list(self._settings.routing.pools),
             "decision_log_ended": self._log.ended if self._log is not None else "",
-            "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, self._stale),
+            "replicas": replica_documents(self.core, self._replicas.reports(), in_flight, stale),
         }
 
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
@@ -238,7 +234,7 @@ class LiveScheduler:
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
-        return await self._lookup.document(request_id, self.now(), time())
+        return await self._receipts.document(request_id, self.now(), time())
 
     # What the sessions and the registry call.
 
@@ -248,23 +244,13 @@ class LiveScheduler:
             return
         now = self._now if isinstance(event, Arrived) else self.now()  # it was put on this clock just before
         try:
-            # It is forgotten once it has ended.
-            ended = self.core.find(event.request_id) if isinstance(event, Finished) else None
-            began = perf_counter()
-            commands = self.core.handle(event, now)
-            self._metrics.requests.decisions.observe(perf_counter() - began)
-            self._note(now, event, commands)
-            if ended is not None and isinstance(event, Finished):
-                self._metrics.requests.on_end(
-                    ended, event.outcome, self._settings.routing.pools, self.core.router.b_short_tokens
-                )
-            for command in commands:
-                self._carry_out(command)
+            entry = self._handled(event, now)
+            for command in entry.commands:
+                self._carry_out(command, entry)
+            self._journal.append(entry)
             self._arm()
             if isinstance(event, ReplicaReported):
                 self._gateways.on_report(event)
-            elif isinstance(event, Arrived):
-                self._note_wait(event.request.request_id)
         except Exception as error:  # noqa: BLE001 - a fault of any kind in the core ends this scheduler
             self._core_failed(event, error)
 
@@ -288,13 +274,38 @@ class LiveScheduler:
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
         """A gateway tells of a request that ended in the queue."""
-        self.receipts.on_times(request_id, times)
+        self.history.on_late_times(request_id, times)
 
     async def exposition(self) -> str:
         """Return the metrics in the Prometheus text format, drawn up a moment ago."""
         return await self._page.text()
 
+    async def answer(self, question: str, arguments: bytes) -> bytes:
+        """Answer a question of an admin, in JSON.
+
+        Raises:
+            ChannelError: nothing answers questions here.
+        """
+        if self.questions is None:
+            raise ChannelError("this scheduler answers no questions")
+        return await self.questions.answer(question, arguments)
+
     # How it works.
+
+    def _handled(self, event: Event, now: float) -> Entry:
+        """Let the core handle the event; what it concerns is looked up while it is known."""
+        core, book = self.core, self._gateways.book
+        scheduled = told = None
+        if isinstance(event, Finished | FirstToken):
+            scheduled = core.find(event.request_id)
+        elif isinstance(event, Arrived | Resumed):
+            told = book.get(event.request.request_id)
+        began = perf_counter()
+        commands = core.handle(event, now)
+        took_s = perf_counter() - began
+        if isinstance(event, Arrived):
+            scheduled = core.find(event.request.request_id)
+        return Entry(core, now, event, commands, took_s, scheduled, told)
 
     async def _status_for_metrics(self) -> SchedulerStatus:
         book, predictor = self._gateways.book, self.core.admission.predictor
@@ -302,7 +313,7 @@ class LiveScheduler:
             waiting=book.waiting(),
             in_flight=book.in_flight(),
             replicas=self._replicas.reports(),
-            stale=len(self._stale),
+            stale=len(self._replicas.stale()),
             gateways=self._gateways.connected,
             learned_queues=len(self.tuner.queues),
             partition_age_s=self.tuner.queues.age_s(self.now()),
@@ -318,73 +329,21 @@ class LiveScheduler:
     def _render(self, status: SchedulerStatus) -> str:
         return self._metrics.exposition(status) + self._options.more_metrics()
 
-    def _note(self, now: float, event: Event, commands: list[Command]) -> None:
-        if self._log is not None:
-            self._log.add(Decision(now, event, tuple(commands)))
-        self.tuner.note(event, commands, now)
-        self.mode.note(event, commands, now)
-        self.activity.note(event, self.core, now)
-        self._surroundings.note(event, now)
-        if isinstance(event, Arrived):
-            self.receipts.on_arrival(event.request)
-        elif isinstance(event, DispatchFailed):
-            self._metrics.put_back(event)
-        elif isinstance(event, ReplicaLost):
-            self._stale.discard(event.replica_id)
-
-    def _note_wait(self, request_id: str) -> None:
-        scheduled = self.core.find(request_id)
-        if scheduled is not None and scheduled.queued:
-            self.receipts.on_wait(scheduled)
-
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command, entry: Entry) -> None:
         match command:
             case Dispatch():
                 # A grant refers to the table of replicas, and follows it on the same connection.
                 self._replicas.tell_changes()
-                priority = self._gateways.grant(command)
-                scheduled = self.core.find(command.request_id)
-                spilled = scheduled is not None and scheduled.pools[0] != command.pool
-                self._metrics.on_dispatch(command, priority, spilled=spilled)
-                if scheduled is not None:
-                    self._metrics.on_prediction(scheduled)
-                    self.receipts.on_dispatch(command, scheduled, self._now)
-                    self._outlook.on_dispatch(scheduled, self._now)
+                self._gateways.grant(command)
+                if (scheduled := self.core.find(command.request_id)) is not None:
+                    entry.dispatched.append((command, scheduled))
             case Conclude():
-                concluded = self._gateways.conclude(command)
-                self.receipts.on_conclusion(command, concluded, self._now)
-                self._outlook.on_conclusion(command, self._now)
-                self._metrics.on_conclusion(command, concluded.priority)
-                self.activity.on_conclusion(
-                    concluded.priority, concluded.tenant, command.conclusion.outcome, concluded.usage
-                )
-                if self._options.ledger is not None and (ended := concluded.ended()) is not None:
-                    self._options.ledger.add(ended)
-            case ReportStale(replica_id=replica_id, age_s=age_s):
-                self._stale.add(replica_id)
+                entry.concluded.append((command, self._gateways.conclude(command)))
+            case ReportStale(replica_id=replica_id):
                 self._replicas.on_stale(replica_id)
-                self._metrics.on_report_stale()
-                logger.warning("event=report_stale replica=%s age_s=%.2f", replica_id, age_s)
-            case ReportFresh(replica_id=replica_id):
-                self._stale.discard(replica_id)
-                logger.info("event=report_fresh replica=%s", replica_id)
-            case EngineSilent(replica_id=replica_id, silent_s=silent_s) if silent_s:
-                logger.warning("event=engine_silent replica=%s silent_s=%.1f", replica_id, silent_s)
-            case EngineSilent(replica_id=replica_id):
-                logger.info("event=engine_answers replica=%s", replica_id)
-            case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
-                logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
-            case BShortChanged():
-                self._metrics.on_b_short_change()
-                logger.info(
-                    "event=b_short_moved model=%s was=%d now=%d short_load=%.3f long_load=%.3f speed=%.2f",
-                    self._settings.model,
-                    command.was_tokens,
-                    command.b_short_tokens,
-                    command.short_load,
-                    command.long_load,
-                    command.speed_ratio,
-                )
+            case _:
+                # The journal's subscribers say the rest.
+                pass
 
     def _arm(self) -> None:
         """Have one alarm no later than the core's next wake-up; one that comes early is armed again."""

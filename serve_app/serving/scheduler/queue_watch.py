@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
 from serve_app.scheduling import Scheduler
-from serve_app.scheduling.commands import Conclude
 from serve_app.scheduling.outlook.watched import Outlook, WatchedRequests
 from serve_app.scheduling.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.scheduler.scraped.honesty import HonestyMetrics
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.metrics import HonestyMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -61,14 +61,15 @@ class QueueWatch:
         """What a request may expect that waits, watched or not; see `WatchedRequests.expected`."""
         return self._watched.expected(scheduled, order, now)
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request was dispatched."""
-        self._honesty.observe(self._watched.on_dispatch(scheduled, now))
-
-    def on_conclusion(self, command: Conclude, now: float) -> None:
-        """A request has ended."""
-        outcome = command.conclusion.outcome
-        self._honesty.observe(self._watched.on_conclusion(command.request_id, outcome, now))
+    def on_entry(self, entry: Entry) -> None:
+        """Learn from requests that left the queue, and count how right their estimates were."""
+        if not self._watched:
+            return
+        for _, scheduled in entry.dispatched:
+            self._honesty.observe(self._watched.on_dispatch(scheduled, entry.now))
+        for command, _ in entry.concluded:
+            outcome = command.conclusion.outcome
+            self._honesty.observe(self._watched.on_conclusion(command.request_id, outcome, entry.now))
 
     def stop(self) -> None:
         """Tell nothing any more."""

@@ -4,14 +4,13 @@ Time to first token is from the arrival at the gateway. Only streamed answers ha
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.metrics.summary import first_token_figures
 from serve_app.scheduling import Scheduler
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.scheduling.events import ActiveShareChanged, Event, FirstToken
+from serve_app.serving.scheduler.journal import Entry
 
 # Of each part; at 20 requests/s the last three minutes and more. About 300 kB.
 _KEPT = 4_000
@@ -28,13 +27,6 @@ class ModeHost(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _SentRequest:
-    arrived_at: float
-    prompt_tokens: int
-    passed: bool
-
-
 class SchedulingMode:
     """The share that is scheduled, and the last times to first token of both parts.
 
@@ -43,7 +35,6 @@ class SchedulingMode:
 
     def __init__(self, host: ModeHost) -> None:
         self._host = host
-        self._sent: dict[str, _SentRequest] = {}
         self._firsts: dict[bool, deque[tuple[int, float]]] = {
             passed: deque(maxlen=_KEPT) for passed in (False, True)
         }
@@ -75,23 +66,15 @@ class SchedulingMode:
         if self._host.ended:
             raise ChannelError(f"this scheduler does not schedule: {self._host.ended}")
 
-    def note(self, event: Event, commands: list[Command], now: float) -> None:
-        """The core has handled an event."""
-        if isinstance(event, FirstToken) and (sent := self._sent.pop(event.request_id, None)) is not None:
-            self._firsts[sent.passed].append((sent.prompt_tokens, now - sent.arrived_at))
-        if self.active_share == 1:
+    def on_entry(self, entry: Entry) -> None:
+        """Take note of a first token, while a part of the requests is not scheduled."""
+        scheduled = entry.scheduled
+        if not isinstance(entry.event, FirstToken) or scheduled is None or self.active_share == 1:
             return
-        for command in commands:
-            if isinstance(command, Dispatch):
-                scheduled = self._host.core.find(command.request_id)
-                if scheduled is not None:
-                    self._sent[command.request_id] = _SentRequest(
-                        scheduled.request.arrived_at,
-                        scheduled.estimate.expected_prompt_tokens,
-                        command.passed,
-                    )
-            elif isinstance(command, Conclude):
-                self._sent.pop(command.request_id, None)
+        # A gateway that comes back may tell of one a second time.
+        if scheduled.started_at == entry.now:
+            waited_s = entry.now - scheduled.request.arrived_at
+            self._firsts[scheduled.passed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
 
     def described(self) -> dict[str, Any]:
         """The share, and what both parts have waited."""

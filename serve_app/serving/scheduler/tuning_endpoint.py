@@ -17,6 +17,7 @@ from serve_app.scheduling import Scheduler, SchedulerSettings
 from serve_app.scheduling.commands import Command
 from serve_app.scheduling.events import Arrived, Event, PartitionChanged, Retuned
 from serve_app.scheduling.retuning import checked_retuning
+from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.learned_queues import LearnedQueues, Observed, PartitionUpdate
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
@@ -72,6 +73,10 @@ class TuningEndpoint:
 
     def __post_init__(self) -> None:
         self._for_good = with_weights(self.host.core.settings)
+
+    def on_entry(self, entry: Entry) -> None:
+        """Take note of an event."""
+        self.note(entry.event, entry.commands, entry.now)
 
     def note(self, event: Event, commands: list[Command], now: float) -> None:
         """The core has handled an event."""

@@ -21,6 +21,7 @@ from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from serve_app.serving.scheduler.questions import AdminQuestions
 from tests.relay import Relay
 
 # Faster than in production, yet slow enough for a machine that is busy with other things.
@@ -138,7 +139,7 @@ class Simulation:
         """The scheduler of now."""
         return self.shells[-1]
 
-    def endpoint(self, role: Role | None = Role.GATEWAY) -> SchedulerEndpoint:
+    def endpoint(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
         return self.live.endpoint(role)
 
     async def locate(self) -> SchedulerEndpoint:
@@ -152,6 +153,7 @@ class Simulation:
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
         live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
+        live.questions = AdminQuestions(live=live)
         await live.start("127.0.0.1")
         self.shells.append(live)
         return live

@@ -19,7 +19,7 @@ def reader(limit: int = LIMIT) -> FrameReader[FromPeer]:
 
 def some_messages(count: int) -> list[Message]:
     return [
-        Submit(submission(f"r{n}"), 0.25, 0.125)
+        Submit(submission(f"r{n}"), 0.25)
         if n % 3
         else Finish(f"r{n}", Outcome.COMPLETED, Usage(prompt_tokens=n, output_tokens=2))
         for n in range(count)
@@ -108,7 +108,7 @@ def test_what_came_before_the_garbage_is_still_read() -> None:
 
 def test_prefix_hashes_of_all_64_bits_cross_the_channel_in_nine_bytes_each() -> None:
     hashes = (0, 2**63, *range(2**64 - 126, 2**64))
-    bare, full = (Submit(submission("r1", prefix=prefix), 0.25, 0.125) for prefix in ((), hashes))
+    bare, full = (Submit(submission("r1", prefix=prefix), 0.25) for prefix in ((), hashes))
     stream = encode_frames([full], LIMIT)
     assert list(reader().feed(stream)) == [[full]]
     assert len(stream) - len(encode_frames([bare], LIMIT)) <= 9 * len(hashes) + 2

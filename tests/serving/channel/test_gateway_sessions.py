@@ -82,6 +82,9 @@ class Host:
     async def exposition(self) -> str:
         return ""
 
+    async def answer(self, question: str, arguments: bytes) -> bytes:
+        return b"{}"
+
     def connect(self, *snapshot: Message) -> Page:
         """Let the gateway connect, or connect again, with this snapshot."""
         page = Page()
@@ -97,7 +100,7 @@ class Host:
 
 
 def waits(request_id: str = "r1", *, grants: int = 0, put_back: PutBack | None = None) -> Submit:
-    return Submit(submission(request_id), 0.0, 0.0, grants, put_back)
+    return Submit(submission(request_id), 0.0, grants, put_back)
 
 
 def runs(replica_id: str, *, grants: int = 1, started: bool = False) -> Running:
@@ -128,7 +131,7 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
 
 async def test_unknown_and_waiting_arrives_with_its_true_age() -> None:
     host = Host()
-    host.connect(Submit(submission("r1", queue_timeout_s=30.0), 12.0, 4.0, 2))
+    host.connect(Submit(submission("r1", queue_timeout_s=30.0), 12.0, 2))
     entry = host.core.find("r1")
     assert host.names == ["Arrived"]
     assert entry is not None

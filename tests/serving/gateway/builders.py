@@ -438,3 +438,15 @@ async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> 
 def chat(**changes: Any) -> dict[str, Any]:
     """A small chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **changes}
+
+
+class Answers:
+    """Stands for a scheduler that admins ask; a question without a function has an empty answer."""
+
+    def __init__(self, **answers: Callable[..., Awaitable[Any]]) -> None:
+        self._answers = answers
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        if question in self._answers:
+            return await self._answers[question](*arguments.values())
+        return {"recording": "", "capture": []}.get(question, {})

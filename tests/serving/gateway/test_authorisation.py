@@ -15,7 +15,7 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
 from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.serving.gateway.builders import Answers
 from tests.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, serving
@@ -141,7 +141,7 @@ async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     async def freeze(_: str) -> None:
         return None
 
-    views = SchedulerViews(queue=view, status=view, freeze=freeze, usage=view, mode=view)
+    views = Answers(queue=view, status=view, freeze=freeze, usage=view, mode=view)
     async with serving(Engine()) as port:
         dispatcher = FakeDispatcher([port])
         names = (MODEL, "other")

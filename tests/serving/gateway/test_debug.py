@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
+from tests.serving.gateway.builders import Answers
 
 from .builders import FakeDispatcher
 
@@ -28,10 +28,10 @@ async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(path: str
     async def frozen(_: str) -> None:
         raise AssertionError
 
-    wanted = SchedulerViews(queue=shown, status=of_another, freeze=frozen)
+    wanted = Answers(queue=shown, status=of_another, freeze=frozen)
     if path == "/debug/status":
-        wanted = SchedulerViews(queue=of_another, status=shown, freeze=frozen)
-    views = {"a": wanted, "b": SchedulerViews(queue=silent, status=silent, freeze=frozen)}
+        wanted = Answers(queue=of_another, status=shown, freeze=frozen)
+    views = {"a": wanted, "b": Answers(queue=silent, status=silent, freeze=frozen)}
     app = Gateway(settings, dispatchers, "gw", views)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
         answer = await http.get(path, headers={"authorization": "Bearer k1"})
@@ -50,7 +50,7 @@ async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:
     async def unused(_: str = "") -> dict[str, object]:
         raise AssertionError
 
-    views = {"a": SchedulerViews(queue=unused, status=status, freeze=unused)}  # type: ignore[arg-type]
+    views = {"a": Answers(queue=unused, status=status, freeze=unused)}  # type: ignore[arg-type]
     settings = GatewaySettings(
         models=(ServedModel(name="a"),), keys=(ApiKey(tenant="o", key="k", admin=True),)
     )
@@ -66,13 +66,13 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
     async def nothing() -> dict[str, object]:
         return {}
 
-    def views(model: str) -> SchedulerViews:
+    def views(model: str) -> Answers:
         async def freeze(reason: str) -> None:
             if model == "b" and not reason:
                 raise ConnectionError("gone")
             heard.append((model, reason))
 
-        return SchedulerViews(queue=nothing, status=nothing, freeze=freeze)
+        return Answers(queue=nothing, status=nothing, freeze=freeze)
 
     models = (ServedModel(name="a"), ServedModel(name="b"))
     keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
@@ -96,7 +96,7 @@ async def test_a_page_of_somebody_else_cannot_freeze_the_tuner_of_a_laptop() -> 
     async def frozen(_: str = "") -> dict[str, object]:
         raise AssertionError
 
-    views = {"a": SchedulerViews(queue=frozen, status=frozen, freeze=frozen)}  # type: ignore[arg-type]
+    views = {"a": Answers(queue=frozen, status=frozen, freeze=frozen)}  # type: ignore[arg-type]
     app = Gateway(GatewaySettings(models=(ServedModel(name="a"),)), {"a": FakeDispatcher([])}, "gw", views)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
         answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})

@@ -13,9 +13,8 @@ from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.replays import Replays
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.counterfactuals.production import burst, produce
-from tests.serving.gateway.builders import MODEL, FakeDispatcher, serving
+from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, serving
 
 ADMIN = {"authorization": "Bearer k1"}
 RECORDING = produce(burst(40, 0)).recording("r35")
@@ -40,7 +39,7 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
             return {"request_id": request_id, "tenant": "rival"}
         return {"request_id": request_id} if request_id == "runs" else {}
 
-    views = SchedulerViews(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recorded)
+    views = Answers(queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recorded)
     settings = GatewaySettings(
         models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
     )

@@ -1,7 +1,9 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -33,6 +35,12 @@ class Claims:
 
     def keys(self, prefix: str) -> list[str]:
         return [key for key in self.made if key.startswith(prefix)]
+
+
+async def costs_of(actor: SchedulerActor) -> dict[str, Any]:
+    """As an admin is told them."""
+    found: dict[str, Any] = json.loads(await shell_of(actor).answer("costs", b"{}"))
+    return found
 
 
 class Cluster:
@@ -68,8 +76,8 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 async def test_each_actor_claims_a_higher_incarnation_and_has_a_secret_of_its_own(cluster: Cluster) -> None:
-    first = await cluster.actor().endpoint()
-    second = await cluster.actor().endpoint()
+    first = await cluster.actor().endpoint("gateway")
+    second = await cluster.actor().endpoint("gateway")
     assert (first.incarnation, second.incarnation) == (1, 2)
     assert first.secret != second.secret
 
@@ -83,7 +91,7 @@ async def test_an_older_actor_stops_when_a_newer_one_has_claimed(cluster: Cluste
     with pytest.raises(ChannelError, match="superseded by 2"):
         await older.check_health()
     with pytest.raises(ChannelError, match="superseded by 2"):
-        await older.endpoint()
+        await older.endpoint("gateway")
     await newer.check_health()
 
 
@@ -97,9 +105,9 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await until(lambda: actor._live is not None and len(actor._live.core) == 1)
     await actor.reconfigure({"max_waiting": 5})
-    assert (await actor.endpoint()).incarnation == 2
+    assert (await actor.endpoint("gateway")).incarnation == 2
     await until(lambda: actor._live is not None and len(actor._live.core) == 1)
-    assert (await actor.status())["waiting"] == {"default": 1}
+    assert actor._live.status()["waiting"] == {"default": 1}
     assert not task.done()
     assert cluster.deaths == 0
     await gateway.close()
@@ -116,13 +124,13 @@ async def test_bounds_of_scaling_change_without_a_new_incarnation(cluster: Clust
     # What is left out is as it was deployed.
     await actor.reconfigure({"max_waiting": 5})
     assert actor.scaling.described()["gpu_budget"] is None
-    assert (await actor.endpoint()).incarnation == 2
+    assert (await actor.endpoint("gateway")).incarnation == 2
 
 
 async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
     actor = cluster.actor()
     await actor.reconfigure({"max_waiting": scheduler_settings().max_waiting})
-    assert (await actor.endpoint()).incarnation == 1
+    assert (await actor.endpoint("gateway")).incarnation == 1
 
 
 async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster) -> None:
@@ -135,7 +143,7 @@ async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster)
         await actor.reconfigure({"routing": {"pools": ["a", "b", "c"]}})
     with pytest.raises(ValueError, match=r"max_waiting.* must be at least 1, got 0"):
         await actor.reconfigure({"max_waiting": 0})
-    assert (await actor.endpoint()).incarnation == 1
+    assert (await actor.endpoint("gateway")).incarnation == 1
     await actor.check_health()
 
 
@@ -218,7 +226,7 @@ async def test_a_restarted_actor_knows_how_long_engines_take_to_start(
     second = cluster.actor(str(tmp_path))
     await second.check_health()
     await until(lambda: bool(second.scaling.described()["pools"]))
-    pools = (await second.scale())["pools"]
+    pools = second.scaling.described()["pools"]
     assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
 
 
@@ -227,18 +235,18 @@ async def test_a_restarted_actor_goes_on_with_who_pays(cluster: Cluster, tmp_pat
     await first.check_health()
     request = builders.request("r1", tenant="payer", priority=PriorityClass.BATCH)
     shell_of(first).core.in_flight.engine_time.used.add("short", request, 12.5)
-    began = (await first.costs())["since"]
+    began = (await costs_of(first))["since"]
     await first.close()
     second = cluster.actor(str(tmp_path))
     await second.check_health()
-    found = await second.costs()
+    found = await costs_of(second)
     assert found["since"] == began
     assert [(row["tenant"], row["engine_seconds"]) for row in found["rows"]] == [("payer", 12.5)]
     # Prometheus would take a counter that begins above nothing for so much more use.
     assert "payer" not in await shell_of(second).exposition()
     # Other settings make another scheduler in the same process.
     await second.reconfigure({"policy": "fcfs"})
-    assert [row["engine_seconds"] for row in (await second.costs())["rows"]] == [12.5]
+    assert [row["engine_seconds"] for row in (await costs_of(second))["rows"]] == [12.5]
 
 
 async def test_a_state_of_a_release_that_kept_no_start_times_is_used_and_a_wrong_one_is_not(
@@ -267,7 +275,7 @@ async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_
     (tmp_path / "file").write_text("no folder")
     actor = cluster.actor(str(tmp_path / "file" / "below"))
     await actor.check_health()
-    assert (await actor.endpoint()).incarnation == 1
+    assert (await actor.endpoint("gateway")).incarnation == 1
     await actor.close()
 
 

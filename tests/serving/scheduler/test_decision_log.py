@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ServeAppError
-from serve_app.scheduling.decision_log import Decision, RunHeader, read_runs
+from serve_app.scheduling.decision_log import RunHeader, read_runs
 from serve_app.scheduling.events import Woke
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
+from serve_app.serving.scheduler.journal import Entry
 from tests import builders
 
 HEADER = RunHeader(settings=builders.settings())
@@ -17,7 +18,7 @@ HEADER = RunHeader(settings=builders.settings())
 def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path) -> None:
     log = DecisionLogFile(tmp_path / "new" / "log.jsonl", 2, HEADER)
     for n in range(5):
-        log.add(Decision(float(n), Woke(), ()))
+        log.on_entry(Entry(builders.ManualDriver().scheduler, float(n), Woke(), []))
     log.close()
     lines = (tmp_path / "new" / "log.jsonl").read_text().splitlines()
     (run,) = read_runs(lines)

@@ -13,6 +13,7 @@ from serve_app.scheduling.commands import Command
 from serve_app.scheduling.decision_log import LoggedRun, read_runs, replay
 from serve_app.scheduling.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
 from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.learned_queues import PartitionUpdate
@@ -64,7 +65,7 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     assert "Traceback" in caplog.text
     assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
     with pytest.raises(ChannelError, match="the core failed"):
-        live.endpoint()
+        live.endpoint(Role.GATEWAY)
     assert "ewsjf_scheduler_errors_total" in await live.exposition()
     await world.begin()
     await world.replica("s1")

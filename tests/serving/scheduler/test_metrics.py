@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure
+from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Woke
 from serve_app.scheduling.request import PredictedWait
+from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
+from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests import builders
 
@@ -20,19 +24,27 @@ DISPATCH = Dispatch(
 
 def test_counters_carry_class_pool_outcome_and_failure() -> None:
     metrics = SchedulerMetrics("m", 7)
-    metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=True)
-    metrics.on_dispatch(DISPATCH, PriorityClass.BATCH, spilled=False)
-    metrics.put_back(DispatchFailed("r1", "s1", DispatchFailure.BUSY))
+    driver = builders.ManualDriver()
+    driver.arrive("r1", priority=PriorityClass.BATCH)
+    scheduled = driver.find("r1")
+    told = GatewayRequest(GatewaySession("g1"), scheduled.request.submission, 1)
+    spilled, home = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH]), Entry(driver.scheduler, 0.0, Woke(), [])
+    spilled.dispatched.append((DISPATCH, scheduled))
+    home.dispatched.append((replace(DISPATCH, pool="short"), scheduled))
+    failed = Entry(driver.scheduler, 0.0, DispatchFailed("r1", "s1", DispatchFailure.BUSY), [])
     conclude = Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(Outcome.EXPIRED))
-    metrics.on_conclusion(conclude, PriorityClass.BATCH)
+    failed.concluded.append((conclude, told))
+    for entry in (spilled, home, failed):
+        metrics.on_entry(entry)
     text = metrics.exposition(EMPTY)
     for line in (
-        'ewsjf_dispatches_total{model="m",pool="long"} 2.0',
+        'ewsjf_dispatches_total{model="m",pool="long"} 1.0',
+        'ewsjf_dispatches_total{model="m",pool="short"} 1.0',
         'ewsjf_spills_total{model="m",pool="long"} 1.0',
         'ewsjf_put_backs_total{failure="busy",model="m"} 1.0',
         'ewsjf_requests_concluded_total{class="batch",model="m",outcome="expired"} 1.0',
         'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.25",model="m",pool="long"} 0.0',
-        'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.5",model="m",pool="long"} 2.0',
+        'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.5",model="m",pool="long"} 1.0',
         'ewsjf_scheduler_incarnation{model="m"} 7.0',
     ):
         assert line in text, line
@@ -67,11 +79,13 @@ def test_the_error_of_predicted_waits_is_counted_with_its_sign() -> None:
     entry = driver.scheduler.find("r1")
     assert entry is not None
     metrics = SchedulerMetrics("m", 1)
-    metrics.on_prediction(entry)
+    sent = Entry(driver.scheduler, 0.0, Woke(), [DISPATCH])
+    sent.dispatched.append((DISPATCH, entry))
+    metrics.on_entry(sent)
     assert "error_seconds_count{" not in metrics.exposition(EMPTY), "nothing had been predicted"
     entry.dispatched_at = 5.0
     entry.prediction = PredictedWait(kind=(1, 6, False), at=1.0, uncorrected_s=2.0, wait_s=3.2)
-    metrics.on_prediction(entry)
+    metrics.on_entry(sent)
     text = metrics.exposition(EMPTY)
     for line in (
         'ewsjf_queue_wait_prediction_error_seconds_bucket{class="default",le="-1.0",model="m"} 0.0',

@@ -12,8 +12,6 @@ from serve_app.cli import main
 from serve_app.scheduling.learned_state import learned_state, take_over
 from serve_app.scheduling.scheduler import Scheduler
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from tests.builders import settings
 from tests.serving.channel.harness import scheduler_settings
 from tests.serving.gateway.builders import MODEL, Engine, serving
@@ -22,29 +20,13 @@ from tests.serving.gateway.fleet import Fleet, fleet_of
 ADMIN = {"authorization": "Bearer sk-admin"}
 
 
-def views_of(live: LiveScheduler) -> SchedulerViews:
-    async def nothing() -> dict[str, Any]:
-        return {}
-
-    async def freeze(_: str) -> None:
-        return None
-
-    async def mode() -> dict[str, Any]:
-        return {"model": MODEL, **live.mode.described(), "forecast": None}
-
-    async def change_mode(active_share: float) -> None:
-        live.mode.change(active_share)
-
-    return SchedulerViews(queue=nothing, status=nothing, freeze=freeze, mode=mode, change_mode=change_mode)
-
-
 @asynccontextmanager
 async def fleet_with_admin(engine: Engine) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     async with fleet_of([engine], settings=scheduler_settings(model=MODEL)) as fleet:
         served = GatewaySettings(
             models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="ops", key="sk-admin", admin=True),)
         )
-        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views_of(fleet.world.live)})
+        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: fleet.client})
         async with serving(app) as port:
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, headers=ADMIN, timeout=30) as http:

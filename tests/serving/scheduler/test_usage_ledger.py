@@ -6,20 +6,18 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.serving.channel.requests.request_book import EndedRequest
-from serve_app.serving.scheduler.kept.usage import KeptUsage
-from serve_app.serving.scheduler.usage_ledger import UsageLedger
+from serve_app.serving.scheduler.usage import KeptUsage, UsageLedger
 from tests.builders import key
 from tests.serving.channel.harness import FAST, Simulation, granted, refused, scheduler_settings, until
 
 DAY_S = 86_400.0
 
 
-def ended(
-    key_id: str = "k1", model: str = "m", prompt: int = 10, output: int = 5, cached: int = 2
-) -> EndedRequest:
-    usage = Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
-    return EndedRequest(key_id=key_id, model=model, usage=usage)
+Ended = tuple[str, str, Usage | None]
+
+
+def ended(key_id: str = "k1", model: str = "m", prompt: int = 10, output: int = 5, cached: int = 2) -> Ended:
+    return key_id, model, Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
 
 
 class Clock:
@@ -38,11 +36,11 @@ def test_it_adds_up_by_key_model_and_day() -> None:
         ended(),
         ended("k2"),
         ended(model="alias"),
-        EndedRequest(key_id="k1", model="m", usage=None),
+        ("k1", "m", None),
     ):
-        ledger.add(each)
+        ledger.add(*each)
     clock.now = DAY_S
-    ledger.add(ended())
+    ledger.add(*ended())
     first = {"day": "1970-01-01", "key": "k1", "model": "m", "requests": 3, "prompt_tokens": 20}
     assert ledger.rows()[0] == {**first, "cached_tokens": 4, "generated_tokens": 10}
     assert [(row["day"], row["key"], row["model"]) for row in ledger.rows()] == [
@@ -56,11 +54,11 @@ def test_it_adds_up_by_key_model_and_day() -> None:
 
 def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledger() -> None:
     ledger = UsageLedger("m", Clock())
-    ledger.add(ended())
+    ledger.add(*ended())
     state = ledger.state()
-    ledger.add(ended())
+    ledger.add(*ended())
     other = UsageLedger("m", Clock())
-    other.add(ended())
+    other.add(*ended())
     other.add_stored(state)
     assert other.rows()[0]["requests"] == 2
     assert state["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5]
@@ -80,10 +78,10 @@ def test_old_days_and_further_keys_are_bounded() -> None:
     ledger = UsageLedger("m", clock)
     for day in range(100):
         clock.now = day * DAY_S
-        ledger.add(ended())
+        ledger.add(*ended())
     assert len(ledger.rows()) == 92
     for number in range(1_100):
-        ledger.add(ended(f"k{number}"))
+        ledger.add(*ended(f"k{number}"))
     assert 'key="other"' in ledger.exposition()
     assert ledger.exposition().count("ewsjf_key_requests_total{") == 1_001
 
@@ -92,23 +90,23 @@ def test_a_clock_that_is_set_back_changes_no_day_that_is_over() -> None:
     clock = Clock()
     clock.now = DAY_S
     ledger = UsageLedger("m", clock)
-    ledger.add(ended())
+    ledger.add(*ended())
     clock.now = 0.0
-    ledger.add(ended())
+    ledger.add(*ended())
     assert [(row["day"], row["requests"]) for row in ledger.rows()] == [("1970-01-02", 2)]
 
 
 def test_a_clock_that_was_a_year_ahead_and_is_right_again_counts_on_the_right_day() -> None:
     clock = Clock()
     ledger = UsageLedger("m", clock)
-    ledger.add(ended())
+    ledger.add(*ended())
     clock.now = 365 * DAY_S
-    ledger.add(ended())
+    ledger.add(*ended())
     handed_out = ledger.state()
     clock.now = DAY_S / 2
-    ledger.add(ended())
+    ledger.add(*ended())
     clock.now = 5 * DAY_S
-    ledger.add(ended())
+    ledger.add(*ended())
     days = [("1970-01-01", 2), ("1970-01-06", 1), ("1971-01-01", 1)]
     assert [(row["day"], row["requests"]) for row in ledger.rows()] == days
     assert handed_out["days"]["1970-01-01"]["k1"]["m"] == [1, 10, 2, 5], "what was handed out stays"
@@ -119,10 +117,10 @@ def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> Non
     ledger = UsageLedger("m", clock)
     for day in range(1_000, 1_092):
         clock.now = day * DAY_S
-        ledger.add(ended())
+        ledger.add(*ended())
     clock.now = 0.0
-    ledger.add(ended())
-    ledger.add(ended())
+    ledger.add(*ended())
+    ledger.add(*ended())
     assert ledger.rows()[0]["day"] == "1970-01-01"
     assert ledger.rows()[0]["requests"] == 2
 
@@ -130,11 +128,11 @@ def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> Non
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
     first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
     await first.load()
-    first.ledger.add(ended())
+    first.ledger.add(*ended())
     await first.close()
     second = KeptUsage("m", str(tmp_path), "app/m", 60.0)
     await second.load()
-    second.ledger.add(ended())
+    second.ledger.add(*ended())
     assert second.shown()["rows"][0]["requests"] == 2
     await second.close()
 
@@ -144,7 +142,7 @@ async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
 ) -> None:
     first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
     await first.load()
-    first.ledger.add(ended())
+    first.ledger.add(*ended())
     await first.close()
 
     def unreachable(_: object) -> None:
@@ -154,7 +152,7 @@ async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
         broken.setattr("serve_app.serving.state.StateStore._read", unreachable)
         second = KeptUsage("m", str(tmp_path), "app/m", 0.01)
         await second.load()
-        second.ledger.add(ended())
+        second.ledger.add(*ended())
         await second.save()
     await until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
     await second.close()

@@ -46,7 +46,7 @@ async def test_a_scheduler_starts_without_a_bucket_that_hangs_and_saves_once_it_
     with bucket.hanging():
         began = time.monotonic()
         actor = scheduler(uri)
-        await actor.endpoint()
+        await actor.endpoint("gateway")
         assert time.monotonic() - began < SOON_S
         await actor.check_health()
     await until(lambda: "ewsjf_state_saved_timestamp_seconds" in metrics_of(actor))
@@ -60,7 +60,7 @@ def metrics_of(actor: SchedulerActor) -> str:
 
 async def test_the_loop_of_a_scheduler_goes_on_while_its_bucket_hangs(uri: str, bucket: Bucket) -> None:
     actor = scheduler(uri)
-    await actor.endpoint()
+    await actor.endpoint("gateway")
     await until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)
     with bucket.hanging():
         longest_s = 0.0

@@ -7,14 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.counterfactuals.recording import encode_recording
-from serve_app.errors import ChannelError, Outcome
+from serve_app.errors import Outcome
 from serve_app.routing.replica import ReplicaReport
+from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.in_parts import in_parts
-from serve_app.serving.scheduler.dashboard.overview import SUB_QUEUES_SHOWN, most_costly, overview
-from serve_app.serving.scheduler.kept.costs import KeptCosts
-from serve_app.serving.scheduler.receipts.minutes import StepTimes
 from tests.counterfactuals.production import burst, produce
 from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
@@ -96,6 +92,20 @@ class PageStage:
         return found
 
 
+class _Views:
+    """The scheduler, as admins see it, but for recordings.
+
+    A page with one request has too few to compare it with: those of a simulated overload stand in.
+    """
+
+    def __init__(self, client: GatewayClient) -> None:
+        self._client = client
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        found = await self._client.ask(question, **arguments)
+        return encode_recording(OVERLOAD) if question == "recording" and found else found
+
+
 @asynccontextmanager
 async def page_stage() -> AsyncIterator[PageStage]:
     """All of it, with one replica."""
@@ -110,38 +120,7 @@ async def page_stage() -> AsyncIterator[PageStage]:
             ),
         )
 
-        async def look() -> dict[str, Any]:
-            live = fleet.world.live
-            if live.ended:
-                raise ChannelError(f"this scheduler does not schedule: {live.ended}")
-            found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
-            return found | {"scaling": {}, "costs": most_costly(await costs())}
-
-        async def costs() -> dict[str, Any]:
-            return {"model": MODEL, **KeptCosts().with_those_of(fleet.world.live.core).document({})}
-
-        async def nothing(_: str = "") -> Any:
-            return {}
-
-        async def receipt(request_id: str) -> dict[str, Any]:
-            return await fleet.world.live.receipt(request_id)
-
-        async def recording(request_id: str) -> str:
-            live = fleet.world.live
-            found = await in_parts(live.recorder.recording(request_id, StepTimes({}, ""), live.now()))
-            # A page with one request has too few to compare it with: those of a simulated overload stand in.
-            return "" if found is None else encode_recording(OVERLOAD)
-
-        views = SchedulerViews(
-            queue=nothing,
-            status=nothing,
-            freeze=nothing,
-            overview=look,
-            costs=costs,
-            receipt=receipt,
-            recording=recording,
-        )
-        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: views})
+        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: _Views(fleet.client)})
         async with serving(app) as port:
             stage = PageStage(fleet, engine, f"http://127.0.0.1:{port}", app)
             yield stage

@@ -16,8 +16,7 @@ import pytest
 from serve_app.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.dashboard.pages import MOST_WATCHERS
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from tests.serving.gateway.builders import MODEL, FakeDispatcher, eventually, serving
+from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, eventually, serving
 from tests.test_api_keys import record
 
 EVENTS = "/dashboard/events"
@@ -71,7 +70,7 @@ async def door_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[Door]:
     async def nothing(_: str = "") -> Any:
         return {}
 
-    views = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=looks.overview)
+    views = Answers(queue=nothing, status=nothing, freeze=nothing, overview=looks.overview)
     app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
     async with serving(app) as port, httpx.AsyncClient(timeout=20) as http:
         http.base_url = httpx.URL(f"http://127.0.0.1:{port}")

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from tests.browser import BrowserPage, needs_browser
-from tests.serving.gateway.builders import MODEL, replies
+from tests.serving.gateway.builders import MODEL, Answers, replies
 
 from .stage import KEY, PageStage
 from .steps import TABS, choose, live, plain, sign_in, text, tile
@@ -334,7 +333,7 @@ async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPa
 
     views = stage.app._dashboard._frames._views
     assert isinstance(views, dict)
-    views["other"] = SchedulerViews(queue=nothing, status=nothing, freeze=nothing, overview=other)
+    views["other"] = Answers(queue=nothing, status=nothing, freeze=nothing, overview=other)
     await live(page)
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]

@@ -17,10 +17,14 @@ from serve_app.metrics.record import RequestRecord
 from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
 from serve_app.serving.gateway.keys import ApiKey
-from serve_app.serving.gateway.logs.concluded import ConcludedRequest
-from serve_app.serving.gateway.logs.lines import json_fields, text_line
-from serve_app.serving.gateway.logs.request_log import MOST_REFUSED_LINES, RequestLog
 from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request_log import (
+    MOST_REFUSED_LINES,
+    ConcludedRequest,
+    RequestLog,
+    json_fields,
+    text_line,
+)
 
 from ..builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, refusal, serving
 from ..conftest import Stage, staged

@@ -12,8 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from tests.http_server import listening
 from tests.serving.channel.harness import FAST, Simulation, Stranger, hello, scheduler_settings, until
-from tests.serving.channel.version_5 import Hello as OldHello
-from tests.serving.channel.version_5 import Role as OldRole
 from tests.serving.gateway.builders import Engine, chat, serving
 from tests.serving.gateway.fleet import _place
 
@@ -102,16 +100,3 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
     await until(lambda: fleet.world.live._gateways.connected == 4)
     await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
     silent.leave()
-
-
-async def test_a_gateway_of_the_version_before_is_not_asked(fleet: Gateways) -> None:
-    endpoint = fleet.world.endpoint()
-    old = await Stranger.at(endpoint)
-    secret = fleet.world.live.endpoint(None).secret
-    old.say(OldHello(5, OldRole.GATEWAY, "old", secret, 0))  # type: ignore[arg-type]
-    await until(lambda: fleet.world.live._gateways.connected == 4)
-    await fleet.http["g1"].post("/v1/chat/completions", json=chat())
-    await shows(fleet, "g2", {"g1": 1})
-    # Its connection has not been ended by a message that it does not know.
-    assert fleet.world.live._gateways.connected == 4
-    old.leave()

@@ -4,9 +4,8 @@ import io
 import httpx
 
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
-from serve_app.serving.gateway.scraping.cost_table import cost_table
-from tests.serving.gateway.builders import FakeDispatcher
+from serve_app.serving.gateway.cost_table import cost_table
+from tests.serving.gateway.builders import Answers, FakeDispatcher
 
 
 def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:
@@ -69,8 +68,8 @@ async def test_the_table_is_whole_or_refused() -> None:
     async def frozen(_: str) -> None:
         raise AssertionError
 
-    good = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=counted)
-    bad = SchedulerViews(queue=silent, status=silent, freeze=frozen, costs=silent)
+    good = Answers(queue=silent, status=silent, freeze=frozen, costs=counted)
+    bad = Answers(queue=silent, status=silent, freeze=frozen, costs=silent)
     admin = {"authorization": "Bearer k"}
     for views, expected in (({"a": good}, 200), ({"a": good, "b": bad}, 503)):
         models = tuple(ServedModel(name=name) for name in views)

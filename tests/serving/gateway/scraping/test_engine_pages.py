@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
+from serve_app.serving.gateway.metrics_page import MetricsKey
 from tests.serving.gateway.builders import TOKEN, FakeDispatcher, serving
 
 PATH = "/metrics/engines"

@@ -12,7 +12,7 @@ from serve_app.errors import SettingsError
 from serve_app.launch.terminal import LiveView
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.keys import ApiKey
-from serve_app.serving.gateway.scraping.metrics_endpoint import MetricsKey
+from serve_app.serving.gateway.metrics_page import MetricsKey
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 from tests.serving.gateway.builders import FakeDispatcher, gateway, serving

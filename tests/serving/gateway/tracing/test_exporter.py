@@ -8,7 +8,7 @@ import time
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.tracing.setup import check_tracing, made_tracer
+from serve_app.serving.gateway.tracing.request_trace import check_tracing, made_tracer
 
 from ..builders import Engine, FakeDispatcher, chat, eventually, gateway
 from ..fleet import fleet_of

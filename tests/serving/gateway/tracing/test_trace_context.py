@@ -6,7 +6,7 @@ from opentelemetry.semconv.attributes import error_attributes, http_attributes, 
 
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from serve_app.serving.gateway.tracing import names
-from serve_app.serving.gateway.tracing.trace_context import trace_parent
+from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

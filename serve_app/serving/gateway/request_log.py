@@ -1,0 +1,347 @@
+"""The log of concluded requests: lines that are written together, a few times a second.
+
+A line by itself costs a gateway about as much as all the rest of a small request: a record, a search for its
+caller, a look whether the file is full, a write. Together, lines share all of that, and the time that stands
+before them, which is that of the writing. A process that is killed loses the lines of the last moment.
+
+A completed request always has its line. Under overload most requests are refused, and thousands of lines a
+second would say one and the same thing: of each other outcome some are written in a second, and the rest is
+counted in one line, `event=log_suppressed`.
+
+Lines as text and as fields of a JSON document have the same names and the same values. Nothing stands there
+that a client could use to forge a line: names are checked when they are read, and the rest is quoted or has
+its unfit characters replaced.
+"""
+
+import asyncio
+import contextvars
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from logging.handlers import MemoryHandler, RotatingFileHandler
+from typing import Any, TextIO
+
+import msgspec
+
+from serve_app.errors import HTTP_STATUS, Outcome
+from serve_app.metrics.record import RequestRecord
+from serve_app.serving.gateway.answer.client_stream import exchange_of
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.tracing.request_trace import trace_parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcludedRequest:
+    """One concluded request, with what the record does not hold.
+
+    Attributes:
+        record: timestamps on the gateway's clock and counts.
+        incoming: as it came.
+        model: its name; empty when the request was refused before that was known.
+        endpoint: its path, if that is one of ours.
+        key_id: of the API key that it came with, which is not secret; empty when there was none.
+        attempts: how often it was sent to a replica.
+        status: of HTTP, as the client got it; 0 when it got none.
+    """
+
+    record: RequestRecord
+    incoming: IncomingRequest
+    model: str
+    endpoint: str
+    key_id: str = ""
+    attempts: int = 0
+    status: int = 0
+
+
+Value = str | int | float
+
+# An engine's error may repeat a prompt, and a client's value what it likes.
+_DETAIL_CHARACTERS = 300
+_ADDRESS_CHARACTERS = 200
+_UNFIT_FOR_ADDRESS = re.compile(r"[^0-9A-Za-z.:,%_\[\]-]+")
+
+
+def text_line(concluded: ConcludedRequest) -> str:
+    """One line of `name=value`."""
+    # Written out, since a loop over fields costs several times as much.
+    record, incoming = concluded.record, concluded.incoming
+    client, forwarded_for = _addresses(incoming)
+    key = f" key={concluded.key_id}" if concluded.key_id else ""
+    said = f" forwarded_for={forwarded_for}" if forwarded_for else ""
+    line = (
+        f"event=concluded outcome={record.outcome} status={_status(concluded)} model={concluded.model or '-'}"
+        f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}{key}"
+        f" client={client or '-'}{said} e2e_s={record.e2e_s:.4f}"
+    )
+    if record.dispatched_at is not None:
+        line += (
+            f" queue_wait_s={record.queue_wait_s:.4f} pool={record.pool} replica={record.replica}"
+            f" length_queue={record.length_queue} estimated_tokens={record.estimated_tokens}"
+            f" attempts={concluded.attempts}"
+        )
+    if record.first_token_at is not None:
+        line += f" ttft_s={record.ttft_s:.4f}"
+    if record.prompt_tokens or record.output_tokens:
+        line += f" prompt_tokens={record.prompt_tokens} output_tokens={record.output_tokens}"
+    line += f" request_id={record.request_id} client_request_id={incoming.client_request_id}"
+    if trace_id := _trace_id(incoming):
+        line += f" trace_id={trace_id}"
+    if record.detail:
+        line += f" detail={record.detail[:_DETAIL_CHARACTERS]!r}"
+    return line
+
+
+def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
+    """The same by name; numbers are numbers."""
+    record, incoming = concluded.record, concluded.incoming
+    client, forwarded_for = _addresses(incoming)
+    fields: dict[str, Value | None] = {
+        "event": "concluded",
+        "outcome": record.outcome.value,
+        "status": _status(concluded),
+        "model": concluded.model or "-",
+        "endpoint": concluded.endpoint,
+        "class": record.priority.value,
+        "tenant": record.tenant,
+        "key": concluded.key_id or None,
+        "client": client or "-",
+        "forwarded_for": forwarded_for or None,
+        "e2e_s": round(record.e2e_s, 4),
+    }
+    if record.queue_wait_s is not None:
+        fields |= {
+            "queue_wait_s": round(record.queue_wait_s, 4),
+            "pool": record.pool,
+            "replica": record.replica,
+            "length_queue": record.length_queue,
+            "estimated_tokens": record.estimated_tokens,
+            "attempts": concluded.attempts,
+        }
+    if record.ttft_s is not None:
+        fields["ttft_s"] = round(record.ttft_s, 4)
+    if record.prompt_tokens or record.output_tokens:
+        fields |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
+    fields |= {
+        "request_id": record.request_id,
+        "client_request_id": incoming.client_request_id,
+        "trace_id": _trace_id(incoming) or None,
+        "detail": record.detail[:_DETAIL_CHARACTERS] or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _status(concluded: ConcludedRequest) -> int:
+    return concluded.status or HTTP_STATUS[Outcome.CANCELLED]
+
+
+def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
+    """Who has connected, and what it says of those before it; empty where nothing is known.
+
+    HAProxy adds who has connected to it at the end of `x-forwarded-for`; where it stands in front, it alone
+    connects to a gateway that serves connections itself. All that stands before is only said.
+    """
+    scope = incoming.scope
+    peer = scope.get("client")
+    address = str(peer[0]) if peer else ""
+    if b"x-forwarded-for" not in incoming.headers:
+        return address, ""
+    said = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
+    exchange = exchange_of(scope)
+    behind_front_end = exchange is not None and not exchange.peer_is_client
+    return _told_apart(said, "" if behind_front_end else address)
+
+
+# Most requests come from few places.
+@lru_cache(maxsize=1024)
+def _told_apart(said: bytes, address: str) -> tuple[str, str]:
+    """The last address as that of the client, unless another is known."""
+    places = [part.strip() for part in said.decode("latin-1").split(",") if part.strip()]
+    if places and not address:
+        address = places.pop()
+    return _fit(address), _fit(",".join(places))
+
+
+def _fit(address: str) -> str:
+    return _UNFIT_FOR_ADDRESS.sub("_", address)[:_ADDRESS_CHARACTERS]
+
+
+def _trace_id(incoming: IncomingRequest) -> str:
+    """Of the request's own trace, or of the client's where this gateway keeps none of it."""
+    if incoming.trace.trace_id:
+        return incoming.trace.trace_id
+    parent = trace_parent(incoming.headers)
+    return "" if parent is None else parent.trace_id.decode("ascii")
+
+
+_INTERVAL_S = 0.2
+# So many lines are not kept any longer.
+_MOST_LINES = 1_000
+# Of an outcome that is not `completed`, in a second.
+MOST_REFUSED_LINES = 10
+_SECOND_S = 1.0
+# What a handler's format makes of one record with this message shows where a line goes.
+_PLACE = "\x00"
+# Others may do with a record what they like.
+_PLAIN_HANDLERS = (logging.StreamHandler, logging.FileHandler, RotatingFileHandler)
+
+_encoder = msgspec.json.Encoder()
+
+Line = ConcludedRequest | Counter[Outcome]
+"""A request, or how many of each outcome have no line."""
+
+
+class RequestLog:
+    """Lines on their way to a logger's handlers, in order."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lines: list[Line] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_this_second: Counter[Outcome] = Counter()
+        self._second: asyncio.TimerHandle | None = None
+
+    def add(self, concluded: ConcludedRequest) -> None:
+        """Have a line written soon, if it is not one of too many; on the event loop."""
+        outcome = concluded.record.outcome
+        if outcome is not Outcome.COMPLETED:
+            self._in_this_second[outcome] += 1
+            if self._second is None:
+                self._second = _later(_SECOND_S, self._end_second)
+            if self._in_this_second[outcome] > MOST_REFUSED_LINES:
+                return
+        self._lines.append(concluded)
+        if len(self._lines) >= _MOST_LINES:
+            self.flush()
+        elif self._timer is None:
+            self._timer = _later(_INTERVAL_S, self.flush)
+
+    def _end_second(self) -> None:
+        """Say how many lines are missing, and begin to count anew."""
+        if self._second is not None:
+            self._second.cancel()
+            self._second = None
+        missing = Counter({name: count - MOST_REFUSED_LINES for name, count in self._in_this_second.items()})
+        self._in_this_second.clear()
+        if missing := +missing:
+            self._lines.append(missing)
+            self._write_lines()
+
+    def flush(self) -> None:
+        """Write all lines now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._write_lines()
+
+    def close(self) -> None:
+        """Write all that is still to be said."""
+        self._end_second()
+        self.flush()
+
+    def _write_lines(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines or not self._logger.isEnabledFor(logging.INFO):
+            return
+        logger = self._logger
+        record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, _PLACE, (), None)
+        for handler in _handlers(logger):
+            _write(handler, record, lines)
+
+
+def _later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    # In an empty context: Serve's logs name the request in whose context they are written.
+    return asyncio.get_running_loop().call_later(delay_s, call, context=contextvars.Context())
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """Those that a logger's records go to."""
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _write(handler: logging.Handler, record: logging.LogRecord, lines: Sequence[Line]) -> None:
+    if record.levelno < handler.level:
+        return
+    if isinstance(handler, MemoryHandler) and handler.target is not None:
+        if handler.filter(record):
+            # What it keeps came before.
+            handler.flush()
+            _write(handler.target, record, lines)
+    elif isinstance(handler, logging.StreamHandler) and _is_plain(handler):
+        _write_together(handler, record, lines)
+    else:
+        for line in lines:
+            handler.handle(logging.makeLogRecord({**record.__dict__, "msg": _text(line)}))
+
+
+def _is_plain(handler: "logging.StreamHandler[TextIO]") -> bool:
+    """Whether it does with a record what the standard library's does; a file is opened by the first one."""
+    return type(handler) in _PLAIN_HANDLERS and handler.stream is not None
+
+
+def _write_together(
+    handler: "logging.StreamHandler[TextIO]", record: logging.LogRecord, lines: Sequence[Line]
+) -> None:
+    if not handler.filter(record):
+        return
+    handler.acquire()
+    try:
+        if isinstance(handler, RotatingFileHandler) and handler.shouldRollover(record):
+            handler.doRollover()
+        stream: TextIO = handler.stream
+        stream.write(_formatted(handler.format(record), lines, handler.terminator))
+        handler.flush()
+    except Exception:  # noqa: BLE001 - as handlers do
+        handler.handleError(record)
+    finally:
+        handler.release()
+
+
+def _formatted(made: str, lines: Sequence[Line], terminator: str) -> str:
+    """Each line as the one record was formatted, which may be a JSON document."""
+    document = _document(made)
+    if document is not None:
+        return "".join([f"{_json(document, line)}{terminator}" for line in lines])
+    place = json.dumps(_PLACE)[1:-1]
+    if place in made:
+        before, _, after = made.partition(place)
+        return "".join([f"{before}{json.dumps(_text(line))[1:-1]}{after}{terminator}" for line in lines])
+    before, _, after = made.partition(_PLACE)
+    return "".join([f"{before}{_text(line)}{after}{terminator}" for line in lines])
+
+
+def _document(made: str) -> dict[str, Any] | None:
+    """The document that a format has made, if its message is a field of it."""
+    if not made.startswith("{"):
+        return None
+    try:
+        found = json.loads(made)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("message") != _PLACE:
+        return None
+    # Serve's own name of this process; `replica` is where a request ran, here as in text.
+    if "replica" in found:
+        found["gateway"] = found.pop("replica")
+    return found
+
+
+def _json(document: Mapping[str, Any], line: Line) -> str:
+    fields = _counts(line) if isinstance(line, Counter) else json_fields(line)
+    return _encoder.encode({**document, "message": fields["event"], **fields}).decode()
+
+
+def _text(line: Line) -> str:
+    if isinstance(line, Counter):
+        return " ".join([f"{name}={value}" for name, value in _counts(line).items()])
+    return text_line(line)
+
+
+def _counts(missing: Counter[Outcome]) -> dict[str, str | int]:
+    by_outcome = {outcome.value: count for outcome, count in missing.most_common()}
+    return {"event": "log_suppressed", "count": missing.total(), **by_outcome}

@@ -1,0 +1,239 @@
+"""The history of one scheduler's requests: one record each, while it is open and ten minutes after its end.
+
+A record holds what the gateway has said of the request, every dispatch, and how it ended. Receipts, captures,
+recordings and counts of served requests are made of these records on demand.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from serve_app.scheduling.commands import Conclude, Dispatch
+from serve_app.scheduling.events import Arrived
+from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.causes import WaitBreakdown
+from serve_app.serving.channel.request_book import GatewayRequest
+from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler.journal import Entry
+
+KEPT_S = 600.0
+# About 30 MB.
+MOST_KEPT = 20_000
+_NO_BREAKDOWN = WaitBreakdown()
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One dispatch of a request.
+
+    Attributes:
+        number: counts all dispatches of the scheduler.
+        at: on the scheduler's clock.
+        pools: that may serve it, its home first.
+        prompt_tokens, output_tokens: as estimated.
+        prefill_s: how long its prefill takes an engine that does nothing else, as learned.
+        predicted_wait_s: of its whole wait, made when it arrived.
+    """
+
+    number: int
+    at: float
+    dispatch: Dispatch
+    pools: tuple[str, ...]
+    prompt_tokens: int
+    prefill_tokens: int
+    output_tokens: float
+    prefill_s: float
+    predicted_wait_s: float | None
+
+
+@dataclass(slots=True, eq=False)
+class KnownRequest:
+    """The record of one request; times are on the scheduler's clock.
+
+    Attributes:
+        told: what its gateway has said, with its usage and times once it is over. The times of a request
+            that ended in the queue come a little later.
+        expires_at: when its time in the queue ends.
+        resumed: it was admitted by an earlier scheduler.
+        home: the pool whose places it has waited for; empty where it did not wait.
+        conclude: None while it is open.
+    """
+
+    told: GatewayRequest
+    expires_at: float
+    resumed: bool
+    home: str
+    attempts: list[Attempt] = field(default_factory=list)
+    conclude: Conclude | None = None
+    ended_at: float = math.inf
+
+    @property
+    def request_id(self) -> str:
+        """Its name on the channel."""
+        return self.told.submission.request_id
+
+    @property
+    def arrived_at(self) -> float:
+        """When it came in."""
+        return self.told.arrived_at
+
+    @property
+    def client_request_id(self) -> str:
+        """The id that its client knows it by."""
+        return self.told.client_request_id or self.request_id
+
+    @property
+    def last(self) -> Attempt | None:
+        """The last dispatch; None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def pool(self) -> str:
+        """The pool whose places it waited for last; empty for a request that was refused at once."""
+        return self.attempts[-1].dispatch.pool if self.attempts else self.home
+
+    @property
+    def waited(self) -> WaitBreakdown:
+        """Causes of its wait, up to its last dispatch or its end in the queue."""
+        waited = self.conclude.waited if self.conclude is not None else None
+        if waited is None and self.attempts:
+            waited = self.attempts[-1].dispatch.waited
+        return waited or _NO_BREAKDOWN
+
+    @property
+    def ended_waiting(self) -> bool:
+        """Whether it ended in the queue."""
+        return self.conclude is not None and (self.conclude.waited is not None or not self.attempts)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Time from its arrival to its last dispatch, or to its end in the queue; None while neither is."""
+        if self.attempts and not self.ended_waiting:
+            return self.attempts[-1].dispatch.queue_wait_s
+        return self.waited.wait_s if self.conclude is not None else None
+
+
+class RequestHistory:
+    """All open requests of a scheduler, and the last that ended.
+
+    Args:
+        prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
+        most: how many ended requests are kept at once.
+        since: when it began, on the scheduler's clock.
+
+    Attributes:
+        dispatches: how many there were so far.
+        complete_since: all requests that ended later are here.
+    """
+
+    def __init__(
+        self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT, *, since: float = -math.inf
+    ) -> None:
+        self._prefill_s = prefill_s
+        self._most = most
+        self._open: dict[str, KnownRequest] = {}
+        self._ended: deque[KnownRequest] = deque()
+        self._ended_by_id: dict[str, KnownRequest] = {}
+        # The last request to which a client gave an id.
+        self._by_client: dict[str, KnownRequest] = {}
+        self.dispatches = 0
+        self.complete_since = since
+
+    def __repr__(self) -> str:
+        return f"<RequestHistory {len(self._ended)} ended, {len(self._open)} open>"
+
+    def on_entry(self, entry: Entry) -> None:
+        """Take note of an event."""
+        if entry.told is not None:
+            self._begin(entry, entry.told)
+        for dispatch, scheduled in entry.dispatched:
+            self._dispatched(dispatch, scheduled, entry.now)
+        for conclude, _ in entry.concluded:
+            self._end(conclude, entry.now)
+
+    def on_late_times(self, request_id: str, times: RequestTimes) -> None:
+        """Note the times of a request that ended in the queue; an end that is told twice changes nothing."""
+        known = self._ended_by_id.get(request_id)
+        if known is not None and known.told.times is None:
+            known.told.times = times
+
+    def find(self, request_id: str) -> KnownRequest | None:
+        """The request of this id, or the last to which its client gave this id."""
+        return (
+            self._open.get(request_id) or self._ended_by_id.get(request_id) or self._by_client.get(request_id)
+        )
+
+    def open(self) -> tuple[KnownRequest, ...]:
+        """Every request that has not ended, by arrival."""
+        return tuple(self._open.values())
+
+    def ended(self) -> tuple[KnownRequest, ...]:
+        """The requests that ended lately, in order."""
+        return tuple(self._ended)
+
+    def attempts_since(self, since: float) -> Iterator[tuple[Attempt, KnownRequest]]:
+        """Dispatches of all requests that had not ended by a time; more may happen between two of them."""
+        ended = self.ended()
+        for known in self.open():
+            for attempt in known.attempts:
+                yield attempt, known
+        for known in reversed(ended):
+            if known.ended_at < since:
+                break
+            for attempt in known.attempts:
+                yield attempt, known
+
+    def _begin(self, entry: Entry, told: GatewayRequest) -> None:
+        scheduled, event = entry.scheduled, entry.event
+        home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
+        if isinstance(event, Arrived):
+            known = KnownRequest(told, event.request.expires_at, resumed=False, home=home)
+        else:
+            known = KnownRequest(told, math.inf, resumed=True, home=home)
+        self._open[told.submission.request_id] = known
+        if told.client_request_id:
+            self._by_client[told.client_request_id] = known
+
+    def _dispatched(self, dispatch: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
+        self.dispatches += 1
+        known = self._open.get(dispatch.request_id)
+        if known is None:
+            return
+        estimate, prediction, tokens = scheduled.estimate, scheduled.prediction, scheduled.prefill_tokens
+        known.attempts.append(
+            Attempt(
+                self.dispatches,
+                now,
+                dispatch,
+                scheduled.pools,
+                estimate.expected_prompt_tokens,
+                tokens,
+                estimate.expected_output_tokens,
+                self._prefill_s(dispatch.pool, tokens),
+                prediction.wait_s if prediction is not None else None,
+            )
+        )
+
+    def _end(self, conclude: Conclude, now: float) -> None:
+        known = self._open.pop(conclude.request_id, None)
+        if known is None:
+            return
+        known.conclude, known.ended_at = conclude, now
+        told = known.told
+        if told.submission.prefix:
+            # Up to some kilobytes each, which nothing needs any more.
+            told.submission = replace(told.submission, prefix=())
+        self._ended.append(known)
+        self._ended_by_id[conclude.request_id] = known
+        while len(self._ended) > self._most or self._ended[0].ended_at < now - KEPT_S:
+            self._forget(self._ended.popleft())
+
+    def _forget(self, known: KnownRequest) -> None:
+        self.complete_since = known.ended_at
+        for index, name in (
+            (self._ended_by_id, known.request_id),
+            (self._by_client, known.told.client_request_id),
+        ):
+            if index.get(name) is known:
+                del index[name]

@@ -1,1 +1,0 @@
-"""Sums that outlive the scheduler that counts them: `usage` of keys, for bills, and `costs`, who pays."""

@@ -1,0 +1,287 @@
+"""Receipts: where the time of each request went that ended lately, or so far of one under way.
+
+The scheduler knows why a request waited, its gateway how long everything else took. The gateway tells that
+with the request's end, so a receipt is whole here, whichever gateway is asked for it. Times of the gateway
+and of the scheduler are differences on one clock each, so no clocks are compared.
+
+Stages are exact and add up to the whole time. Parts of a stage are what the engine tells of itself, if it
+does; the rest is the way to it and back, with the reading of the request. Of an engine that tells nothing
+only the prefill is known, as it usually takes: then the rest counts as a wait in the engine, and both are
+estimates.
+
+Requests served during a wait are counted on demand, from the dispatches that are kept anyway.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from serve_app.scheduling import Scheduler
+from serve_app.scheduling.outlook.order import expected_order
+from serve_app.scheduling.request import ScheduledRequest
+from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
+from serve_app.scheduling.waits.causes import WaitBreakdown
+from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes, stages
+from serve_app.serving.in_parts import in_parts
+from serve_app.serving.scheduler.history import Attempt, KnownRequest, RequestHistory
+from serve_app.serving.scheduler.queue_watch import QueueWatch
+
+MOST_NAMED = 10
+"""Tenants and classes that are named; the others are counted together."""
+# Dispatches between two breaths of the event loop: about half a millisecond.
+_LOOKED_AT = 1_000
+
+
+class Receipts:
+    """Draws up the receipts of one scheduler's requests, as documents for people and programs.
+
+    All times in them are milliseconds but `arrived_at`, which is in seconds since 1970.
+
+    Args:
+        outlook: estimates when a waiting request will start.
+    """
+
+    def __init__(self, core: Scheduler, history: RequestHistory, outlook: QueueWatch) -> None:
+        self._core = core
+        self._history = history
+        self._outlook = outlook
+
+    def __repr__(self) -> str:
+        return f"<Receipts of {self._history}>"
+
+    async def document(self, request_id: str, now: float, at: float) -> dict[str, Any]:
+        """Return what is known of a request, by its own id or its client's; empty for an unknown one.
+
+        Args:
+            now: on the scheduler's clock.
+            at: the same moment in seconds since 1970.
+        """
+        known = self._history.find(request_id)
+        if known is None:
+            return {}
+        arrived_at = at - (now - known.arrived_at)
+        if known.conclude is None:
+            scheduled = self._core.find(known.request_id)
+            return {} if scheduled is None else await self._under_way(known, scheduled, now, arrived_at)
+        conclusion, last, usage, times = (
+            known.conclude.conclusion,
+            known.last,
+            known.told.usage,
+            known.told.times,
+        )
+        served = None
+        if known.waited.causes and known.pool:
+            served = await self._served(known, known.pool, known.ended_at, waits=known.ended_waiting)
+        return {
+            **_facts(known, arrived_at),
+            "endpoint": times.endpoint if times is not None else None,
+            "state": "ended",
+            "outcome": conclusion.outcome.value,
+            "message": conclusion.message,
+            "stages": _stages_of(times, known.wait_s or 0.0, last.prefill_s if last is not None else None),
+            "queue": _queue_figures(known, known.waited, known.wait_s or 0.0, served),
+            "tokens": {
+                "budget": last.dispatch.estimated_tokens if last is not None else None,
+                "expected_prompt": last.prompt_tokens if last is not None else None,
+                "expected_output": last.output_tokens if last is not None else None,
+                "to_prefill": last.prefill_tokens if last is not None else None,
+                "prompt": usage.prompt_tokens if usage is not None else None,
+                "cached": usage.cached_tokens if usage is not None else None,
+                "output": usage.output_tokens if usage is not None else None,
+            },
+        }
+
+    async def _under_way(
+        self, known: KnownRequest, scheduled: ScheduledRequest, now: float, arrived_at: float
+    ) -> dict[str, Any]:
+        waits, last, predicted = scheduled.queued, known.last, scheduled.prediction
+        if waits or last is None:
+            waited, wait_s = wait_so_far(scheduled, now), now - known.arrived_at
+            pool, until = scheduled.pools[0], now
+        else:
+            waited, wait_s = last.dispatch.waited or WaitBreakdown(), last.dispatch.queue_wait_s
+            pool, until = last.dispatch.pool, last.at
+        # First, while it stands as it did: others go on between the parts of these looks.
+        place = await self._place(scheduled, now) if waits else {}
+        served = None
+        if waited.causes:
+            served = await self._served(known, pool, until, waits=waits or last is None)
+        queue = _queue_figures(known, waited, wait_s, served)
+        queue["predicted_ms"] = _in_ms(predicted.wait_s if predicted is not None else None)
+        return {
+            **_facts(known, arrived_at),
+            "endpoint": None,
+            "state": "waiting" if waits else "running",
+            "outcome": None,
+            "message": "",
+            "stages": [_stage(name, seconds) for name, seconds in _stages_so_far(scheduled, wait_s, now)],
+            "queue": {**queue, **place},
+            "tokens": {
+                "budget": scheduled.estimate.budget_tokens,
+                "expected_prompt": scheduled.estimate.expected_prompt_tokens,
+                "expected_output": scheduled.estimate.expected_output_tokens,
+                "to_prefill": scheduled.prefill_tokens,
+                **dict.fromkeys(("prompt", "cached", "output")),
+            },
+        }
+
+    async def _place(self, scheduled: ScheduledRequest, now: float) -> dict[str, Any]:
+        """How a request stands that waits now."""
+        cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
+        home, core = scheduled.pools[0], self._core
+        orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
+        order = orders.get(home, ())
+        outlook = self._outlook.expected(scheduled, order, now)
+        start = outlook.start if outlook is not None else None
+        return {
+            "waits_for": cause.value,
+            "meaning": cause.meaning,
+            "obstacles": obstacles,
+            "length_queue": scheduled.length_queue,
+            "pool": home,
+            "position": outlook.position if outlook is not None else None,
+            "waiting": len(order),
+            "expected_ms": _in_ms(start.middle) if start is not None else None,
+            "expected_between_ms": [_in_ms(start.low), _in_ms(start.high)] if start is not None else None,
+            "expires_in_ms": _in_ms(scheduled.expires_at - now),
+        }
+
+    async def _served(self, known: KnownRequest, pool: str, until: float, *, waits: bool) -> dict[str, Any]:
+        """Requests of others that were sent to the pool during a wait, by class and tenant.
+
+        Args:
+            waits: its wait was not ended by a dispatch of its own.
+        """
+        since, before = known.arrived_at, self._history.dispatches + 1
+        if not waits and known.last is not None:
+            before = known.last.number
+        is_complete = self._history.complete_since <= since
+        counts: Counter[tuple[str, str]] = Counter()
+        for looked_at, (attempt, other) in enumerate(self._history.attempts_since(since), start=1):
+            if looked_at % _LOOKED_AT == 0:
+                # Others have waited long enough for this look.
+                await asyncio.sleep(0)
+            if (
+                since <= attempt.at <= until
+                and attempt.number < before
+                and attempt.dispatch.pool == pool
+                and other.request_id != known.request_id
+            ):
+                counts[other.told.priority.value, other.told.tenant] += 1
+        named = counts.most_common(MOST_NAMED)
+        return {
+            "pool": pool,
+            "requests": counts.total(),
+            "by": [
+                {"class": priority, "tenant": tenant, "requests": count}
+                for (priority, tenant), count in named
+            ],
+            "others": counts.total() - sum(count for _, count in named),
+            "is_complete": is_complete,
+        }
+
+
+def _facts(known: KnownRequest, arrived_at: float) -> dict[str, Any]:
+    submission = known.told.submission
+    return {
+        "request_id": known.request_id,
+        "client_request_id": known.client_request_id,
+        "model": submission.spec.model,
+        "tenant": submission.tenant,
+        "class": submission.priority.value,
+        "arrived_at": arrived_at,
+        "attempts": [_attempt(each, known.attempts[0]) for each in known.attempts],
+    }
+
+
+def _attempt(attempt: Attempt, first: Attempt) -> dict[str, Any]:
+    dispatch = attempt.dispatch
+    return {
+        "after_first_ms": _in_ms(attempt.at - first.at),
+        "pool": dispatch.pool,
+        "home_pool": attempt.pools[0] if attempt.pools else None,
+        "replica": dispatch.replica_id,
+        "length_queue": dispatch.length_queue,
+        "engine_priority": dispatch.engine_priority,
+        "passed": dispatch.passed,
+        "expected_prefill_ms": _in_ms(attempt.prefill_s),
+    }
+
+
+def _queue_figures(
+    known: KnownRequest, waited: WaitBreakdown, wait_s: float, served: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "ms": _in_ms(wait_s),
+        "predicted_ms": _in_ms(known.attempts[0].predicted_wait_s if known.attempts else None),
+        "causes": [
+            {"cause": cause.value, "ms": nanoseconds / 1e6, "meaning": cause.meaning}
+            for cause, nanoseconds in waited.causes.items()
+        ],
+        "ahead": {cause.value: count for cause, count in waited.ahead.items()},
+        "served": served,
+    }
+
+
+def _stages_of(times: RequestTimes | None, wait_s: float, prefill_s: float | None) -> list[dict[str, Any]]:
+    """The stages of a request that has ended, with their parts.
+
+    Args:
+        times: as the gateway tells; None where it has not told any.
+        prefill_s: how long a prefill of this length usually takes; None where it was never sent to an engine.
+    """
+    found: list[dict[str, Any]] = []
+    for name, seconds in stages(wait_s) if times is None else times.stages(wait_s):
+        each = _stage(name, seconds)
+        if parts := list(_parts(name, seconds, times, prefill_s)):
+            each["parts"] = parts
+        found.append(each)
+    return found
+
+
+def _stages_so_far(scheduled: ScheduledRequest, wait_s: float, now: float) -> Iterator[tuple[str, float]]:
+    """As the scheduler sees them: what is at the gateway is not told before the end."""
+    if scheduled.queued:
+        return stages(wait_s)
+    sent_s, started_at = now - scheduled.dispatched_at, scheduled.started_at
+    if started_at is not None:
+        first_token_s = started_at - scheduled.dispatched_at
+        return stages(wait_s, first_token_s=first_token_s, engine_s=sent_s)
+    if scheduled.started:
+        # An earlier scheduler was told of its first token.
+        return stages(wait_s, engine_s=sent_s)
+    return stages(wait_s, first_token_s=sent_s)
+
+
+def _parts(
+    name: str, seconds: float, times: RequestTimes | None, prefill_s: float | None
+) -> Iterator[dict[str, Any]]:
+    told = times.engine if times is not None else None
+    if told is not None and told.queue_s is not None and told.prefill_s is not None:
+        yield from _told_parts(name, seconds, told)
+    elif name == "until_first_token" and prefill_s is not None:
+        prefill = min(seconds, prefill_s)
+        yield {"part": "engine_queue", "ms": _in_ms(seconds - prefill), "estimated": True}
+        yield {"part": "prefill", "ms": _in_ms(prefill), "estimated": True}
+
+
+def _told_parts(name: str, seconds: float, told: EngineTimes) -> Iterator[dict[str, Any]]:
+    named = [("engine_queue", told.queue_s), ("prefill", told.prefill_s)]
+    if name == "engine" and told.generation_s is not None:
+        named.append(("generation", told.generation_s))
+    elif name != "until_first_token":
+        return
+    known = sum(each for _, each in named if each is not None)
+    # Two clocks: what the engine tells may be a hair more than what the gateway saw.
+    for part, each in [("network", max(0.0, seconds - known)), *named]:
+        yield {"part": part, "ms": _in_ms(each), "estimated": False}
+
+
+def _stage(name: str, seconds: float) -> dict[str, Any]:
+    return {"stage": name, "ms": _in_ms(seconds)}
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    """In milliseconds, to the microsecond."""
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -1,1 +1,0 @@
-"""Receipts of the last requests, and what is drawn up from them."""

@@ -1,0 +1,187 @@
+"""The last minutes of one model in slots of five seconds: outcomes, times to first token, service of tenants.
+
+It is kept at all times, so that whoever opens the page in an emergency sees what led to it. A slot counts, as
+a metric does: nothing is kept of a single request. It outlives a live scheduler whose settings change, and
+not the process.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.scheduling.events import Arrived, FirstToken
+from serve_app.serving.channel.request_book import GatewayRequest
+from serve_app.serving.scheduler.journal import Entry
+
+SLOT_S = 5.0
+SLOTS = 120
+# Of one slot; what others were served is added up. It bounds the memory at some MB.
+_MOST_TENANTS = 500
+_OTHERS = "(others)"
+# More than a person would read.
+_TENANTS_SHOWN = 50
+# Times are counted in steps of 10 %, from a millisecond on.
+_LEAST_S = 0.001
+_STEP = math.log(1.1)
+
+
+def _step_of(seconds: float) -> int:
+    return max(0, math.ceil(math.log(max(seconds, _LEAST_S) / _LEAST_S) / _STEP))
+
+
+def _quantile_s(steps: Counter[int], share: float) -> float | None:
+    """The time that this share does not exceed, at most 10 % too high; None when nothing was counted."""
+    wanted = share * steps.total()
+    for step in sorted(steps):
+        wanted -= steps[step]
+        if wanted <= 0:
+            return round(_LEAST_S * math.exp(step * _STEP), 6)
+    return None
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What happened in one stretch of time; `number` counts them on the loop's clock."""
+
+    number: int
+    outcomes: Counter[tuple[PriorityClass, Outcome]] = field(default_factory=Counter)
+    first_tokens: dict[PriorityClass, Counter[int]] = field(default_factory=dict)
+    tokens: Counter[tuple[PriorityClass, str]] = field(default_factory=Counter)
+    most_waiting: int = 0
+    document: dict[str, Any] | None = None
+
+    def add(self, other: "_Slot") -> None:
+        """Count what the other one has counted, too."""
+        self.outcomes.update(other.outcomes)
+        self.tokens.update(other.tokens)
+        for priority, steps in other.first_tokens.items():
+            self.first_tokens.setdefault(priority, Counter()).update(steps)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Outcomes, and quantiles of all times to first token, by class."""
+        outcomes: dict[PriorityClass, dict[str, int]] = {priority: {} for priority in PriorityClass}
+        for (priority, outcome), count in self.outcomes.items():
+            outcomes[priority][outcome.value] = count
+        return {
+            priority.value: {
+                "outcomes": outcomes[priority],
+                "first_tokens": steps.total(),
+                "ttft_p50_s": _quantile_s(steps, 0.5),
+                "ttft_p95_s": _quantile_s(steps, 0.95),
+                "ttft_p99_s": _quantile_s(steps, 0.99),
+            }
+            for priority in PriorityClass
+            for steps in (self.first_tokens.get(priority, Counter()),)
+        }
+
+    def served(self) -> dict[str, Any]:
+        """Tokens of each tenant in each class, the most first, as far as the engines counted them."""
+        shown = self.tokens.most_common(_TENANTS_SHOWN)
+        return {
+            "rows": [
+                {"priority": priority.value, "tenant": tenant, "tokens": count}
+                for (priority, tenant), count in shown
+            ],
+            "left_out": len(self.tokens) - len(shown),
+            "tokens": self.tokens.total(),
+        }
+
+
+def _sum_of(slots: Iterable[_Slot]) -> _Slot:
+    total = _Slot(0)
+    for slot in slots:
+        total.add(slot)
+    return total
+
+
+class RecentActivity:
+    """The slots, the latest last.
+
+    Args:
+        clock: in seconds; that of the entries.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._slots: deque[_Slot] = deque(maxlen=SLOTS)
+        self._now_ends = -math.inf
+        # The sum of the slots before the current one, which is kept as long as that is the current one.
+        self._closed: tuple[int, _Slot] | None = None
+
+    def __repr__(self) -> str:
+        return f"<RecentActivity slots={len(self._slots)}>"
+
+    def on_entry(self, entry: Entry) -> None:
+        """Take note of an event."""
+        event, now = entry.event, entry.now
+        if isinstance(event, Arrived):
+            slot = self._slot(now)
+            slot.most_waiting = max(slot.most_waiting, len(entry.core.queue))
+        elif isinstance(event, FirstToken):
+            scheduled = entry.scheduled
+            # A gateway that comes back may tell of one a second time; it counts as it was heard first.
+            if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
+                self._on_first_token(scheduled.request.priority, now - scheduled.request.arrived_at, now)
+        for command, told in entry.concluded:
+            self._on_conclusion(told, command.conclusion.outcome, now)
+
+    def _on_first_token(self, priority: PriorityClass, ttft_s: float, now: float) -> None:
+        firsts = self._slot(now).first_tokens
+        if priority not in firsts:
+            firsts[priority] = Counter()
+        firsts[priority][_step_of(ttft_s)] += 1
+
+    def _on_conclusion(self, told: GatewayRequest, outcome: Outcome, now: float) -> None:
+        slot, usage, priority = self._slot(now), told.usage, told.priority
+        slot.outcomes[priority, outcome] += 1
+        if usage is not None:
+            key = priority, told.tenant
+            if key not in slot.tokens and len(slot.tokens) >= _MOST_TENANTS:
+                key = priority, _OTHERS
+            slot.tokens[key] += usage.prompt_tokens + usage.output_tokens
+
+    def document(self) -> dict[str, Any]:
+        """All slots for people, the oldest first; those without an event are left out."""
+        now = self._clock()
+        current = int(now // SLOT_S)
+        kept = [slot for slot in self._slots if slot.number > current - SLOTS]
+        if self._closed is None or self._closed[0] != current:
+            self._closed = current, _sum_of(slot for slot in kept if slot.number < current)
+        total = _sum_of([self._closed[1], *(slot for slot in kept if slot.number == current)])
+        return {
+            "slot_s": SLOT_S,
+            "slots": SLOTS,
+            "known_s": min(now - self._began, SLOT_S * SLOTS),
+            "current": current,
+            "series": [self._document_of(slot, current) for slot in kept],
+            "last_minute": _sum_of(slot for slot in kept if slot.number > current - 60 / SLOT_S).summary(),
+            "last_minutes": total.summary(),
+            "tenants": total.served(),
+        }
+
+    def _slot(self, now: float) -> _Slot:
+        if now >= self._now_ends:
+            number = int(now // SLOT_S)
+            self._slots.append(_Slot(number))
+            self._now_ends = (number + 1) * SLOT_S
+        return self._slots[-1]
+
+    def _document_of(self, slot: _Slot, current: int) -> dict[str, Any]:
+        if slot.document is not None:
+            return slot.document
+        found: dict[str, Any] = {"number": slot.number, "most_waiting": slot.most_waiting, "outcomes": {}}
+        for (_, outcome), count in slot.outcomes.items():
+            found["outcomes"][outcome.value] = found["outcomes"].get(outcome.value, 0) + count
+        found["ttft_p50_s"] = {name.value: _quantile_s(each, 0.5) for name, each in slot.first_tokens.items()}
+        found["ttft_p95_s"] = {
+            name.value: _quantile_s(each, 0.95) for name, each in slot.first_tokens.items()
+        }
+        if slot.number < current:
+            # It changes no more.
+            slot.document = found
+        return found

@@ -1,0 +1,243 @@
+"""The ledger of usage: requests and tokens of every API key, for each model name and day in UTC.
+
+It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
+change once it is over, though the clock is set back a little. A day that was further ahead is left when the
+clock is right again: a wrong clock must not spoil the days for good. The ledger outlives the scheduler that
+counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
+
+What was learned may be thrown away when it does not fit; usage may not. So it has a document of its own in
+the store. And while the store cannot be read at the start, nothing is written over what it holds: the ledger
+counts from nothing, and what was stored is added once it can be read.
+"""
+
+import asyncio
+import contextvars
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from serve_app.request import Usage
+from serve_app.routing.snapshot import section
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.state import StateKeeper, StateStore
+
+USAGE_KIND = "usage"
+
+# A quarter, with which a bill can be settled; older days leave the ledger.
+_KEPT_DAYS = 92
+# Keys with metrics of their own; further ones are added up.
+_MOST_LABELS = 1_000
+_OTHERS = "other"
+
+# Requests, prompt tokens, cached tokens, generated tokens.
+_Figures = list[int]
+_NOTHING = (0, 0, 0, 0)
+_DAY_S = 86_400.0
+_Day = dict[str, dict[str, _Figures]]
+
+
+class UsageLedger:
+    """What was used with each key.
+
+    Args:
+        model: label of the metrics.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.time) -> None:
+        self._model, self._clock = model, clock
+        self._days: dict[str, _Day] = {}
+        # Days that were handed out as state: one is copied before it is counted into again.
+        self._handed_out: set[str] = set()
+        self._labelled: set[str] = set()
+        self._registry = CollectorRegistry()
+        labels, registry = ("model", "key"), self._registry
+        text = "Requests that ended in an engine, by API key."
+        self._requests = Counter("ewsjf_key_requests", text, labels, registry=registry)
+        text = "Tokens as the engines counted them, by API key."
+        self._tokens = Counter("ewsjf_key_tokens", text, (*labels, "kind"), registry=registry)
+
+    def __repr__(self) -> str:
+        return f"<UsageLedger {self._model} days={len(self._days)}>"
+
+    def on_entry(self, entry: Entry) -> None:
+        """Count the requests that ended in an engine and came with a key."""
+        for _, told in entry.concluded:
+            key = told.submission.key
+            if key is not None and key.key_id and told.runs:
+                self.add(key.key_id, told.submission.spec.model, told.usage)
+
+    def add(self, key_id: str, model: str, usage: Usage | None) -> None:
+        """Count a request.
+
+        Args:
+            model: the name that its client used.
+            usage: as the engine counted it; None where it did not say.
+        """
+        usage = usage or Usage(prompt_tokens=0, output_tokens=0)
+        counted = (1, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+        figures = self._today().setdefault(key_id, {}).setdefault(model, [0, 0, 0, 0])
+        for index, amount in enumerate(counted):
+            figures[index] += amount
+        label = self._label(key_id)
+        self._requests.labels(self._model, label).inc()
+        for kind, amount in zip(("prompt", "cached", "generated"), counted[1:], strict=True):
+            self._tokens.labels(self._model, label, kind).inc(amount)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every line, the oldest day first."""
+        names = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
+        return [
+            {"day": day, "key": key_id, "model": model, **dict(zip(names, figures, strict=True))}
+            for day, key_id, model, figures in self._lines()
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values that later requests do not change."""
+        self._handed_out.update(self._days)
+        return {"days": dict(self._days)}
+
+    def add_stored(self, document: Mapping[str, Any]) -> None:
+        """Add what `state` returned, in another process.
+
+        Raises:
+            ValueError: it is no such state; nothing has been added.
+        """
+        days: dict[str, Any] = dict(section(document, "days"))
+        stored = [
+            (day, key_id, model, figures)
+            for day, keys in days.items()
+            for key_id, models in keys.items()
+            for model, figures in models.items()
+        ]
+        for day, key_id, _, figures in stored:
+            if len(figures) != 4 or not all(isinstance(each, int) and each >= 0 for each in figures):
+                raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
+        for day, key_id, model, figures in stored:
+            models = self._days.setdefault(day, {}).setdefault(key_id, {})
+            # New lists: a day that was handed out as state does not change.
+            models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
+
+    def exposition(self) -> str:
+        """What was counted since the start of this process, in the Prometheus text format."""
+        return generate_latest(self._registry).decode()
+
+    def _lines(self) -> Iterator[tuple[str, str, str, _Figures]]:
+        for day in sorted(self._days):
+            for key_id, models in self._days[day].items():
+                for model, figures in models.items():
+                    yield day, key_id, model, figures
+
+    def _today(self) -> _Day:
+        now = self._clock()
+        # A clock that was set back by less than a day goes on with the last day.
+        tomorrow = _day_of(now + _DAY_S)
+        day = max(_day_of(now), max((each for each in self._days if each <= tomorrow), default=""))
+        if day not in self._days:
+            self._days[day] = {}
+            for old in sorted(self._days)[:-_KEPT_DAYS]:
+                if old != day:
+                    del self._days[old]
+        elif day in self._handed_out:
+            self._handed_out.discard(day)
+            self._days[day] = {
+                key_id: {model: list(figures) for model, figures in models.items()}
+                for key_id, models in self._days[day].items()
+            }
+        return self._days[day]
+
+    def _label(self, key_id: str) -> str:
+        if key_id in self._labelled:
+            return key_id
+        if len(self._labelled) >= _MOST_LABELS:
+            return _OTHERS
+        self._labelled.add(key_id)
+        return key_id
+
+
+def _day_of(moment: float) -> str:
+    return _name_of(int(moment // _DAY_S))
+
+
+# Asked for twice at the end of each request.
+@functools.lru_cache(maxsize=4)
+def _name_of(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * _DAY_S))
+
+
+class KeptUsage:
+    """The ledger of one model; must be constructed on a running event loop.
+
+    Args:
+        state_uri: see `StateStore`; None keeps nothing.
+        scope: unique to the application and model.
+
+    Attributes:
+        ledger: what is counted.
+    """
+
+    def __init__(self, model: str, state_uri: str | None, scope: str, interval_s: float) -> None:
+        self.ledger = UsageLedger(model)
+        self._model, self._interval_s = model, interval_s
+        self._keeper: StateKeeper | None = None
+        self._restored = False
+        self._retry: asyncio.Task[None] | None = None
+        if state_uri is not None:
+            store = StateStore(state_uri, USAGE_KIND, scope)
+            self._keeper = StateKeeper(store, model, self._take, interval_s)
+
+    def __repr__(self) -> str:
+        return f"<KeptUsage {self.ledger}>"
+
+    async def load(self) -> None:
+        """Read what was stored; while the store is unreachable, try again in the background."""
+        if self._keeper is None or self._restored or self._retry is not None:
+            return
+        if not await self._restore(self._keeper):
+            loop = asyncio.get_running_loop()
+            self._retry = loop.create_task(self._try_again(self._keeper), context=contextvars.Context())
+
+    def start(self) -> None:
+        """Save periodically."""
+        if self._keeper is not None:
+            self._keeper.start()
+
+    async def save(self) -> None:
+        """Save now."""
+        if self._keeper is not None:
+            await self._keeper.save()
+
+    async def close(self) -> None:
+        """Save a last time."""
+        keeper, self._keeper = self._keeper, None
+        if self._retry is not None:
+            self._retry.cancel()
+        if keeper is not None:
+            await keeper.close()
+
+    def shown(self) -> dict[str, Any]:
+        """Every line, for people and bills."""
+        return {"model": self._model, "rows": self.ledger.rows()}
+
+    def _take(self) -> Mapping[str, Any] | None:
+        return self.ledger.state() if self._restored else None
+
+    async def _restore(self, keeper: StateKeeper) -> bool:
+        document = await keeper.load()
+        if keeper.is_unreachable:
+            return False
+        self._restored = True
+        if document is not None:
+            try:
+                self.ledger.add_stored(document)
+            except (ValueError, TypeError, AttributeError) as exc:
+                keeper.refused(str(exc))
+        return True
+
+    async def _try_again(self, keeper: StateKeeper) -> None:
+        while not self._restored:
+            await asyncio.sleep(self._interval_s)
+            await self._restore(keeper)

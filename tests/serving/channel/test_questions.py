@@ -1,0 +1,80 @@
+"""Questions of admins, from a gateway to its scheduler and back."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from serve_app.errors import ChannelError, Outcome
+from serve_app.request import Usage
+from tests.serving.channel.harness import PATIENCE_S, Simulation, granted, until
+
+
+class Slow:
+    """Answers when it is released, with what it is given."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+        self.asked = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def answer(self, question: str, arguments: bytes) -> bytes:
+        self.asked.set()
+        await self.release.wait()
+        return msgspec.json.encode(self.found)
+
+
+async def test_a_gateway_hears_what_its_scheduler_says_of_a_request(world: Simulation) -> None:
+    gateway = await world.gateway()
+    await world.replica("s1")
+    await granted(gateway, "r1")
+    under_way = await gateway.ask("receipt", request_id="r1")
+    assert (under_way["request_id"], under_way["state"]) == ("r1", "running")
+    gateway.finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=5))
+    await until(lambda: len(world.live.core) == 0)
+    assert (await gateway.ask("receipt", request_id="r1"))["outcome"] == "completed"
+    assert await gateway.ask("receipt", request_id="unknown") == {}
+    assert [line["output_length"] for line in await gateway.ask("capture")] == [5]
+    for question in ("status", "queue", "overview", "costs", "usage", "mode"):
+        assert (await gateway.ask(question))["model"] == "m"
+
+
+async def test_an_answer_longer_than_a_frame_comes_whole(world: Simulation) -> None:
+    gateway = await world.gateway()
+    world.live.questions = slow = Slow("x" * (3 * world.channel.max_frame_bytes))
+    slow.release.set()
+    assert await asyncio.wait_for(gateway.ask("any"), PATIENCE_S) == slow.found
+
+
+async def test_a_question_that_cannot_be_answered_says_why_and_harms_nothing(world: Simulation) -> None:
+    gateway = await world.gateway()
+    with pytest.raises(ChannelError, match="knows no question 'nonsense'"):
+        await gateway.ask("nonsense")
+    with pytest.raises(ChannelError, match="active_share must be from 0 to 1"):
+        await gateway.ask("change_mode", active_share=7)
+    assert (await gateway.ask("mode"))["active_share"] == 1
+    assert gateway.is_connected
+
+
+async def test_nobody_waits_for_a_scheduler_that_is_lost(world: Simulation) -> None:
+    gateway = await world.gateway()
+    world.live.questions = slow = Slow({})
+    asked = asyncio.create_task(gateway.ask("status"))
+    await slow.asked.wait()
+    world.kill()
+    with pytest.raises(ChannelError, match="was lost before it answered"):
+        await asyncio.wait_for(asked, PATIENCE_S)
+    with pytest.raises(ChannelError, match="no scheduler is connected"):
+        await gateway.ask("status")
+
+
+async def test_a_caller_that_gives_up_is_forgotten(world: Simulation) -> None:
+    gateway = await world.gateway()
+    world.live.questions = slow = Slow({})
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gateway.ask("status"), 0.05)
+    slow.release.set()
+    world.live.questions = other = Slow({"model": "m"})
+    other.release.set()
+    assert await asyncio.wait_for(gateway.ask("status"), PATIENCE_S) == {"model": "m"}

@@ -1,0 +1,65 @@
+import json
+import time
+
+import pytest
+
+from serve_app.serving.scheduler import costs as kept_costs
+from serve_app.serving.scheduler.costs import KeptCosts
+from serve_app.serving.scheduler.gauges import CostFigures
+from tests.serving.scheduler.test_cost_gauges import busy
+
+
+def seconds(costs: KeptCosts) -> dict[str, float]:
+    """The engine time of each tenant, as people see it."""
+    return {row["tenant"]: row["engine_seconds"] for row in costs.document({})["rows"]}
+
+
+def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> None:
+    costs = KeptCosts(since=time.time() - 60.0).with_those_of(busy().scheduler)
+    document = costs.document({"only": 4.0})
+
+    assert document["engine_seconds"] == 3.0
+    assert document["counted_s"] == pytest.approx(60.0, abs=5.0)
+    assert [(row["tenant"], row["engine_seconds"], row["gpu_seconds"]) for row in document["rows"]] == [
+        ("heavy", 2.0, 8.0),
+        ("light", 1.0, 4.0),
+    ]
+    assert sum(row["share"] for row in document["rows"]) == 1.0
+    without = costs.document({"only": 0.0})
+    assert [row["gpu_seconds"] for row in without["rows"]] == [None, None]
+
+
+def test_what_earlier_schedulers_counted_is_added_and_outlives_a_file() -> None:
+    first = KeptCosts(since=1_000.0).with_those_of(busy().scheduler)
+    kept = KeptCosts.restored({"costs": json.loads(json.dumps(first.state()))}, "costs")
+    again = kept.with_those_of(busy().scheduler)
+
+    assert again.since == 1_000.0
+    assert seconds(again) == {"heavy": 4.0, "light": 2.0}
+    assert seconds(kept) == {"heavy": 2.0, "light": 1.0}, "a look changes nothing"
+
+
+def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_costs, "_MOST", 2)
+    used = tuple(("only", "batch", f"t{number}", float(number)) for number in range(5))
+    costs = KeptCosts(figures=CostFigures(used=used)).with_those_of(busy().scheduler)
+
+    assert seconds(costs) == {"t4": 4.0, "t3": 3.0, "other": 2.0 + 2.0 + 1.0 + 1.0}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"used": [], "imposed": []},
+        {"since": 1.0, "used": [{"pool": "a", "class": "b", "tenant": "c", "seconds": -1.0}], "imposed": []},
+        {"since": 1.0, "used": [{"pool": 1, "class": "b", "tenant": "c", "seconds": 1.0}], "imposed": []},
+        {"since": 1.0, "used": []},
+    ],
+)
+def test_a_damaged_state_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="learned state"):
+        KeptCosts.restored({"costs": broken}, "costs")
+
+
+def test_a_state_of_a_release_that_kept_none_begins_to_count() -> None:
+    assert seconds(KeptCosts.restored({}, "costs")) == {}

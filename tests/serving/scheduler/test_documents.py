@@ -1,0 +1,72 @@
+"""The overview: what it says of replicas and pools, and that it stays small with a large fleet."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from serve_app.serving.scheduler.documents import overview
+
+REPORT: dict[str, Any] = {
+    "running": 4,
+    "waiting": 1,
+    "kv_usage_ratio": 0.5,
+    "tpot_s": 0.02,
+    "draining": False,
+}
+
+
+def replica(pool: str = "short", report: dict[str, Any] | None = REPORT, **changes: Any) -> dict[str, Any]:
+    held = {"held_tokens": 300, "budget_tokens": 1_000, "pending_prefill_tokens": 40}
+    spec = {"pool": pool, "max_num_seqs": 16, "max_model_len": 2_048, "in_flight": 5, "stale": False}
+    return {**spec, **held, "report": report, **changes}
+
+
+def shown(replicas: dict[str, Any], served: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
+    status = {"model": "m", "replicas": replicas, "pools": ["short", "long"], "waiting": {"batch": 2}}
+    queue = {"waiting": 2, "sub_queues": [], "sub_queues_left_out": 3, "served": served or {}}
+    return overview(status, queue, {"slots": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "ready"),
+        ({"too_busy": True}, "too busy"),
+        ({"suspended": True}, "suspended"),
+        ({"report": None}, "no report yet"),
+        ({"report": {**REPORT, "draining": True}, "suspended": True}, "draining"),
+        ({"stale": True, "suspended": True}, "stale"),
+    ],
+)
+def test_the_state_is_what_an_operator_should_know_first(changes: dict[str, Any], state: str) -> None:
+    (found,) = shown({"a": replica(**changes)})["replicas"]
+    assert found["state"] == state
+
+
+def test_pools_are_summed_over_all_replicas() -> None:
+    fleet = {"a": replica(), "b": replica(report={**REPORT, "kv_usage_ratio": 0.7}), "c": replica(stale=True)}
+    short, long = shown(fleet)["pools"]
+    assert (short["replicas"], short["ready"], short["in_flight"], short["running"]) == (3, 2, 15, 12)
+    assert (short["held_tokens"], short["budget_tokens"]) == (900, 3_000)
+    assert short["kv_usage_ratio"] == pytest.approx((0.5 + 0.7 + 0.5) / 3)
+    assert (long["replicas"], long["kv_usage_ratio"]) == (0, None)
+
+
+def test_a_pool_whose_engines_do_not_tell_their_cache_has_no_budget() -> None:
+    fleet = {"a": replica(), "b": replica(budget_tokens=None, report={**REPORT, "kv_usage_ratio": None})}
+    short = shown(fleet)["pools"][0]
+    assert (short["held_tokens"], short["budget_tokens"], short["kv_usage_ratio"]) == (600, None, 0.5)
+
+
+def test_of_a_large_fleet_those_that_need_attention_are_shown() -> None:
+    fleet = {f"r{number:04}": replica(stale=number % 100 == 99) for number in range(1_000)}
+    tenants = {f"t{number}": float(number) for number in range(1_000)}
+    found = shown(fleet, {"batch": tenants})
+    assert [each["state"] for each in found["replicas"][:11]] == ["stale"] * 10 + ["ready"]
+    assert (len(found["replicas"]), found["replicas_left_out"]) == (100, 900)
+    assert found["pools"][0]["ready"] == 990
+    assert len(found["served"]["batch"]) == 50
+    assert found["served"]["batch"]["t999"] == 999.0
+    assert (found["waiting"], found["waiting_requests"], found["sub_queues_left_out"]) == ({"batch": 2}, 2, 3)
+    assert len(msgspec.json.encode(found)) < 60_000

@@ -1,0 +1,111 @@
+"""Receipts of a real scheduler's requests, on a manual clock."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling import events as ev
+from serve_app.scheduling.commands import Command, Conclude, Dispatch
+from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
+from serve_app.serving.channel.scheduler_client import RequestTimes
+from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
+from serve_app.serving.scheduler.journal import Entry
+from serve_app.serving.scheduler.queue_watch import QueueWatch
+from serve_app.serving.scheduler.receipts import Receipts
+from tests.builders import ManualDriver, fill, one_replica, request
+
+USAGE = Usage(prompt_tokens=50, output_tokens=5)
+
+
+class Desk:
+    """A scheduler, and the history of its requests."""
+
+    def __init__(self, driver: ManualDriver, most: int = 10) -> None:
+        self.driver = driver
+        self.history = RequestHistory(lambda _pool, tokens: tokens / 1_000, most)
+        self._told: dict[str, GatewayRequest] = {}
+
+    def arrive(self, request_id: str, named: str = "") -> None:
+        asked = request(request_id, arrived_at=self.driver.now, tenant="acme")
+        record = self._told[request_id] = GatewayRequest(GatewaySession("g1"), asked.submission, 0, named)
+        record.arrived_at = self.driver.now
+        event = ev.Arrived(asked)
+        self._note(event, self.driver.feed(event), record)
+
+    def end(self, request_id: str, times: RequestTimes | None = None, *, after_s: float = 0.0) -> None:
+        if (record := self._told.get(request_id)) is not None:
+            record.usage, record.times = USAGE, times or told()
+        event = ev.Finished(request_id, Outcome.COMPLETED, USAGE)
+        self._note(event, self.driver.feed(event, after_s=after_s))
+
+    def document(self, name: str) -> dict[str, Any]:
+        # Without an estimate of the start, which a waiting request alone has.
+        receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
+        return asyncio.run(receipts.document(name, self.driver.now, self.driver.now))
+
+    def _note(self, event: ev.Event, commands: list[Command], record: GatewayRequest | None = None) -> None:
+        core = self.driver.scheduler
+        entry = Entry(core, self.driver.now, event, commands, told=record)
+        if record is not None:
+            entry.scheduled = core.find(record.submission.request_id)
+        for command in commands:
+            if isinstance(command, Dispatch):
+                entry.dispatched.append((command, self.driver.find(command.request_id)))
+            elif isinstance(command, Conclude) and command.request_id in self._told:
+                entry.concluded.append((command, self._told[command.request_id]))
+        self.history.on_entry(entry)
+
+
+def told(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
+    return RequestTimes("/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5)
+
+
+@pytest.mark.parametrize("first_token_s", [None, 0.25])
+def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | None) -> None:
+    desk = Desk(one_replica())
+    fill(desk.driver)
+    desk.arrive("waits", "mine")
+    desk.end("f0", after_s=2.0)
+    desk.end("waits", told(first_token_s=first_token_s, grant_s=2.25))
+
+    document = desk.document("mine")
+    stages = {each["stage"]: each["ms"] for each in document["stages"]}
+    engine = (
+        {"engine": 1_500.0} if first_token_s is None else {"until_first_token": 250.0, "generation": 1_250.0}
+    )
+    assert stages == {"gateway": 1.0, "channel": 250.0, "queue": 2_000.0, **engine}
+    assert [(each["cause"], each["ms"]) for each in document["queue"]["causes"]] == [
+        ("engines_busy", 2_000.0)
+    ]
+    assert document["tenant"] == "acme"
+    assert document["tokens"]["output"] == 5
+
+
+def test_the_history_is_bounded_in_number_and_time() -> None:
+    desk = Desk(one_replica(), most=2)
+    for name in ("a", "b", "c"):
+        desk.arrive(name, f"client-{name}")
+        desk.end(name)
+    assert desk.history.find("a") is desk.history.find("client-a") is None
+    assert desk.history.find("client-b") is desk.history.find("b") is not None
+
+    desk.driver.now += KEPT_S + 1
+    desk.driver.report("r1")
+    desk.arrive("d")
+    desk.end("d")
+
+    assert len(desk.history.ended()) == 1
+    assert desk.history.find("c") is None
+
+
+def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
+    desk = Desk(one_replica(), most=2)
+    for name in ("a", "b", "c"):
+        desk.arrive(name, "same")
+        desk.end(name)
+    found = desk.history.find("same")
+    assert found is not None
+    assert found.request_id == "c"
