@@ -19,9 +19,7 @@ ADMIN_KEY_FILE = "admin-key"
 """In the folder of an application; only the user who started it can read it."""
 
 
-# HAProxy does not start with fewer than two and a half descriptors for each connection.
-_PER_PROXIED = 3
-# Of a gateway's own: most of its requests wait, and those have no connection to an engine.
+# Descriptors: most requests of a gateway wait, and have no connection to an engine.
 _PER_CONNECTION = 1.5
 _MAX_CONNECTIONS = 20_000
 
@@ -57,16 +55,12 @@ def read_admin_key(folder: Path) -> str | None:
     return None
 
 
-def most_connections(*, proxied: bool = False) -> int:
-    """How many connections of clients a process here may have, by its limit of open files.
-
-    Args:
-        proxied: it is HAProxy, which passes each of them on.
-    """
+def most_connections() -> int:
+    """Return how many connections of clients a process may have, by its limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
-    return min(int(hard / (_PER_PROXIED if proxied else _PER_CONNECTION)), _MAX_CONNECTIONS)
+    return min(int(hard / _PER_CONNECTION), _MAX_CONNECTIONS)
 
 
 def raise_descriptor_limit() -> None:

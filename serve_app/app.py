@@ -39,6 +39,9 @@ from serve_app.settings.loading import settings_of
 
 # Time for a replica to end its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0
+# Between the cut of a gateway's last responses and the end of its process.
+_GATEWAY_STOP_MARGIN_S = 5.0
+_MOST_PROXIED = 10_000
 # The replica's own health check times out before Ray's, because its message names the engine.
 _HEALTH_RATIO = 0.8
 
@@ -81,23 +84,36 @@ def application_of(settings: AppSettings) -> Application:
         if model.is_tuned
     ]
     names = {name: model.name for model in settings.models for name in model.names}
+    gateways = settings.gateways
     deployment = serve.deployment(
         name="gateway",
-        **_gateways(settings.gateways),
-        max_ongoing_requests=settings.gateways.max_ongoing_requests,
-        graceful_shutdown_timeout_s=settings.gateways.drain_timeout_s,
-        ray_actor_options={"num_cpus": settings.gateways.num_cpus},
+        **_scale_of(gateways),
+        # Counted only where a proxy of Ray Serve passes requests on.
+        max_ongoing_requests=_MOST_PROXIED,
+        graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
+        # A gateway waits for its requests itself.
+        graceful_shutdown_wait_loop_s=0.1,
+        ray_actor_options={"num_cpus": gateways.num_cpus},
         max_surge_percent=ALL_AT_ONCE_PERCENT,
         user_config=gateway_hot(settings.gateway),
     )(serve.ingress()(GatewayDeployment))
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
-    scales = settings.gateways.autoscaling is not None
+    scales = gateways.autoscaling is not None
     with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, scales)
-    return deployment.bind(settings.gateway, settings.channel, schedulers, names, endpoints, others)
+    return deployment.bind(
+        settings.gateway,
+        settings.channel,
+        schedulers,
+        names,
+        endpoints,
+        gateways.drain_timeout_s,
+        gateways.deregister_s,
+        others,
+    )
 
 
-def _gateways(gateways: GatewayDeploymentSettings) -> dict[str, Any]:
+def _scale_of(gateways: GatewayDeploymentSettings) -> dict[str, Any]:
     if gateways.autoscaling is None:
         return {"num_replicas": gateways.first_replicas}
     return {"autoscaling_config": gateway_config(gateways.autoscaling)}

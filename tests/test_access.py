@@ -23,10 +23,8 @@ def test_a_key_of_the_environment_counts(tmp_path: Path) -> None:
     assert admin_key_of({}) == ""
 
 
-def test_a_gateway_may_have_half_as_many_more_files_as_connections_and_haproxy_twice_as_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gateway_has_half_as_many_more_files_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 15_000))
-    assert (most_connections(), most_connections(proxied=True)) == (10_000, 5_000)
+    assert most_connections() == 10_000
     monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
-    assert most_connections() == most_connections(proxied=True) == 20_000
+    assert most_connections() == 20_000

@@ -143,7 +143,7 @@ def test_what_is_replaced_goes_on_until_its_successor_serves() -> None:
 def test_the_gateway_knows_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments(application)["gateway"]
-    served, _channel, schedulers, names, endpoints, others = arguments(gateway)
+    served, _channel, schedulers, names, endpoints, *_, others = arguments(gateway)
     assert [model.name for model in served.models] == ["demo", "alias"]
     assert names == {"demo": "demo", "alias": "demo"}
     assert set(schedulers) == {"demo"}

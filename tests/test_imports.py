@@ -78,7 +78,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command": set(),
     # What can be known of a configuration without Ray, and the start of the application that it describes.
     "checking": {"errors", "command", "engines", "engine_model", "settings"},
-    "launch": {"access", "errors", "command", "checking", "http_client", "settings", "first_config"},
+    "launch": {
+        "access",
+        "errors",
+        "command",
+        "checking",
+        "http_client",
+        "settings",
+        "first_config",
+        "serving",
+    },
     # What `init` writes.
     "first_config": {"access", "errors", "command", "checking", "engines", "engine_model", "http_client"},
     "tables": set(),

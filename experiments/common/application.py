@@ -19,7 +19,7 @@ import yaml
 from experiments.common.processes import is_alive, process_tree
 from serve_app.access import read_admin_key
 from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_file import NO_FRONT_END
+from serve_app.checking.serve_file import NO_PROXY
 from serve_app.launch.environment import instance_folder, is_free
 
 BUILD_APP = "serve_app.app:build_app"
@@ -126,12 +126,12 @@ def serve_config(
     import_path: str,
     port: int,
     gateways: Mapping[str, Any] = _ONE_GATEWAY,
-    proxy_location: str = NO_FRONT_END,
+    proxy_location: str = NO_PROXY,
 ) -> dict[str, Any]:
     """The configuration of `serve run` for some models.
 
     Args:
-        proxy_location: where HAProxy runs; nowhere by default, as in the examples for one machine.
+        proxy_location: where Ray Serve runs proxies; nowhere by default, as in the examples.
     """
     return {
         "proxy_location": proxy_location,

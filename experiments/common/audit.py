@@ -157,7 +157,7 @@ def summary(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _refusal(status: int, content: bytes) -> tuple[str, str]:
-    """A refusal has a reason that a client can read; what HAProxy says by itself has none."""
+    """A refusal has a reason that a client can read."""
     try:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):

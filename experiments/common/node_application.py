@@ -68,8 +68,8 @@ class NodeApplication:
         wanted: int = sum(pool["replicas"] for pool in args["models"][0]["pools"])
         return bool(len(fresh) == wanted and status["gateways"] == args["gateways"]["replicas"])
 
-    def front_ends(self) -> list[str]:
-        """The nodes whose HTTP front end reaches a gateway that is ready."""
+    def entrances(self) -> list[str]:
+        """The nodes with a gateway that is ready."""
         found = []
         for name, node in self.cluster.nodes.items():
             if node.is_up:
@@ -131,7 +131,7 @@ def served_on_nodes(
     args: Mapping[str, Any],
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[NodeApplication]:
-    """Serve an application on a new cluster, with HTTP front ends on all nodes; yields once it is whole.
+    """Serve an application on a new cluster; yields once it is whole.
 
     Ray's control service keeps its knowledge in a Valkey server, so that the head may die as well.
 
@@ -147,7 +147,6 @@ def served_on_nodes(
         password = [f"--redis-password={valkey.password}"]
         with NodeCluster(workers, kept, password) as cluster:
             config = serve_config(NAME, args["models"], BUILD_APP, cluster.head_port, args["gateways"])
-            config["proxy_location"] = "EveryNode"
             config["applications"][0]["args"].update(args)
             deploy(cluster.address, config, cluster.environment(HEAD), _DEPLOY_TIMEOUT_S)
             served = NodeApplication(cluster, config)

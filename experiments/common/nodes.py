@@ -55,7 +55,7 @@ class RunningNode:
 
     Attributes:
         keeper: the process below which all others of the node are.
-        url: of its HTTP front end.
+        url: of the gateways on it.
     """
 
     spec: NodeSpec
@@ -101,7 +101,7 @@ class NodeCluster:
     """Nodes that can be killed and started again; use as a context manager, which leaves no process behind.
 
     Args:
-        workers: besides the head, without cores, where Serve's controller and an HTTP front end run.
+        workers: besides the head, without cores, where Serve's controller and perhaps a gateway run.
         environment: further variables of all nodes, such as the store of Ray's control service.
     """
 
@@ -187,11 +187,11 @@ class NodeCluster:
         return found
 
     def urls(self) -> list[str]:
-        """The HTTP front ends of nodes that are up."""
+        """The addresses of nodes that are up."""
         return [node.url for node in self.nodes.values() if node.is_up]
 
     def application(self, name: str, node: str = HEAD) -> Application:
-        """An application as seen through one node's front end."""
+        """An application as seen through one node's address."""
         running = self.nodes[node]
         return Application(name, running.keeper.pid, running.url, self.folder)
 
@@ -206,7 +206,7 @@ class NodeCluster:
         inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         given = {**inherited, **self._given, "PYTHONPATH": path}
-        return {**environment(given, self.folder, port), "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
+        return {**environment(given), "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
 
     @property
     def head_port(self) -> int:

@@ -49,18 +49,16 @@ def is_alive(process: ProcessUse) -> bool:
 
 
 def role_of(process: ProcessUse) -> str:
-    """The part that a process of an application plays: `gateway`, `haproxy`, `scheduler`, `tuner`, `engine`.
+    """The part that a process of an application plays: `gateway`, `scheduler`, `tuner`, `engine`.
 
     `serve` is Serve's controller and proxy managers, and `ray` all the rest.
     """
-    if process.name == "haproxy":
-        return "haproxy"
     # Ray's workers carry their deployment in their title.
     if process.title.startswith("ray::ServeReplica"):
         deployment = process.title.rpartition(":")[2]
         known = (role for role in ("gateway", "scheduler", "tuner") if deployment.startswith(role))
         return next(known, "engine")
-    of_serve = process.title.startswith(("ray::Serve", "ray::HAProxy", "ray::ProxyActor"))
+    of_serve = process.title.startswith(("ray::Serve", "ray::ProxyActor"))
     return "serve" if of_serve else "ray"
 
 

@@ -1,7 +1,7 @@
 """Whole nodes of a Ray cluster die, with all of their processes at once.
 
 Each kind has a cluster of its own, with one node more than the application needs. So what is lost starts
-elsewhere, and the dead node is started again before the next death. Clients use the HTTP front ends of nodes
+elsewhere, and the dead node is started again before the next death. Clients connect to the gateways of nodes
 that are up, as a load balancer lets them.
 """
 
@@ -33,7 +33,7 @@ ENGINES, SCHEDULER, CONTROL = "node of engines", "node of the scheduler", "contr
 KINDS = (ENGINES, SCHEDULER, HEAD, CONTROL)
 _BACK_TIMEOUT_S = 300.0
 _POLL_S = 0.2
-_SHORT = _FRONT_ENDS = 2
+_SHORT = _ENTRANCES = 2
 
 
 def play_nodes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class NodeDeathsPlay:
     Attributes:
         back_s: from each death until the application was whole; None when it took too long.
         without_s: from each death of a head until another had started.
-        front_ends: the nodes to which clients connect now, as far as they are up.
+        entrances: the nodes to which clients connect now, as far as they are up.
     """
 
     settings: DeathsSettings
@@ -60,7 +60,7 @@ class NodeDeathsPlay:
     served: NodeApplication
     back_s: list[float | None] = field(default_factory=list)
     without_s: list[float] = field(default_factory=list)
-    front_ends: Sequence[str] = ()
+    entrances: Sequence[str] = ()
     traffic: Traffic | None = None
 
     async def run(self) -> None:
@@ -76,10 +76,10 @@ class NodeDeathsPlay:
             turns = itertools.count()
 
             def client() -> httpx.AsyncClient:
-                up = [name for name in self.front_ends if nodes[name].is_up]
+                up = [name for name in self.entrances if nodes[name].is_up]
                 return clients[up[next(turns) % len(up)]]
 
-            await asyncio.to_thread(self._until, self._finds_front_ends)
+            await asyncio.to_thread(self._until, self._finds_entrances)
             self.traffic = Traffic(self.case.kind, self.settings.rate_per_s, client)
             await self.traffic.run_beside(self._die_again_and_again(self.traffic.began))
 
@@ -93,7 +93,7 @@ class NodeDeathsPlay:
     async def _die_again_and_again(self, began: float) -> None:
         chance = random.Random(self.case.kind)  # noqa: S311 - when, and which of several nodes
         while len(self.back_s) < self.case.times and time.monotonic() < began + self.settings.longest_s:
-            await asyncio.to_thread(self._until, self._finds_front_ends)
+            await asyncio.to_thread(self._until, self._finds_entrances)
             await asyncio.sleep(self.settings.pause_s * chance.uniform(0.5, 1.5))
             of_head = self.case.kind in {HEAD, CONTROL}
             self.back_s.append(await asyncio.to_thread(self._head_dies if of_head else self._node_dies))
@@ -109,8 +109,8 @@ class NodeDeathsPlay:
             served.cluster.nodes[victim].halt()
         else:
             served.cluster.kill(victim)
-        # When it has started again, its front end has not.
-        self.front_ends = [name for name in self.front_ends if name != victim]
+        # When it has started again, its gateway has not.
+        self.entrances = [name for name in self.entrances if name != victim]
 
         def is_whole() -> bool:
             return self._has_all_replicas() and (
@@ -135,17 +135,17 @@ class NodeDeathsPlay:
         time.sleep(max(0.0, since + self.settings.headless_s - time.monotonic()))
         cluster.start(HEAD)
         self.without_s.append(time.monotonic() - since)
-        return self._until(lambda: self._has_all_replicas() and HEAD in self.served.front_ends(), since)
+        return self._until(lambda: self._has_all_replicas() and HEAD in self.served.entrances(), since)
 
     def _has_all_replicas(self) -> bool:
         return len(self.served.nodes_of("short-demo")) == _SHORT and self.served.is_whole()
 
-    def _finds_front_ends(self) -> bool:
+    def _finds_entrances(self) -> bool:
         """Whether clients can connect to two nodes, so that one may die."""
         of_head = self.case.kind in {HEAD, CONTROL}
         names = [HEAD] * (not of_head) + [each.name for each in _workers(self.case.kind) if each.num_cpus]
-        self.front_ends = [name for name in self.served.front_ends() if name in names]
-        return len(self.front_ends) >= _FRONT_ENDS
+        self.entrances = [name for name in self.served.entrances() if name in names]
+        return len(self.entrances) >= _ENTRANCES
 
     def _until(self, condition: Callable[[], bool], since: float | None = None) -> float | None:
         """How long it took until something held; None when it took too long."""

@@ -32,7 +32,6 @@ from experiments.overhead.peers import (
     started_router,
 )
 from experiments.overhead.system import (
-    BEHIND_HAPROXY,
     DIRECT,
     OURS,
     Endpoints,
@@ -52,7 +51,6 @@ STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     "smg": partial(started_router, "smg"),
     "vllm-router": partial(started_router, "vllm-router"),
     FORWARDER: started_forwarder,
-    BEHIND_HAPROXY: partial(started_ours, name=BEHIND_HAPROXY),
     OURS: started_ours,
 }
 _PROGRAMS = {

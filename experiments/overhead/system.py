@@ -81,7 +81,7 @@ class OverheadSettings:
     label: str = ""
 
 
-DIRECT, OURS, BEHIND_HAPROXY = "direct", "ours", "ours, HAProxy"
+DIRECT, OURS = "direct", "ours"
 HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
 _SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000

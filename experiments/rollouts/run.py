@@ -189,7 +189,7 @@ def figures_of(
 
 
 def _times_at_gateways(played: RolloutPlay) -> dict[str, float]:
-    """From a request's arrival at its gateway to its end there, by name: without HAProxy and the client."""
+    """From a request's arrival at its gateway to its end there, by name: without the client."""
     found = (
         re.search(r"event=concluded outcome=completed .* e2e_s=(\S+) .*client_request_id=(\S+)", line)
         for line in played.served.log_lines("gateway")

@@ -58,11 +58,13 @@ def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, see
 
     The defaults are not among its candidates: from a bad start they would end the race before it begins.
     """
-    # Random search is a start from the prior that never ends.
-    startup = {} if method == "tpe" else {"startup": experiment.study.trials}
+    optimiser = TpeOptimiser(plan.space, seed=seed)
+    if method == "random":
+        # A start from the prior that never ends.
+        optimiser = TpeOptimiser(plan.space, seed=seed, startup=experiment.study.trials)
     player = CountingPlayer(plan, experiment.pace_requests_per_s)
     course = run_study(
-        TpeOptimiser(plan.space, seed=seed, **startup),
+        optimiser,
         experiment.study,
         player,
         Budget(clock=player.clock, seconds=experiment.search_s),

@@ -178,8 +178,8 @@ APPLICATION = frozenset(
     }
 )
 # The gateway listens itself.
-NO_FRONT_END = "Disabled"
-PROXY_LOCATIONS = ("HeadOnly", "EveryNode", NO_FRONT_END)
+NO_PROXY = "Disabled"
+PROXY_LOCATIONS = ("HeadOnly", "EveryNode", NO_PROXY)
 
 _BLOCKS: Mapping[str, frozenset[str]] = {
     "http_options": HTTP_OPTIONS,
@@ -221,12 +221,12 @@ def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mi
                 document, (block, "port"), f"must be a whole number from 1 to {_MAX_PORT}, got {port!r}"
             )
         host = options.get("host", "")
-        if block == "http_options" and location == NO_FRONT_END and options.get("request_timeout_s"):
+        if block == "http_options" and location == NO_PROXY and options.get("request_timeout_s"):
             yield _at(
                 document,
                 (block, "request_timeout_s"),
-                f"needs a front end: set proxy_location to HeadOnly instead of {NO_FRONT_END}, or leave the "
-                "limit to the queue's timeouts",
+                f"needs a proxy of Ray Serve: set proxy_location to HeadOnly instead of {NO_PROXY}, or leave "
+                "the limit to the queue's timeouts",
             )
         if not isinstance(host, str):
             yield _at(document, (block, "host"), f"must be a text such as 127.0.0.1, got {host!r}")

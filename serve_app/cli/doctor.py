@@ -171,7 +171,7 @@ def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
         folder = f" in {mine.folder}" if mine is not None else ""
         return Trouble(
             Severity.DOWN,
-            f"a front end answers at {url} with {seen.health.status}, and no gateway behind it does",
+            f"a proxy answers at {url} with {seen.health.status}, and no gateway behind it does",
             f"wait if it was just started; otherwise see the logs{folder}, and start it anew",
         )
     return Trouble(

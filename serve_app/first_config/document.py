@@ -442,7 +442,7 @@ def _emulated(place: Place) -> str:
 _FRAME = """\
 # {title}
 #   {start}
-# The gateway listens itself. With EveryNode, HAProxy stands in front: for gateways on several machines.
+# Gateways listen on the address themselves; Ray Serve runs no proxy.
 proxy_location: Disabled
 http_options:
   # 127.0.0.1: only programs on this machine. Others, such as 0.0.0.0, ask for keys beside `models`:

@@ -10,23 +10,27 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application, RunTarget
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
 
 from serve_app.errors import ServeAppError
 from serve_app.http_client import NoAnswerError, request
-from serve_app.launch.background import InBackground
-from serve_app.launch.draining import CALL_TIMEOUT_S, connected, drained
+from serve_app.launch.draining import CALL_TIMEOUT_S, drained
 from serve_app.launch.failures import DeathsInStart, Stages, engine_cause, is_death, reason_of
 from serve_app.launch.messages import HostJob, HostMessage, Progress, Stop
+from serve_app.serving._ray import (
+    SERVE_CONTROLLER_NAME,
+    SERVE_NAMESPACE,
+    TEMPORARY_FOLDER,
+    deploy_file,
+    end_helpers,
+)
 
 # Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a
 # process of its own, which takes some seconds longer.
 _OUR_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
 GATEWAY = "gateway"
-# All deployments are there by then, and HAProxy starts in a second; a busy machine takes several attempts.
-_FRONT_END_S = 120.0
-_CONTROLLER_POLL_S = 0.05
+# From healthy deployments to a gateway that knows a replica of every model.
+_ANSWERS_AFTER_S = 120.0
 # A controller that is being replaced answers no call for some seconds.
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -56,7 +60,7 @@ class Cluster:
         else:
             options |= {
                 "address": "local",
-                "_temp_dir": str(Path(self._job.folder) / "ray"),
+                TEMPORARY_FOLDER: str(Path(self._job.folder) / "ray"),
                 "include_dashboard": self._job.dashboard,
             }
         try:
@@ -64,20 +68,17 @@ class Cluster:
         except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
         if self._job.address is None:
-            _end_helpers(dashboard=self._job.dashboard)
+            end_helpers(dashboard=self._job.dashboard)
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
-        self._serve_starts = InBackground(self._start_serve)
-        # Serve's start returns once the HTTP front end runs, which deployments need not wait for.
-        while not self._serve_starts.is_done and not _has_controller():
-            time.sleep(_CONTROLLER_POLL_S)
-
-    def _start_serve(self) -> None:
-        serve.start(
-            proxy_location=self._schema.proxy_location,
-            http_options=self._schema.http_options.model_dump(),
-            grpc_options=self._schema.grpc_options.model_dump(),
-        )
+        try:
+            serve.start(
+                proxy_location=self._schema.proxy_location,
+                http_options=self._schema.http_options.model_dump(),
+                grpc_options=self._schema.grpc_options.model_dump(),
+            )
+        except Exception as exc:  # whatever Serve raises for a proxy that does not start
+            raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
 
     def deploy(self, application: Application) -> None:
         """Hand the application to Serve; see `progress` for what becomes of it."""
@@ -95,9 +96,7 @@ class Cluster:
                 [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
             )
         else:
-            client = serve.context._get_global_client()  # noqa: SLF001 - as `serve run` does
-            assert client is not None, "Serve was started"
-            client.deploy_apps(self._schema)
+            deploy_file(self._schema)
 
     def progress(self) -> Progress:
         """How far each deployment is.
@@ -124,7 +123,7 @@ class Cluster:
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")
-        self._check_front_end(ready=not lines)
+        self._check_answers(ready=not lines)
         return Progress(ready, lines)
 
     def _check_deployment(self, name: str, deployment: DeploymentStatusOverview) -> None:
@@ -139,29 +138,25 @@ class Cluster:
         if self._job.engines.get(name) != "remote":
             raise ServeAppError(reason_of(name, message, folder))
 
-    def _check_front_end(self, *, ready: bool) -> None:
-        """Serve replaces an HTTP front end that fails to start, as on a busy machine, but not for ever."""
+    def _check_answers(self, *, ready: bool) -> None:
+        """Raise when all deployments are healthy for long, and no gateway answers."""
         now = time.monotonic()
         if not ready:
             self._ready_at = now
-        if self._serve_starts.is_done and (not _has_controller() or now - self._ready_at > _FRONT_END_S):
-            try:
-                self._serve_starts.result()
-            except Exception as exc:
-                raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
-            if now - self._ready_at > _FRONT_END_S:
-                raise ServeAppError(f"the HTTP front end does not answer at {self._job.url}/ready")
+        if now - self._ready_at > _ANSWERS_AFTER_S:
+            raise ServeAppError(f"no gateway answers at {self._job.url}/ready")
 
     def is_ready(self) -> bool:
-        """Whether the HTTP front end reaches a gateway that knows a replica of every model.
+        """Whether a gateway answers that knows a replica of every model.
 
-        The front end of a cluster may not be reachable from here; what Serve says must do then.
+        The gateways of a cluster may not be reachable from here; what Serve says must do then.
         """
         if self._job.address is not None:
             return True
         # The address is that of our own configuration, and so is its certificate, which may be self-signed.
         ready = f"{self._job.url}/ready"
-        trusting = ssl._create_unverified_context()  # noqa: S323, SLF001 - a loopback address
+        trusting = ssl.create_default_context()
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
         with contextlib.suppress(NoAnswerError):
             return request(ready, timeout_s=2, tls=trusting).status == 200
         return False
@@ -202,13 +197,13 @@ class Cluster:
 
     def connect(self) -> None:
         """Get ready to reach the gateways, so that a stop takes effect at once."""
-        self._gateway = connected(serve.get_app_handle(self._application.name))
+        self._gateway = serve.get_app_handle(self._application.name)
         self._gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
 
     def _save(self, deployment: str) -> None:
         """What a scheduler has learned, written a last time; tuners save after each step."""
         try:
-            handle = connected(serve.get_deployment_handle(deployment, self._application.name))
+            handle = serve.get_deployment_handle(deployment, self._application.name)
             handle.save.remote().result(timeout_s=CALL_TIMEOUT_S)
         except Exception as exc:  # noqa: BLE001 - the rest must still end in order
             print(f"save of {deployment}: {exc!r}", flush=True)  # noqa: T201 - into the host's log
@@ -238,31 +233,8 @@ def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None])
     ours = [name for name, found in applications.items() if GATEWAY in found.deployments]
     if not ours:
         raise ServeAppError(f"no application of ours runs on the cluster at {address}")
-    gateways = [connected(serve.get_deployment_handle(GATEWAY, name)) for name in ours]
+    gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
     return sum(drained(gateway, stop, tell) for gateway in gateways)
-
-
-def _end_helpers(*, dashboard: bool) -> None:
-    """End processes of a Ray that was started here which nobody asks for anything.
-
-    The log monitor passes workers' output on to drivers, and ours takes none. Ray's autoscaler has no nodes
-    to add; its status and Ray's own pages are looked at beside the dashboard. `ray.init` has no options for
-    them.
-    """
-    node = ray._private.worker._global_node  # noqa: SLF001 - see above
-    assert node is not None, "Ray was started here"
-    node.kill_log_monitor(check_alive=False)
-    if not dashboard:
-        node.kill_monitor(check_alive=False)
-        node.kill_dashboard(check_alive=False)
-
-
-def _has_controller() -> bool:
-    try:
-        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _last_line(error: Exception) -> str:

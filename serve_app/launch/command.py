@@ -12,12 +12,10 @@ from serve_app.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written
 from serve_app.checking import Checked, check_file
 from serve_app.checking.checks import tell
 from serve_app.checking.machine import http_address
-from serve_app.checking.serve_file import NO_FRONT_END
 from serve_app.command import Command, positive_int, program
 from serve_app.errors import SettingsError
 from serve_app.first_config.document import Place, Servers, ask_servers, configuration, default_config
 from serve_app.launch.environment import environment, instance_folder
-from serve_app.launch.front_end import haproxy_command
 from serve_app.launch.instance import publish, running_instances, withdraw
 from serve_app.launch.messages import HostJob
 from serve_app.launch.supervisor import Launch, Supervisor
@@ -50,7 +48,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     raise_descriptor_limit()
     launch = Launch(
         job=_job(config, checked, folder, address, dashboard),
-        environment=_environment(folder, checked.content),
+        environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: written_admin_key(folder)},
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
         keys=checked.settings.gateway.asks_for_keys,
@@ -61,14 +59,6 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
         return asyncio.run(Supervisor(launch, console).run())
     finally:
         withdraw(folder)
-
-
-def _environment(folder: Path, content: Mapping[str, Any]) -> dict[str, str]:
-    host, port = http_address(content)
-    has_front_end = content.get("proxy_location") != NO_FRONT_END
-    inherited = environment(os.environ, folder, port, has_front_end=has_front_end)
-    front_end = haproxy_command(folder / "h", host, inherited) if has_front_end else {}
-    return inherited | front_end | {ADMIN_KEY_VARIABLE: written_admin_key(folder)}
 
 
 def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:

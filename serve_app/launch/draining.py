@@ -14,13 +14,6 @@ _DRAIN_MARGIN_S = 5.0
 _DRAIN_POLL_S = 0.5
 
 
-def connected(handle: "DeploymentHandle[Any]") -> "DeploymentHandle[Any]":
-    """The same handle, ready to be used in a driver."""
-    # In throughput mode a handle has no event loop of its own, and a driver has none to lend.
-    handle._init(_run_router_in_separate_loop=True)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    return handle
-
-
 def drained(gateway: "DeploymentHandle[Any]", stop: Stop, tell: Callable[[HostMessage], None]) -> int:
     """Drain every gateway, and tell how far it is.
 

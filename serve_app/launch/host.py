@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +22,6 @@ import msgspec
 import yaml
 
 from serve_app.errors import ServeAppError
-from serve_app.launch.background import InBackground
 from serve_app.launch.messages import (
     Drained,
     Failed,
@@ -84,7 +84,7 @@ class ApplicationHost:
 
         # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between. Not
         # beside the import of Ray, which fails when two threads are in it.
-        application = InBackground(self._build)
+        application = ThreadPoolExecutor(1).submit(self._build)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
         self._tell(StepBegun("application"))

@@ -1,6 +1,6 @@
 """Leaves no process behind: whatever descends from this process can be found and ended.
 
-Ray and HAProxy start processes whose parents may end before them. A process that declares itself a subreaper
+Ray starts processes whose parents may end before them. A process that declares itself a subreaper
 becomes the parent of such orphans, so they stay in its tree.
 """
 

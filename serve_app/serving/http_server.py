@@ -1,104 +1,737 @@
-"""An HTTP server on a socket and on an event loop of Ray, which owns the process with its signals.
+"""An HTTP/1.1 server for ASGI apps, on httptools and the running event loop.
 
-It is uvicorn without signal handlers, started as a task on the running loop and stopped within a time limit.
+`HttpServer` accepts connections and enforces limits, `Connection` parses requests, `Exchange` is the ASGI
+cycle of one request. Rules:
+
+- Responses leave in the order of the requests. A request that is complete before the previous response is
+  (pipelining) waits, and reading pauses.
+- Backpressure works both ways. Reading pauses while a body that the app has not taken exceeds
+  `_BODY_BUFFER_BYTES`; `send` waits, and `pass_on` returns False, while the client does not read.
+- A head is limited in size and time, an idle connection in time. The rest of a body whose request is already
+  answered is read and dropped for a while, because closing at once would reset the connection under the
+  response.
+- Timeouts are enforced one look (a second) later than due. A process that was suspended sees an elapsed
+  timeout before it sees the request that arrived in between.
+- The head of a response leaves with the first piece of its body, in one segment.
+
+Several processes may share an address (`SO_REUSEPORT`), so that a successor listens before its predecessor
+stops. `stop` loses no request:
+
+1. the kernel drops connection attempts, which clients repeat a second later and another process accepts;
+2. the server stops listening once handshakes that were under way are accepted;
+3. each connection gets one more response, with `connection: close`;
+4. connections that are idle for some seconds are closed, open responses are awaited until the deadline, then
+   cut.
 """
 
 import asyncio
 import contextlib
+import http
+import logging
+import re
 import socket
-from collections.abc import Iterator
+import ssl
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from time import time
+from urllib.parse import unquote
 
-import uvicorn
+import httptools
 
+from serve_app.engines.engine import ASGIApp, Message, Scope
 from serve_app.errors import ServeAppError
+from serve_app.serving.listening import take_no_new_connections
+
+logger = logging.getLogger("ray.serve")
+
+Headers = list[tuple[bytes, bytes]]
+
+MAX_HEAD_BYTES = 64 * 1024
+# From the beginning of the connection, or from the first byte of a later head.
+HEAD_TIMEOUT_S = 30.0
+# For the rest of a body whose request has been answered.
+REST_OF_BODY_S = 5.0
+# Idle connections of a server that stops: a client that sent nothing for so long hardly sends in that very
+# moment.
+LAST_IDLE_S = 2.0
+# A handshake under way takes a round trip. Less than the second after which clients repeat a dropped attempt.
+_HANDSHAKE_S = 0.5
+# Between two checks of timeouts.
+LOOK_S = 1.0
+# Connections above the limit that are answered with an error; those beyond are reset.
+_OVERLOAD_CONNECTIONS = 4096
+
+_BODY_BUFFER_BYTES = 64 * 1024
+# Longer pieces are written separately from the head, which costs less than a copy.
+_COPIED_BYTES = 64 * 1024
+_UNFIT_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
+_UNFIT_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_NO_BODY_STATUSES = frozenset({204, 304})
+_OFFER_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class ServerEndedError(ServeAppError):
-    """An HTTP server does not run."""
+    """An HTTP server is not running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpServerOptions:
+    """How a server treats its connections.
+
+    Attributes:
+        idle_s: timeout of connections between two requests.
+        most_connections: connections served at a time; None for any number.
+        overload: the app that answers connections above that limit.
+        dated: add `date` to responses.
+        tls: accept TLS connections only.
+        shares_address: other processes may listen on the same address, see the module.
+        backlog: connections that wait to be accepted.
+    """
+
+    idle_s: float
+    most_connections: int | None = None
+    overload: ASGIApp | None = None
+    dated: bool = True
+    tls: ssl.SSLContext | None = None
+    shares_address: bool = False
+    backlog: int = 4096
 
 
 class HttpServer:
-    """Serves by what `config` says, on sockets that listen already.
+    """Serves an ASGI app on a listening socket.
 
     Args:
-        name: of what it serves, for messages and its task.
+        name: of the app, for messages.
+
+    Attributes:
+        stopping: each connection ends with its next response.
+        closes_idle: connections without an open request are closed at once.
+        tasks: one for each request that an app serves.
     """
 
-    def __init__(self, name: str, config: uvicorn.Config) -> None:
+    def __init__(self, name: str, app: ASGIApp, options: HttpServerOptions) -> None:
+        self.app = app
+        self.stopping = False
+        self.closes_idle = False
+        self.tasks: set[asyncio.Task[None]] = set()
         self._name = name
-        self._server = _QuietServer(config)
-        self._task: asyncio.Task[None] | None = None
+        self._options = options
+        self._date = (0, b"")
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: set[Connection] = set()
+        self._closed = asyncio.Event()
+        self._looking: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"HttpServer({self._name}, connections={self.connections})"
 
     @property
     def connections(self) -> int:
-        """How many are open."""
-        return len(self._server.server_state.connections)
-
-    def open_connections(self) -> list[object]:
-        """Each of them, made by the protocol of the configuration."""
-        return list(self._server.server_state.connections)
+        """Number of open connections."""
+        return len(self._connections)
 
     async def start(self, sock: socket.socket) -> None:
-        """Take connections.
-
-        Raises:
-            ServerEndedError: it cannot.
-        """
-        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name=f"http-{self._name}")
-        while not self._server.started:
-            self.check_health()
-            await asyncio.sleep(0.005)
+        """Accept connections on a socket that listens already."""
+        loop = asyncio.get_running_loop()
+        self._socket = sock
+        self._server = await loop.create_server(
+            lambda: Connection(self), sock=sock, backlog=self._options.backlog, ssl=self._options.tls
+        )
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` when the server is not running."""
-        if self._task is None:
+        """Raise `ServerEndedError` when the server accepts no connections."""
+        if self._server is None:
             raise ServerEndedError(f"the HTTP server of {self._name} has not been started")
-        if self._task.done():
-            cause = None if self._task.cancelled() else self._task.exception()
-            raise ServerEndedError(f"the HTTP server of {self._name} has ended") from cause
-
-    async def renew_date(self) -> None:
-        """Bring the header `date` of answers up to date, where they have one; nobody else does."""
-        await self._server.on_tick(0)
-
-    def stop_listening(self) -> None:
-        """Take no more connections; those that are there go on."""
-        for each in self._server.servers:
-            each.close()
+        if self.stopping or not self._server.is_serving():
+            raise ServerEndedError(f"the HTTP server of {self._name} has ended")
 
     async def stop(self, grace_s: float) -> None:
-        """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
-        if self._task is None or self._task.done():
+        """Stop listening, wait up to `grace_s` seconds for open responses, then cut them. Idempotent."""
+        if self._server is None or self._socket is None or self.stopping:
             return
-        # uvicorn reads this, in whole seconds, when it begins to shut down.
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.end()
-        with contextlib.suppress(asyncio.CancelledError):
-            # After the timeout the task is cancelled, which closes the remaining connections.
-            await asyncio.wait([self._task], timeout=grace_s + 2.0)
-        if not self._task.done():
-            self._task.cancel()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        self.stopping = True
+        if self._options.shares_address and take_no_new_connections(self._socket):
+            await asyncio.sleep(min(_HANDSHAKE_S, grace_s))
+        self._server.close()
+        if not self._options.shares_address:
+            # The peers are gateways, which repeat a request that meets a closed connection.
+            self.closes_idle = True
+            for connection in tuple(self._connections):
+                if connection.is_idle:
+                    connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._all_closed()
+        for task in tuple(self.tasks):
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(tuple(self.tasks), timeout=1.0)
+        for connection in tuple(self._connections):
+            connection.close()
+
+    async def _all_closed(self) -> None:
+        while self._connections:
+            self._closed.clear()
+            await self._closed.wait()
+
+    # Called by connections.
+
+    def app_for(self, connection: "Connection") -> ASGIApp | None:
+        """Admit a new connection; return its app, or None to reset it."""
+        self._connections.add(connection)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        most = self._options.most_connections
+        if most is None or len(self._connections) <= most:
+            return self.app
+        return self._options.overload if len(self._connections) <= most + _OVERLOAD_CONNECTIONS else None
+
+    def forget(self, connection: "Connection") -> None:
+        """Drop a closed connection."""
+        self._connections.discard(connection)
+        self._closed.set()
+
+    def date_line(self) -> bytes:
+        """Return the `date` header line of a response; empty if responses have none."""
+        if not self._options.dated:
+            return b""
+        now = int(time())
+        if now != self._date[0]:
+            self._date = now, b"date: %b\r\n" % formatdate(now, usegmt=True).encode()
+        return self._date[1]
+
+    def _look(self) -> None:
+        """Enforce timeouts every second, while there are connections."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        idle_s = min(self._options.idle_s, LAST_IDLE_S) if self.stopping else self._options.idle_s
+        for connection in tuple(self._connections):
+            connection.look(now, idle_s)
+        self._looking = loop.call_later(LOOK_S, self._look) if self._connections else None
 
 
-class _QuietServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._ending = asyncio.Event()
+class Connection(asyncio.Protocol):
+    """One connection: parses requests and runs them one after the other.
 
-    def end(self) -> None:
-        """Begin to shut down."""
-        self.should_exit = True
-        self._ending.set()
+    A client may offer another protocol, as Java's HttpClient does with `Upgrade: h2c`. The parser takes what
+    follows such a head for the other protocol instead of a body. Offers are never accepted, so the head is
+    parsed again without.
 
-    async def main_loop(self) -> None:
-        """Wait for the end; uvicorn looks ten times a second whether it has come, and dates its headers."""
-        await self.on_tick(0)
-        await self._ending.wait()
+    Attributes:
+        write_paused: the client does not read.
+    """
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to Ray, which drains the whole replica on them."""
-        yield
+    def __init__(self, server: HttpServer) -> None:
+        self.write_paused = False
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        # None after a malformed request and at the end.
+        self._parser: httptools.HttpRequestParser | None = _parser_of(self)
+        self.transport: asyncio.Transport
+        self._app: ASGIApp
+        self._writable = asyncio.Event()
+        self._read_paused = False
+        # The request being answered, those that wait for it, and the last one received.
+        self._active: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        self._last: Exchange | None = None
+        # Beginning of the head being received; None between the end of a head and the first byte of the next.
+        self._head_since: float | None = None
+        self._answered_at = 0.0
+        # Timeout that had elapsed at the last look.
+        self._overdue: float | None = None
+        # Bytes of the head being received; -1 outside of heads.
+        self._head_bytes = -1
+        self._url = b""
+        self._headers: Headers = []
+        self._expects_continue = False
+        self._head_without_offer = b""
+        self._constant: Scope = {}
+
+    # asyncio.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of sockets
+        """Accept the connection, or reset it when there are far too many."""
+        self.transport = transport
+        self._head_since = self._loop.time()
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # A host that vanished is noticed by TCP.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._constant = {
+            "type": "http",
+            "asgi": _ASGI,
+            "server": _address(transport.get_extra_info("sockname")),
+            "client": _address(transport.get_extra_info("peername")),
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "root_path": "",
+        }
+        app = self._server.app_for(self)
+        if app is None:
+            transport.abort()
+        else:
+            self._app = app
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio passes it
+        """Notify the open requests."""
+        self._server.forget(self)
+        # The parser refers to this object.
+        self._parser = None
+        self._writable.set()
+        for exchange in (self._active, *self._waiting):
+            if exchange is not None:
+                exchange.client_gone()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes of requests."""
+        parser = self._parser
+        if parser is None:
+            return
+        was_in_head = self._head_bytes >= 0
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            head, self._head_without_offer = self._head_without_offer, b""
+            self._parser = _parser_of(self)
+            self.data_received(head + data[offer.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self._refuse(400, "Invalid HTTP request received.")
+            return
+        # The piece that a head begins in may begin with a body, so it does not count: 256 KiB at most.
+        if was_in_head and self._head_bytes >= 0:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(400, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+
+    def pause_writing(self) -> None:
+        """Note that the write buffer is full."""
+        self.write_paused = True
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read."""
+        self.write_paused = False
+        self._writable.set()
+        if (exchange := self._active) is not None and exchange.on_room is not None:
+            exchange.on_room()
+
+    # httptools.
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        if self._head_since is None:
+            self._head_since = self._loop.time()
+        self._head_bytes = 0
+        self._url = b""
+        self._headers = []
+        self._expects_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        """Collect a piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Collect a header. Trailers are dropped."""
+        if self._head_bytes < 0:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Run the request, or queue it behind the previous one."""
+        self._head_bytes, self._head_since = -1, None
+        parser = self._parser
+        assert parser is not None, "it has called"
+        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
+        if method == "CONNECT":
+            raise ValueError("no tunnels")
+        if parser.should_upgrade():
+            self._head_without_offer = without_offer(method, self._url, self._headers)
+            return
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        scope: Scope = {
+            **self._constant,
+            "http_version": version,
+            "method": method,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+        }
+        exchange = Exchange(
+            self,
+            scope,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            expects_continue=self._expects_continue,
+        )
+        self._last = exchange
+        if self._active is None:
+            self._run(exchange)
+        else:
+            self.pause_reading()
+            self._waiting.append(exchange)
+
+    def on_body(self, body: bytes) -> None:
+        """Pass a piece of a body to its request."""
+        if self._last is not None and not self._head_without_offer:
+            self._last.take_body(body)
+
+    def on_message_complete(self) -> None:
+        """Complete a body."""
+        if self._last is not None and not self._head_without_offer:
+            self._last.end_body()
+
+    # Used by exchanges.
+
+    @property
+    def stops(self) -> bool:
+        """Return whether the connection must end with its next response."""
+        return self._server.stopping
+
+    def date_line(self) -> bytes:
+        """Return the `date` header line."""
+        return self._server.date_line()
+
+    def pause_reading(self) -> None:
+        """Read no more for now. Idempotent, as its counterpart."""
+        if not self._read_paused:
+            self._read_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if self._read_paused and not self.transport.is_closing():
+            self._read_paused = False
+            self.transport.resume_reading()
+
+    async def drain(self) -> None:
+        """Wait until the client reads, or is gone."""
+        if self.write_paused:
+            await self._writable.wait()
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """End the active request, and run the next."""
+        self._answered_at = self._loop.time()
+        self._active = None
+        if not keep_alive or (self._server.closes_idle and not self._waiting):
+            self.transport.close()
+        if self.transport.is_closing():
+            return
+        if self._waiting:
+            self._run(self._waiting.popleft())
+        if not self._waiting:
+            self.resume_reading()
+
+    # Used by the server.
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is open or arriving."""
+        return self._active is None and self._head_bytes < 0
+
+    def close(self) -> None:
+        """Close, after what has been written."""
+        self.transport.close()
+
+    def look(self, now: float, idle_s: float) -> None:
+        """Enforce the timeouts, if they had elapsed at the last look as well."""
+        if self._head_since is not None:
+            since, limit_s = self._head_since, HEAD_TIMEOUT_S
+        elif self._active is None and self._last is not None:
+            since = self._answered_at
+            limit_s = REST_OF_BODY_S if self._last.more_body else idle_s
+        else:
+            self._overdue = None
+            return
+        if now - since < limit_s:
+            self._overdue = None
+        elif self._overdue != since:
+            self._overdue = since
+        elif self._head_bytes >= 0:
+            self._refuse(408, "")
+        else:
+            self.transport.close()
+
+    def _run(self, exchange: "Exchange") -> None:
+        self._active = exchange
+        tasks = self._server.tasks
+        task = self._loop.create_task(exchange.run(self._app))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Parse no more. Requests received before are still answered."""
+        self._parser = None
+        last = self._last
+        if last is not None and not last.response_complete:
+            if not last.more_body:
+                last.keep_alive = False
+                return
+            if last.response_started or last is not self._active:
+                self.transport.close()
+                return
+        if not self.transport.is_closing():
+            head = b"%bcontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            start = _STATUS_LINES[status] + self._server.date_line()
+            self.transport.write(head % (start, len(message)) + message.encode())
+            self.transport.close()
+
+
+class Exchange:
+    """One request and its response: the ASGI cycle.
+
+    A gateway finds it in the scope's extensions (`gateway.answer.client`), is called back when the client
+    disconnects instead of awaiting `receive`, and writes pieces of a stream without a coroutine for each.
+
+    HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. Some
+    clients only claim to be 1.0: nginx does by default when it forwards. Holding a stream back until its
+    length is known would take streaming from its clients.
+
+    Attributes:
+        more_body: the request's body is not complete.
+        disconnected: the client is gone.
+        response_complete: the response has been written.
+        on_gone: called when the client disconnects before that.
+        on_room: called when the client has read after `pass_on` returned False.
+    """
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_connection",
+        "_expects_continue",
+        "_head",
+        "_left",
+        "_method",
+        "_received",
+        "disconnected",
+        "keep_alive",
+        "more_body",
+        "on_gone",
+        "on_room",
+        "response_complete",
+        "response_started",
+        "scope",
+    )
+
+    def __init__(
+        self, connection: Connection, scope: Scope, *, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.more_body = True
+        self.disconnected = False
+        self.response_started = False
+        self.response_complete = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_room: Callable[[], None] | None = None
+        self._connection = connection
+        self._method: str = scope["method"]
+        self._expects_continue = expects_continue
+        self._body = bytearray()
+        self._received = asyncio.Event()
+        self._head = b""
+        self._chunked = False
+        # Of the length that the response states; None if it states none.
+        self._left: int | None = None
+        scope["extensions"] = {EXCHANGE: self}
+
+    # Called by the connection.
+
+    def take_body(self, piece: bytes) -> None:
+        """Buffer a piece of the body."""
+        if self.response_complete:
+            return
+        self._body += piece
+        if len(self._body) > _BODY_BUFFER_BYTES:
+            self._connection.pause_reading()
+        self._received.set()
+
+    def end_body(self) -> None:
+        """Note the end of the body."""
+        self.more_body = False
+        self._received.set()
+
+    def client_gone(self) -> None:
+        """Note that the connection is closed."""
+        if self.response_complete:
+            return
+        self.disconnected = True
+        self._received.set()
+        if self.on_gone is not None:
+            self.on_gone()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Have the app answer. Send an error, or cut the response, if it does not."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            # The server stops.
+            await self._fail()
+        except Exception:
+            logger.exception("event=http_fault path=%r", self.scope["path"])
+            await self._fail()
+        else:
+            if not self.response_complete and not self.disconnected:
+                logger.error("event=http_fault path=%r reason='incomplete response'", self.scope["path"])
+                await self._fail()
+
+    # Called by the app.
+
+    async def receive(self) -> Message:
+        """Return the next piece of the body, or the disconnect."""
+        if self._expects_continue and not self._connection.transport.is_closing():
+            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
+        if not self.disconnected and not self.response_complete:
+            self._connection.resume_reading()
+            await self._received.wait()
+            self._received.clear()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, bytearray()
+        return {"type": "http.request", "body": bytes(body), "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        """Write a part of the response.
+
+        Raises:
+            RuntimeError: the parts make no valid response.
+        """
+        if self._connection.write_paused and not self.disconnected:
+            await self._connection.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            if self.response_started:
+                raise RuntimeError("a response began twice")
+            self.response_started = True
+            self._expects_continue = False
+            self._head = self._rendered(message["status"], message.get("headers", ()))
+        elif not self.response_started or self.response_complete:
+            raise RuntimeError(f"{message['type']} before the beginning of a response, or after its end")
+        else:
+            self._write(message.get("body", b""), ends=not message.get("more_body", False))
+
+    def pass_on(self, piece: bytes) -> bool:
+        """Write a piece of a response that has begun; return whether there is room for more.
+
+        Pieces are buffered when there is no room; `on_room` says when to continue.
+        """
+        if not self.disconnected:
+            self._write(piece, ends=False)
+        return not self._connection.write_paused
+
+    def _rendered(self, status: int, headers: Headers) -> bytes:
+        lines = [_STATUS_LINES[status], self._connection.date_line()]
+        stated = closes = False
+        for name, value in headers:
+            if _UNFIT_NAME.search(name) or _UNFIT_VALUE.search(value):
+                raise RuntimeError(f"the header {name!r} contains control characters")
+            name = name.lower()  # noqa: PLW2901 - the same name
+            if name == b"content-length":
+                self._left, stated = int(value), True
+            elif name == b"transfer-encoding":
+                continue  # added below
+            elif name == b"connection" and b"close" in value.lower():
+                closes = True
+            lines += (name, b": ", value, b"\r\n")
+        if closes or self._connection.stops:
+            self.keep_alive = False
+        if not stated and self._method != "HEAD" and status not in _NO_BODY_STATUSES:
+            if self.scope["http_version"] == "1.0":
+                self.keep_alive = False
+            else:
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive and not closes:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _write(self, body: bytes, *, ends: bool) -> None:
+        if self._method == "HEAD":
+            body, self._left = b"", None
+        if self._left is not None:
+            self._left -= len(body)
+            if self._left < 0 or (ends and self._left):
+                raise RuntimeError(f"a response has {-self._left} bytes more than its content-length states")
+        write = self._connection.transport.write
+        head, self._head = self._head, b""
+        if self._chunked:
+            body = b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
+            if ends:
+                body += b"0\r\n\r\n"
+        elif len(body) <= _COPIED_BYTES:
+            body = head + body
+        elif head:
+            write(head)
+        if body:
+            write(body)
+        if ends:
+            self.response_complete = True
+            self.on_gone = self.on_room = None
+            self._received.set()
+            self._connection.answered(keep_alive=self.keep_alive)
+
+    async def _fail(self) -> None:
+        if self.response_complete or self.disconnected:
+            return
+        if self.response_started:
+            # What was sent must not look complete.
+            self._connection.transport.close()
+            return
+        body = b"Internal Server Error"
+        length = (b"content-length", b"%d" % len(body))
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), length]
+        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+EXCHANGE = "ewsjf.exchange"
+"""Key of the `Exchange` in a scope's extensions."""
+
+
+def without_offer(method: str, url: bytes, headers: Headers) -> bytes:
+    """Return a request's head without its offer of another protocol."""
+    lines = [b"%b %b HTTP/1.1" % (method.encode("ascii"), url)]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            kept = b", ".join(option for option in options if option.lower() not in _OFFER_HEADERS)
+            lines.append(b"connection: %b" % kept)
+        elif name not in _OFFER_HEADERS:
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _parser_of(connection: Connection) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(connection)
+    # A client may send `connection: close` with a request that others follow.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def _address(name: object) -> tuple[str, int] | None:
+    """Return host and port of an internet address, None for a Unix socket."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
+
+
+def _status_line(status: int) -> bytes:
+    phrase = ""
+    with contextlib.suppress(ValueError):
+        phrase = http.HTTPStatus(status).phrase
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+_STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}

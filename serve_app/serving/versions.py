@@ -11,34 +11,16 @@ A process is replaced by one that starts before the old one drains, so that no p
 
 import hashlib
 import json
-from typing import Any
 
-from pydantic import PrivateAttr
 from pydantic_core import to_jsonable_python
 from ray.serve import Deployment
-from ray.serve._private.config import DeploymentConfig
 
 from serve_app import __version__
+from serve_app.serving._ray import set_version
 
 # Everything may start before anything stops: for processes that cost next to nothing.
 ALL_AT_ONCE_PERCENT = 100
 _VERSION_CHARACTERS = 16
-
-
-class OwnVersionConfig(DeploymentConfig):
-    """A deployment's options whose version nobody else sets.
-
-    Serve writes the version of the application into the options just before it sends them to its controller.
-    Where another release of Ray sends them in another way, that version counts, and all is replaced.
-    """
-
-    _own_version: str = PrivateAttr("")
-
-    def to_proto(self) -> Any:
-        """The message for the controller."""
-        message = super().to_proto()  # type: ignore[no-untyped-call]
-        message.version = self._own_version
-        return message
 
 
 def with_own_version(deployment: Deployment, *cold: object) -> Deployment:
@@ -47,11 +29,7 @@ def with_own_version(deployment: Deployment, *cold: object) -> Deployment:
     Args:
         cold: what its processes are made of and cannot change.
     """
-    given = deployment._deployment_config  # noqa: SLF001 - Serve offers no option for it
-    values = {name: getattr(given, name) for name in type(given).model_fields}
-    config = OwnVersionConfig.model_construct(_fields_set=given.model_fields_set, **values)
-    config._own_version = version_of(*cold)  # noqa: SLF001 - a field would reach Serve's schema
-    deployment._deployment_config = config  # noqa: SLF001 - see above
+    set_version(deployment, version_of(*cold))
     return deployment
 
 

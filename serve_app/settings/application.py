@@ -301,10 +301,12 @@ class GatewayDeploymentSettings:
     autoscaling: GatewayScaling | None = None
     # CPU cores that Ray sets aside for each gateway: a reservation, no limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
-    # Connections held open by one gateway, waiting requests included. Past it Serve itself answers 503.
-    max_ongoing_requests: Annotated[int, at_least(1), ADVANCED] = 10_000
     # Answers still open when a gateway is replaced get so long to end.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
+    # How long a gateway that stops fails `/-/healthz` before it stops listening: as long as a load balancer
+    # in front takes to notice. 0 suits gateways that share one node, where a successor listens on the same
+    # port.
+    deregister_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.0
 
     def __post_init__(self) -> None:
         if self.replicas is not None and self.autoscaling is not None:

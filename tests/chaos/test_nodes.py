@@ -70,20 +70,19 @@ def nodes(cluster: NodeApplication) -> NodeApplication:
     dead = [name for name, node in cluster.cluster.nodes.items() if not node.is_up]
     cluster.cluster.start(*dead)
     cluster.wait(cluster.is_whole, WHOLE_S, "a whole fleet")
-    # Serve starts front ends on the head and wherever a replica is, and these start last.
-    wanted = {HEAD, *cluster.nodes_of("gateway"), *cluster.nodes_of("short-demo")}
-    cluster.wait(lambda: wanted <= set(cluster.front_ends()), WHOLE_S, "HTTP front ends")
+    wanted = set(cluster.nodes_of("gateway"))
+    cluster.wait(lambda: wanted <= set(cluster.entrances()), WHOLE_S, "gateways that answer")
     return cluster
 
 
-def front_ends(nodes: NodeApplication, *but: str) -> list[str]:
+def entrances(nodes: NodeApplication, *but: str) -> list[str]:
     """The nodes that clients may connect to, without some."""
-    return sorted(set(nodes.front_ends()) - set(but))
+    return sorted(set(nodes.entrances()) - set(but))
 
 
 @dataclass
 class Load:
-    """Requests at a steady rate, streamed and not by turns, through the front ends of some nodes.
+    """Requests at a steady rate, streamed and not by turns, through the gateways of some nodes.
 
     Attributes:
         killed_at: when a node was killed, on the clock of `Ended`.
@@ -172,7 +171,7 @@ async def test_requests_of_a_dead_node_are_answered_elsewhere_or_end_with_an_eve
     nodes: NodeApplication,
 ) -> None:
     victim = nodes.nodes_of("short-demo")[0]
-    load = Load(nodes, "node", front_ends(nodes, victim))
+    load = Load(nodes, "node", entrances(nodes, victim))
     await load.run(80, 4.0, killing(nodes, victim))
     assert load.ends(streamed=False) == {ANSWERED: 40}
     streamed = load.ends(streamed=True)
@@ -185,28 +184,27 @@ async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplic
     """Connections through its gateway break, and no other."""
     victim = nodes.node_of("scheduler-demo")
     incarnation = nodes.status()["incarnation"]
-    load = Load(nodes, "scheduler", front_ends(nodes, victim))
+    load = Load(nodes, "scheduler", entrances(nodes, victim))
     await load.run(80, 8.0, killing(nodes, victim))
     assert load.others() == []
     broken = [one for one in load.ended if one.end != ANSWERED]
     assert all(one.end in {BEFORE, MIDWAY} for one in broken), broken
-    # HAProxy asks gateways every two seconds, and needs three missed answers.
     assert all(one.started_s < load.killed_at + 10 for one in broken), (load.killed_at, broken)
     await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a scheduler on another node")
     assert nodes.status()["incarnation"] > incarnation
-    later = Load(nodes, "later", front_ends(nodes))
+    later = Load(nodes, "later", entrances(nodes))
     await later.run(10, 1.0, nothing)
     assert {one.end for one in later.ended} == {ANSWERED}
 
 
 async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: NodeApplication) -> None:
     incarnation = nodes.status()["incarnation"]
-    load = Load(nodes, "head", front_ends(nodes, HEAD))
+    load = Load(nodes, "head", entrances(nodes, HEAD))
     await load.run(60, 6.0, killing(nodes, HEAD))
     assert {one.end for one in load.ended} == {ANSWERED}
     # A replica that dies now has no successor, and the rest serves.
     await asyncio.to_thread(nodes.kill_replica, "short-demo")
-    without = Load(nodes, "without", front_ends(nodes, HEAD))
+    without = Load(nodes, "without", entrances(nodes, HEAD))
     await without.run(60, 12.0, nothing)
     assert {one.end for one in without.ended} == {ANSWERED}
     assert len(nodes.nodes_of("short-demo")) == 1
@@ -218,7 +216,7 @@ async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: Nod
     await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a replica in place of the dead one")
     # Nobody has replaced the scheduler: it was never away.
     assert nodes.status()["incarnation"] == incarnation
-    later = Load(nodes, "with", front_ends(nodes))
+    later = Load(nodes, "with", entrances(nodes))
     await later.run(12, 1.0, nothing)
     assert {one.end for one in later.ended} == {ANSWERED}
 
@@ -231,7 +229,7 @@ async def test_the_head_ends_with_its_control_service_and_its_successor_finds_al
     async def strike() -> None:
         nodes.cluster.kill_control_service()
 
-    load = Load(nodes, "control", front_ends(nodes, HEAD))
+    load = Load(nodes, "control", entrances(nodes, HEAD))
     await load.run(40, 4.0, strike)
     assert {one.end for one in load.ended} == {ANSWERED}
     head = nodes.cluster.nodes[HEAD]

@@ -68,8 +68,8 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
         (
             {"proxy_location": "Disabled", "http_options": {"request_timeout_s": 5}},
             (
-                "http_options.request_timeout_s needs a front end: set proxy_location to HeadOnly instead of "
-                "Disabled, or leave the limit to the queue's timeouts"
+                "http_options.request_timeout_s needs a proxy of Ray Serve: set proxy_location to HeadOnly "
+                "instead of Disabled, or leave the limit to the queue's timeouts"
             ),
         ),
         ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),

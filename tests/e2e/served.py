@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
 from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_file import NO_FRONT_END
+from serve_app.checking.serve_file import NO_PROXY
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Of its HTTP front end."""
+        """Of its gateways."""
         return self.application.url
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
@@ -148,7 +148,7 @@ def serve(
     args: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
-    proxy_location: str = NO_FRONT_END,
+    proxy_location: str = NO_PROXY,
 ) -> Iterator[Served]:
     """Serve an application with these settings, and end every process of it afterwards."""
     with served_application(
@@ -157,11 +157,9 @@ def serve(
         yield Served(application)
 
 
-def serve_config_of(
-    served: Served, args: Mapping[str, Any], proxy_location: str = NO_FRONT_END
-) -> dict[str, Any]:
+def serve_config_of(served: Served, args: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that gives a running application these arguments."""
-    return _config(args, int(served.url.rsplit(":", 1)[1]), proxy_location)
+    return _config(args, int(served.url.rsplit(":", 1)[1]), NO_PROXY)
 
 
 def _config(args: Mapping[str, Any], port: int, proxy_location: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Logs and traces of a served application: JSON lines with who has called, through the real front end."""
+"""Logs and traces of a served application: JSON lines with who has called, through the real port."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The official OpenAI SDK against the whole application: HTTP front end, gateway, scheduler, replicas."""
+"""The official OpenAI SDK against the whole application: gateway, scheduler, replicas."""
 
 import asyncio
 import time
@@ -133,7 +133,7 @@ async def test_a_malformed_body_is_refused_by_the_gateway(app: Served) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_large_header_and_a_large_body_pass_the_front_end(app: Served) -> None:
+async def test_a_large_header_and_a_large_body_pass(app: Served) -> None:
     body = {"model": "unknown", "messages": [{"role": "user", "content": "x" * 8_000_000}]}
     async with httpx.AsyncClient(timeout=30) as http:
         answer = await http.post(

@@ -75,21 +75,16 @@ async def test_other_settings_replace_only_what_cannot_take_them_and_nobody_noti
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("front", ["HeadOnly", "Disabled"])
-async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_request_at_once(
-    front: str,
-) -> None:
-    """Behind HAProxy, its old process, which knows the old gateways only, still holds these connections."""
+async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_request_at_once() -> None:
     pool = changed_args(POOL, {"engine.emulated.max_model_len": 16_384})
     args = changed_args(ARGS, {"models.0.pools": [pool], "gateways.replicas": 2})
-    with serve(args, proxy_location=front) as app:
+    with serve(args) as app:
         users = [asyncio.create_task(ask_again_after(app, f"user-{number}", 7_500)) for number in range(8)]
         await asyncio.sleep(1)
         replaced = changed_args(args, {"gateway.advanced.upstream.connect_timeout_s": 4.0})
-        await asyncio.to_thread(redeploy, app.application, serve_config_of(app, replaced, front))
+        await asyncio.to_thread(redeploy, app.application, serve_config_of(app, replaced))
         found = await asyncio.gather(*users)
     assert {end for ends, _ in found for end in ends} == {(ENDS[0], "")}
-    # HAProxy waits for a second before it tries another server.
     assert statistics.median(took_s for _, took_s in found) < 0.9
 
 

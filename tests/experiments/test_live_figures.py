@@ -35,7 +35,6 @@ def test_places_before_the_late_user_are_told_from_those_that_the_engine_had_alr
 @pytest.mark.parametrize(
     ("name", "title", "role"),
     [
-        ("haproxy", "haproxy", "haproxy"),
         ("ray::ServeRepl", "ray::ServeReplica:app:gateway", "gateway"),
         ("ray::ServeRepl", "ray::ServeReplica:app:scheduler-m", "scheduler"),
         ("ray::ServeRepl", "ray::ServeReplica:app:tuner-m", "tuner"),

@@ -20,8 +20,6 @@ from serve_app.launch.environment import is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
-# What HAProxy and Ray Serve listen on unless they are told otherwise.
-USUAL_PORTS = (9101, 8404, 8500, 9500)
 
 
 class Terminal:

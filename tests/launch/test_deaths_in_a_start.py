@@ -14,7 +14,6 @@ from ray.serve.schema import (
 )
 
 from serve_app.errors import ServeAppError
-from serve_app.launch.background import InBackground
 from serve_app.launch.cluster import Cluster
 from serve_app.launch.messages import HostJob
 
@@ -54,15 +53,12 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr("serve_app.launch.cluster._has_controller", lambda: True)
+def cluster(tmp_path: Path) -> Cluster:
     content = {"applications": [{"name": "app", "import_path": "serve_app.app:build_app"}]}
     job = HostJob(
         config="c", folder=str(tmp_path), url="http://127.0.0.1:1", engines={"short-demo": "emulated"}
     )
-    cluster = Cluster(job, content)
-    cluster._serve_starts = InBackground(lambda: None)
-    return cluster
+    return Cluster(job, content)
 
 
 def test_a_process_that_was_killed_in_its_start_is_waited_for(cluster: Cluster, tell: Tell) -> None:

@@ -52,19 +52,13 @@ Ray's own 30 s would cut what the application still lets go on.
 
 {{/* The environment of `ray start` on every node: serve_app/launch/serve.env, and Ray's own limit for drains. */}}
 {{- define "ewsjf.environment" -}}
-- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
-- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
-- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ max 1800 (add (include "ewsjf.nodeDrain" . | int) 60) | quote }}}
-- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "10"}
-- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "86400"}
-- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: "conn-failure\n    timeout http-request 30s\n    option forwardfor\n    option dontlog-normal"}
-- {name: RAY_SERVE_HAPROXY_INGRESS_RETRY_ON, value: conn-failure}
-- {name: RAY_SERVE_HAPROXY_METRICS_ENABLED, value: "0"}
-- {name: RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER, value: "5s\n    use-server newest if { stopping }\n    server newest 0.0.0.0 weight 0\n    default-server inter 5s"}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
-- {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}
-- {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "1000"}
+- {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_raylet_start_wait_time_s, value: "120"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.2"}
+- {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "1000"}
 - {name: RAY_event_stats, value: "0"}
 - {name: RAY_object_manager_timer_freq_ms, value: "1000"}
 - {name: RAY_local_fs_monitor_interval_ms, value: "5000"}
@@ -74,10 +68,6 @@ Ray's own 30 s would cut what the application still lets go on.
 - {name: EVENT_AGENT_REPORT_INTERVAL_SECONDS, value: "5"}
 - {name: RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS, value: "5"}
 - {name: REPORTER_UPDATE_INTERVAL_MS, value: "15000"}
-- {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
-- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- {name: RAY_worker_niceness, value: "0"}
-- {name: RAY_raylet_start_wait_time_s, value: "120"}
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "ewsjf.nodeDrain" . | quote }}}
 {{- with .Values.environment }}
 {{ toYaml . }}

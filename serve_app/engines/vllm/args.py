@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from serve_app.engines.vllm.library import actions_of
 from serve_app.errors import SettingsError
 
 # Defaults, which the settings override.
@@ -63,8 +64,7 @@ def parse_arguments(
         raise SettingsError(f"{parser.prog} refuses its arguments: {message}")
 
     parser.error = refuse  # type: ignore[method-assign]
-    # argparse has no public list of its arguments.
-    actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
+    actions = actions_of(parser)
     words = list(fixed)
     for name, value in {**DEFAULT_ARGS, **arguments}.items():
         if name not in actions:

@@ -5,6 +5,7 @@ an engine starts or its arguments are checked, never when this module is importe
 between releases; `_HOMES` states where each name is in the supported ones.
 """
 
+import argparse
 import functools
 import importlib
 import importlib.util
@@ -67,6 +68,11 @@ def version() -> str:
     if not SUPPORTED_FROM <= module.__version_tuple__[:2] < SUPPORTED_BELOW:
         raise EngineError(f"vLLM {module.__version__} is not supported: install {_supported()}")
     return str(module.__version__)
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the arguments of vLLM's parser by name. argparse has no public list of them."""
+    return {action.dest: action for action in parser._actions}  # noqa: SLF001
 
 
 def _supported() -> str:

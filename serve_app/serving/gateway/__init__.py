@@ -3,7 +3,7 @@
 It parses just enough of a request to have it scheduled, sends the raw body to the granted replica's own port
 and passes the raw answer back. Read `app` (routes), `request.reader` (a body becomes a submission and a job),
 `forward` (the life of a job), then `upstream` (HTTP to a replica), `answer` (what passes on the way back) and
-`front` (connections from HAProxy).
+`listener` (the gateway's own port).
 """
 
 from serve_app.serving.gateway.app import Gateway

@@ -15,17 +15,16 @@ from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
+from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
 from serve_app.serving.gateway.answer.client_api import send_refusal
-from serve_app.serving.gateway.answer.client_stream import StallWatch, exchange_of
-from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     MethodRefused,
     RequestRefused,
     encode,
     send_body,
     send_json,
+    stopping,
 )
-from serve_app.serving.gateway.answer.scheduler_refusal import stopping
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
@@ -250,7 +249,7 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path(scope)
-        timed = self._stalls.watching(send, exchange_of(scope))
+        timed = self._stalls.watching(scope, receive, send)
         incoming = self._reader.incoming(scope, receive, timed, path, monotonic())
         timed.request_id = incoming.client_request_id.encode()
         try:

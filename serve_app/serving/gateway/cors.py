@@ -10,8 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRefused
 from serve_app.settings_base import settings
 
 ANY_ORIGIN = "*"

@@ -1,9 +1,7 @@
-"""The gateway as a Ray Serve deployment: the application's ingress, with or without a front end of Serve's.
+"""The gateway as a Ray Serve deployment: the application's ingress.
 
-- With HAProxy requests come by connections of our own, see `front`. When the replica is to stop, Serve waits
-  for the open requests before it calls `__del__`.
-- With `proxy_location: Disabled` the gateway listens itself, see `front.own_port`; `__del__` waits for them.
-- With Serve's proxy in Python, Serve hands every request to the ASGI app.
+With `proxy_location: Disabled` the gateway listens on the application's address itself (`listener`), and
+`__del__` waits for its open requests. Otherwise the proxies of Ray Serve pass requests to the same ASGI app.
 """
 
 import asyncio
@@ -17,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.engine import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import SettingsError
+from serve_app.serving._ray import served_address
 from serve_app.serving.autoscaling import CPU_CORES
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
@@ -24,9 +23,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.endpoint_admin import PoolWatcher
-from serve_app.serving.gateway.front.connection import serve_front_end
-from serve_app.serving.gateway.front.of_serve import front_of_serve
-from serve_app.serving.gateway.front.own_port import OwnPort
+from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
 from serve_app.serving.memory import keep_memory
 
@@ -34,8 +31,6 @@ logger = logging.getLogger("ray.serve")
 
 _REQUEST_ID = b"x-request-id"
 _LOOPBACK = "127.0.0.1"
-# Between the end of what is cut and that of the process.
-_STOP_MARGIN_S = 2.0
 
 
 class GatewayDeployment:
@@ -47,26 +42,30 @@ class GatewayDeployment:
         schedulers: the handle of each model's scheduler, by the model's name.
         names: the model that each name belongs to, aliases included.
         endpoints: the watcher of each pool of endpoints, by model and pool.
+        drain_timeout_s: how long open responses may go on when it stops.
+        deregister_s: how long it serves on before that, see `GatewayListener.stop`.
         others: handles of pools and tuners, which keep these in the same application.
 
     Raises:
-        SettingsError: everybody who reaches this machine would be let in, or Serve is asked for a front end's
-            work and for none.
+        SettingsError: everybody who reaches this machine would be let in, or `http_options` cannot be served.
         PortError: it cannot listen on the application's address.
     """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+    # Serve awaits it, which mypy cannot know, and passes what `app` binds.
+    async def __init__(  # type: ignore[misc]  # noqa: PLR0913, PLR0917
         self,
         settings: GatewaySettings,
         channel: ChannelSettings,
         schedulers: Mapping[str, DeploymentHandle[Any]],
         names: Mapping[str, str],
         endpoints: Mapping[str, Mapping[str, DeploymentHandle[Any]]],
+        drain_timeout_s: float,
+        deregister_s: float,
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
         # Asking the controller blocks.
-        front = await asyncio.to_thread(front_of_serve)
-        settings.check_exposure(front.options.host or _LOOPBACK)
+        address = await asyncio.to_thread(served_address)
+        settings.check_exposure(address.options.host or _LOOPBACK)
         gateway_id = serve.get_replica_context().replica_id.unique_id
         self._clients = {
             model: GatewayClient(gateway_id, locator(handle, Role.GATEWAY), channel)
@@ -82,16 +81,17 @@ class GatewayDeployment:
         self._gateway = Gateway(settings, dispatchers, gateway_id, self._clients, channel.tls, watchers)
         for client in self._clients.values():
             client.start()
-        self._drain_s = front.drain_s
-        self._own_port: OwnPort | None = None
-        if front.route is not None:
-            self._own_port = OwnPort(self._gateway, front.options, front.route, front.application)
-            await self._own_port.start()
+        self._stop_times = drain_timeout_s, deregister_s
+        self._listener: GatewayListener | None = None
+        if not address.has_proxy:
+            self._listener = GatewayListener(
+                self._gateway, address.options, address.route, address.application
+            )
+            await self._listener.start()
         keep_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve serves; called once, after the constructor."""
-        serve_front_end(self._gateway)
         return without_request_id(self._gateway)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -121,14 +121,13 @@ class GatewayDeployment:
         return await self._gateway.drain(drain_s, retry_after_s)
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` when its own port takes no requests."""
-        if self._own_port is not None:
-            self._own_port.check_health()
+        """Raise `ServerEndedError` when its own port accepts no connections."""
+        if self._listener is not None:
+            self._listener.check_health()
 
     async def __del__(self) -> None:
-        if (port := getattr(self, "_own_port", None)) is not None:
-            # Serve ends the process when the time is over.
-            await port.stop(max(0.0, self._drain_s - _STOP_MARGIN_S))
+        if (listener := getattr(self, "_listener", None)) is not None:
+            await listener.stop(*self._stop_times)
         for client in getattr(self, "_clients", {}).values():
             await client.close()
         if (gateway := getattr(self, "_gateway", None)) is not None:

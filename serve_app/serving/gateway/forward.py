@@ -24,29 +24,29 @@ from serve_app.request import Usage
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.assembly import AnswerAssembly
+from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.client_api import send_refusal
-from serve_app.serving.gateway.answer.disconnect import ClientGone
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
-from serve_app.serving.gateway.answer.passing import StreamPassing
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
     RequestRefused,
+    as_refusal,
     send_body,
+    stopping,
 )
-from serve_app.serving.gateway.answer.scheduler_refusal import as_refusal, stopping
-from serve_app.serving.gateway.answer.sse import StreamScanner
-from serve_app.serving.gateway.answer.stream_events import (
+from serve_app.serving.gateway.answer.stream import (
+    StreamPassing,
+    StreamScanner,
+    counts_of,
     engine_failure,
     first_events,
     next_events,
     stream_outcome,
 )
-from serve_app.serving.gateway.answer.usage import counts_of
-from serve_app.serving.gateway.answer.waiting.queue_updates import QueueUpdates, Telling
-from serve_app.serving.gateway.answer.waiting.queued_comments import QueuedComments
+from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates, Telling
 from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.request.headers import RECEIPT_HEADER, describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob

@@ -29,7 +29,6 @@ import msgspec
 
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.metrics.record import RequestRecord
-from serve_app.serving.gateway.answer.client_stream import exchange_of
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
@@ -139,30 +138,21 @@ def _status(concluded: ConcludedRequest) -> int:
 
 
 def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
-    """Who has connected, and what it says of those before it; empty where nothing is known.
-
-    HAProxy adds who has connected to it at the end of `x-forwarded-for`; where it stands in front, it alone
-    connects to a gateway that serves connections itself. All that stands before is only said.
-    """
+    """Return the peer's address, and what it claims in `x-forwarded-for`; empty where nothing is known."""
     scope = incoming.scope
     peer = scope.get("client")
     address = str(peer[0]) if peer else ""
     if b"x-forwarded-for" not in incoming.headers:
         return address, ""
-    said = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
-    exchange = exchange_of(scope)
-    behind_front_end = exchange is not None and not exchange.peer_is_client
-    return _told_apart(said, "" if behind_front_end else address)
+    claimed = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
+    return address, _joined(claimed)
 
 
 # Most requests come from few places.
 @lru_cache(maxsize=1024)
-def _told_apart(said: bytes, address: str) -> tuple[str, str]:
-    """The last address as that of the client, unless another is known."""
-    places = [part.strip() for part in said.decode("latin-1").split(",") if part.strip()]
-    if places and not address:
-        address = places.pop()
-    return _fit(address), _fit(",".join(places))
+def _joined(claimed: bytes) -> str:
+    places = [part.strip() for part in claimed.decode("latin-1").split(",")]
+    return _fit(",".join(filter(None, places)))
 
 
 def _fit(address: str) -> str:

@@ -1,15 +1,10 @@
 """The HTTP server of a replica's engine, on a port of its own."""
 
-import ssl
-from collections.abc import Callable
 from typing import Annotated
-
-import uvicorn
 
 from serve_app.engines.engine import ASGIApp
 from serve_app.errors import EngineError
-from serve_app.serving.http_heads import LimitedHeads
-from serve_app.serving.http_server import HttpServer, ServerEndedError
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerEndedError
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
 from serve_app.settings_base import INTERNAL, at_least, between, settings
@@ -46,20 +41,17 @@ class ReplicaServer:
         self.host = host
         self.port = 0
         self._settings = settings
-        config = uvicorn.Config(
+        # Gateways read no date, and write their own.
+        self._server = HttpServer(
+            "the replica",
             app,
-            http=LimitedHeads,
-            ws="none",
-            lifespan="off",
-            timeout_keep_alive=settings.keep_alive_s,
-            backlog=settings.backlog,
-            access_log=False,
-            log_config=None,
-            date_header=False,
-            server_header=False,
-            ssl_context_factory=None if tls is None else _context_factory(Tls(tls)),
+            HttpServerOptions(
+                idle_s=settings.keep_alive_s,
+                dated=False,
+                tls=None if tls is None else Tls(tls).server,
+                backlog=settings.backlog,
+            ),
         )
-        self._server = HttpServer("the replica", config)
 
     def __repr__(self) -> str:
         return f"ReplicaServer({self.host}:{self.port}, connections={self._server.connections})"
@@ -75,7 +67,7 @@ class ReplicaServer:
             sock = listening_socket(self.host, settings.port, settings.ports, settings.backlog)
             self.port = sock.getsockname()[1]
             await self._server.start(sock)
-        except (PortError, ServerEndedError) as exc:
+        except PortError as exc:
             raise EngineError(str(exc)) from exc
 
     def check_health(self) -> None:
@@ -88,7 +80,3 @@ class ReplicaServer:
     async def stop(self, grace_s: float) -> None:
         """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
         await self._server.stop(grace_s)
-
-
-def _context_factory(tls: Tls) -> Callable[..., ssl.SSLContext]:
-    return lambda *_: tls.server

@@ -8,10 +8,7 @@ cluster is left either.
 from dataclasses import dataclass
 from typing import Protocol
 
-# Private by its name, yet the one atomic operation that Ray offers without an actor of its own.
-from ray.experimental import internal_kv
-
-_NAMESPACE = "ewsjf-serve"
+from serve_app.serving import _ray
 
 
 class ClaimStore(Protocol):
@@ -31,13 +28,11 @@ class GcsClaimStore:
 
     def make(self, key: str) -> bool:
         """Make the key; False when it exists already."""
-        existed = internal_kv._internal_kv_put(key, b"claimed", overwrite=False, namespace=_NAMESPACE)  # noqa: SLF001 - see the import
-        return not existed
+        return _ray.make_key(key)
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that begin so."""
-        found = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)  # noqa: SLF001 - see the import
-        return [key.decode() for key in found]
+        return _ray.keys_with(prefix)
 
 
 @dataclass(frozen=True, slots=True)

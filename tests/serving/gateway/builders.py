@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
@@ -17,32 +16,14 @@ from serve_app.scheduling.commands import Dispatch
 from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.gateway.front.connection import FrontEndConnection
 from tests.http_server import listening
 
 MODEL = "tiny"
 TOKEN = "secret-of-the-replica"
 
 
-class OnlyGateway:
-    """As behind HAProxy: whatever comes is for the gateway."""
-
-    def prefix_of(self, path: str) -> str | None:
-        return ""
-
-
-class InFront(FrontEndConnection):
-    """A connection to a gateway, as in production but for Serve."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.ingress = OnlyGateway()
-
-
 def serving(app: ASGIApp, port: int = 0) -> contextlib.AbstractAsyncContextManager[int]:
-    """Serve an engine, or a gateway by connections of its own; yields the port."""
-    if isinstance(app, Gateway):
-        return listening(app, port, partial(InFront, app))
+    """Serve an engine or a gateway; yields the port."""
     return listening(app, port)
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from serve_app.serving.gateway import Gateway
-from tests.http_server import listening
+from tests.http_server import as_plain_asgi
 
 from .builders import Engine, FakeDispatcher, gateway, serving
 
@@ -28,7 +28,7 @@ class Stage:
 
 @pytest.fixture
 def served_as_asgi() -> bool:
-    """Whether the gateway is served as any ASGI app, as without HAProxy."""
+    """Whether the gateway is served as behind another ASGI server."""
     return False
 
 
@@ -46,7 +46,7 @@ async def stage(served_as_asgi: bool) -> AsyncIterator[Stage]:
 async def staged(
     engine: Engine, dispatcher: FakeDispatcher, app: Gateway, *, served_as_asgi: bool = False
 ) -> AsyncIterator[Stage]:
-    async with listening(app) if served_as_asgi else serving(app) as port:
+    async with serving(as_plain_asgi(app) if served_as_asgi else app) as port:
         url = f"http://127.0.0.1:{port}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=10) as http,

@@ -50,7 +50,7 @@ async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:
     async def unused(_: str = "") -> dict[str, object]:
         raise AssertionError
 
-    views = {"a": Answers(queue=unused, status=status, freeze=unused)}  # type: ignore[arg-type]
+    views = {"a": Answers(queue=unused, status=status, freeze=unused)}
     settings = GatewaySettings(
         models=(ServedModel(name="a"),), keys=(ApiKey(tenant="o", key="k", admin=True),)
     )
@@ -96,7 +96,7 @@ async def test_a_page_of_somebody_else_cannot_freeze_the_tuner_of_a_laptop() -> 
     async def frozen(_: str = "") -> dict[str, object]:
         raise AssertionError
 
-    views = {"a": Answers(queue=frozen, status=frozen, freeze=frozen)}  # type: ignore[arg-type]
+    views = {"a": Answers(queue=frozen, status=frozen, freeze=frozen)}
     app = Gateway(GatewaySettings(models=(ServedModel(name="a"),)), {"a": FakeDispatcher([])}, "gw", views)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
         answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})

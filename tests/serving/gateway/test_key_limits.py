@@ -14,7 +14,7 @@ from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.rate_limit_headers import duration
+from serve_app.serving.gateway.answer.responses import duration
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
 from tests.test_api_keys import record
 

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.waiting.queue_updates import ASK_AFTER_S
+from serve_app.serving.gateway.answer.waiting import ASK_AFTER_S
 
 from .builders import (
     Answer,

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from serve_app.errors import Outcome
-from serve_app.serving.http_heads import LimitedHeads
+from serve_app.serving import http_server
 
 from .builders import Engine, FakeDispatcher, chat, error_json, eventually, gateway, refusal, replies, serving
 from .conftest import Stage, staged
@@ -49,7 +49,8 @@ async def test_a_long_body_that_comes_at_a_fair_rate_is_taken() -> None:
 
 
 async def test_a_head_that_does_not_end_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LimitedHeads, "head_timeout_s", 0.5)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
     for sent, answers in (
         (b"", 0),
         (b"GET /health HTTP/1.1\r\nhost: x\r\na: b", 0),

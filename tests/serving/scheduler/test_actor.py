@@ -107,7 +107,8 @@ async def test_other_settings_begin_a_new_incarnation_that_gets_all_requests(
     await actor.reconfigure({"max_waiting": 5})
     assert (await actor.endpoint("gateway")).incarnation == 2
     await until(lambda: actor._live is not None and len(actor._live.core) == 1)
-    assert actor._live.status()["waiting"] == {"default": 1}
+    assert (live := actor._live) is not None
+    assert live.status()["waiting"] == {"default": 1}
     assert not task.done()
     assert cluster.deaths == 0
     await gateway.close()

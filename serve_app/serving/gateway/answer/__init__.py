@@ -1,7 +1,7 @@
-"""The way of an engine's answer to the client.
+"""The way of an engine's response to the client.
 
-`engine_answer` decides whether an answer may pass or the request is retried, `engine_error` brings errors
-into OpenAI's shape, `sse` watches streams, `passing` passes them on while they arrive, `usage` reads token
-counts, `responses` writes the gateway's own errors, `disconnect` notices clients that leave, `client_stream`
-those that stop reading, and `assembly` makes one answer of a stream.
+`engine_answer` decides whether a response may pass or the request is retried, `stream` scans and passes on
+event streams, `assembly` makes one response of a stream, `client_api` and `responses` write errors in the API
+of the client, `client` sends with a time limit and notices clients that leave, `waiting` writes to streams
+that wait.
 """

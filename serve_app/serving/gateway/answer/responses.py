@@ -1,4 +1,8 @@
-"""Answers that the gateway writes itself: errors in OpenAI's shape, and small JSON documents."""
+"""Responses that the gateway writes itself: errors in OpenAI's shape, refusals, and small JSON documents.
+
+Refusals by the scheduler or by a server that stops become errors here, with `Retry-After` and the headers of
+rate limits under OpenAI's names.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +10,45 @@ from dataclasses import dataclass
 import msgspec
 
 from serve_app.engines.engine import Send
-from serve_app.errors import HTTP_STATUS, Outcome, ServeAppError
-from serve_app.rate_limits import RateLimitStatus
-from serve_app.serving.gateway.answer.rate_limit_headers import rate_limit_headers
+from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
+from serve_app.rate_limits import LimitStatus, RateLimitStatus
+from serve_app.serving.gateway.answer.engine_answer import TooLongError
+from serve_app.serving.gateway.upstream.response import UpstreamError
+
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{figure}-{unit}"
+    for unit in ("requests", "tokens")
+    for figure in ("limit", "remaining", "reset")
+)
+
+
+def rate_limit_headers(status: RateLimitStatus | None) -> list[tuple[bytes, bytes]]:
+    """Three headers for each limit per minute that the key has."""
+    if status is None:
+        return []
+    return [*_of(b"requests", status.requests), *_of(b"tokens", status.tokens)]
+
+
+def _of(unit: bytes, status: LimitStatus | None) -> list[tuple[bytes, bytes]]:
+    if status is None:
+        return []
+    return [
+        (b"x-ratelimit-limit-" + unit, b"%d" % status.limit),
+        (b"x-ratelimit-remaining-" + unit, b"%d" % status.remaining),
+        (b"x-ratelimit-reset-" + unit, duration(status.reset_s)),
+    ]
+
+
+def duration(seconds: float) -> bytes:
+    """A time as OpenAI writes it: `250ms`, `12.5s`, `1m0.5s`; rounded up to a tenth of a second."""
+    if seconds <= 0:
+        return b"0s"
+    if seconds < 1:
+        return b"%dms" % math.ceil(seconds * 1000)
+    minutes, rest = divmod(math.ceil(round(seconds * 10, 6)), 600)
+    text = f"{rest / 10:g}s".encode()
+    return b"%dm" % minutes + text if minutes else text
+
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -161,3 +201,29 @@ async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -
 def encode(document: object) -> bytes:
     """A small document as JSON."""
     return _encoder.encode(document)
+
+
+def stopping(retry_after_s: float) -> RequestRefused:
+    """What a request hears that comes, or still waits, when the application stops."""
+    return RequestRefused(
+        Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
+    )
+
+
+def as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:
+    """The scheduler's refusal for the client; the engine's own words where it found the request too long."""
+    message, param = refusal.message, None
+    if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
+        message, param = failure.message, failure.param
+    elif refusal.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE:
+        param = "previous_response_id"
+    elif not message and failure is not None:
+        message = str(failure)
+    found = RequestRefused(
+        refusal.outcome,
+        message or f"the request was refused: {refusal.outcome}",
+        param=param,
+        retry_after_s=refusal.retry_after_s,
+    )
+    found.rate_limits = refusal.rate_limits
+    return found

@@ -9,7 +9,7 @@ A line of the tables at the end says of a scheduled endpoint:
 Models that score, rank, pool or transcribe read their input in pieces of limited length, each a sequence of
 its own in the engine. For them the bytes of the body say enough (`ByteEstimate`).
 
-Token counts are read of all answers in one way (`answer.usage`). Others cost an engine next to nothing and go
+Token counts are read of all answers in one way (`answer.stream`). Others cost an engine next to nothing and go
 to any replica: of them only the model is read.
 """
 
@@ -26,7 +26,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PromptShape, RequestSpec
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.answer.sse import Announcements
+from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.request.fields import (
     BodyFields,
     ChatFields,

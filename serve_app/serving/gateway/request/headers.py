@@ -8,9 +8,13 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway.answer.rate_limit_headers import RATE_LIMIT_HEADERS, rate_limit_headers
-from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
-from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
+from serve_app.serving.gateway.answer.responses import (
+    RATE_LIMIT_HEADERS,
+    HeaderList,
+    RequestRefused,
+    rate_limit_headers,
+)
+from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"

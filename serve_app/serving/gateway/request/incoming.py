@@ -15,12 +15,11 @@ from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome
 from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
+from serve_app.serving.gateway.answer.client import ClientStream, DisconnectWatch
 from serve_app.serving.gateway.answer.client_api import ClientApi
-from serve_app.serving.gateway.answer.client_stream import ClientStream, exchange_of
-from serve_app.serving.gateway.answer.disconnect import DisconnectWatch
 from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
-from serve_app.serving.gateway.answer.sse import Announcements
-from serve_app.serving.gateway.answer.waiting.queue_updates import QueueForm
+from serve_app.serving.gateway.answer.stream import Announcements
+from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.body import HeldBody
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace
 
@@ -64,7 +63,7 @@ class IncomingRequest(msgspec.Struct, frozen=True):
 
     def watch(self) -> DisconnectWatch:
         """A watch for the client's end, to be entered once the body has been read."""
-        return DisconnectWatch(self.receive, exchange_of(self.scope))
+        return DisconnectWatch(self.send.exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

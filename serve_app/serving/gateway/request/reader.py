@@ -11,8 +11,7 @@ from time import monotonic
 from serve_app.engines.engine import Receive, Scope
 from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
-from serve_app.serving.gateway.answer.client_stream import ClientStream
-from serve_app.serving.gateway.answer.disconnect import ClientGone
+from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.request import headers as heads

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway.answer.usage import usage_of
+from serve_app.serving.gateway.answer.stream import usage_of
 from serve_app.serving.gateway.request.headers import engine_head
 from serve_app.serving.gateway.stored.holders import AnsweredResponse, answered_response
 from serve_app.serving.gateway.upstream.pool import UpstreamPool

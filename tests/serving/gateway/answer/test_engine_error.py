@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from serve_app.serving.gateway.answer.engine_error import in_openai_shape
+from serve_app.serving.gateway.answer.client_api import in_openai_shape
 from tests.serving.gateway.builders import MODEL, chat, error_json, replies
 from tests.serving.gateway.conftest import Stage
 

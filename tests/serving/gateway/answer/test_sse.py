@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.request import Usage
-from serve_app.serving.gateway.answer import sse
-from serve_app.serving.gateway.answer.sse import Announcements, StreamScanner
+from serve_app.serving.gateway.answer import stream as sse
+from serve_app.serving.gateway.answer.stream import Announcements, StreamScanner
 
 BEGINNING = Announcements("response.created", "response.in_progress")
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.engines.engine import Message
 from serve_app.serving.gateway import GatewaySettings, ServedModel
-from serve_app.serving.gateway.answer.client_stream import ClientStream, StallWatch
+from serve_app.serving.gateway.answer.client import AsgiExchange, ClientStream, StallWatch
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, _collect
 from serve_app.serving.gateway.request.served_models import ServedModels
@@ -42,7 +42,8 @@ def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
         return {"type": "http.request", "body": next(left), "more_body": next(count) < len(sent)}
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    return reader, reader.incoming(scope, receive, ClientStream(unused, StallWatch(1.0), None), CHAT, 0.0)
+    client = ClientStream(unused, StallWatch(1.0), AsgiExchange(receive, unused))
+    return reader, reader.incoming(scope, receive, client, CHAT, 0.0)
 
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:

@@ -1,25 +1,18 @@
-"""Connections from HAProxy, over real sockets."""
+"""Connections to a gateway, over real sockets."""
 
 import asyncio
 import json
-import socket
-from functools import partial
 from typing import Any
 
 import pytest
-from ray.serve._private.http_util import RequestIdMiddleware
-from ray.serve.config import HTTPOptions
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.front.ingress import ServeIngress, ingress_of
-from tests.http_server import listening
+from serve_app.serving import http_server
 
 from .builders import (
     Engine,
     FakeDispatcher,
-    InFront,
     chat,
     eventually,
     gateway,
@@ -30,27 +23,6 @@ from .builders import (
 from .conftest import Stage, staged
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-async def test_an_idle_connection_stays_open_and_its_peer_is_watched() -> None:
-    app = gateway(FakeDispatcher([]))
-    made: list[socket.socket] = []
-
-    class Watched(InFront):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            made.append(transport.get_extra_info("socket"))
-
-    async with listening(app, protocol=partial(Watched, app), keep_alive_s=0) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(2):
-            writer.write(ASKED)
-            async with asyncio.timeout(10):
-                await reader.readuntil(b'{"status":"ok"}')
-            await asyncio.sleep(0.1)
-        assert len(made) == 1
-        assert made[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        writer.close()
 
 
 async def raw(port: int, *requests: bytes) -> bytes:
@@ -159,7 +131,8 @@ async def test_a_tunnel_is_refused(stage: Stage) -> None:
 async def test_a_refused_request_whose_body_does_not_come_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.serving.gateway.front.connection._REST_OF_BODY_S", 0.3)
+    monkeypatch.setattr(http_server, "REST_OF_BODY_S", 0.3)
+    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
     async with serving(gateway(FakeDispatcher([]))) as port:
         answer = await raw(port, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
         assert answer.startswith(b"HTTP/1.1 404 ")
@@ -214,36 +187,3 @@ async def test_a_slow_reader_gets_every_piece_in_order() -> None:
     assert found == list(range(1_500))
     assert b"data: [DONE]\n\n" in answer
     assert dispatcher.outcomes() == [Outcome.COMPLETED]
-
-
-def test_what_serve_asks_of_its_replica_is_not_for_the_gateway() -> None:
-    class Replica:
-        _route_prefix = "/llm"
-
-    found = ServeIngress(Replica())
-    assert found.prefix_of("/-/healthz") is None
-    assert found.prefix_of("/other") is None
-    assert found.prefix_of("/llmx/v1") is None
-    assert found.prefix_of("/llm/v1/models") == "/llm"
-    Replica._route_prefix = "/"
-    assert found.prefix_of("/v1/models") == ""
-
-
-@pytest.mark.parametrize("asked_for", ["middleware", "time limit", "nothing"])
-def test_what_operators_ask_of_serve_goes_through_it(asked_for: str) -> None:
-    class Replica:
-        _route_prefix = "/"
-        _http_options = HTTPOptions(request_timeout_s=5.0 if asked_for == "time limit" else None)
-
-        async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-            """As `_direct_ingress_asgi`."""
-
-    class Middleware:
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-    app: Any = RequestIdMiddleware(Replica().serve)
-    if asked_for == "middleware":
-        app = Middleware(app)
-    found = ingress_of(ProxyHeadersMiddleware(app))
-    assert (found is not None) is (asked_for == "nothing")

@@ -16,9 +16,10 @@ from ray.serve.config import HTTPOptions
 
 from experiments.common.application import free_port
 from serve_app.errors import SettingsError
+from serve_app.serving import http_server
 from serve_app.serving.gateway import Gateway
-from serve_app.serving.gateway.front import own_port
-from serve_app.serving.gateway.front.own_port import ClientConnection, OwnPort
+from serve_app.serving.gateway import listener as gateway_listener
+from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.http_server import ServerEndedError
 from serve_app.serving.listening import PortError
 from serve_app.serving.tls import TlsSettings
@@ -34,7 +35,7 @@ ANSWER = b'{"status":"ok"}'
 @asynccontextmanager
 async def opened(
     app: Gateway, route: str = "/", *, keep_alive_s: int = 60, certificate: TlsSettings | None = None
-) -> AsyncIterator[tuple[OwnPort, int]]:
+) -> AsyncIterator[tuple[GatewayListener, int]]:
     """A port that takes requests for a gateway; yields its number, too."""
     port = free_port()
     options = HTTPOptions(host=HOST, port=port, keep_alive_timeout_s=keep_alive_s)
@@ -42,7 +43,7 @@ async def opened(
         options = HTTPOptions(
             host=HOST, port=port, ssl_keyfile=certificate.key, ssl_certfile=certificate.certificate
         )
-    own = OwnPort(app, options, route, "app")
+    own = GatewayListener(app, options, route, "app")
     await own.start()
     try:
         yield own, port
@@ -51,7 +52,7 @@ async def opened(
 
 
 @asynccontextmanager
-async def before_an_engine(token_delay_s: float) -> AsyncIterator[tuple[OwnPort, int]]:
+async def before_an_engine(token_delay_s: float) -> AsyncIterator[tuple[GatewayListener, int]]:
     """The same, before an engine with so long between two tokens."""
     engine = Engine()
     engine.token_delay_s = token_delay_s
@@ -121,12 +122,12 @@ async def test_nobody_notices_that_one_gateway_follows_another() -> None:
     app = gateway(FakeDispatcher([1]))
     port = free_port()
     clients = Clients(port)
-    last = OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app")
+    last = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
     await last.start()
     asking = [asyncio.create_task(clients.ask_anew()) for _ in range(4)]
     asking += [asyncio.create_task(clients.ask_again()) for _ in range(4)]
     for _ in range(4):
-        successor = OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app")
+        successor = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
         await successor.start()
         await last.stop(10.0)
         last = successor
@@ -188,6 +189,17 @@ async def test_a_connection_is_told_that_it_ends_and_an_idle_one_ends() -> None:
             await ending
 
 
+async def test_a_gateway_that_stops_fails_its_health_page_first_and_serves_meanwhile() -> None:
+    app = gateway(FakeDispatcher([1]))
+    async with opened(app) as (own, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
+        stopping = asyncio.create_task(own.stop(5.0, deregister_s=0.5))
+        await asyncio.sleep(0.1)
+        assert (await http.get("/-/healthz")).status_code == 503
+        served = await http.get("/health")
+        assert (served.status_code, served.headers.get("connection")) == (200, None)
+        await stopping
+
+
 async def test_an_idle_connection_ends_after_its_time_and_a_busy_one_does_not() -> None:
     app = gateway(FakeDispatcher([1]))
     async with opened(app, keep_alive_s=1) as (_, port):
@@ -216,7 +228,8 @@ async def test_answers_bear_the_time_of_day() -> None:
 async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ClientConnection, "head_timeout_s", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
         assert (await raw(port, b"GET /health HTT")).startswith(b"HTTP/1.1 408 ")
@@ -229,7 +242,8 @@ async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(
 async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ClientConnection, "head_timeout_s", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
     body = json.dumps(chat(stream=True, max_tokens=20)).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     async with before_an_engine(0.05) as (_, port):
@@ -239,7 +253,7 @@ async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
 
 
 async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_port, "most_connections", lambda: 2)
+    monkeypatch.setattr(gateway_listener, "most_connections", lambda: 2)
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
         held = [await asyncio.open_connection(HOST, port) for _ in range(2)]
@@ -295,11 +309,11 @@ async def test_an_address_that_somebody_else_has_is_refused_by_name() -> None:
     server = await asyncio.start_server(lambda *_: None, HOST, 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(PortError, match=f"cannot listen on {HOST}:{port}"):
-        await OwnPort(app, HTTPOptions(host=HOST, port=port), "/", "app").start()
+        await GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app").start()
     server.close()
 
 
-def test_what_only_a_front_end_does_is_refused() -> None:
+def test_what_only_a_proxy_does_is_refused() -> None:
     options = HTTPOptions(request_timeout_s=5.0)
-    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a front end: set proxy_location"):
-        OwnPort(gateway(FakeDispatcher([1])), options, "/", "app")
+    with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a proxy of Ray Serve: set"):
+        GatewayListener(gateway(FakeDispatcher([1])), options, "/", "app")

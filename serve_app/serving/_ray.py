@@ -1,0 +1,134 @@
+"""Every private interface of Ray and Ray Serve that this project uses; nothing else touches one.
+
+Each entry states what breaks without it and what to use instead. Checked with Ray 2.60; docs/upgrading.md
+says what to check for another release, and tests/test_private_interfaces.py names each entry.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import ray
+from pydantic import PrivateAttr
+from ray import serve
+from ray.experimental import internal_kv
+from ray.serve import Deployment
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.config import HTTPOptions as HttpOptions
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import ServeDeploySchema
+
+__all__ = ["SERVE_CONTROLLER_NAME", "SERVE_NAMESPACE", "TEMPORARY_FOLDER", "HttpOptions"]
+
+# `SERVE_CONTROLLER_NAME`, `SERVE_NAMESPACE`: `serve` polls the controller's actor for its life, and connects
+# to the namespace that Serve uses. Instead: `serve.status()`, which costs 50 ms of CPU time here and in the
+# controller.
+
+TEMPORARY_FOLDER = "_temp_dir"
+"""Option of `ray.init` for the folder of logs and sockets. Without it two instances on a machine share Ray's
+default folder, and `serve` finds no log of an engine. Instead: the environment variable RAY_TMPDIR."""
+
+
+class ServedAddress(NamedTuple):
+    """The address of an application.
+
+    Attributes:
+        options: address and limits of connections.
+        application: name of this replica's application.
+        route: its route prefix.
+        has_proxy: Ray Serve runs proxies, which take the requests.
+    """
+
+    options: HttpOptions
+    application: str
+    route: str
+    has_proxy: bool
+
+
+def served_address() -> ServedAddress:
+    """Return where this replica's application is served; asks the controller, and blocks.
+
+    Without `_get_global_client` and its details, a gateway does not know its port or whether to listen.
+    Instead: pass `http_options` and `proxy_location` to `build_app` as arguments of the application.
+    """
+    application = serve.get_replica_context().app_name
+    client = serve.context._get_global_client()  # noqa: SLF001
+    if client is None:
+        return ServedAddress(HttpOptions(), application, "/", has_proxy=True)
+    details = client.get_serve_details()
+    route = details["applications"].get(application, {}).get("route_prefix") or "/"
+    has_proxy = details.get("proxy_location") != ProxyLocation.Disabled
+    options = client.http_config
+    if (port := os.environ.get("RAY_SERVE_WORKER_PROXY_HTTP_PORT")) is not None:
+        # Serve's own variable for several nodes on one machine.
+        options = options.model_copy(update={"port": int(port)})
+    return ServedAddress(options, application, route, has_proxy)
+
+
+def deploy_file(schema: ServeDeploySchema) -> None:
+    """Deploy a whole configuration, as `serve deploy` does.
+
+    Without it `serve` refuses files with several applications or with keys that it does not know itself.
+    Instead: the REST API of the dashboard, which `serve` does not start.
+    """
+    client = serve.context._get_global_client()  # noqa: SLF001
+    assert client is not None, "Serve was started"
+    client.deploy_apps(schema)
+
+
+def end_helpers(*, dashboard: bool) -> None:
+    """End the processes of a local Ray that nothing here uses; `ray.init` has no options for them.
+
+    The log monitor passes workers' output on to drivers, and ours takes none. The autoscaler has no nodes to
+    add; its status and Ray's pages are looked at beside the dashboard. Without this an idle application costs
+    more CPU time.
+    """
+    node = ray._private.worker._global_node  # noqa: SLF001
+    assert node is not None, "Ray was started here"
+    node.kill_log_monitor(check_alive=False)
+    if not dashboard:
+        node.kill_monitor(check_alive=False)
+        node.kill_dashboard(check_alive=False)
+
+
+NAMESPACE = "ewsjf-serve"
+
+
+def make_key(key: str) -> bool:
+    """Make a key in the store of Ray's control service (GCS); return False if it exists.
+
+    The one atomic operation that Ray offers without an actor. Without it two schedulers of a model may take
+    the same incarnation number during a rolling update. Instead: a detached actor that hands the numbers out.
+    """
+    return not internal_kv._internal_kv_put(key, b"claimed", overwrite=False, namespace=NAMESPACE)  # noqa: SLF001
+
+
+def keys_with(prefix: str) -> list[str]:
+    """Return all keys of that store with a prefix; see `make_key`."""
+    return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]  # noqa: SLF001
+
+
+class OwnVersionConfig(DeploymentConfig):
+    """A deployment's options with a version that Serve does not overwrite.
+
+    Serve writes the version of the application into the options just before it sends them to its controller.
+    Where another release sends them in another way, that version counts, and every change of a file replaces
+    every process, engines included. Instead: one application per deployment.
+    """
+
+    _own_version: str = PrivateAttr("")
+
+    def to_proto(self) -> Any:
+        """Return the message for the controller."""
+        message = super().to_proto()  # type: ignore[no-untyped-call]
+        message.version = self._own_version
+        return message
+
+
+def set_version(deployment: Deployment, version: str) -> None:
+    """Give a deployment its own version; see `OwnVersionConfig`."""
+    given = deployment._deployment_config  # noqa: SLF001
+    values = {name: getattr(given, name) for name in type(given).model_fields}
+    config = OwnVersionConfig.model_construct(_fields_set=given.model_fields_set, **values)
+    config._own_version = version  # noqa: SLF001 - a field would reach Serve's schema
+    deployment._deployment_config = config  # noqa: SLF001

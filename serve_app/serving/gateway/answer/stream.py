@@ -1,0 +1,444 @@
+"""The scanner of an engine's event stream: reads the usage, hides what the client did not ask for.
+
+The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
+
+- only whole events go on; the beginning of one waits for its rest (a client could do nothing with it
+  either, and after a break the error event must not land inside another event);
+- a piece that ends with an event and speaks neither of usage nor of an error goes on without a further
+  look: nearly all do. JSON escapes quotes inside strings, so the key cannot hide in generated text;
+- an event is left out only when it holds usage and no choices, and only when the client did not ask for it.
+
+What the client receives does not depend on where TCP cut the stream.
+
+`StreamPassing` writes pieces within the callback that brings them, without a task that wakes for each. While
+the client does not read, pieces stay in the bounded buffer of the response, and TCP slows the engine down.
+
+Token counts and times are read from these fields, and from nothing else:
+
+| answers to           | prompt          | output              | of the prompt, from a cache           |
+|----------------------|-----------------|---------------------|---------------------------------------|
+| chats, completions   | `prompt_tokens` | `completion_tokens` | `prompt_tokens_details.cached_tokens` |
+| Responses            | `input_tokens`  | `output_tokens`     | `input_tokens_details.cached_tokens`  |
+| Messages             | `input_tokens`  | `output_tokens`     | `cache_read_input_tokens`             |
+| embeddings, scores   | `prompt_tokens` |                     |                                       |
+| Cohere's embeddings  | `input_tokens`  |                     |                                       |
+
+Messages count what was read from a cache, and what was written to one, beside `input_tokens`.
+Cohere's have no `usage`: their count is among the units billed, in `meta`.
+The times are vLLM's `metrics`, which it tells when it is started with `enable_per_request_metrics`.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from time import monotonic
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.scheduling.events import DispatchFailure
+from serve_app.serving.channel.scheduler_client import EngineTimes
+from serve_app.serving.gateway.answer.client import ClientStream
+from serve_app.serving.gateway.answer.engine_answer import is_dead
+from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.metric_cells import HistogramCell
+
+NO_TIMES = msgspec.Raw()
+# What is longer is no time of a request.
+_LONGEST_MS = 1e9
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class RawUsage(msgspec.Struct, gc=False):
+    """The `usage` object of any endpoint."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def counted(self, before: Usage | None = None) -> Usage | None:
+        """The counts in one form; None when the engine gave none.
+
+        Args:
+            before: what an earlier event said; Anthropic's last one may count the output alone.
+        """
+        prompt = self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens
+        output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
+        if prompt is None:
+            if before is None or output is None:
+                return None
+            return Usage(
+                prompt_tokens=before.prompt_tokens, output_tokens=output, cached_tokens=before.cached_tokens
+            )
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached = details.cached_tokens if details is not None else None
+        beside = self.cache_read_input_tokens or 0
+        prompt += beside + (self.cache_creation_input_tokens or 0)
+        return Usage(prompt_tokens=prompt, output_tokens=output or 0, cached_tokens=cached or beside)
+
+
+class _RawTimes(msgspec.Struct, gc=False):
+    queue_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+
+
+_times_decoder = msgspec.json.Decoder(_RawTimes)
+
+
+def engine_times_of(metrics: msgspec.Raw) -> EngineTimes | None:
+    """What a `metrics` object says; None where there is none, or it is another engine's."""
+    if metrics is NO_TIMES:
+        return None
+    try:
+        told = _times_decoder.decode(metrics)
+    except (ValueError, RecursionError):
+        return None
+    # vLLM's first token counts from the turn of the request, without its wait.
+    found = (told.queue_time_ms, told.time_to_first_token_ms, told.generation_time_ms)
+    times = EngineTimes(*(ms / 1e3 if ms is not None and 0 <= ms < _LONGEST_MS else None for ms in found))
+    return None if times == EngineTimes() else times
+
+
+class _Meta(msgspec.Struct):
+    billed_units: RawUsage | None = None
+
+
+class _Envelope(msgspec.Struct):
+    usage: RawUsage | None = None
+    meta: _Meta | None = None
+    metrics: msgspec.Raw = NO_TIMES
+
+
+_usage_decoder = msgspec.json.Decoder(_Envelope)
+
+
+def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
+    """Usage and times in a whole answer; None for what it has not, or when it is not JSON (audio, text)."""
+    try:
+        found = _usage_decoder.decode(body)
+    except (ValueError, RecursionError):
+        return None, None
+    usage = found.usage if found.meta is None else found.meta.billed_units
+    return usage.counted() if usage is not None else None, engine_times_of(found.metrics)
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """The usage in a whole answer; None when it has none."""
+    return counts_of(body)[0]
+
+
+_EVENT_END = re.compile(rb"\n\r?\n")
+_LINE = re.compile(rb"[^\r\n]+")
+_LONGEST_KIND = 80
+# An event longer than this is not a usage event, and is passed on in parts rather than held.
+_MAX_HELD_BYTES = 1024 * 1024
+
+
+class _Response(msgspec.Struct):
+    usage: RawUsage | None = None
+    metrics: msgspec.Raw = NO_TIMES
+
+
+class _EngineError(msgspec.Struct):
+    message: str | None = None
+    code: int | str | None = None
+    type: str | None = None
+
+    @property
+    def is_engines(self) -> bool:
+        """OpenAI's errors have a status as their code, Anthropic's only a type."""
+        refused = isinstance(self.code, int) and 400 <= self.code < 500
+        return not refused and self.type not in _REFUSALS
+
+
+class _StreamEvent(msgspec.Struct):
+    type: str | None = None
+    choices: list[msgspec.Raw] | None = None
+    usage: RawUsage | None = None
+    error: _EngineError | str | None = None
+    # A text in an error, and in Anthropic's first event the message that begins.
+    message: str | _Response | None = None
+    response: _Response | None = None
+    metrics: msgspec.Raw = NO_TIMES
+
+    @property
+    def counted(self) -> RawUsage | None:
+        """The counts, wherever this API puts them."""
+        if self.usage is not None:
+            return self.usage
+        whole = self.response or self.message
+        return whole.usage if isinstance(whole, _Response) else None
+
+    @property
+    def times(self) -> EngineTimes | None:
+        """What the engine tells of the time inside it, beside the counts."""
+        return engine_times_of(self.metrics if self.response is None else self.response.metrics)
+
+
+_decoder = msgspec.json.Decoder(_StreamEvent)
+_FAILED_EVENTS = frozenset({"response.failed", "error"})
+# Anthropic's types of what is the client's own fault.
+_REFUSALS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
+
+
+class StreamScanner:
+    """One stream on its way to the client.
+
+    Args:
+        hide_usage: leave out the event that carries only usage.
+
+    Attributes:
+        usage: the engine's last count, None until it gives one.
+        times: what the engine tells of the time inside it, with its last count; None where it does not.
+        error: what the engine reported as an error inside the stream, None when all went well.
+        error_is_engines: the error is a fault of the engine, not of the request.
+    """
+
+    __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "times", "usage")
+
+    def __init__(self, *, hide_usage: bool) -> None:
+        self.usage: Usage | None = None
+        self.times: EngineTimes | None = None
+        self.error: str | None = None
+        self.error_is_engines = False
+        self._hide_usage = hide_usage
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes from the engine; returns those that may go to the client now."""
+        if not self._held:
+            if data.endswith((b"\n\n", b"\n\r\n")):
+                return self._inspected(data)
+            end = _last_end(data, 0)
+            self._held += data[end:]
+            return self._inspected(data[:end]) if end else self._relieved()
+        # Only the new bytes, and the few before them that may begin the event's end, are searched.
+        searched_from = max(0, len(self._held) - 2)
+        self._held += data
+        end = _last_end(self._held, searched_from)
+        if not end:
+            return self._relieved()
+        whole = bytes(memoryview(self._held)[:end])
+        del self._held[:end]
+        return self._inspected(whole)
+
+    def flush(self) -> bytes:
+        """The engine's stream is complete; returns what was still held."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return self._inspected(rest) if rest else rest
+
+    def _relieved(self) -> bytes:
+        """Nothing, or the beginning of an event too long to be held."""
+        if len(self._held) <= _MAX_HELD_BYTES:
+            return b""
+        # The last bytes stay: they may begin the event's end.
+        part = bytes(memoryview(self._held)[:-2])
+        del self._held[:-2]
+        return part
+
+    def _inspected(self, events: bytes) -> bytes:
+        if b'"usage"' not in events and b'"error"' not in events:
+            return events
+        return b"".join([event for event in _split(events) if not self._is_hidden(event)])
+
+    def _is_hidden(self, event: bytes) -> bool:
+        """Note what an event says of usage and errors; True when the client must not see it."""
+        if b'"usage"' not in event and b'"error"' not in event:
+            return False
+        data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
+        try:
+            parsed = _decoder.decode(data)
+        except (ValueError, RecursionError):
+            return False
+        self._note_error(parsed)
+        usage = parsed.counted
+        if usage is None:
+            return False
+        self.usage = usage.counted(self.usage) or self.usage
+        self.times = parsed.times
+        return self._hide_usage and parsed.choices == []
+
+    def _note_error(self, event: _StreamEvent) -> None:
+        if event.error is None and event.type not in _FAILED_EVENTS:
+            return
+        error = event.error
+        if isinstance(error, _EngineError):
+            self.error = error.message or "the engine reported an error"
+            self.error_is_engines = error.is_engines
+        else:
+            said = event.message if isinstance(event.message, str) else None
+            self.error = error or said or "the engine reported an error"
+            self.error_is_engines = True
+
+
+class Announcements:
+    """The events that only say that an answer is being worked on.
+
+    They begin with their type, as a line of its own or as the first field of their data.
+    """
+
+    __slots__ = ("_pattern", "types")
+
+    def __init__(self, *types: str) -> None:
+        self.types = types
+        names = b"|".join(re.escape(name.encode()) for name in types)
+        self._pattern = re.compile(
+            rb'\A(?:event: ?(?:%s)\r?\n|data: ?\{\s*"type":\s*"(?:%s)")' % (names, names)
+        )
+
+    def are_all(self, events: bytes) -> bool:
+        """Whether there are events, and no others than these."""
+        search = self._pattern.search
+        if search(events, 0, _LONGEST_KIND) is None:
+            return False
+        return all(search(event, 0, _LONGEST_KIND) for event in _split(events) if event.strip())
+
+
+def _last_end(data: bytes | bytearray, start: int) -> int:
+    """Position after the last empty line at or after `start`; 0 when there is none."""
+    plain = data.rfind(b"\n\n", start)
+    with_return = data.rfind(b"\n\r\n", start)
+    return max(plain + 2 if plain >= 0 else 0, with_return + 3 if with_return >= 0 else 0)
+
+
+def _split(events: bytes) -> Iterator[bytes]:
+    """Single events with the empty line that ends each; empty lines before an event come by themselves.
+
+    Those are apart so that the bytes that go on do not depend on which event they happened to arrive with.
+    """
+    position = 0
+    while position < len(events):
+        begin = position
+        while begin < len(events) and events[begin] in b"\r\n":
+            begin += 1
+        if begin > position:
+            yield events[position:begin]
+        found = _EVENT_END.search(events, begin)
+        position = found.end() if found is not None else len(events)
+        if begin < position:
+            yield events[begin:position]
+
+
+async def first_events(
+    response: UpstreamResponse, scanner: StreamScanner, announced: Announcements | None
+) -> bytes:
+    """The events up to the first that tells of work done; others say that the request has been read.
+
+    Some APIs begin every stream with those. Passed on at once they would commit the client to this engine
+    before the prefill, and count as its first token.
+
+    Args:
+        announced: the events with which this API begins; None where the first one tells of work.
+    """
+    events = await next_events(response, scanner)
+    while announced is not None and announced.are_all(events) and not response.at_end:
+        events += await next_events(response, scanner)
+    return events
+
+
+async def next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
+    """The next events for the client; empty only at the end of the stream."""
+    while True:
+        events = scanner.feed(await response.next())
+        if response.at_end:
+            return events + scanner.flush()
+        if events:
+            return events
+
+
+def engine_failure(scanner: StreamScanner) -> UpstreamError:
+    """The error that an engine reported inside its stream."""
+    said = scanner.error or ""
+    kind = DispatchFailure.LOST if is_dead(said) else DispatchFailure.ENGINE_ERROR
+    return UpstreamError(kind, f"the engine failed: {said}")
+
+
+def stream_outcome(scanner: StreamScanner) -> Outcome:
+    """How a request ended whose stream is complete."""
+    if scanner.error is None:
+        return Outcome.COMPLETED
+    return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
+
+
+class StreamPassing:
+    """One stream whose first events have been taken; use once.
+
+    Args:
+        gaps: where the time between two pieces is counted.
+    """
+
+    __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
+
+    def __init__(
+        self, response: UpstreamResponse, scanner: StreamScanner, client: ClientStream, gaps: HistogramCell
+    ) -> None:
+        self._gaps = gaps
+        self._last_at = monotonic()
+        self._response = response
+        self._scanner = scanner
+        self._client = client
+        self._has_room = True
+        self._fault: Exception | None = None
+
+    async def run(self, events: bytes) -> bytes:
+        """Pass on `events` and all that comes, but for what comes with the stream's end or break.
+
+        Returns:
+            The last events. They are here as soon as the engine has ended, also when the client has not read
+            all that it was sent before.
+
+        Raises:
+            ClientGone: the client does not read.
+            OSError: it has gone.
+        """
+        response, client = self._response, self._client
+        client.on_room = self._go_on
+        self._has_room = client.pass_on(events)
+        response.on_pieces = self._take
+        try:
+            self._pass_on()
+            await client.passing(self._waiter)
+        finally:
+            response.on_pieces = None
+        if self._fault is not None:
+            raise self._fault
+        return self._scanner.feed(response.take()) + (self._scanner.flush() if response.complete else b"")
+
+    def _waiter(self) -> "asyncio.Future[None] | None":
+        response = self._response
+        if response.complete or response.error is not None or self._fault is not None:
+            return None
+        return response.waiter()
+
+    def _take(self) -> None:
+        """Pieces have come."""
+        now = monotonic()
+        self._gaps.observe(now - self._last_at)
+        self._last_at = now
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if not self._has_room or self._response.complete:
+            return
+        try:
+            events = self._scanner.feed(self._response.take())
+            if events:
+                self._has_room = self._client.pass_on(events)
+        except Exception as error:  # noqa: BLE001 - the task that serves the request hears of it
+            self._fault = error
+            self._response.close()
+
+    def _go_on(self) -> None:
+        self._has_room = True
+        self._pass_on()

@@ -1,1 +1,0 @@
-"""What a stream is sent while its request waits: comments against silence, and news of the queue."""

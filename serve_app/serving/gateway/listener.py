@@ -1,0 +1,145 @@
+"""The gateway's own port: the address of the application, where no proxy of Ray Serve runs.
+
+It serves the gateway below the application's route prefix, and answers what a proxy would: `/-/healthz` for
+load balancers and `/-/routes`. A gateway that stops fails `/-/healthz` first and goes on serving for a while,
+so that load balancers choose another node. Then it stops as `serving.http_server` describes.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable
+
+from serve_app.access import most_connections
+from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
+from serve_app.errors import Outcome, SettingsError
+from serve_app.serving._ray import HttpOptions
+from serve_app.serving.gateway.answer.responses import RequestRefused, send_json
+from serve_app.serving.http_server import HttpServer, HttpServerOptions
+from serve_app.serving.listening import shared_socket
+
+# Connections that wait to be accepted, as the kernel allows by default.
+_BACKLOG = 4096
+_OWN_PAGES = "/-/"
+_RETRY_AFTER_S = 1.0
+
+
+class GatewayListener:
+    """A gateway's server on the application's address.
+
+    Args:
+        gateway: the app to serve.
+        options: `http_options` of Ray Serve: address, certificates, idle timeout.
+        route: the route prefix of the application: `/` for all paths.
+        application: its name.
+
+    Raises:
+        SettingsError: they ask for what only a proxy of Ray Serve does, or a certificate cannot be loaded.
+    """
+
+    def __init__(self, gateway: ASGIApp, options: HttpOptions, route: str, application: str) -> None:
+        if options.request_timeout_s:
+            raise SettingsError(
+                f"http_options.request_timeout_s {options.request_timeout_s} needs a proxy of Ray Serve: set "
+                "proxy_location to HeadOnly, or leave the limit to the queue's timeouts"
+            )
+        self._options = options
+        self._mounted = MountedGateway(gateway, route, application)
+        self._server = HttpServer(
+            "the gateway",
+            self._mounted,
+            HttpServerOptions(
+                idle_s=options.keep_alive_timeout_s,
+                most_connections=most_connections(),
+                overload=_refuse_connection,
+                tls=_tls_of(options),
+                shares_address=True,
+                backlog=_BACKLOG,
+            ),
+        )
+
+    def __repr__(self) -> str:
+        return f"GatewayListener({self._options.host}:{self._options.port}, {self._server!r})"
+
+    async def start(self) -> None:
+        """Accept connections.
+
+        Raises:
+            PortError: the address is not available.
+        """
+        options = self._options
+        await self._server.start(shared_socket(options.host or "127.0.0.1", options.port, _BACKLOG))
+
+    def check_health(self) -> None:
+        """Raise `ServerEndedError` when no connections are accepted."""
+        self._server.check_health()
+
+    async def stop(self, grace_s: float, deregister_s: float = 0.0) -> None:
+        """Stop without losing a request.
+
+        Args:
+            grace_s: time for open responses; those that take longer are cut.
+            deregister_s: how long `/-/healthz` fails before that, while everything is served.
+        """
+        self._mounted.leaving = True
+        await asyncio.sleep(deregister_s)
+        await self._server.stop(grace_s)
+
+
+class MountedGateway:
+    """The gateway below a prefix, and the pages beside it, as one ASGI app.
+
+    Attributes:
+        leaving: `/-/healthz` fails.
+    """
+
+    def __init__(self, gateway: ASGIApp, route: str, application: str) -> None:
+        self.leaving = False
+        self._gateway = gateway
+        self._prefix = route.rstrip("/")
+        self._routes = json.dumps({route: application}).encode()
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Serve one request."""
+        path: str = scope["path"]
+        prefix = self._prefix
+        if path.startswith(_OWN_PAGES) or not (not prefix or path == prefix or path.startswith(prefix + "/")):
+            return self._own_page(path, send)
+        scope["root_path"] = prefix
+        return self._gateway(scope, receive, send)
+
+    async def _own_page(self, path: str, send: Send) -> None:
+        status, kind = 200, b"text/plain"
+        if path == _OWN_PAGES + "healthz":
+            status, body = (503, b"draining") if self.leaving else (200, b"success")
+        elif path == _OWN_PAGES + "routes":
+            kind, body = b"application/json", self._routes
+        else:
+            status, body = 404, f"Path {path!r} not found. See /-/routes for the paths that are.".encode()
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse_connection(_: Scope, __: Receive, send: Send) -> None:
+    refused = RequestRefused(
+        Outcome.REJECTED_QUEUE_FULL,
+        "This gateway has as many connections as it may have: try again, or use fewer connections.",
+        code="too_many_connections",
+        status=503,
+        retry_after_s=_RETRY_AFTER_S,
+    )
+    await send_json(send, refused.status, refused.body(), [(b"connection", b"close"), *refused.headers()])
+
+
+def _tls_of(options: HttpOptions) -> ssl.SSLContext | None:
+    if not options.ssl_certfile:
+        return None
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.ssl_ca_certs)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password)
+    except OSError as exc:
+        raise SettingsError(
+            f"http_options.ssl_certfile {options.ssl_certfile} cannot be loaded: {exc}"
+        ) from exc
+    return context

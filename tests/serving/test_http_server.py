@@ -1,0 +1,94 @@
+"""The HTTP server with apps of any kind, on both event loops; `test_connections` has gateways."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerEndedError
+from serve_app.serving.listening import listening_socket
+from tests.http_server import listening
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+CLOSE = b"host: x\r\nconnection: close\r\n\r\n"
+
+
+async def echo(_: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the body, in pieces of unknown number."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    more = True
+    while more:
+        message = await receive()
+        more = message["more_body"]
+        await send({"type": "http.response.body", "body": message["body"], "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+async def fails(_: Scope, __: Receive, ___: Send) -> None:
+    raise ValueError("as an app may")
+
+
+async def stops_midway(_: Scope, __: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+    await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+
+
+async def asked(app: ASGIApp, *sent: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    async with listening(app) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for piece in sent:
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_body_in_chunks_comes_back_in_chunks(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    head = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + CLOSE
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answer = runner.run(asked(echo, head, b"3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert body.replace(b"\r\n", b"").endswith(b"0")
+    assert b"abc" in body
+    assert b"de" in body
+
+
+@pytest.mark.parametrize(
+    ("app", "begins"), [(fails, b"HTTP/1.1 500 Internal Server Error\r\n"), (stops_midway, b"HTTP/1.1 200 ")]
+)
+async def test_an_app_that_does_not_answer_ends_its_connection(app: ASGIApp, begins: bytes) -> None:
+    answer = await asked(app, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert answer.startswith(begins)
+
+
+@pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
+async def test_a_head_that_cannot_be_is_refused(broken: bytes) -> None:
+    assert (await asked(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+async def test_a_broken_second_request_does_not_end_the_response_before_it() -> None:
+    async def slow(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    answer = await asked(slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\nok")
+
+
+async def test_a_server_that_has_stopped_is_not_healthy() -> None:
+    server = HttpServer("a test", echo, HttpServerOptions(idle_s=5.0))
+    with pytest.raises(ServerEndedError, match="has not been started"):
+        server.check_health()
+    await server.start(listening_socket("127.0.0.1", 0, 1, 16))
+    server.check_health()
+    await server.stop(0.0)
+    with pytest.raises(ServerEndedError, match="has ended"):
+        server.check_health()
