@@ -14,15 +14,15 @@ from pathlib import Path
 
 import yaml
 
-from serve_app.engine_model.hardware import GIB, load_gpu, load_model
-from serve_app.engine_model.profiles import EngineProfile
-from serve_app.engine_model.roofline import EngineSetup, roofline_profile
+from serve_app.engines.model.hardware import GIB, load_gpu, load_model
+from serve_app.engines.model.profiles import EngineProfile
+from serve_app.engines.model.roofline import EngineSetup, roofline_profile
 
-_FOLDER = Path(__file__).resolve().parents[1] / "serve_app/engine_model/profile_data"
+_FOLDER = Path(__file__).resolve().parents[1] / "serve_app/engines/model/profile_data"
 _DIGITS = 4
 _WIDTH = 108
 _ORIGIN = (
-    "Computed, not measured: the roofline of serve_app/engine_model/roofline.py with the figures of "
+    "Computed, not measured: the roofline of serve_app/engines/model/roofline.py with the figures of "
     "hardware/gpus.yaml and hardware/models.yaml. Do not edit: "
     "scripts/roofline_profiles.py --write writes it."
 )

@@ -5,7 +5,7 @@
 Each model has one scheduler, one deployment per pool, and a tuner where there is something to learn. All
 models share the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so
 a second deployment of the same settings changes nothing. Each deployment has a version of its own
-(`serving.versions`): other settings replace the processes that cannot change to them, and no others.
+(`serving.discovery`): other settings replace the processes that cannot change to them, and no others.
 """
 
 import re
@@ -19,15 +19,15 @@ from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.endpoints.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
+from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, with_own_version
 from serve_app.serving.gateway.deployment import GatewayDeployment
 from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
 from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
 from serve_app.serving.pool.replica import PoolReplicaSettings
+from serve_app.serving.remote.deployment import WATCHER_DEPLOYMENT_OPTIONS, EndpointsDeployment
 from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, SchedulerActorSettings
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
-from serve_app.serving.versions import ALL_AT_ONCE_PERCENT, with_own_version
 from serve_app.settings.application import (
     AppSettings,
     GatewayDeploymentSettings,

@@ -6,7 +6,7 @@ Every request reaches exactly one `Outcome`. It labels the metrics and picks the
 import enum
 from dataclasses import dataclass
 
-from serve_app.rate_limits import RateLimitStatus
+from serve_app.request import RateLimitStatus
 
 
 class Outcome(enum.StrEnum):

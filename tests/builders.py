@@ -4,16 +4,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.commands import Command, Conclude, Dispatch
+from serve_app.core.events import Arrived, Event, ReplicaJoined, ReplicaReported
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Conclusion
-from serve_app.rate_limits import KeyLimits, KeyTerms
-from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
-from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
-from serve_app.routing.pools import RoutingSettings
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
-from serve_app.scheduling.events import Arrived, Event, ReplicaJoined, ReplicaReported
-from serve_app.scheduling.request import ScheduledRequest
+from serve_app.request import (
+    KeyLimits,
+    KeyTerms,
+    PriorityClass,
+    PromptShape,
+    Request,
+    RequestSpec,
+    Submission,
+)
 
 
 def request(

@@ -9,7 +9,7 @@ import httpx
 import hypothesis
 import pytest
 
-from serve_app.workloads import catalog
+from serve_app.lab.workloads import catalog
 from tests.parallel import Schedule, applications_first
 
 # How long an example takes depends on what else the machine does.

@@ -12,7 +12,7 @@ _APPLICATIONS = (
     "tests/chaos/",
     "tests/docs/test_blocks.py::test_a_block_that_can_be_run_works",
     "tests/e2e/",
-    "tests/launch/",
+    "tests/cli/serve/",
 )
 
 

@@ -1,7 +1,8 @@
 """The direction of imports: the core imports nothing else, there are no cycles, Ray and vLLM have one home.
 
-A component is a package of `serve_app` or one of its top-level modules. Imports are read from the source, so
-those inside functions count as well; only what stands under `if TYPE_CHECKING` is none at run time.
+A component is a package at the top of `serve_app`, or one of the modules there. Imports are read from the
+source, so those inside functions count as well; only what stands under `if TYPE_CHECKING` is none at run
+time.
 """
 
 import ast
@@ -16,107 +17,32 @@ from serve_app.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1] / "serve_app"
 
-WORDS = {"rate_limits", "request", "errors", "settings_base"}
-CORE = WORDS | {"metrics", "routing", "scheduling"}
-
-# Which components a component may import, besides itself.
+# The packages and modules at the top of `serve_app`, and what each may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "rate_limits": set(),
-    "request": {"rate_limits"},
-    "errors": {"rate_limits"},
-    "access": set(),
-    # HTTP requests of commands.
-    "http_client": {"errors"},
-    # Keys in a file: gateways read it, a command writes it.
-    "api_keys": {"rate_limits", "request", "errors"},
-    "settings_base": {"errors"},
-    "metrics": WORDS,
-    "routing": WORDS,
-    "scheduling": CORE - {"scheduling"},
-    # How many replicas the pools need, from the scheduler's state.
-    "scaling": CORE,
-    # How engines behave, without one: what simulation, planning, calibration and the twin compute with.
-    "engine_model": WORDS,
-    # Adapters to what answers requests; serving hosts them.
-    "engines": WORDS | {"engine_model"},
-    "workloads": WORDS,
-    # Both drive the core, and neither knows the other.
-    "simulation": CORE
-    | {"scaling", "engine_model", "workloads", "command", "tables", "provenance", "reports"},
-    # It draws up recordings, and replays none.
-    "serving": CORE
-    | {
-        "scaling",
-        "access",
-        "api_keys",
-        "engines",
-        "engine_model",
-        "tuning",
-        "counterfactuals",
-    },
-    # Recorded minutes, replayed with one thing changed.
-    "counterfactuals": CORE | {"simulation", "tuning"},
-    "tuning": CORE
-    | {
-        "engine_model",
-        "calibration",
-        "workloads",
-        "simulation",
-        "command",
-        "tables",
-        "provenance",
-        "reports",
-    },
-    "planning": CORE
-    | {"engine_model", "workloads", "simulation", "command", "tables", "provenance", "reports"},
-    # A client of a live endpoint: it knows it from outside only.
-    "bench": WORDS | {"metrics", "workloads", "command", "http_client", "tables", "provenance", "reports"},
-    "settings": CORE | {"scaling", "engines", "engine_model", "serving", "tuning"},
-    "app": CORE | {"engines", "serving", "tuning", "settings"},
-    "provenance": {"workloads"},
-    "calibration": WORDS | {"engine_model", "command"},
-    "command": set(),
-    # What can be known of a configuration without Ray, and the start of the application that it describes.
-    "checking": {"errors", "command", "engines", "engine_model", "settings"},
-    "launch": {
-        "access",
-        "errors",
-        "command",
-        "checking",
-        "http_client",
-        "settings",
-        "first_config",
-        "serving",
-    },
-    # What `init` writes.
-    "first_config": {"access", "errors", "command", "checking", "engines", "engine_model", "http_client"},
-    "tables": set(),
-    # A result as a page of its own; commands describe what they found.
-    "reports": WORDS | {"metrics"},
-    # One module a command, and the table of them all. Larger commands have components of their own.
-    "cli": WORDS
-    | {
-        *("access", "api_keys", "checking", "command", "counterfactuals", "first_config", "http_client"),
-        *("launch", "settings", "tables"),
-        *("bench", "calibration", "simulation", "planning", "tuning"),
-    },
+    "request": set(),
+    "errors": {"request"},
+    "core": {"request", "errors"},
+    # What answers requests, and the model of an engine that simulation and the emulated engine share.
+    "engines": {"request", "errors", "core"},
+    # The simulator and the live application drive the same core. Neither imports the other.
+    "lab": {"request", "errors", "core", "engines"},
+    "tuning": {"request", "errors", "core", "engines", "lab"},
+    "serving": {"request", "errors", "core", "engines", "tuning"},
+    "settings": {"request", "errors", "core", "engines", "tuning", "serving"},
+    "app": {"errors", "engines", "serving", "settings"},
+    "cli": {"request", "errors", "core", "engines", "lab", "tuning", "serving", "settings"},
     "__main__": {"cli"},
 }
 
 # What is pure: it computes, and takes time, chance and everything else as arguments.
 PURE = (
-    "scheduling",
-    "scaling",
-    "routing",
-    "metrics",
+    "core",
     *(
-        f"engine_model/{name}.py"
+        f"engines/model/{name}.py"
         for name in ("batching", "model", "recent_mean", "sequences", "step_time", "__init__")
     ),
-    "rate_limits.py",
     "request.py",
     "errors.py",
-    "settings_base.py",
 )
 IMPURE_STANDARD_LIBRARY = {
     *("asyncio", "concurrent", "logging", "multiprocessing", "os", "pathlib", "random", "secrets", "select"),
@@ -124,14 +50,14 @@ IMPURE_STANDARD_LIBRARY = {
 }
 
 # A library that computes and does nothing else, and the one module of the core that needs it.
-PURE_LIBRARIES = {"scheduling/decision_log.py": "msgspec"}
+PURE_LIBRARIES = {"core/decision_log.py": "msgspec"}
 
 # Where the heavy libraries may be imported.
 HOMES = {
-    "ray": ("serving", "app.py", "launch/cluster.py", "launch/draining.py"),
+    "ray": ("serving", "app.py", "cli/serve/cluster.py", "cli/serve/draining.py"),
     "vllm": ("engines/vllm/library.py",),
     "sklearn": ("tuning",),
-    "scipy": ("calibration",),
+    "scipy": ("lab/calibration",),
     "hyperopt": ("tuning",),
     "opentelemetry": ("serving/gateway/tracing",),
     "matplotlib": (),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.processes import is_alive, process_tree
-from serve_app.bench.connection import BenchError
+from serve_app.lab.bench.connection import BenchError
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Two servers that start side by side on two cores take about two minutes.

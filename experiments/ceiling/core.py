@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from serve_app.core import Scheduler
+from serve_app.core import events as ev
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Outcome
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.request import Usage
-from serve_app.routing.pools import RoutingSettings
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import SimulatedRequest
 
 POOLS = ("short", "long")
 _CONTEXT_TOKENS = {"short": 8_192, "long": 32_768}

@@ -20,12 +20,12 @@ from typing import Annotated, Any
 from experiments.ceiling.core import KINDS, CorePlay, Costs, Engines, median_tokens
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
-from serve_app.metrics.summary import Distribution
-from serve_app.serving.memory import keep_memory
-from serve_app.settings_base import POSITIVE, at_least, settings
-from serve_app.simulation.simulation import SimulatedRequest
-from serve_app.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
-from serve_app.workloads.trace import Trace
+from serve_app.core.metrics.summary import Distribution
+from serve_app.core.settings_base import POSITIVE, at_least, settings
+from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
+from serve_app.lab.workloads.trace import Trace
+from serve_app.serving.process import keep_memory
 
 _CONTEXT_TOKENS = 32_768
 _KV_BLOCK_TOKENS = 16

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from experiments.common.processes import is_alive, process_tree
-from serve_app.access import read_admin_key
-from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_file import NO_PROXY
-from serve_app.launch.environment import instance_folder, is_free
+from serve_app.cli.serve.environment import instance_folder, is_free
+from serve_app.lab.bench.connection import BenchError
+from serve_app.serving.access import read_admin_key
+from serve_app.settings.checking.serve_file import NO_PROXY
 
 BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.simulation.batch import saturated_rate_of
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.workloads.generators import stream
-from serve_app.workloads.trace import Trace, TraceRequest
+from serve_app.lab.simulation.batch import saturated_rate_of
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 MixPoints = tuple[tuple[float, float], ...]
 """(share of the time, share of long requests), with straight lines in between."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 
-from serve_app.launch.processes import adopt_orphans, end_descendants
+from serve_app.cli.serve.processes import adopt_orphans, end_descendants
 
 _END_TIMEOUT_S = 30.0
 

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application, free_ports
-from serve_app.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
-from serve_app.bench.connection import BenchError
-from serve_app.launch.environment import environment, instance_folder
+from serve_app.cli.serve.environment import environment, instance_folder
+from serve_app.lab.bench.connection import BenchError
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
 
 HEAD = "head"
 _ROOT = Path(__file__).resolve().parents[2]

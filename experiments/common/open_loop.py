@@ -2,9 +2,9 @@
 
 import uvloop
 
-from serve_app.bench.connection import BenchError, ConnectionPool, Target
-from serve_app.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
-from serve_app.workloads.trace import Trace
+from serve_app.lab.bench.connection import BenchError, ConnectionPool, Target
+from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
+from serve_app.lab.workloads.trace import Trace
 
 
 def play_trace(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 600.0) -> LoadResult:

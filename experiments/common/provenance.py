@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from serve_app.provenance import commit, hardware, load_average
-from serve_app.settings_base import settings
-from serve_app.workloads.catalog import WorkloadSettings, trace_file
+from serve_app.core.settings_base import settings
+from serve_app.lab.provenance import commit, hardware, load_average
+from serve_app.lab.workloads.catalog import WorkloadSettings, trace_file
 
 # Rows and documents change no behaviour, so that several experiments can be played one after the other.
 _NO_CODE = (":!experiments/*/results.jsonl", ":!*.md")
@@ -65,7 +65,7 @@ def trace_sources(trace: str) -> tuple[TraceSource, ...]:
     """Where a workload comes from on this machine.
 
     Args:
-        trace: a name of `workloads.catalog` or a path; several joined by `+`.
+        trace: a name of `lab.workloads.catalog` or a path; several joined by `+`.
     """
     return tuple(_source(name) for name in trace.split("+"))
 

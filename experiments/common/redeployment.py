@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application
-from serve_app.bench.connection import BenchError
+from serve_app.lab.bench.connection import BenchError
 
 _TIMEOUT_S = 240.0
 _ADDRESS = "--gcs-address="

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from experiments.common.provenance import Machine, TraceSource
+from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
-from serve_app.settings_base import settings
 
 Key = Mapping[str, str | int | float | bool]
 ANY = object()

@@ -17,7 +17,7 @@ from experiments.common.config import as_json, read_settings
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import code_commit, now_utc, this_machine
 from experiments.common.rows import Row, line_of, read_rows, read_whole_rows, rounded
-from serve_app.command import positive_int, say, warn
+from serve_app.cli.command import positive_int, say, warn
 from serve_app.errors import ServeAppError
 
 

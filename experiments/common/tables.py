@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from experiments.common.provenance import Machine
 from experiments.common.rows import Row, where
+from serve_app.core.metrics.confidence import interval_95, paired_difference_95
 from serve_app.errors import SettingsError
-from serve_app.metrics.confidence import interval_95, paired_difference_95
 
 _SHORT_COMMIT = 7
 _SHORT_SUM = 8

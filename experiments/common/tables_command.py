@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.rows import read_rows
-from serve_app.command import say, warn
+from serve_app.cli.command import say, warn
 from serve_app.errors import ServeAppError, SettingsError
 
 _BEGIN = re.compile(r"<!-- table: ([a-z0-9_-]+)/([a-z0-9_-]+) -->")

@@ -1,6 +1,6 @@
 """A simulated production that is tuned while it runs: the loop of the live tuner, in simulated time.
 
-Scheduler, engines and requests are those of `simulation.simulation`. Every second the tuning loop
+Scheduler, engines and requests are those of `lab.simulation.simulation`. Every second the tuning loop
 (`parameter_loop`) observes what the live one would. Its orders are carried out as the live tuning endpoint
 does: permanent values stay, and values on trial expire. Work is carried out when it is due, and its result
 comes as much later as it would have taken beside a live scheduler.
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.decision_log import Decision
-from serve_app.scheduling.events import Arrived, Retuned
-from serve_app.scheduling.retuning import checked_retuning
-from serve_app.simulation.partitions import PartitionLearner
-from serve_app.simulation.simulation import (
+from serve_app.core import SchedulerSettings
+from serve_app.core.decision_log import Decision
+from serve_app.core.events import Arrived, Retuned
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.retuning import checked_retuning
+from serve_app.lab.simulation.partitions import PartitionLearner
+from serve_app.lab.simulation.simulation import (
     Rank,
     ReplicaPlan,
     SimulatedRequest,
@@ -30,14 +30,7 @@ from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
-from serve_app.tuning.parameter_loop import (
-    Observation,
-    ParameterLoop,
-    Result,
-    SearchTask,
-    Work,
-    carry_out,
-)
+from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, SearchTask, Work, carry_out
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import with_values, with_weights
 from serve_app.tuning.settings import ParameterTuningSettings

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from serve_app.core import SchedulerSettings
 from serve_app.errors import SettingsError
-from serve_app.scheduling import SchedulerSettings
 from serve_app.tuning.search_space import Tunable, parameters_of
 
 DEFAULTS: Mapping[str, object] = {}

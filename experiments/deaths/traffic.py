@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import httpx
 
 from experiments.common.audit import Ended, account, answered_twice, asked
-from serve_app.settings_base import POSITIVE, at_least, settings
+from serve_app.core.settings_base import POSITIVE, at_least, settings
 
 
 class DeathSignal(StrEnum):

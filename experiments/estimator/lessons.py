@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from experiments.estimator.bodies import Bodies, Sample, Tokenizer
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.pools import PoolRouter, RoutingSettings
 from serve_app.request import Request, RequestSpec, Submission, TextCategory, Usage
-from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
-from serve_app.routing.pools import PoolRouter, RoutingSettings
 
 OUTPUT_TOKENS = 256
 _LONG_CONTEXT_TOKENS = 1_000_000

@@ -19,13 +19,13 @@ from experiments.estimator.bodies import (
     tokenizers,
 )
 from experiments.estimator.lessons import OUTPUT_TOKENS, Lessons, figures_of, fixed_ratio, judge, seeded
-from serve_app.command import progress_bar
+from serve_app.cli.command import progress_bar
+from serve_app.core.routing.estimation.bytes_per_token import RatioSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
 from serve_app.request import TextCategory
-from serve_app.routing.estimation.bytes_per_token import RatioSettings
-from serve_app.routing.estimation.estimate import EstimatorSettings, TokenEstimator
-from serve_app.routing.pools import RoutingSettings
-from serve_app.settings_base import settings
 
 ALL = "all"
 FIXED = "fixed"

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.summary import Distribution, jain_index, jain_of_tenants
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import Distribution, jain_index, jain_of_tenants
+from serve_app.core.settings_base import at_least, settings
+from serve_app.lab.simulation.batch import saturated_rate_per_s
+from serve_app.lab.simulation.direct import DirectSimulation
+from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.workloads.trace import Trace, TraceRequest, merge, scale_to_rate
 from serve_app.request import PriorityClass
-from serve_app.settings_base import at_least, settings
-from serve_app.simulation.batch import saturated_rate_per_s
-from serve_app.simulation.direct import DirectSimulation
-from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Simulation, SimulationSettings
-from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
-from serve_app.workloads.trace import Trace, TraceRequest, merge, scale_to_rate
 
 
 @settings

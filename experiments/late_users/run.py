@@ -15,12 +15,12 @@ from experiments.common.application import started_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import all_completed, play_trace
 from experiments.common.provenance import generated
-from serve_app.bench.connection import BenchError
-from serve_app.bench.load import BenchEndpoint, BodyKind, BodySettings
-from serve_app.command import progress_bar
-from serve_app.metrics.record import RequestRecord
-from serve_app.settings_base import settings
-from serve_app.workloads.trace import Trace, TraceRequest
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.settings_base import settings
+from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.load import BenchEndpoint, BodyKind, BodySettings
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 _FIRST, _LATE = "A", ("B", "C")
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 60

@@ -20,9 +20,9 @@ import numpy as np
 import uvloop
 
 from experiments.overhead.system import RequestKind, System
-from serve_app.bench.connection import BenchError, Target
-from serve_app.bench.load import BodyFactory, BodySettings
-from serve_app.workloads.trace import TraceRequest
+from serve_app.lab.bench.connection import BenchError, Target
+from serve_app.lab.bench.load import BodyFactory, BodySettings
+from serve_app.lab.workloads.trace import TraceRequest
 
 KEY = "overhead-bench-key-0123456789abcdef"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from experiments.common.processes import process_tree, role_of
 from experiments.overhead.client import load_of, started_client
 from experiments.overhead.ours import started_ours
 from experiments.overhead.system import OverheadSettings, started_light_engines
-from serve_app.command import say
+from serve_app.cli.command import say
 
 _CONFIG = Path(__file__).with_name("config.yaml")
 _ROLES = ("gateway", "scheduler")

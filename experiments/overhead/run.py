@@ -40,7 +40,7 @@ from experiments.overhead.system import (
     System,
     started_light_engines,
 )
-from serve_app.command import progress_bar, warn
+from serve_app.cli.command import progress_bar, warn
 from serve_app.errors import SettingsError
 
 REMOTE = "light"

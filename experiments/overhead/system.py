@@ -12,9 +12,9 @@ from typing import Annotated
 
 from experiments.common.light_servers import LightServers, started_light_servers
 from experiments.common.processes import CpuMeter
-from serve_app.bench.connection import BenchError
-from serve_app.launch.environment import is_free
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.cli.serve.environment import is_free
+from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.lab.bench.connection import BenchError
 
 
 @settings

@@ -13,15 +13,15 @@ from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated, trace_sources
-from serve_app.command import progress_bar
-from serve_app.metrics.slo import Slo
-from serve_app.planning.fleets import CostTable
-from serve_app.planning.plan import Effort, FleetOptions, make_plan
-from serve_app.planning.report import plan_as_json
-from serve_app.planning.verification import Workload
-from serve_app.settings_base import settings
-from serve_app.simulation.workload import TraceChoice
-from serve_app.workloads.generators import stream
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.slo import Slo
+from serve_app.core.settings_base import settings
+from serve_app.lab.planning.fleets import CostTable
+from serve_app.lab.planning.plan import Effort, FleetOptions, make_plan
+from serve_app.lab.planning.report import plan_as_json
+from serve_app.lab.planning.verification import Workload
+from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.workloads.generators import stream
 
 
 @settings

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 from experiments.common.experiment import Context, Measurement
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from serve_app.command import progress_bar, warn
-from serve_app.settings_base import at_least, settings
-from serve_app.simulation.batch import run_all, saturated_rates
-from serve_app.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.simulation.partitions import LEARNED, PartitionSource, partition_source
-from serve_app.simulation.report import run_as_json, settings_as_json, unequal_work
-from serve_app.simulation.run import LengthNoise, RunResult, RunSettings, SloByLength, policy_names
-from serve_app.simulation.simulation import SimulationSettings
-from serve_app.simulation.workload import Disclosure, TraceChoice
+from serve_app.cli.command import progress_bar, warn
+from serve_app.core.settings_base import at_least, settings
+from serve_app.lab.simulation.batch import run_all, saturated_rates
+from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
+from serve_app.lab.simulation.partitions import LEARNED, PartitionSource, partition_source
+from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
+from serve_app.lab.simulation.run import LengthNoise, RunResult, RunSettings, SloByLength, policy_names
+from serve_app.lab.simulation.simulation import SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 

@@ -32,19 +32,19 @@ import numpy as np
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
-from serve_app.command import progress_bar
-from serve_app.metrics.record import RequestRecord
-from serve_app.routing.prefix.index import PrefixIndex
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.prefix import PrefixIndex
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.direct import Balance, DirectSimulation
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import SimulatedReplica, Simulation
+from serve_app.lab.simulation.workload import Disclosure, requests_of
+from serve_app.lab.workloads.generators import GammaArrivals, LognormalLengths, MixedLengths, stream
+from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
-from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel
-from serve_app.simulation.direct import Balance, DirectSimulation
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import SimulatedReplica, Simulation
-from serve_app.simulation.workload import Disclosure, requests_of
-from serve_app.workloads.generators import GammaArrivals, LognormalLengths, MixedLengths, stream
-from serve_app.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest, scale_to_rate
 
 _ROUNDS = 5
 _LOOKUPS = 2_000

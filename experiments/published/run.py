@@ -15,10 +15,10 @@ from experiments.common.rows import Key
 from experiments.policies.grid import GridCell, PolicyGrid, cells_of, measurement_of, planned, play_grid
 from experiments.tuner.searches import live_search
 from experiments.tuner.settings import LiveSearch
-from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel, run_all
-from serve_app.simulation.run import RunSettings, fitted_trace
-from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.batch import parallel, run_all
+from serve_app.lab.simulation.run import RunSettings, fitted_trace
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings

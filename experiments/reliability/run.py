@@ -12,13 +12,13 @@ from typing import Any
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
-from serve_app.command import progress_bar
-from serve_app.metrics.record import RequestRecord
-from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel, saturated_rates
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.run import RunSettings, SloByLength, simulate
-from serve_app.simulation.workload import TraceChoice, choose_trace
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.batch import parallel, saturated_rates
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.run import RunSettings, SloByLength, simulate
+from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 
 _NO_LIMIT = 1_000_000_000
 _ROUTER: Mapping[str, object] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.bench.connection import BenchError
+from serve_app.lab.bench.connection import BenchError
 
 # Gateways look at the file every two seconds; a busy machine is given more.
 _KNOWN_AFTER_S = 5.0

@@ -25,7 +25,7 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.redeployment import redeploy, replica_processes
 from experiments.rollouts.keys import RotatedKey
-from serve_app.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _TIMEOUT_S = 180.0
 _NO_LIMIT = httpx.Limits(max_connections=None)

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from serve_app.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling import events as ev
-from serve_app.simulation.simulation import Rank, ReplicaPlan, SimulatedReplica, SimulatedRequest, Simulation
+from serve_app.core import Scheduler
+from serve_app.core import events as ev
+from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
+from serve_app.lab.simulation.simulation import (
+    Rank,
+    ReplicaPlan,
+    SimulatedReplica,
+    SimulatedRequest,
+    Simulation,
+)
 
 
 class ScalingRule(Protocol):

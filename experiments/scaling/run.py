@@ -20,19 +20,19 @@ from experiments.scaling.rules import (
     work_rule,
 )
 from experiments.scaling.traffic import traffic
-from serve_app.command import progress_bar
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.slo import slo_attainment_ratio
+from serve_app.core.metrics.summary import percentile
+from serve_app.core.scaling import AutoscalingSettings
+from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.slo import slo_attainment_ratio
-from serve_app.metrics.summary import percentile
-from serve_app.scaling import AutoscalingSettings
-from serve_app.settings_base import settings
-from serve_app.simulation.batch import parallel
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.run import SloByLength
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import Simulation, SimulationSettings
-from serve_app.simulation.workload import Disclosure, requests_of
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.run import SloByLength
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import Simulation, SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, requests_of
 
 REACTING = "work, reacting"
 SERVE, PEAK, MEAN = "Serve's default", "fixed, at the peak", "fixed, at the mean"

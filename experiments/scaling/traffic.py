@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.simulation.workload import TraceChoice, choose_trace
-from serve_app.workloads.generators import OnOffArrivals, stream
-from serve_app.workloads.trace import Trace, TraceRequest
+from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.workloads.generators import OnOffArrivals, stream
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 # Multiples of the base rates of short and long requests, one phase after the other.
 STEPS = ((1.0, 1.0), (4.0, 1.0), (1.0, 1.0), (1.0, 4.0), (1.0, 1.0), (0.0, 0.0))

@@ -13,17 +13,17 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
 from experiments.tuned_drift.settings import DriftExperiment, Variant, mixed_lengths
-from serve_app.command import progress_bar
-from serve_app.metrics.record import RequestRecord
-from serve_app.simulation.batch import parallel
-from serve_app.simulation.simulation import SimulatedRequest
-from serve_app.simulation.workload import Disclosure, fit, requests_of
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.lab.simulation.batch import parallel
+from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
+from serve_app.lab.workloads.generators import stream
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of
 from serve_app.tuning.parameter_loop import Result, Work
 from serve_app.tuning.rollout import Act, Audit
 from serve_app.tuning.study import Finding
-from serve_app.workloads.generators import stream
 
 
 @dataclass(frozen=True, slots=True)

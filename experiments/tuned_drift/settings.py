@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from experiments.common.drifting_mix import MixPoints
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
-from serve_app.scheduling import SchedulerSettings
-from serve_app.settings_base import settings
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.core import SchedulerSettings
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths, stream
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.workloads.generators import LognormalLengths, UniformLengths, stream
 
 _SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
 _ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)

@@ -14,8 +14,8 @@ from experiments.common.provenance import trace_sources
 from experiments.common.rows import Key
 from experiments.tuner.searches import Search, gains, search
 from experiments.tuner.settings import STARTS, Method, SearchGroup, Start, TunerExperiment
-from serve_app.command import progress_bar
-from serve_app.simulation.batch import parallel, saturated_rate_per_s
+from serve_app.cli.command import progress_bar
+from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
 
 # Traffic on which all are judged; no search has such a seed.
 _JUDGES_SEED = 90_001

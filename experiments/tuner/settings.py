@@ -5,11 +5,11 @@ from dataclasses import field, replace
 from typing import Literal
 
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
-from serve_app.settings_base import settings
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.simulation.run import RunSettings, fitted_trace
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.workload import TraceChoice
+from serve_app.core.settings_base import settings
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.run import RunSettings, fitted_trace
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning.digital_twin import TwinPlan, TwinSettings
 from serve_app.tuning.search_space import space_of
 from serve_app.tuning.study import StudySettings

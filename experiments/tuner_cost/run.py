@@ -17,14 +17,14 @@ from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import play_trace
 from experiments.common.processes import CpuMeter, role_of
 from experiments.common.provenance import generated
-from serve_app.bench.connection import BenchError
-from serve_app.bench.load import BodySettings
-from serve_app.command import progress_bar
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.summary import percentile
-from serve_app.settings_base import as_written, settings
+from serve_app.cli.command import progress_bar
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import percentile
+from serve_app.core.settings_base import as_written, settings
+from serve_app.lab.bench.connection import BenchError
+from serve_app.lab.bench.load import BodySettings
+from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from serve_app.tuning.settings import TunerSettings
-from serve_app.workloads.catalog import WorkloadSettings, resolve
 
 ROLES = ("tuner", "scheduler", "gateway")
 _TRACE = "paper-mix"

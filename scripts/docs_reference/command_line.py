@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from docs_reference.markdown import code, document, prose, sentence, table
 from serve_app.cli import COMMANDS
-from serve_app.command import Command
+from serve_app.cli.command import Command
 
 _INTRODUCTION = """
 # Command line reference

@@ -4,7 +4,7 @@ from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
 from serve_app.serving.gateway.openapi import OWN_PATHS
 from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
-from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
+from serve_app.serving.gateway.stored import STORED_PATHS
 
 _INTRODUCTION = """
 # Endpoints

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from docs_reference.markdown import code, document, sentence, table
 from docs_reference.metric_advice import METRIC_ADVICE
+from serve_app.core.scaling import ScalingSettings
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.scaling import ScalingSettings
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.metrics import SchedulerMetrics

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any
 
 from docs_reference.source_text import attribute_texts, field_comments, summary
+from serve_app.core.settings_base import Setting, in_files
 from serve_app.settings.application import WrittenApplication
-from serve_app.settings_base import Setting, in_files
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {

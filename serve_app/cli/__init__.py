@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import serve_app
-from serve_app.command import Command, CommandParser, program, warn
+from serve_app.cli.command import Command, CommandParser, program, warn
 from serve_app.errors import ServeAppError
 
 _MODULE_CALL = "python -m serve_app"
@@ -41,19 +41,17 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "init",
         "write a first configuration: asks what there is, or takes it as options",
-        "serve_app.first_config.command",
+        "serve_app.cli.init.command",
     ),
     CommandEntry(
         "check",
         "say what is wrong with a configuration, with line numbers, before anything starts",
-        "serve_app.checking.checks",
+        "serve_app.cli.check",
     ),
     CommandEntry(
-        "serve", "check a configuration and serve its application until Ctrl-C", "serve_app.launch.command"
+        "serve", "check a configuration and serve its application until Ctrl-C", "serve_app.cli.serve.command"
     ),
-    CommandEntry(
-        "stop", "stop an application in good order: open answers may end", "serve_app.launch.stop_command"
-    ),
+    CommandEntry("stop", "stop an application in good order: open answers may end", "serve_app.cli.stop"),
     CommandEntry(
         "status",
         "show queues, replicas, tenants and the tuner of a running application",
@@ -87,32 +85,32 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "simulate",
         "play a trace on simulated replicas, with any policies side by side",
-        "serve_app.tuning.simulate_command",
+        "serve_app.cli.simulate",
     ),
     CommandEntry(
         "replay",
         "feed a decision log to a new scheduler: the same events must give the same commands",
-        "serve_app.simulation.replay_command",
+        "serve_app.cli.replay",
     ),
     CommandEntry(
         "bench",
         "open-loop load against a live endpoint, or against two in turns, from a trace",
-        "serve_app.bench.command",
+        "serve_app.cli.bench",
     ),
     CommandEntry(
         "plan",
         "size a fleet to latency limits: one pool or two, verified in simulation",
-        "serve_app.planning.command",
+        "serve_app.cli.plan",
     ),
     CommandEntry(
         "tune",
         "search better scheduler settings for a trace in the digital twin",
-        "serve_app.tuning.command",
+        "serve_app.cli.tune",
     ),
     CommandEntry(
         "calibrate",
         "fit an engine profile to the request timestamps of a real engine",
-        "serve_app.calibration.command",
+        "serve_app.cli.calibrate",
     ),
     CommandEntry(
         "completion", "print a script that completes commands in a shell", "serve_app.cli.completion"

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from serve_app.cli.command import Command, say
 from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
-from serve_app.command import Command, say
 from serve_app.errors import ServeAppError
 
 

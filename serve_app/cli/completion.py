@@ -4,7 +4,7 @@ import argparse
 
 from argcomplete.shell_integration import shellcode
 
-from serve_app.command import Command, say
+from serve_app.cli.command import Command, say
 
 _EXECUTABLE = "ewsjf"
 

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_app.checking.machine import holder
+from serve_app.cli.command import Command, program, say
+from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.cli.serve.failures import engine_cause
+from serve_app.cli.serve.instance import Instance, running_instances
 from serve_app.cli.status import add_address, api_key_for, default_url
-from serve_app.command import Command, program, say
 from serve_app.errors import ServeAppError, SettingsError
-from serve_app.http_client import HttpAnswer, NoAnswerError, request
-from serve_app.launch.failures import engine_cause
-from serve_app.launch.instance import Instance, running_instances
+from serve_app.settings.checking.machine import holder
 from serve_app.settings.loading import load_settings
 
 # One thing that is wrong with a running application.

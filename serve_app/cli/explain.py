@@ -6,12 +6,12 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from serve_app.cli.command import Command, progress_bar, say
+from serve_app.cli.http_client import HttpAnswer
 from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
-from serve_app.command import Command, progress_bar, say
-from serve_app.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
 from serve_app.errors import ServeAppError
-from serve_app.http_client import HttpAnswer
-from serve_app.tables import shown_table
+from serve_app.lab.reports.tables import shown_table
+from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
 
 # What would have helped a request, in lines for a person.
 
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _what_if(recording: Recording) -> Mapping[str, Any]:
     # It brings the simulator along, and nobody else waits for that.
-    from serve_app.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
+    from serve_app.tuning.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
 
     with progress_bar("replays", replays_of(recording)) as advance:
         return what_if(recording, advance)

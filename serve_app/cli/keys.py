@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
+from serve_app.cli.command import Command, positive_float, positive_int, say, warn
+from serve_app.cli.serve.instance import running_instances
 from serve_app.cli.status import add_address, api_key_for, ask, default_url
-from serve_app.command import Command, positive_float, positive_int, say, warn
 from serve_app.errors import SettingsError
-from serve_app.launch.instance import running_instances
+from serve_app.lab.reports.tables import shown_table
 from serve_app.request import PriorityClass
+from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
 from serve_app.settings.loading import load_settings
-from serve_app.tables import shown_table
 
 # What was used with each key, as the schedulers of a running application have counted it.
 

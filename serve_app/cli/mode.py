@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from serve_app.cli.command import Command, say
 from serve_app.cli.status import add_address, api_key_for, ask, default_url
-from serve_app.command import Command, say
 from serve_app.errors import ServeAppError
-from serve_app.tables import shown_table
+from serve_app.lab.reports.tables import shown_table
 
 _PATH = "/admin/mode"
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.access import read_admin_key
-from serve_app.command import Command, positive_int, say
+from serve_app.cli.command import Command, positive_int, say
+from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.cli.serve.instance import running_instances
 from serve_app.errors import ServeAppError
-from serve_app.http_client import HttpAnswer, NoAnswerError, request
-from serve_app.launch.instance import running_instances
+from serve_app.serving.access import read_admin_key
 
 Document = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """Autoscaling through Ray Serve: how the number that a scheduler has decided reaches the controller.
 
 Requests bypass Serve's own counting, and a pool without replicas could not count anything. So the scheduler
-decides for all of its pools (`serve_app.scaling`), as the only one that knows what waits. It records the
+decides for all of its pools (`serve_app.core.scaling`), as the only one that knows what waits. It records the
 numbers as its autoscaling statistics, which Serve sends to its controller. There Serve asks a policy for
 each deployment, all in one process: the scheduler's policy keeps the numbers, those of its pools return them.
 
@@ -18,8 +18,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
-from serve_app.scaling import AutoscalingSettings
-from serve_app.settings_base import ADVANCED, NOT_NEGATIVE, at_least, settings
+from serve_app.core.scaling import AutoscalingSettings
+from serve_app.core.settings_base import ADVANCED, NOT_NEGATIVE, at_least, settings
 
 # Serve sends statistics every ten seconds by default (`scripts/serve` sets two).
 _STALE_AFTER_S = 35.0

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
-from serve_app.settings_base import settings
 
 Protocol = TypeVar("Protocol", bound=asyncio.BaseProtocol)
 

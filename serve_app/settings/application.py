@@ -10,21 +10,10 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from serve_app.engine_model import SchedulingPolicy
-from serve_app.engine_model.profiles import load_profile
-from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.engines.emulated.engine import EmulatedEngineSettings
-from serve_app.engines.vllm.engine import VllmEngineSettings
-from serve_app.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
-from serve_app.scheduling.policies import learns_queues
-from serve_app.scheduling.settings import SchedulerSettings, WrittenScheduler
-from serve_app.serving.autoscaling import GatewayScaling
-from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.endpoints.settings import RemoteSettings
-from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
-from serve_app.serving.pool.server import ReplicaServerSettings
-from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.settings_base import (
+from serve_app.core.policies import learns_queues
+from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
+from serve_app.core.settings import SchedulerSettings, WrittenScheduler
+from serve_app.core.settings_base import (
     ADVANCED,
     FINITE_POSITIVE,
     NOT_NEGATIVE,
@@ -33,6 +22,17 @@ from serve_app.settings_base import (
     at_least,
     settings,
 )
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
+from serve_app.engines.model import SchedulingPolicy
+from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.serving.autoscaling import GatewayScaling
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
+from serve_app.serving.pool.replica import ReplicaServerSettings
+from serve_app.serving.remote.settings import RemoteSettings
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.tuning.settings import TunerSettings
 
 # Settings of one pool: its engine, its resources, its replicas.

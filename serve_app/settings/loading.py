@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import yaml
 
+from serve_app.core.routing.pools import RoutingSettings, WrittenRouting
+from serve_app.core.settings import SchedulerSettings, WrittenScheduler
+from serve_app.core.settings_base import read
 from serve_app.errors import SettingsError
-from serve_app.routing.pools import RoutingSettings, WrittenRouting
-from serve_app.scheduling.settings import SchedulerSettings, WrittenScheduler
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, WrittenGateway
 from serve_app.settings.application import (
     AppSettings,
@@ -20,7 +21,6 @@ from serve_app.settings.application import (
     WrittenApplication,
     WrittenModel,
 )
-from serve_app.settings_base import read
 
 # Completes the settings of an application: what follows from its models reaches every component.
 #

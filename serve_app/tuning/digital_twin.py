@@ -1,8 +1,8 @@
 """The digital twin: recent traffic, played again on simulated engines under other settings.
 
-The twin runs the production scheduler (`simulation.simulation`) on simulated replicas, and scores the records
-by the objective of the live system. It knows from the first request on what production has learned by now:
-output lengths, the cost of a prefill, and where "long" begins. The length queues are those that
+The twin runs the production scheduler (`lab.simulation.simulation`) on simulated replicas, and scores the
+records by the objective of the live system. It knows from the first request on what production has learned by
+now: output lengths, the cost of a prefill, and where "long" begins. The length queues are those that
 Refine-and-Prune finds under the candidate's own parameters.
 
 Three things it does not know. Prefixes: it has no cache hits. The requests that wait when a window begins: it
@@ -21,21 +21,21 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Annotated, Any
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.summary import first_token_figures
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import first_token_figures
+from serve_app.core.policies import learns_queues
+from serve_app.core.policies.length_queues import Partition
+from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings, share_below
+from serve_app.lab.simulation.partitions import FixedPartition
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import Usage
-from serve_app.scheduling.policies import learns_queues
-from serve_app.scheduling.policies.partition import Partition
-from serve_app.settings_base import NOT_NEGATIVE, at_least, settings, share_below
-from serve_app.simulation.partitions import FixedPartition
-from serve_app.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
-from serve_app.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 from serve_app.tuning.search_space import SearchSpace, Tunable, Values
 from serve_app.tuning.study import Job, WindowResult
 from serve_app.tuning.traffic import resampled
-from serve_app.workloads.trace import Trace, TraceRequest
 
 
 @settings(block="twin")

@@ -3,7 +3,7 @@
 The model is not given the traffic but the *dispatches*: each engine's requests at the times at which it got
 them. The time per output token grows with the batch, and the batch with the backlog, so an engine under a
 backlog would look slow in a twin that begins empty. With the same dispatches the batches are the same if the
-model is right, and the fit of `calibration.fit` makes it right.
+model is right, and the fit of `lab.calibration.fit` makes it right.
 
 First the model in force is held against the requests that came after its fit: that is its error. If the error
 is small the model stays, since a fit takes some CPU seconds. Pools with enough requests get step times of
@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from serve_app.calibration.fit import (
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.calibration.fit import (
     EngineRun,
     FitStart,
     FittedEngine,
@@ -28,11 +30,9 @@ from serve_app.calibration.fit import (
     typical_step_s,
     with_latency,
 )
-from serve_app.calibration.measurements import CalibrationError, MeasuredRequest
-from serve_app.calibration.replay import measured
-from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.metrics.record import RequestRecord
-from serve_app.simulation.simulation import ReplicaPlan
+from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
+from serve_app.lab.calibration.replay import measured
+from serve_app.lab.simulation.simulation import ReplicaPlan
 
 _ENGINES = 4
 """Engines of a pool that are replayed: those with the most requests. Others of the pool are like them."""

@@ -44,10 +44,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.summary import jain_of_tenants, percentile
-from serve_app.metrics.targets import ClassTargets
-from serve_app.settings_base import at_least, settings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import jain_of_tenants, percentile
+from serve_app.core.metrics.targets import ClassTargets
+from serve_app.core.settings_base import at_least, settings
 
 # A p99 that grows from its target to three times that costs as much as 1 request of 16 out of its SLO.
 # Halving every time to first token from its target is worth 4 requests of 100. One of two tenants getting all

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from serve_app.lab.workloads.generators import plain_stream
 from serve_app.tuning.objective import finite
 from serve_app.tuning.search_space import SearchSpace, Values
-from serve_app.workloads.generators import plain_stream
 
 # Whole numbers and four digits may lead two draws to the same values; trying them twice tells nothing new.
 _REDRAWS = 5

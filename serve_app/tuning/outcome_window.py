@@ -8,12 +8,12 @@ missing, because they are retried under other ids, and so are those that an earl
 from collections import deque
 from dataclasses import dataclass
 
+from serve_app.core.commands import Command, Conclude, Dispatch
+from serve_app.core.events import Event, Finished, FirstToken
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Outcome
-from serve_app.metrics.record import RequestRecord
 from serve_app.request import PriorityClass
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
-from serve_app.scheduling.events import Event, Finished, FirstToken
-from serve_app.scheduling.request import ScheduledRequest
 
 _KEPT = 10_000
 """Outcomes kept between two pulls of the tuner: ten seconds at 1,000 requests/s; about 3 MB."""

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.routing.replica import ReplicaSpec
-from serve_app.routing.snapshot import Snapshot
-from serve_app.scheduling import SchedulerSettings
-from serve_app.simulation.simulation import SimulationSettings
+from serve_app.core import SchedulerSettings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.replica import ReplicaSpec
+from serve_app.core.routing.snapshot import Snapshot
+from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.tuning.digital_twin import Forecast, TwinPlan, TwinProcesses, forecast
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines
 from serve_app.tuning.objective import Reward, reward_of

@@ -38,9 +38,9 @@ from typing import Annotated, Literal
 import numpy as np
 import numpy.typing as npt
 
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.settings_base import FINITE_POSITIVE, at_least, between, settings
 from serve_app.errors import ServeAppError
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.settings_base import FINITE_POSITIVE, at_least, between, settings
 
 Lengths = npt.NDArray[np.int64]
 """Prompt lengths in tokens, in ascending order."""

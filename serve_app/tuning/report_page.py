@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping
 
-from serve_app.reports.document import (
+from serve_app.lab.reports.document import (
     Cell,
     DifferenceTable,
     FigureDifference,

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from serve_app.errors import SettingsError
-from serve_app.routing.snapshot import Snapshot, number, section, text
-from serve_app.settings_base import (
+from serve_app.core.routing.snapshot import Snapshot, number, section, text
+from serve_app.core.settings_base import (
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
     POSITIVE_SHARE,
     at_least,
     settings,
 )
+from serve_app.errors import SettingsError
 from serve_app.tuning.search_space import SearchSpace, Values
 from serve_app.tuning.trial import RewardOf, Trial, Verdict
 

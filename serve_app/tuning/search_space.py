@@ -38,12 +38,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
+from serve_app.core import SchedulerSettings
+from serve_app.core.policies import make_policy
+from serve_app.core.policies.ewsjf import EwsjfPaper
+from serve_app.core.settings import GivenWeights
+from serve_app.core.settings_base import ADVANCED, as_written
 from serve_app.errors import SettingsError
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import make_policy
-from serve_app.scheduling.policies.ewsjf import EwsjfPaper
-from serve_app.scheduling.policies.settings import GivenWeights
-from serve_app.settings_base import ADVANCED, as_written
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 
 Settings = TypeVar("Settings")

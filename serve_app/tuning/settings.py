@@ -7,9 +7,8 @@ experiments and tests change.
 from dataclasses import field
 from typing import Annotated, Literal
 
-from serve_app.engine_model.profiles import load_profile
-from serve_app.metrics.targets import ClassTargets
-from serve_app.settings_base import (
+from serve_app.core.metrics.targets import ClassTargets
+from serve_app.core.settings_base import (
     ADVANCED,
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
@@ -17,6 +16,7 @@ from serve_app.settings_base import (
     at_least,
     settings,
 )
+from serve_app.engines.model.profiles import load_profile
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveKind, ObjectiveSettings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings

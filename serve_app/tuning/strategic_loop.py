@@ -31,8 +31,8 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.settings_base import FINITE_POSITIVE, at_least, settings
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 
 _SAMPLE = 10_000

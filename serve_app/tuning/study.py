@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
-from serve_app.metrics.confidence import t_95
-from serve_app.settings_base import POSITIVE_SHARE, at_least, settings
+from serve_app.core.metrics.confidence import t_95
+from serve_app.core.settings_base import POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.objective import Reward, finite
 from serve_app.tuning.optimiser import Optimiser, Proposal
 from serve_app.tuning.search_space import Values

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.tables import shown_table
+from serve_app.lab.reports.tables import shown_table
 from serve_app.tuning.objective import ClassFigures
 from serve_app.tuning.search_space import SearchSpace, Values, as_model_settings
 from serve_app.tuning.study import INCUMBENT, Course, Finding, StudySettings, WindowResult

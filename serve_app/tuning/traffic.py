@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.targets import NOT_OURS
-from serve_app.workloads.generators import stream
-from serve_app.workloads.trace import Trace, TraceRequest
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.targets import NOT_OURS
+from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 DEFAULT_SPAN_S = 600.0
 """Ten minutes: long enough for a mix of tenants, short enough to be the present."""

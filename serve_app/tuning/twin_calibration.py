@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from serve_app.calibration.fit import FittedEngine
-from serve_app.engine_model.profiles import load_profile
-from serve_app.engine_model.sequences import EngineModelSettings
-from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.metrics.record import RequestRecord
-from serve_app.routing.replica import ReplicaSpec
-from serve_app.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, at_least, settings
-from serve_app.simulation.simulation import ReplicaPlan, SimulationSettings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.replica import ReplicaSpec
+from serve_app.core.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, at_least, settings
+from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.calibration.fit import FittedEngine
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulationSettings
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, Engines, TwinError, shows_pace
 from serve_app.tuning.traffic import TrafficLog
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.checking import check_file
-from serve_app.launch.environment import default_settings
+from serve_app.cli.serve.environment import default_settings
+from serve_app.settings.checking import check_file
 from tests.chart.kinds import KUBERNETES, check_object
 from tests.chart.rendered import (
     CHART,

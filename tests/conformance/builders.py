@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.decision_log import Decision
-from serve_app.simulation.simulation import Simulation
-from tests.simulation.builders import mixed_requests, plan
+from serve_app.core import SchedulerSettings
+from serve_app.core.decision_log import Decision
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.lab.simulation.simulation import Simulation
+from tests.lab.simulation.builders import mixed_requests, plan
 
 
 def simulated(

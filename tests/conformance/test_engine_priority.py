@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine_model import SchedulingPolicy
-from serve_app.metrics.record import RequestRecord
+from serve_app.core import SchedulerSettings
+from serve_app.core.commands import Dispatch
+from serve_app.core.decision_log import Decision
+from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.policies import POLICIES
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.engines.model import SchedulingPolicy
+from serve_app.lab.simulation.simulation import SimulatedRequest, Simulation
 from serve_app.request import PriorityClass
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.decision_log import Decision
-from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
-from serve_app.scheduling.policies import POLICIES
-from serve_app.simulation.simulation import SimulatedRequest, Simulation
 from tests.builders import request
 from tests.conformance.builders import simulated
-from tests.simulation.builders import mixed_requests, plan
+from tests.lab.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
 # With the limits on what an engine is sent as they are without the mode.

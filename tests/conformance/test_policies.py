@@ -2,15 +2,15 @@
 
 import pytest
 
+from serve_app.core import SchedulerSettings
+from serve_app.core.policies import learns_queues, make_policy
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.policies import learns_queues, make_policy
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.simulation.baselines import SIMULATED_POLICIES
-from serve_app.simulation.simulation import Simulation
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.simulation import Simulation
 from tests.conformance.builders import simulated
-from tests.simulation.builders import mixed_requests, plan
+from tests.lab.simulation.builders import mixed_requests, plan
 
 every_policy = pytest.mark.parametrize("policy", sorted(SIMULATED_POLICIES))
 

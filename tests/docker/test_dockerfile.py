@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from serve_app.cli import COMMANDS
-from serve_app.launch.instance import publish
+from serve_app.cli.serve.instance import publish
 from serve_app.settings.application import GatewayDeploymentSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.common.application import BUILD_APP, Application, serve_config, served_application
-from serve_app.bench.connection import BenchError
-from serve_app.checking.serve_file import NO_PROXY
+from serve_app.lab.bench.connection import BenchError
+from serve_app.settings.checking.serve_file import NO_PROXY
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0

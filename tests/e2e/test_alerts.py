@@ -25,8 +25,8 @@ from tests.e2e.served import Served, serve
 from tests.engines.servers import free_port
 from tests.http_server import listening
 from tests.observability.prometheus import Prometheus, prometheus, rules, until
-from tests.serving.endpoints.servers import VllmLike
 from tests.serving.gateway.builders import MODEL, reply_json
+from tests.serving.remote.servers import VllmLike
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from serve_app.bench.connection import ConnectionPool, Target
-from serve_app.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
 from serve_app.errors import Outcome
-from serve_app.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.bench.connection import ConnectionPool, Target
+from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadSettings, OpenLoop
+from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from tests.e2e.served import Served, wait_for
 
 REQUESTS = 400

@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.common.experiment import Context, Experiment, Measurement
-from serve_app.settings_base import settings
+from serve_app.core.settings_base import settings
 
 
 @settings

@@ -11,8 +11,8 @@ from experiments.common.drifting_mix import (
     mix_rates,
     trace_of_kinds,
 )
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.workloads.generators import stream
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.workloads.generators import stream
 
 FLIP: MixPoints = ((0, 0.1), (0.5, 0.1), (0.5, 0.6), (1, 0.6))
 DRIFT: MixPoints = ((0, 0.1), (1, 0.6))

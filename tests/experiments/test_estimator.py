@@ -27,8 +27,8 @@ from experiments.estimator.lessons import (
 )
 from experiments.estimator.run import EstimatorExperiment, RatioVariant, Subject, _learning, unavailable
 from experiments.estimator.tables import TABLES
-from serve_app.routing.estimation.estimate import EstimatorSettings
-from serve_app.routing.pools import RoutingSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings
+from serve_app.core.routing.pools import RoutingSettings
 from tests.experiments.builders import row
 
 FOUR_BYTES = Tokenizer("four bytes", lambda text: max(1, round(len(text.encode()) / 4)), 3, 5)

@@ -6,8 +6,8 @@ from experiments.common.processes import ProcessUse, role_of
 from experiments.late_users.run import LateUsersSettings, figures_of, scenario
 from experiments.tuner_cost.run import waits_ms
 from experiments.tuner_cost.tables import TABLES
+from tests.core.metrics.builders import record
 from tests.experiments.builders import row
-from tests.metrics.builders import record
 
 
 def test_late_users_come_a_moment_after_the_flood() -> None:

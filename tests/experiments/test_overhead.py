@@ -11,7 +11,7 @@ from experiments.overhead.peers import PROXY, missing_program, started_forwarder
 from experiments.overhead.profile import Profile
 from experiments.overhead.system import Endpoints, next_port
 from experiments.overhead.tables import TABLES, added_ms, layer_ms
-from serve_app.bench.connection import BenchError
+from serve_app.lab.bench.connection import BenchError
 from tests.experiments.builders import row
 
 

@@ -3,12 +3,13 @@
 import pytest
 
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
-from serve_app.scheduling.decision_log import Decision
-from serve_app.scheduling.events import Retuned
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import SimulatedRequest
-from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.core.decision_log import Decision
+from serve_app.core.events import Retuned
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
@@ -16,7 +17,6 @@ from serve_app.tuning.rollout import Act, RolloutSettings
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import StudySettings
-from serve_app.workloads.trace import scale_to_rate
 from tests.tuning.rewards import found
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})

@@ -9,8 +9,8 @@ from experiments.tuner.run import _figures
 from experiments.tuner.searches import Leader, Search, gains, live_search, twin_search
 from experiments.tuner.settings import TunerExperiment
 from experiments.tuner.tables import TABLES
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
 from tests.experiments.builders import row
 
 

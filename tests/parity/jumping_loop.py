@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from serve_app.simulation.simulation import Action, Rank
+from serve_app.lab.simulation.simulation import Action, Rank
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):

@@ -12,15 +12,26 @@ from typing import Any, cast
 
 import pytest
 
-from serve_app.engine_model.model import StepOutcome
-from serve_app.engine_model.sequences import EngineSequence
+from serve_app.core import SchedulerSettings
+from serve_app.core.commands import Command, Conclude
+from serve_app.core.decision_log import Decision
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings import QueueTimeouts
+from serve_app.engines.model.model import StepOutcome
+from serve_app.engines.model.sequences import EngineSequence
 from serve_app.errors import Outcome
+from serve_app.lab.simulation.partitions import PartitionLearner
+from serve_app.lab.simulation.simulation import (
+    Action,
+    Rank,
+    ReplicaPlan,
+    SimulatedReplica,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+    Timeline,
+)
 from serve_app.request import Usage
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.commands import Command, Conclude
-from serve_app.scheduling.decision_log import Decision
-from serve_app.scheduling.settings import QueueTimeouts
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     Finish,
@@ -34,23 +45,12 @@ from serve_app.serving.channel.messages import (
 )
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.scheduler.learned_queues import PartitionUpdate
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.simulation.partitions import PartitionLearner
-from serve_app.simulation.simulation import (
-    Action,
-    Rank,
-    ReplicaPlan,
-    SimulatedReplica,
-    SimulatedRequest,
-    Simulation,
-    SimulationSettings,
-    Timeline,
-)
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from serve_app.tuning import LearnedPartitions, StrategicSettings
 from tests.builders import key
+from tests.lab.simulation.builders import mixed_requests, plan
 from tests.parity.jumping_loop import LoopTimeline, run_jumping
-from tests.simulation.builders import mixed_requests, plan
 
 TIMEOUT_S = 4.0
 SIMULATION = SimulationSettings(control_latency_s=0.0013, report_interval_s=0.2)

@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from experiments.common.tuned_simulation import OBSERVATION_INTERVAL_S, TunedSimulation, counting_worker
-from serve_app.scheduling.commands import ReportStale
-from serve_app.scheduling.decision_log import Decision
+from serve_app.core.commands import ReportStale
+from serve_app.core.decision_log import Decision
+from serve_app.lab.simulation.simulation import Rank, SimulatedRequest
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
-from serve_app.simulation.simulation import Rank, SimulatedRequest
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
 from serve_app.tuning.rollout import Act, Audit, RolloutSettings
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.twin_calibration import CalibrationSettings
+from tests.lab.simulation.builders import mixed_requests
 from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping
-from tests.simulation.builders import mixed_requests
 from tests.tuning.rewards import found
 
 # Neither ends at the very moment of an observation, when either may come first.

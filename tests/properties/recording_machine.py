@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 
+from serve_app.core import Scheduler
+from serve_app.core import events as ev
+from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
+from serve_app.core.isolation import IsolationSettings
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.pools import RoutingSettings, least_budget_tokens
+from serve_app.core.routing.replica import ReplicaSpec
+from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.routing.pools import RoutingSettings, least_budget_tokens
-from serve_app.routing.replica import ReplicaSpec
-from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Conclude, Dispatch, ReportFresh, ReportStale
-from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from serve_app.scheduling.dispatch.promotion import PromotionSettings
-from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
-from serve_app.scheduling.request import ScheduledRequest
 from tests.builders import settings as scheduler_settings
 from tests.builders import spec
 

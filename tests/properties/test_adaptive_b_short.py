@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.adaptive_b_short import (
+from serve_app.core.routing.adaptive_b_short import (
     AdaptiveBShort,
     AdaptiveBShortSettings,
     BShortChanged,
+    PoolCapacity,
 )
-from serve_app.routing.demand import PoolCapacity
 
 CONTEXT = 16_384
 SETTINGS = AdaptiveBShortSettings(enabled=True)

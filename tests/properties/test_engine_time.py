@@ -5,8 +5,8 @@ import math
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command
+from serve_app.core import events as ev
+from serve_app.core.commands import Command
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
 
 

@@ -10,12 +10,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from serve_app.core import events as ev
+from serve_app.core.commands import Command, Conclude, Dispatch
+from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
-from serve_app.rate_limits import KeyTerms
-from serve_app.request import Usage
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
-from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
+from serve_app.request import KeyTerms, Usage
 from tests.builders import ManualDriver, key, one_replica, request
 
 REQUESTS, TOKENS, CONCURRENT, QUEUED = 5, 400, 4, 2

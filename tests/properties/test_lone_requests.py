@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command
-from serve_app.scheduling.dispatch.dispatcher import Choice
-from serve_app.scheduling.request import ScheduledRequest
+from serve_app.core import Scheduler
+from serve_app.core import events as ev
+from serve_app.core.commands import Command
+from serve_app.core.dispatch.dispatcher import Choice
+from serve_app.core.request import ScheduledRequest
 from tests.builders import dispatched, two_pools
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
 

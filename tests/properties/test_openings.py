@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command
-from serve_app.scheduling.dispatch import openings
-from serve_app.scheduling.dispatch.openings import Openings
-from serve_app.scheduling.queueing.head_groups import HeadGroup
+from serve_app.core import Scheduler
+from serve_app.core import events as ev
+from serve_app.core.commands import Command
+from serve_app.core.dispatch import dispatcher as openings
+from serve_app.core.dispatch.dispatcher import Openings
+from serve_app.core.queueing.request_queue import HeadGroup
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine
 
 

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from serve_app.scheduling import events as ev
+from serve_app.core import events as ev
 from tests.properties.recording_machine import REPORT_LIMIT_S, ROUTING
 from tests.properties.test_scheduler_invariants import SchedulerMachine
 

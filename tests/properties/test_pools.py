@@ -14,16 +14,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.core.commands import Command
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.replica import UNTOLD_CONTEXT
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.routing.pools import RoutingSettings
-from serve_app.routing.replica import UNTOLD_CONTEXT
-from serve_app.scheduling.commands import Command
-from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished
 from tests.builders import ManualDriver, concluded, dispatched, request
-from tests.routing.test_pools import estimate
-from tests.routing.test_two_pools import as_two_pools_were_routed
+from tests.core.routing.test_pools import estimate
+from tests.core.routing.test_two_pools import as_two_pools_were_routed
 
 OUTPUT = 10
 # Requests that a replica takes before its next report.

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, invariant, multiple, rule
 
+from serve_app.core import events as ev
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.pools import PoolRouter, RoutingSettings
+from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.routing.pools import PoolRouter, RoutingSettings
-from serve_app.routing.replica_state import PrefillClass
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.request import ScheduledRequest
 from tests.builders import report, request
 from tests.properties.recording_machine import (
     BATCH,

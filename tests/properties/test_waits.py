@@ -8,14 +8,13 @@ from collections import Counter
 
 from hypothesis import HealthCheck, settings
 
-from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.scheduler import Scheduler
-from serve_app.scheduling.waits.account import BUSY, PLACE_OF
-from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause, nanoseconds
-from serve_app.scheduling.waits.watch import WaitWatch
+from serve_app.core import events as ev
+from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nanoseconds
+from serve_app.core.accounting.waits import BUSY, PLACE_OF, WaitWatch
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.scheduler import Scheduler
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
 
 _CAUSE_OF = {place: cause for cause, place in PLACE_OF.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.scaling import AutoscalingSettings
+from serve_app.core.scaling import AutoscalingSettings
 from serve_app.serving.autoscaling import (
     CPU_CORES,
     GatewayPolicy,

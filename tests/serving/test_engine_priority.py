@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from serve_app.engine_model import SchedulingPolicy
+from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import EngineLimits
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.engines.model import SchedulingPolicy
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel

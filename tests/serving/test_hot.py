@@ -9,11 +9,11 @@ from ray.serve import Deployment
 
 from experiments.rollouts.run import changed_args
 from serve_app.app import application_of
+from serve_app.core.settings_base import with_hot_settings
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway.settings import gateway_hot, with_hot_gateway
 from serve_app.serving.scheduler.actor import SchedulerActorSettings
 from serve_app.settings.loading import load_settings, settings_of
-from serve_app.settings_base import with_hot_settings
 from tests.test_app import arguments, deployments
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING
 from typing import Any
 
+from serve_app.core.settings_base import Setting, block_of, in_files
 from serve_app.settings.application import WrittenApplication
-from serve_app.settings_base import Setting, block_of, in_files
 
 
 def leaves(

@@ -11,8 +11,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start as ray_start
 
-from serve_app.checking import check_file
-from serve_app.launch.environment import default_settings
+from serve_app.cli.serve.environment import default_settings
+from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_all_replicas_fit_the_gpus_that_there_are(name: str) -> None:
 def test_ray_starts_with_our_settings_the_keys_and_many_files(name: str, kind: str, tmp_path: Path) -> None:
     checkout = tmp_path / "ewsjf-serve"
     for path, text in {
-        "serve_app/launch/serve.env": (ROOT / "serve_app/launch/serve.env").read_text(),
+        "serve_app/cli/serve/serve.env": (ROOT / "serve_app/cli/serve/serve.env").read_text(),
         "keys.env": "EWSJF_API_KEY_APP=secret\nEWSJF_API_KEY_NIGHTLY=other\n",
         ".venv/bin/ray": RAY,
     }.items():

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.checking.engines import check_capacity, known_setup
-from serve_app.engine_model.profiles import load_profile
-from serve_app.engine_model.roofline import capacity
-from serve_app.launch.environment import default_settings
+from serve_app.cli.serve.environment import default_settings
+from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import capacity
 from serve_app.request import PriorityClass
 from serve_app.settings.application import AppSettings
+from serve_app.settings.checking.engines import check_capacity, known_setup
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"

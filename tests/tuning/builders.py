@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.simulation.simulation import ReplicaPlan
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.lab.simulation.simulation import ReplicaPlan
 
 Sample = npt.NDArray[np.int64]
 

@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.scheduling import SchedulerSettings
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.workload import TraceChoice, choose_trace
+from serve_app.core import SchedulerSettings
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.search_space import Tunable, space_of
 from serve_app.tuning.study import Job
-from serve_app.workloads.trace import scale_to_rate
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.simulation import ReplicaPlan, Simulation
-from serve_app.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import ReplicaPlan, Simulation
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, requests_of
+from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engines, measured_of
-from serve_app.workloads.trace import scale_to_rate
-from tests.metrics.builders import record
+from tests.core.metrics.builders import record
 from tests.tuning.builders import with_speed
 
 FLEET = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1})

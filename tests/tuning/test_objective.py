@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.targets import ClassTarget, ClassTargets
 from serve_app.errors import Outcome
-from serve_app.metrics.record import RequestRecord
-from serve_app.metrics.targets import ClassTarget, ClassTargets
 from serve_app.request import PriorityClass
 from serve_app.tuning.objective import ObjectiveSettings, reward_of
-from tests.metrics.builders import record
+from tests.core.metrics.builders import record
 
 TARGETS = ClassTargets(
     default=ClassTarget(ttft_s=1.0, long_ttft_s=10.0, tpot_s=0.1),

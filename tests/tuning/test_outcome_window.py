@@ -1,7 +1,7 @@
+from serve_app.core import events as ev
+from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import events as ev
 from serve_app.tuning.outcome_window import OutcomeWindow, record_of
 from tests.builders import ManualDriver
 

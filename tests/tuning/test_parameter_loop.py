@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.metrics.record import RequestRecord
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
+from serve_app.core import SchedulerSettings
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.routing.pools import RoutingSettings
 from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import ForecastTask, Observation, ParameterLoop, SearchTask, carry_out
@@ -18,7 +18,7 @@ from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding
 from serve_app.tuning.twin_calibration import CalibrationSettings
 from tests.builders import spec
-from tests.metrics.builders import record
+from tests.core.metrics.builders import record
 from tests.tuning.rewards import found as found_values
 
 TARGET = "backpressure.target_waiting"

@@ -1,9 +1,9 @@
 """Every parameter that is searched changes what is decided: over an inert one, a search wastes candidates."""
 
-from serve_app.simulation.fleet import ONE_POOL, FleetSettings
-from serve_app.simulation.run import RunSettings, fitted_trace
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.workload import TraceChoice
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.simulation.run import RunSettings, fitted_trace
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from serve_app.cli import main
-from tests.reports.parsed import ParsedReport
+from tests.lab.reports.parsed import ParsedReport
 
 TUNE = ["tune", "--trace", "paper-mix", "--profile", "laptop", "--replicas", "1", "--requests", "400"]
 BAD = [

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.simulation.fleet import FleetSettings
-from serve_app.simulation.scheduler_settings import scheduler_settings
-from serve_app.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.workload import TraceChoice, choose_trace
+from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.rollout import Act, Rollout, RolloutSettings
 from serve_app.tuning.search_space import Tunable, Values, space_of
 from serve_app.tuning.study import Budget, StudySettings, run_study
-from serve_app.workloads.trace import scale_to_rate
 from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from serve_app.cli import main
-from serve_app.simulation.partitions import read_partition
+from serve_app.lab.simulation.partitions import read_partition
 
 
 def queues(policy: str, folder: Path) -> int:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.scheduling.policies.partition import Partition
+from serve_app.core.policies.length_queues import Partition
+from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
 from serve_app.tuning.refine_and_prune import PAPER, RefineAndPruneSettings, refine_and_prune
 from serve_app.tuning.strategic_loop import partition_distance
-from serve_app.workloads.catalog import WorkloadSettings, resolve
 from tests.tuning.builders import Sample, heavy_tail, paper_mix
 
 STABLE = RefineAndPruneSettings()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.scheduling.policies.partition import Partition
+from serve_app.core.policies.length_queues import Partition
 from serve_app.tuning import strategic_loop
 from serve_app.tuning.refine_and_prune import refine_and_prune
 from serve_app.tuning.strategic_loop import (

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from serve_app.errors import Outcome
+from serve_app.lab.workloads.trace import Trace, TraceRequest
 from serve_app.request import PriorityClass
 from serve_app.tuning.traffic import TrafficLog, resampled
-from serve_app.workloads.trace import Trace, TraceRequest
-from tests.metrics.builders import record
+from tests.core.metrics.builders import record
 
 
 def trace(count: int, seed: int = 0) -> Trace:

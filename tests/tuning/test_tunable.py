@@ -1,28 +1,16 @@
 import pytest
 import yaml
 
+from serve_app.core import SchedulerSettings
+from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
+from serve_app.core.isolation import IsolationSettings
+from serve_app.core.policies import POLICIES
+from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, GivenWeights, ScoreWeights
 from serve_app.errors import SettingsError
-from serve_app.routing.adaptive_b_short import AdaptiveBShortSettings
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.dispatch.engine_priority import EnginePrioritySettings
-from serve_app.scheduling.isolation.prefill_isolation import IsolationSettings
-from serve_app.scheduling.policies import POLICIES
-from serve_app.scheduling.policies.settings import (
-    OWN_WEIGHTS,
-    PAPER_WEIGHTS,
-    EwsjfSettings,
-    GivenWeights,
-    ScoreWeights,
-)
 from serve_app.settings.loading import settings_of
-from serve_app.tuning.search_space import (
-    Tunable,
-    as_model_settings,
-    parameters_of,
-    space_of,
-    with_weights,
-)
+from serve_app.tuning.search_space import Tunable, as_model_settings, parameters_of, space_of, with_weights
 
 OURS = Tunable(scheduler=SchedulerSettings(model="m"))
 PAPER_NAMES = ("a_u", "b_u", "a_f", "b_f", "alpha")

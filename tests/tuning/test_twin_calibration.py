@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from serve_app.calibration.fit import FittedEngine
-from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.metrics.record import RequestRecord
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.calibration.fit import FittedEngine
 from serve_app.tuning.engine_fit import EngineFitResult, TwinError
 from serve_app.tuning.traffic import TrafficLog
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 from tests.builders import spec
-from tests.metrics.builders import record
+from tests.core.metrics.builders import record
 
 SETTINGS = CalibrationSettings(first_requests=20, check_requests=10, every_s=30.0)
 REPLICAS = [spec("r1", "only", max_model_len=8_192, kv_tokens=32_768, max_num_seqs=16)]

@@ -50,7 +50,7 @@ Ray's own 30 s would cut what the application still lets go on.
 {{ add $longest 30 }}
 {{- end -}}
 
-{{/* The environment of `ray start` on every node: serve_app/launch/serve.env, and Ray's own limit for drains. */}}
+{{/* The environment of `ray start` on every node: serve_app/cli/serve/serve.env, and Ray's own limit for drains. */}}
 {{- define "ewsjf.environment" -}}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
 - {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from serve_app.engine_model import EngineModelSettings, EngineSequence, SchedulingPolicy
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import ApiError, invalid, unknown_model, unreadable
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
 from serve_app.engines.emulated.text import Prompt, RawText, Script, write_script
+from serve_app.engines.model import EngineModelSettings, EngineSequence, SchedulingPolicy
 
 
 class _Adapter(msgspec.Struct):

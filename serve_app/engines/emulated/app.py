@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app import __version__
-from serve_app.engines.asgi import read_body, require_http, send_response, wait_for_disconnect
 from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames
 from serve_app.engines.emulated.completions import (
     DONE,
@@ -42,7 +41,15 @@ from serve_app.engines.emulated.requests import (
 )
 from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, response_answer
 from serve_app.engines.emulated.text import PseudoTokenizer, text_of
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import (
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    require_http,
+    send_response,
+    wait_for_disconnect,
+)
 from serve_app.errors import EngineError
 
 

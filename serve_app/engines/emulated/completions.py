@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from serve_app.engine_model import EngineSequence
 from serve_app.engines.emulated.http import encode
 from serve_app.engines.emulated.text import (
     CallForm,
@@ -23,6 +22,7 @@ from serve_app.engines.emulated.text import (
     pieces,
     ranked,
 )
+from serve_app.engines.model import EngineSequence
 
 DONE = b"data: [DONE]\n\n"
 

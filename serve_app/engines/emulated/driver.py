@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from serve_app.engine_model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
-from serve_app.engine_model.recent_mean import TPOT_WINDOW_S, RecentMean
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.text import Script
 from serve_app.engines.engine import EngineLoad
+from serve_app.engines.model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
+from serve_app.engines.model.recent_mean import TPOT_WINDOW_S, RecentMean
 from serve_app.errors import EngineError
 
 _log = logging.getLogger(__name__)

@@ -10,16 +10,16 @@ import random
 from dataclasses import replace
 from typing import Annotated
 
-from serve_app.engine_model import EngineModel, EngineModelSettings, SchedulingPolicy
-from serve_app.engine_model.profiles import EngineProfile, load_profile
+from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, at_least, settings
 from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames, OutputLengthSampler
 from serve_app.engines.emulated.app import EmulatedApp
 from serve_app.engines.emulated.driver import EngineDriver
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.text import PseudoTokenizer
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
+from serve_app.engines.model import EngineModel, EngineModelSettings, SchedulingPolicy
+from serve_app.engines.model.profiles import EngineProfile, load_profile
 from serve_app.errors import SettingsError
-from serve_app.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, at_least, settings
 
 
 @settings

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_app.engine_model import (
+from serve_app.engines.model import (
     EngineModelSettings,
     EngineSequence,
     ModelSnapshot,

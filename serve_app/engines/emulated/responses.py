@@ -16,10 +16,9 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from serve_app.engines.asgi import send_response
 from serve_app.engines.emulated.completions import AnswerHead, EmulatedAnswer
 from serve_app.engines.emulated.http import ApiError, Call, encode, invalid, no_such_route
-from serve_app.engines.engine import Message
+from serve_app.engines.engine import Message, send_response
 
 RESPONSES_PATH = "/v1/responses"
 _CANCEL = "/cancel"

@@ -14,16 +14,15 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 from serve_app.engines.adapters.vllm import kv_capacity_tokens
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.vllm.approval import Approval
-from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
+from serve_app.engines.vllm.args import REFUSED_ARGS, Approval, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
 from serve_app.errors import EngineError, ServeAppError, SettingsError
-from serve_app.settings_base import ADVANCED, INTERNAL, POSITIVE, settings
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from serve_app.engine_model.recent_mean import RecentMean
 from serve_app.engines.engine import EngineLoad
+from serve_app.engines.model.recent_mean import RecentMean
 
 
 class LoadMeter:

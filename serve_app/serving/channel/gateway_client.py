@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Submission, Usage
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (

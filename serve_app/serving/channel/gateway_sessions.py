@@ -43,15 +43,12 @@ import asyncio
 import contextvars
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from serve_app.engines.adapters.refusals import stated_context
-from serve_app.errors import ChannelError, Conclusion, Outcome
-from serve_app.request import PriorityClass, Request
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import (
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.events import (
     Arrived,
     Cancelled,
     DispatchFailed,
@@ -63,7 +60,9 @@ from serve_app.scheduling.events import (
     ReplicaReported,
     Resumed,
 )
-from serve_app.serving.channel.gateway_pages import GatewayPages
+from serve_app.engines.adapters.refusals import stated_context
+from serve_app.errors import ChannelError, Conclusion, Outcome
+from serve_app.request import PriorityClass, Request
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
     Answer,
@@ -75,6 +74,7 @@ from serve_app.serving.channel.messages import (
     Granted,
     Message,
     Outlooks,
+    PageRequest,
     PutBack,
     Question,
     Refused,
@@ -92,6 +92,50 @@ from serve_app.serving.channel.request_book import (
     as_request,
 )
 from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
+
+# Within the second that a gateway waits for the whole answer.
+_PATIENCE_S = 0.6
+
+
+class GatewayPages:
+    """Asks all gateways at once.
+
+    Args:
+        links: those of the gateways that are connected now, by gateway id.
+    """
+
+    def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
+        self._links = links
+        self._serial = 0
+        self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"<GatewayPages asked {len(self._answers)}>"
+
+    async def of_others(self, gateway_id: str) -> Iterable[str]:
+        """The pages of all gateways but this one, as far as they come in time."""
+        loop = asyncio.get_running_loop()
+        self._serial += 1
+        asked: dict[tuple[str, int], asyncio.Future[str]] = {}
+        for name, link in self._links().items():
+            if name != gateway_id and link.send(PageRequest(self._serial)):
+                asked[name, self._serial] = loop.create_future()
+        if not asked:
+            return ()
+        self._answers |= asked
+        try:
+            done, _ = await asyncio.wait(asked.values(), timeout=_PATIENCE_S)
+        finally:
+            for key in asked:
+                self._answers.pop(key, None)
+        return [answer.result() for answer in asked.values() if answer in done]
+
+    def on_page(self, gateway_id: str, message: GatewayPage) -> None:
+        """A gateway has answered; an answer that comes too late is dropped."""
+        answer = self._answers.get((gateway_id, message.serial))
+        if answer is not None and not answer.done():
+            answer.set_result(message.text)
+
 
 logger = logging.getLogger("ray.serve")
 

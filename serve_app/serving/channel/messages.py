@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
+from serve_app.core.commands import Dispatch
+from serve_app.core.events import DispatchFailure
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Submission, Usage
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, RequestOutlook, RequestTimes
 
 VERSION = 1

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import ChannelError, EngineError
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import EngineFailed, Register, Report, Role, Welcome

@@ -20,10 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve_app.core.events import DispatchFailure
+from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass, Request, Submission, Usage
-from serve_app.routing.replica import ReplicaReport
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import Granted, Message, Running, Submit
 from serve_app.serving.channel.scheduler_client import RequestTimes

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from serve_app.core.commands import Dispatch
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
-from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.events import DispatchFailure
 
 
 class ServerAddress(NamedTuple):
@@ -135,7 +135,7 @@ def stages(
 
 
 class RequestOutlook(NamedTuple):
-    """What a waiting request may expect; see `scheduling.outlook`.
+    """What a waiting request may expect; see `core.accounting`.
 
     Attributes:
         position: 1 for the request that is expected to go next of those at home in its pool.

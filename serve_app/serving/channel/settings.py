@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
+from serve_app.core.settings_base import INTERNAL, POSITIVE, at_least, between, settings
 from serve_app.serving.tls import TlsSettings
-from serve_app.settings_base import INTERNAL, POSITIVE, at_least, between, settings
 
 
 @settings(block="channel")

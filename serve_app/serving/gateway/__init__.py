@@ -9,6 +9,6 @@ and passes the raw answer back. Read `app` (routes), `request.reader` (a body be
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel
-from serve_app.serving.gateway.upstream.pool import UpstreamSettings
+from serve_app.serving.gateway.upstream import UpstreamSettings
 
 __all__ = ["ApiKey", "Gateway", "GatewaySettings", "ServedModel", "UpstreamSettings"]

@@ -1,6 +1,7 @@
 """The gateway as a plain ASGI application: its routes, and the small answers of its own.
 
-Read next: `request/reader.py`, how a request becomes a job, and `forward.py`, what happens to it then.
+Read next: `serving/gateway/request/reader.py`, how a request becomes a job, and `forward.py`, what happens to
+it then.
 """
 
 import asyncio
@@ -11,10 +12,22 @@ from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs
 
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
-from serve_app.metrics.record import RequestRecord
 from serve_app.serving.channel.scheduler_client import SchedulerClient
+from serve_app.serving.gateway.admin import (
+    ENDPOINTS_METHODS,
+    ENDPOINTS_PATH,
+    MODE_METHODS,
+    MODE_PATH,
+    RECEIPTS_PATH,
+    DebugPages,
+    EndpointAdmin,
+    ModeAdmin,
+    PoolWatcher,
+    SchedulerViews,
+)
 from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
 from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.responses import (
@@ -28,33 +41,20 @@ from serve_app.serving.gateway.answer.responses import (
 from serve_app.serving.gateway.cors import with_cors
 from serve_app.serving.gateway.dashboard import Dashboard
 from serve_app.serving.gateway.dashboard.pages import Frames
-from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, DebugPages
-from serve_app.serving.gateway.endpoint_admin import (
-    ENDPOINTS_METHODS,
-    ENDPOINTS_PATH,
-    EndpointAdmin,
-    PoolWatcher,
-)
-from serve_app.serving.gateway.engine_pages import ENGINES_PATH, EnginePages
 from serve_app.serving.gateway.forward import ScheduledCall, Services
-from serve_app.serving.gateway.metrics_page import MetricsEndpoint
-from serve_app.serving.gateway.mode_admin import MODE_METHODS, MODE_PATH, ModeAdmin
+from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.body import check_structure
 from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED, parse_model
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.request.served_models import ServedModels
+from serve_app.serving.gateway.request.reader import RequestReader, ServedModels
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
-from serve_app.serving.gateway.stored.background import BackgroundWork
-from serve_app.serving.gateway.stored.holders import ResponseHolders
-from serve_app.serving.gateway.stored.stored_responses import StoredResponses, method_of
+from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.tracing.request_trace import made_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
+from serve_app.serving.gateway.upstream import UpstreamPool
 from serve_app.serving.tls import TlsSettings, made_tls
 
 _MODELS = "/v1/models"

@@ -9,9 +9,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRefused
-from serve_app.settings_base import settings
 
 ANY_ORIGIN = "*"
 

@@ -21,11 +21,11 @@ from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
+from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.gateway.app import Gateway
-from serve_app.serving.gateway.endpoint_admin import PoolWatcher
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.memory import keep_memory
+from serve_app.serving.process import keep_memory
 
 logger = logging.getLogger("ray.serve")
 

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
+from serve_app.core.events import DispatchFailure
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.metrics.record import RequestRecord
 from serve_app.request import Usage
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
-from serve_app.serving.gateway.answer.assembly import AnswerAssembly
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.client_api import send_refusal
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
@@ -38,6 +37,7 @@ from serve_app.serving.gateway.answer.responses import (
     stopping,
 )
 from serve_app.serving.gateway.answer.stream import (
+    AnswerAssembly,
     StreamPassing,
     StreamScanner,
     counts_of,
@@ -47,16 +47,17 @@ from serve_app.serving.gateway.answer.stream import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates, Telling
-from serve_app.serving.gateway.call_times import CallTimes
 from serve_app.serving.gateway.request.headers import RECEIPT_HEADER, describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.stored.background import BackgroundWork
-from serve_app.serving.gateway.stored.holders import ResponseHolders
-from serve_app.serving.gateway.stored.kept import KeptResponse
-from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.stored import BackgroundWork, KeptResponse, ResponseHolders
+from serve_app.serving.gateway.telemetry import CallTimes, Telemetry
+from serve_app.serving.gateway.upstream import (
+    EngineSilentError,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+)
 
 logger = logging.getLogger("ray.serve")
 

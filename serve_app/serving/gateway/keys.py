@@ -6,7 +6,7 @@ behind another one that asks for keys. As soon as one key is configured, or a fi
 may act for tenants.
 
 Only admins may look at others' requests, also without keys: callers with a key that has `admin`, and whoever
-has the application's own admin key (`serve_app.access`).
+has the application's own admin key (`serve_app.serving.access`).
 
 Keys of the configuration are looked up by their SHA-256 digest, so neither the memory of the process holds
 them in clear nor does the time of a look-up tell how much of a guess was right. They have no limits, and stay
@@ -24,8 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-from serve_app.access import ADMIN_KEY_VARIABLE, admin_key_of
-from serve_app.api_keys import (
+from serve_app.core.settings_base import ADVANCED, settings
+from serve_app.errors import Outcome, SettingsError
+from serve_app.request import KeyTerms, PriorityClass
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, admin_key_of
+from serve_app.serving.api_keys import (
     MAX_TENANT_CHARACTERS,
     KeyRecord,
     KeysFileError,
@@ -36,11 +39,7 @@ from serve_app.api_keys import (
     parsed_hash,
     read_keys,
 )
-from serve_app.errors import Outcome, SettingsError
-from serve_app.rate_limits import KeyTerms
-from serve_app.request import PriorityClass
 from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRefused
-from serve_app.settings_base import ADVANCED, settings
 
 logger = logging.getLogger("ray.serve")
 

@@ -10,10 +10,10 @@ import json
 import ssl
 from collections.abc import Awaitable
 
-from serve_app.access import most_connections
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions
+from serve_app.serving.access import most_connections
 from serve_app.serving.gateway.answer.responses import RequestRefused, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket

@@ -10,10 +10,16 @@ from typing import Any
 import msgspec.inspect as inspected
 
 from serve_app import __version__
+from serve_app.serving.gateway.admin import (
+    ENDPOINTS_PATH,
+    MODE_PATH,
+    RECEIPTS_PATH,
+    RECORDING,
+    WHAT_IF,
+    EndpointChange,
+    ModeChange,
+)
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
-from serve_app.serving.gateway.debug_pages import RECEIPTS_PATH, RECORDING, WHAT_IF
-from serve_app.serving.gateway.endpoint_admin import ENDPOINTS_PATH, EndpointChange
-from serve_app.serving.gateway.mode_admin import MODE_PATH, ModeChange
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
     QUESTIONS,
@@ -22,7 +28,7 @@ from serve_app.serving.gateway.request.endpoints import (
     FormRoute,
     ModelRoute,
 )
-from serve_app.serving.gateway.stored.stored_responses import STORED_PATHS
+from serve_app.serving.gateway.stored import STORED_PATHS
 
 Schema = dict[str, Any]
 

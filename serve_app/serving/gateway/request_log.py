@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 import msgspec
 
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import HTTP_STATUS, Outcome
-from serve_app.metrics.record import RequestRecord
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.tracing.request_trace import trace_parent
 

@@ -5,16 +5,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from serve_app.access import is_loopback
-from serve_app.errors import SettingsError
-from serve_app.metrics.targets import ClassTargets
-from serve_app.serving.gateway.cors import CorsSettings
-from serve_app.serving.gateway.keys import ApiKey
-from serve_app.serving.gateway.metrics_page import MetricsKey
-from serve_app.serving.gateway.request.prefix import PrefixSettings
-from serve_app.serving.gateway.tracing.request_trace import check_tracing
-from serve_app.serving.gateway.upstream.pool import UpstreamSettings
-from serve_app.settings_base import (
+from serve_app.core.metrics.targets import ClassTargets
+from serve_app.core.settings_base import (
     ADVANCED,
     INTERNAL,
     NOT_NEGATIVE,
@@ -24,6 +16,14 @@ from serve_app.settings_base import (
     settings,
     with_hot_settings,
 )
+from serve_app.errors import SettingsError
+from serve_app.serving.access import is_loopback
+from serve_app.serving.gateway.cors import CorsSettings
+from serve_app.serving.gateway.keys import ApiKey
+from serve_app.serving.gateway.metrics_page import MetricsKey
+from serve_app.serving.gateway.request.prefix import PrefixSettings
+from serve_app.serving.gateway.tracing.request_trace import check_tracing
+from serve_app.serving.gateway.upstream import UpstreamSettings
 
 MEBIBYTE = 1024 * 1024
 

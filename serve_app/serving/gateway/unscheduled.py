@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
-from serve_app.serving.gateway.upstream.pool import UpstreamPool
-from serve_app.serving.gateway.upstream.response import EngineSilentError, UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.upstream import (
+    EngineSilentError,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+)
 
 # More replicas than this in a row do not fail by chance.
 _MAX_ATTEMPTS = 3

@@ -10,19 +10,174 @@ The class does not depend on Ray; `deployment` makes a Serve deployment of it.
 """
 
 import asyncio
+import hmac
 import logging
 import secrets
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from serve_app.engines.engine import Engine, EngineLimits
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.settings_base import INTERNAL, at_least, between, settings
+from serve_app.engines.engine import (
+    ASGIApp,
+    Engine,
+    EngineLimits,
+    Receive,
+    Scope,
+    Send,
+    require_http,
+    send_response,
+)
 from serve_app.errors import EngineError
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.guard import ReplicaGuard
-from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerEndedError
+from serve_app.serving.listening import PortError, listening_socket
+from serve_app.serving.tls import Tls, TlsSettings
+
+TOKEN_HEADER = b"x-replica-token"
+# A gateway returns a request to the front of its queue when a 503 has this header: the engine has not seen
+# it.
+DRAINING_HEADER = b"x-replica-draining"
+
+
+class ReplicaGuard:
+    """An ASGI app that checks and counts requests, and forwards them to the engine's app.
+
+    Args:
+        app: the engine's ASGI app.
+        token: secret that every caller sends in `x-replica-token`; gateways learn it with each grant.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        if not token:
+            raise ValueError(
+                "token must not be empty: callers of an open replica port would bypass the scheduler"
+            )
+        self._app = app
+        self._token = token.encode()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.received = 0
+        self.open_requests = 0
+        self.draining = False
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "open"
+        return f"ReplicaGuard({state}, received={self.received}, open_requests={self.open_requests})"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request, or refuse it."""
+        require_http(scope)
+        # A refusal does not read the body; the server closes a connection whose body is still being sent.
+        if not self._has_token(scope):
+            text = b"the x-replica-token header is missing or wrong: send requests to the gateway"
+            await send_response(send, 401, text, b"text/plain")
+        elif self.draining:
+            header = (DRAINING_HEADER, b"1")
+            await send_response(send, 503, b"this replica is draining", b"text/plain", [header])
+        else:
+            await self._forward(scope, receive, send)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no request is open."""
+        await self._idle.wait()
+
+    def _has_token(self, scope: Scope) -> bool:
+        for name, value in scope["headers"]:
+            if name == TOKEN_HEADER:
+                return hmac.compare_digest(value, self._token)
+        return False
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            self.received += 1
+        self.open_requests += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.open_requests -= 1
+            if self.open_requests == 0:
+                self._idle.set()
+
+
+# The HTTP server of a replica's engine, on a port of its own.
+
+
+@settings(block="server")
+class ReplicaServerSettings:
+    """The HTTP port of a replica."""
+
+    # The first port that replicas listen on, for a firewall; 0 takes any free port.
+    port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
+    # How many from there they may use; each replica of a node takes the first that is free.
+    ports: Annotated[int, at_least(1)] = 16
+    # Longer than gateways keep an idle connection. The side that sends requests must close it first, or a
+    # request may use a closing connection.
+    keep_alive_s: Annotated[int, at_least(1), INTERNAL] = 300
+    # Connections that wait to be accepted; a burst after a scheduler restart opens many at once.
+    backlog: Annotated[int, at_least(1), INTERNAL] = 2048
+
+
+class ReplicaServer:
+    """One HTTP server on one socket.
+
+    Args:
+        app: the app to serve.
+        host: address to listen on, the node's own, so that other nodes can reach it.
+        settings: port and connection limits.
+        tls: take connections only with it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, settings: ReplicaServerSettings, tls: TlsSettings | None = None
+    ) -> None:
+        self.host = host
+        self.port = 0
+        self._settings = settings
+        # Gateways read no date, and write their own.
+        self._server = HttpServer(
+            "the replica",
+            app,
+            HttpServerOptions(
+                idle_s=settings.keep_alive_s,
+                dated=False,
+                tls=None if tls is None else Tls(tls).server,
+                backlog=settings.backlog,
+            ),
+        )
+
+    def __repr__(self) -> str:
+        return f"ReplicaServer({self.host}:{self.port}, connections={self._server.connections})"
+
+    async def start(self) -> None:
+        """Listen; afterwards `port` is the actual port.
+
+        Raises:
+            EngineError: the address or port is not available.
+        """
+        settings = self._settings
+        try:
+            sock = listening_socket(self.host, settings.port, settings.ports, settings.backlog)
+            self.port = sock.getsockname()[1]
+            await self._server.start(sock)
+        except PortError as exc:
+            raise EngineError(str(exc)) from exc
+
+    def check_health(self) -> None:
+        """Raise `EngineError` when the server is not running."""
+        try:
+            self._server.check_health()
+        except ServerEndedError as exc:
+            raise EngineError(f"{exc}, on {self.host}:{self.port}") from exc
+
+    async def stop(self, grace_s: float) -> None:
+        """Close idle connections, wait up to `grace_s` seconds for open answers, then cut them."""
+        await self._server.stop(grace_s)
+
 
 logger = logging.getLogger("ray.serve")
 

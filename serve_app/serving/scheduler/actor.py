@@ -16,27 +16,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.core import SchedulerSettings
+from serve_app.core.learned_state import STATE_KIND, denial, learned_state
+from serve_app.core.routing.snapshot import section
+from serve_app.core.scaling import ScalingSettings
+from serve_app.core.settings_base import hot_settings, with_hot_settings
+from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.routing.snapshot import section
-from serve_app.scaling import ScalingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.scheduling.learned_state import STATE_KIND, denial, learned_state
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.clock import precise_clock
+from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT
+from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.costs import KeptCosts
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
-from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.questions import AdminQuestions
 from serve_app.serving.scheduler.recent_activity import RecentActivity
+from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.scheduler.usage import KeptUsage
 from serve_app.serving.state import StateKeeper, StateStore
-from serve_app.serving.versions import ALL_AT_ONCE_PERCENT
-from serve_app.settings_base import hot_settings, with_hot_settings
 from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")

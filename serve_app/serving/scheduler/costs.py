@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from serve_app.routing.snapshot import Snapshot, number, section, sections, text
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.costs.tenant_totals import OTHERS
+from serve_app.core import Scheduler
+from serve_app.core.accounting.costs import OTHERS
+from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
 from serve_app.serving.scheduler.gauges import CostFigures, Row, look_at_costs
 
 # As many as a core keeps by name. Tenants come and go over the years, and a file must not grow with them.

@@ -1,4 +1,4 @@
-"""The decision log file of a live scheduler: bounded, in the format of `scheduling.decision_log`."""
+"""The decision log file of a live scheduler: bounded, in the format of `core.decision_log`."""
 
 import contextlib
 import logging
@@ -6,15 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TextIO
 
-from serve_app.scheduling.decision_log import (
-    Decision,
-    RunHeader,
-    encode_decision,
-    encode_end,
-    encode_header,
-)
+from serve_app.core.decision_log import Decision, RunHeader, encode_decision, encode_end, encode_header
+from serve_app.core.settings_base import ADVANCED, at_least, settings
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.settings_base import ADVANCED, at_least, settings
 
 logger = logging.getLogger("ray.serve")
 

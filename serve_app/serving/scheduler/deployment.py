@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ray import serve
 
-from serve_app.serving.memory import keep_memory
+from serve_app.serving.process import keep_memory
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings
 
 

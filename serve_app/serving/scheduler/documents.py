@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from serve_app.core import Scheduler
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling import Scheduler
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:

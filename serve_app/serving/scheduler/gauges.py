@@ -13,10 +13,10 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_app.routing.replica_state import ReplicaState
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.accounts import waits_for
+from serve_app.core import Scheduler
+from serve_app.core.accounting.waits import waits_for
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.replica_state import ReplicaState
 
 OTHERS = "other"
 _MOST_TENANTS = 1_000

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import Arrived
-from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.causes import WaitBreakdown
+from serve_app.core.accounting.wait_causes import WaitBreakdown
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.events import Arrived
+from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler.journal import Entry

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_app.routing.snapshot import Snapshot
-from serve_app.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
-from serve_app.scheduling import Scheduler
+from serve_app.core import Scheduler
+from serve_app.core.routing.snapshot import Snapshot
+from serve_app.core.scaling import FleetScaler, PoolDecision, ScalingSettings, observe
 from serve_app.serving.autoscaling import statistics
 from serve_app.serving.metric_cells import counters
 

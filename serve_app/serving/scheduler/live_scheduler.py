@@ -18,14 +18,14 @@ from pathlib import Path
 from time import perf_counter, time
 from typing import Any, Protocol
 
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
+from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale
+from serve_app.core.decision_log import RunHeader
+from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
+from serve_app.core.learned_state import take_over
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
-from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.scheduling.commands import Command, Conclude, Dispatch, ReportStale
-from serve_app.scheduling.decision_log import RunHeader
-from serve_app.scheduling.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
-from serve_app.scheduling.learned_state import take_over
-from serve_app.scheduling.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
@@ -33,13 +33,12 @@ from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.channel.server import ChannelServer, Identity
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.clock import precise_clock
-from serve_app.serving.scheduler.change_log import ChangeLog
+from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
 from serve_app.serving.scheduler.gauges import look_at_costs, look_at_pools, look_at_queue
 from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
-from serve_app.serving.scheduler.journal import Entry, Journal
+from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts

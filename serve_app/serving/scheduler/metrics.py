@@ -14,18 +14,18 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause
+from serve_app.core.admission.wait_prediction import PredictionErrors
+from serve_app.core.commands import Dispatch, ReportStale
+from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
+from serve_app.core.outlook.watched import VERDICTS, Honesty
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.adaptive_b_short import BShortChanged
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.routing.adaptive_b_short import BShortChanged
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling.admission.wait_prediction import PredictionErrors
-from serve_app.scheduling.commands import Dispatch, ReportStale
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Finished
-from serve_app.scheduling.outlook.watched import VERDICTS, Honesty
-from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.causes import WaitBreakdown, WaitCause
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
-from serve_app.serving.process_metrics import ProcessMetrics
+from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import (
     CostCounters,
     CostFigures,

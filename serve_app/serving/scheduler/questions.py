@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from serve_app.counterfactuals.recording import encode_recording
-from serve_app.engine_model.step_time import StepTimeModel
+from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError
-from serve_app.serving.in_parts import in_parts
+from serve_app.serving.process import in_parts
 from serve_app.serving.scheduler.costs import KeptCosts
 from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.scheduler.recordings import captured, known_step_times
 from serve_app.serving.scheduler.usage import KeptUsage
+from serve_app.tuning.counterfactuals.recording import encode_recording
 
 _encoder = msgspec.json.Encoder()
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.outlook.watched import Outlook, WatchedRequests
-from serve_app.scheduling.request import ScheduledRequest
+from serve_app.core import Scheduler
+from serve_app.core.outlook.watched import Outlook, WatchedRequests
+from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import HonestyMetrics

@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.outlook.order import expected_order
-from serve_app.scheduling.request import ScheduledRequest
-from serve_app.scheduling.waits.accounts import wait_so_far, waits_for
-from serve_app.scheduling.waits.causes import WaitBreakdown
+from serve_app.core import Scheduler
+from serve_app.core.accounting.wait_causes import WaitBreakdown
+from serve_app.core.accounting.waits import wait_so_far, waits_for
+from serve_app.core.outlook.order import expected_order
+from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes, stages
-from serve_app.serving.in_parts import in_parts
+from serve_app.serving.process import in_parts
 from serve_app.serving.scheduler.history import Attempt, KnownRequest, RequestHistory
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 

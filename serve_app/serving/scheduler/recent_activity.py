@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.core.events import Arrived, FirstToken
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.scheduling.events import Arrived, FirstToken
 from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.scheduler.journal import Entry
 

@@ -1,4 +1,4 @@
-"""Recordings of the minutes around one request, for a replay (`counterfactuals.recording`), and captures.
+"""Recordings of the minutes around one request, for replays, and captures of the traffic.
 
 The minutes begin with the busy period: the first arrival since which the model has always had something to
 do. Where that is long ago they begin later, and the requests that were under way then have arrived before.
@@ -19,14 +19,8 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from serve_app.counterfactuals.recording import RecordedChange, RecordedRequest, Recording
-from serve_app.engine_model.step_time import StepTimeModel
-from serve_app.errors import Outcome
-from serve_app.rate_limits import KeyTerms
-from serve_app.request import Request, Submission
-from serve_app.routing.replica import ReplicaSpec
-from serve_app.scheduling import Scheduler, SchedulerSettings
-from serve_app.scheduling.events import (
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.events import (
     Arrived,
     PartitionChanged,
     ReplicaJoined,
@@ -34,10 +28,15 @@ from serve_app.scheduling.events import (
     ReplicaReported,
     Retuned,
 )
-from serve_app.scheduling.learned_state import learned_state
-from serve_app.scheduling.policies.partition import Partition
+from serve_app.core.learned_state import learned_state
+from serve_app.core.policies.length_queues import Partition
+from serve_app.core.routing.replica import ReplicaSpec
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import Outcome
+from serve_app.request import KeyTerms, Request, Submission
 from serve_app.serving.scheduler.history import KnownRequest, RequestHistory
 from serve_app.serving.scheduler.journal import Entry
+from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedRequest, Recording
 
 _SALT = secrets.token_bytes(16)
 

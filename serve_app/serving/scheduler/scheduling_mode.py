@@ -6,10 +6,10 @@ Time to first token is from the arrival at the gateway. Only streamed answers ha
 from collections import deque
 from typing import Any, Protocol
 
+from serve_app.core import Scheduler
+from serve_app.core.events import ActiveShareChanged, Event, FirstToken
+from serve_app.core.metrics.summary import first_token_figures
 from serve_app.errors import ChannelError, SettingsError
-from serve_app.metrics.summary import first_token_figures
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.events import ActiveShareChanged, Event, FirstToken
 from serve_app.serving.scheduler.journal import Entry
 
 # Of each part; at 20 requests/s the last three minutes and more. About 300 kB.

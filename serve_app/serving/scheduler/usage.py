@@ -19,8 +19,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from serve_app.core.routing.snapshot import section
 from serve_app.request import Usage
-from serve_app.routing.snapshot import section
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.state import StateKeeper, StateStore
 

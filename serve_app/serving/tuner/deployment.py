@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.state import StateStore
 from serve_app.serving.tuner.actor import TunerActor
 from serve_app.serving.tuner.parameter_tuner import Worker

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from serve_app.scheduling import SchedulerSettings
-from serve_app.serving.scheduler.learned_queues import Observed
+from serve_app.core import SchedulerSettings
+from serve_app.serving.scheduler.tuning_endpoint import Observed
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 from serve_app.tuning.engine_fit import EngineFitResult
 from serve_app.tuning.outcome_window import record_of

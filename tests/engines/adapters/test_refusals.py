@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.refusals import is_too_long, stated_context
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of
 from tests.engines.adapters.recorded_refusals import REFUSALS
 

@@ -9,10 +9,10 @@ from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter, ValidationError
 
-from serve_app.engine_model import SchedulingPolicy
 from serve_app.engines.adapters.vllm import read
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import Engine
+from serve_app.engines.model import SchedulingPolicy
 from serve_app.errors import EngineError, SettingsError
 from tests.engines.servers import Served, served, until
 

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from serve_app.engine_model import SchedulingPolicy
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
+from serve_app.engines.model import SchedulingPolicy
 from tests.engines.servers import Served, served, until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How long is this queue?"}]

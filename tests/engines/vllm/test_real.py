@@ -11,26 +11,19 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from serve_app.core.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineLoad
 from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
-from serve_app.scheduling.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
-from serve_app.serving.gateway.answer.assembly import AnswerAssembly
+from serve_app.serving.gateway.answer.stream import AnswerAssembly
 from serve_app.serving.gateway.request.incoming import append_fields, priority_field
 from tests.builders import request
 from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
-from tests.engines.vllm.conformance import (
-    ANSWERED,
-    ASSEMBLED,
-    REFUSED,
-    answer,
-    choice_form,
-    without_ids,
-)
+from tests.engines.vllm.conformance import ANSWERED, ASSEMBLED, REFUSED, answer, choice_form, without_ids
 from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
     ANSWER_TIMEOUT_S,

@@ -29,7 +29,7 @@ from tests.engines.vllm.real import (
     running,
 )
 from tests.engines.vllm.weights.adapters import write_adapter
-from tests.serving.endpoints.servers import WatchedFleet, watched
+from tests.serving.remote.servers import WatchedFleet, watched
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 

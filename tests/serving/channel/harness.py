@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from serve_app.core import SchedulerSettings
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Conclusion, EngineError
 from serve_app.request import PromptShape, RequestSpec, Submission
-from serve_app.routing.pools import RoutingSettings
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
-from serve_app.scheduling import SchedulerSettings
-from serve_app.serving.channel.framing import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.gateway_client import GatewayClient
+from serve_app.serving.channel.link import FrameReader, decode_from_scheduler, encode_frames
 from serve_app.serving.channel.messages import VERSION, FromScheduler, Hello, Message, Role, SchedulerEndpoint
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress

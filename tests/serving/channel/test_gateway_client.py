@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.scheduler_client import Grant
 from tests.serving.channel.harness import Simulation, granted, refused, submission, until

@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from serve_app.core import Scheduler
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.dispatch.engine_priority import BAND, EnginePrioritySettings
+from serve_app.core.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.dispatch.engine_priority import BAND, EnginePrioritySettings
-from serve_app.scheduling.events import DispatchFailure, Event, ReplicaJoined, ReplicaReported
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.messages import (
     Finish,

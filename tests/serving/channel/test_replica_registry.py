@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.serving.channel.messages import Register, ReplicaTable, Report
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.scheduler_client import ReplicaAddress

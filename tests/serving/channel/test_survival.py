@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Finish
 from serve_app.serving.channel.scheduler_client import Grant

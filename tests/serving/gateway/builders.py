@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.core.commands import Dispatch
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
-from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from tests.http_server import listening

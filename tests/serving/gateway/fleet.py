@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from serve_app.core.routing.replica import ReplicaReport
+from serve_app.core.settings import SchedulerSettings
 from serve_app.engines.engine import ASGIApp
-from serve_app.routing.replica import ReplicaReport
-from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import Gateway

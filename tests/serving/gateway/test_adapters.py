@@ -8,14 +8,14 @@ import httpx
 import pytest
 
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.serving.endpoints import endpoint
 from serve_app.serving.gateway import ServedModel
 from serve_app.serving.gateway.answer.responses import ForbiddenError
 from serve_app.serving.gateway.keys import Caller
-from serve_app.serving.gateway.request.served_models import ServedModels
+from serve_app.serving.gateway.request.reader import ServedModels
+from serve_app.serving.remote import endpoint
 from tests.engines.servers import serving, until
-from tests.serving.endpoints.servers import WatchedFleet, watched
-from tests.test_api_keys import record
+from tests.serving.remote.servers import WatchedFleet, watched
+from tests.serving.test_api_keys import record
 
 from .builders import MODEL, FakeDispatcher
 

@@ -11,10 +11,10 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway import UpstreamSettings
 from tests.engines.servers import Served, served
 

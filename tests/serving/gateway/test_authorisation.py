@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.access import ADMIN_KEY_VARIABLE
-from serve_app.api_keys import changed_keys
 from serve_app.request import PriorityClass
+from serve_app.serving.access import ADMIN_KEY_VARIABLE
+from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.dashboard import DASHBOARD_PATH, EVENTS_PATH
 from serve_app.serving.gateway.dashboard.pages import STATIC_FOLDER
 from serve_app.serving.gateway.request.endpoints import FORMS, SCHEDULED
 from tests.serving.gateway.builders import Answers
-from tests.test_api_keys import record
+from tests.serving.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, serving
 

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway import Gateway, UpstreamSettings
 
 from .builders import (

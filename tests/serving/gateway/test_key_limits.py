@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api_keys import changed_keys
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.request import PriorityClass
-from serve_app.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.responses import duration
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
-from tests.test_api_keys import record
+from tests.serving.test_api_keys import record
 
 from .builders import Engine, chat, serving
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from serve_app.api_keys import KeysFileError, changed_keys
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
+from serve_app.serving.api_keys import KeysFileError, changed_keys
 from serve_app.serving.gateway.answer.responses import RequestRefused
 from serve_app.serving.gateway.keys import ApiKey, FileKeys, Keyring
-from tests.test_api_keys import record
+from tests.serving.test_api_keys import record
 
 MakeFileKeys = Callable[[Path], FileKeys]
 

@@ -9,11 +9,11 @@ import anthropic
 import httpx
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.gateway import ApiKey
 
 from .builders import (

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.counterfactuals.recording import encode_recording, named, request_of_tenant
-from serve_app.counterfactuals.what_if import what_if
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway.admin import Replays
 from serve_app.serving.gateway.answer.responses import RequestRefused
-from serve_app.serving.gateway.replays import Replays
-from tests.counterfactuals.production import burst, produce
+from serve_app.tuning.counterfactuals.recording import encode_recording, named, request_of_tenant
+from serve_app.tuning.counterfactuals.what_if import what_if
 from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, serving
+from tests.tuning.counterfactuals.production import burst, produce
 
 ADMIN = {"authorization": "Bearer k1"}
 RECORDING = produce(burst(40, 0)).recording("r35")

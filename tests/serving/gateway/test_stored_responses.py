@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from serve_app.api_keys import changed_keys
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.gateway import ApiKey
 from tests.serving.channel.harness import scheduler_settings
-from tests.test_api_keys import record
+from tests.serving.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, eventually, gateway, serving
 from .fleet import Fleet, fleet_of, gathered

@@ -8,19 +8,18 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings import SchedulerSettings
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.errors import EngineError, Outcome
 from serve_app.request import PromptShape, RequestSpec, Submission
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling.settings import SchedulerSettings
 from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
-from serve_app.serving.pool.server import ReplicaServerSettings
+from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings, ReplicaServerSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 
 CHANNEL = ChannelSettings()

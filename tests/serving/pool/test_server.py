@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from serve_app.engines.asgi import read_body
-from serve_app.engines.engine import Receive, Scope, Send
+from serve_app.engines.engine import Receive, Scope, Send, read_body
 from serve_app.errors import EngineError
-from serve_app.serving.pool.guard import ReplicaGuard
-from serve_app.serving.pool.server import ReplicaServer, ReplicaServerSettings
+from serve_app.serving.pool.replica import ReplicaGuard, ReplicaServer, ReplicaServerSettings
 
 TOKEN = "a-long-secret"
 HEADERS = {"x-replica-token": TOKEN}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from serve_app.core.scaling import ScaledPool, ScalingSettings
 from serve_app.errors import ChannelError, Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
-from serve_app.scaling import ScaledPool, ScalingSettings
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler import live_scaling

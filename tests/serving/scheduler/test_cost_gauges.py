@@ -1,10 +1,10 @@
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from serve_app.core import events as ev
+from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.dispatch.backpressure import BackpressureSettings
 from serve_app.serving.scheduler.gauges import BoundedNames, CostCounters, Names, look_at_costs
 from tests.builders import ManualDriver, fill, one_replica
 

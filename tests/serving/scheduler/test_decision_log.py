@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.core.decision_log import RunHeader, read_runs
+from serve_app.core.events import Woke
 from serve_app.errors import ServeAppError
-from serve_app.scheduling.decision_log import RunHeader, read_runs
-from serve_app.scheduling.events import Woke
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.journal import Entry
 from tests import builders

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from serve_app.core import events as ev
+from serve_app.core.accounting.waits import waits_for
 from serve_app.request import PriorityClass
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.waits.accounts import waits_for
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
     Names,

@@ -1,6 +1,6 @@
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
-from serve_app.serving.scheduler import learned_queues
-from serve_app.serving.scheduler.learned_queues import LearnedQueues, PartitionUpdate
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.serving.scheduler import tuning_endpoint as learned_queues
+from serve_app.serving.scheduler.tuning_endpoint import LearnedQueues, PartitionUpdate
 
 ONE = Partition((LengthInterval(min_tokens=1, max_tokens=9, mean_tokens=4.0, count=2),))
 

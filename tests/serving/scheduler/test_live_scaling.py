@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_app.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
-from serve_app.scheduling import Scheduler
+from serve_app.core import Scheduler
+from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
 from serve_app.serving.scheduler import live_scaling
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from tests.builders import ManualDriver, settings

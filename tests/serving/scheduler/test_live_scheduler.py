@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from serve_app.core import Scheduler
+from serve_app.core.commands import Command
+from serve_app.core.decision_log import LoggedRun, read_runs, replay
+from serve_app.core.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
+from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.errors import ChannelError, Outcome
 from serve_app.request import Usage
-from serve_app.scheduling import Scheduler
-from serve_app.scheduling.commands import Command
-from serve_app.scheduling.decision_log import LoggedRun, read_runs, replay
-from serve_app.scheduling.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.scheduler.learned_queues import PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
     Simulation,

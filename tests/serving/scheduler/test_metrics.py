@@ -1,10 +1,10 @@
 from dataclasses import replace
 
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.events import DispatchFailed, DispatchFailure, Woke
+from serve_app.core.request import PredictedWait
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass
-from serve_app.scheduling.commands import Conclude, Dispatch
-from serve_app.scheduling.events import DispatchFailed, DispatchFailure, Woke
-from serve_app.scheduling.request import PredictedWait
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus

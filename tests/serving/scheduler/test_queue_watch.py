@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from serve_app.core.events import DispatchFailure
+from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.routing.replica import ReplicaReport
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.messages import Watch
 from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
@@ -172,7 +172,7 @@ async def test_a_fault_in_the_outlook_costs_no_request(
     def faulty(*_: object) -> object:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("serve_app.scheduling.outlook.watched.expected_order", faulty)
+    monkeypatch.setattr("serve_app.core.outlook.watched.expected_order", faulty)
     gateway = await world.gateway()
     heard: Heard = {}
     task = ask(gateway, "r1", heard)

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
+from serve_app.core import events as ev
+from serve_app.core.commands import Command, Conclude, Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.commands import Command, Conclude, Dispatch
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler.history import KEPT_S, RequestHistory

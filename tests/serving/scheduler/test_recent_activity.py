@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from serve_app.core.commands import Conclude
+from serve_app.core.events import Arrived, Event, FirstToken, Woke
+from serve_app.core.request import ScheduledRequest
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
-from serve_app.scheduling.commands import Conclude
-from serve_app.scheduling.events import Arrived, Event, FirstToken, Woke
-from serve_app.scheduling.request import ScheduledRequest
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.recent_activity import SLOT_S, SLOTS, RecentActivity

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from serve_app.scheduling import events as ev
-from serve_app.scheduling.policies.partition import LengthInterval, Partition
+from serve_app.core import events as ev
+from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.recordings import LEARNED_EVERY_S, RecordedSurroundings
 from tests.builders import ManualDriver, report, request, spec

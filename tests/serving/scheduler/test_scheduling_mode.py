@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from serve_app.cli import main
-from serve_app.scheduling.learned_state import learned_state, take_over
-from serve_app.scheduling.scheduler import Scheduler
+from serve_app.core.learned_state import learned_state, take_over
+from serve_app.core.scheduler import Scheduler
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from tests.builders import settings
 from tests.serving.channel.harness import scheduler_settings

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.serving.endpoints import watcher as endpoints_kept
-from serve_app.serving.endpoints.watcher import KeptChoices
+from serve_app.serving.remote import watcher as endpoints_kept
+from serve_app.serving.remote.watcher import KeptChoices
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
 from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from serve_app.core.policies.length_queues import Partition
 from serve_app.errors import Conclusion
 from serve_app.request import PromptShape
-from serve_app.scheduling.policies.partition import Partition
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
-from serve_app.serving.scheduler.learned_queues import Observed, PartitionUpdate
+from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.tuner import actor
 from serve_app.serving.tuner.actor import TunerActor
 from serve_app.tuning.rollout import Retune

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from serve_app.core import SchedulerSettings
+from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Outcome
-from serve_app.routing.pools import RoutingSettings
-from serve_app.scheduling import SchedulerSettings
-from serve_app.serving.scheduler.learned_queues import Observed
+from serve_app.serving.scheduler.tuning_endpoint import Observed
 from serve_app.serving.state import StateStore
 from serve_app.serving.tuner import parameter_tuner
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner, Worker

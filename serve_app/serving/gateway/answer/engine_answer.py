@@ -17,10 +17,10 @@ import re
 
 import msgspec
 
+from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters.refusals import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.upstream.response import HeaderList, UpstreamError
+from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
 # What vLLM answers to all that it was working on when its core process died.

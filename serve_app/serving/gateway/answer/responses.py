@@ -11,9 +11,9 @@ import msgspec
 
 from serve_app.engines.engine import Send
 from serve_app.errors import HTTP_STATUS, Conclusion, Outcome, ServeAppError
-from serve_app.rate_limits import LimitStatus, RateLimitStatus
+from serve_app.request import LimitStatus, RateLimitStatus
 from serve_app.serving.gateway.answer.engine_answer import TooLongError
-from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.gateway.upstream import UpstreamError
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{figure}-{unit}"

@@ -1,48 +1,179 @@
-"""The scanner of an engine's event stream: reads the usage, hides what the client did not ask for.
+"""The assembly of a streamed answer into the one object that a client asked for.
 
-The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
+A long answer that is not streamed is silent until its end, so a dead engine looks like one at work. Asked for
+a stream, the engine is heard with each token, and the gateway puts the pieces together.
 
-- only whole events go on; the beginning of one waits for its rest (a client could do nothing with it
-  either, and after a break the error event must not land inside another event);
-- a piece that ends with an event and speaks neither of usage nor of an error goes on without a further
-  look: nearly all do. JSON escapes quotes inside strings, so the key cannot hide in generated text;
-- an event is left out only when it holds usage and no choices, and only when the client did not ask for it.
-
-What the client receives does not depend on where TCP cut the stream.
-
-`StreamPassing` writes pieces within the callback that brings them, without a task that wakes for each. While
-the client does not read, pieces stay in the bounded buffer of the response, and TCP slows the engine down.
-
-Token counts and times are read from these fields, and from nothing else:
-
-| answers to           | prompt          | output              | of the prompt, from a cache           |
-|----------------------|-----------------|---------------------|---------------------------------------|
-| chats, completions   | `prompt_tokens` | `completion_tokens` | `prompt_tokens_details.cached_tokens` |
-| Responses            | `input_tokens`  | `output_tokens`     | `input_tokens_details.cached_tokens`  |
-| Messages             | `input_tokens`  | `output_tokens`     | `cache_read_input_tokens`             |
-| embeddings, scores   | `prompt_tokens` |                     |                                       |
-| Cohere's embeddings  | `input_tokens`  |                     |                                       |
-
-Messages count what was read from a cache, and what was written to one, beside `input_tokens`.
-Cohere's have no `usage`: their count is among the units billed, in `meta`.
-The times are vLLM's `metrics`, which it tells when it is started with `enable_per_request_metrics`.
+What comes out is what the engine would have answered itself, but for what streams do not have: fields that
+are null there, and vLLM's `system_fingerprint`. Texts and logprobs of a choice are joined, and of everything
+else the last value counts.
 """
 
 import asyncio
 import re
 from collections.abc import Iterator
 from time import monotonic
+from typing import Any
 
 import msgspec
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import EngineTimes
 from serve_app.serving.gateway.answer.client import ClientStream
 from serve_app.serving.gateway.answer.engine_answer import is_dead
-from serve_app.serving.gateway.upstream.response import UpstreamError, UpstreamResponse
+from serve_app.serving.gateway.answer.responses import encode
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamResponse
 from serve_app.serving.metric_cells import HistogramCell
+
+_KINDS = {"chat.completion.chunk": "chat.completion"}
+_DONE = b"[DONE]"
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class _ChoiceParts:
+    """One choice while it arrives."""
+
+    def __init__(self, index: int) -> None:
+        self._fields: dict[str, Any] = {
+            "index": index,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        self._texts: dict[str, list[str]] = {}
+        self._message: dict[str, Any] | None = None
+        self._logprobs: dict[str, list[Any]] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the engine has said how it ended."""
+        return self._fields["finish_reason"] is not None
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """What one event has of this choice."""
+        for name, value in chunk.items():
+            if value is None:
+                continue
+            if name == "delta":
+                self._add_delta(value)
+            elif name == "text":
+                self._texts.setdefault(name, []).append(value)
+            elif name == "logprobs":
+                self._add_logprobs(value)
+            else:
+                self._fields[name] = value
+
+    def whole(self) -> dict[str, Any]:
+        """The choice in one piece."""
+        fields = {**self._fields, "logprobs": self._logprobs}
+        texts = {name: "".join(parts) for name, parts in self._texts.items()}
+        if self._message is None:
+            return {**fields, "text": texts.get("text", "")}
+        content = texts.pop("content", None)
+        # After reasoning alone an engine's message has no content, while its stream begins with an empty one.
+        message = {"role": "assistant", "content": (content or None) if texts else content}
+        return {**fields, "message": {**message, **texts, **self._message}}
+
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        message = self._message = self._message or {}
+        for name, value in delta.items():
+            if isinstance(value, str) and name != "role":
+                self._texts.setdefault(name, []).append(value)
+            elif value is not None:
+                message[name] = value
+
+    def _add_logprobs(self, logprobs: dict[str, Any]) -> None:
+        joined = self._logprobs = self._logprobs or {}
+        for name, values in logprobs.items():
+            if isinstance(values, list):
+                joined.setdefault(name, []).extend(values)
+
+
+class AnswerAssembly:
+    """One chat or text completion while its events arrive."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._head: dict[str, Any] = {}
+        self._usage: Any = None
+        self._choices: dict[int, _ChoiceParts] = {}
+        # What the engine sent as an error, if it did.
+        self.error: bytes | None = None
+
+    def feed(self, events: bytes) -> None:
+        """Take the next bytes of the stream.
+
+        Raises:
+            UpstreamError: they are no events of a completion.
+        """
+        *lines, self._rest = (self._rest + events).split(b"\n")
+        for line in lines:
+            data = line[5:].strip() if line.startswith(b"data:") else b""
+            if data and data != _DONE:
+                self._add(data)
+
+    def whole(self) -> bytes:
+        """The answer as one JSON object.
+
+        Raises:
+            UpstreamError: the stream ended before a choice did.
+        """
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        if not choices or not all(choice.is_complete for choice in choices):
+            raise UpstreamError(DispatchFailure.LOST, "the engine ended its stream before its answer")
+        return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
+
+    def _add(self, data: bytes) -> None:
+        try:
+            chunk = _decoder.decode(data)
+            if "error" in chunk and chunk["error"] is not None:
+                self.error = data
+                return
+            self._usage = chunk.pop("usage", None) or self._usage
+            for part in chunk.pop("choices", ()):
+                index = part["index"]
+                choice = self._choices.get(index)
+                if choice is None:
+                    choice = self._choices[index] = _ChoiceParts(index)
+                choice.add(part)
+        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as exc:
+            raise UpstreamError(DispatchFailure.LOST, f"the engine's events cannot be read: {exc}") from exc
+        if not self._head:
+            self._head = {name: value for name, value in chunk.items() if value is not None}
+            self._head["object"] = _KINDS.get(chunk.get("object", ""), chunk.get("object"))
+
+
+# The scanner of an engine's event stream: reads the usage, hides what the client did not ask for.
+#
+# The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
+#
+# - only whole events go on; the beginning of one waits for its rest (a client could do nothing with it
+#   either, and after a break the error event must not land inside another event);
+# - a piece that ends with an event and speaks neither of usage nor of an error goes on without a further
+#   look: nearly all do. JSON escapes quotes inside strings, so the key cannot hide in generated text;
+# - an event is left out only when it holds usage and no choices, and only when the client did not ask for it.
+#
+# What the client receives does not depend on where TCP cut the stream.
+#
+# `StreamPassing` writes pieces within the callback that brings them, without a task that wakes for each.
+# While the client does not read, pieces stay in the bounded buffer of the response, and TCP slows the engine
+# down.
+#
+# Token counts and times are read from these fields, and from nothing else:
+#
+# | answers to           | prompt          | output              | of the prompt, from a cache           |
+# |----------------------|-----------------|---------------------|---------------------------------------|
+# | chats, completions   | `prompt_tokens` | `completion_tokens` | `prompt_tokens_details.cached_tokens` |
+# | Responses            | `input_tokens`  | `output_tokens`     | `input_tokens_details.cached_tokens`  |
+# | Messages             | `input_tokens`  | `output_tokens`     | `cache_read_input_tokens`             |
+# | embeddings, scores   | `prompt_tokens` |                     |                                       |
+# | Cohere's embeddings  | `input_tokens`  |                     |                                       |
+#
+# Messages count what was read from a cache, and what was written to one, beside `input_tokens`.
+# Cohere's have no `usage`: their count is among the units billed, in `meta`.
+# The times are vLLM's `metrics`, which it tells when it is started with `enable_per_request_metrics`.
+
 
 NO_TIMES = msgspec.Raw()
 # What is longer is no time of a request.
@@ -185,7 +316,7 @@ class _StreamEvent(msgspec.Struct):
         return engine_times_of(self.metrics if self.response is None else self.response.metrics)
 
 
-_decoder = msgspec.json.Decoder(_StreamEvent)
+_stream_decoder = msgspec.json.Decoder(_StreamEvent)
 _FAILED_EVENTS = frozenset({"response.failed", "error"})
 # Anthropic's types of what is the client's own fault.
 _REFUSALS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
@@ -258,7 +389,7 @@ class StreamScanner:
             return False
         data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
         try:
-            parsed = _decoder.decode(data)
+            parsed = _stream_decoder.decode(data)
         except (ValueError, RecursionError):
             return False
         self._note_error(parsed)

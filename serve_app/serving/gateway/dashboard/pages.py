@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serve_app.errors import Outcome
+from serve_app.serving.gateway.admin import SchedulerViews
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     HeaderList,
@@ -29,7 +30,6 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.serving.gateway.scheduler_views import SchedulerViews
 
 logger = logging.getLogger("ray.serve")
 

@@ -19,8 +19,8 @@ import asyncio
 
 import numpy as np
 
+from serve_app.core.routing.rate import DecayingRate
 from serve_app.errors import Outcome
-from serve_app.routing.rate import DecayingRate
 from serve_app.serving.gateway.answer.responses import RequestRefused
 
 # Objects and arrays. A message with a tool call has five, a tool's definition some twenty.

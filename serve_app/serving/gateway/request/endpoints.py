@@ -9,8 +9,8 @@ A line of the tables at the end says of a scheduled endpoint:
 Models that score, rank, pool or transcribe read their input in pieces of limited length, each a sequence of
 its own in the engine. For them the bytes of the body say enough (`ByteEstimate`).
 
-Token counts are read of all answers in one way (`answer.stream`). Others cost an engine next to nothing and go
-to any replica: of them only the model is read.
+Token counts are read of all answers in one way (`answer.stream`). Others cost an engine next to nothing and
+go to any replica: of them only the model is read.
 """
 
 import math

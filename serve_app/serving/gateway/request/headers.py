@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
+from serve_app.core.commands import Dispatch
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from serve_app.scheduling.commands import Dispatch
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,

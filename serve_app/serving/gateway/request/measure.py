@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 import numpy as np
 
+from serve_app.core.routing.estimation.text_category import classify
 from serve_app.request import PromptShape, TextCategory
-from serve_app.routing.estimation.text_category import classify
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
     BlockFields,

@@ -19,7 +19,8 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from serve_app.routing.prefix.blocks import BLOCK_ENDS, BYTES_PER_TOKEN
+from serve_app.core.routing.prefix import BLOCK_ENDS, BYTES_PER_TOKEN
+from serve_app.core.settings_base import INTERNAL, settings
 from serve_app.serving.gateway.request.fields import (
     ABSENT,
     BlockFields,
@@ -32,7 +33,6 @@ from serve_app.serving.gateway.request.fields import (
     ResponsesFields,
 )
 from serve_app.serving.gateway.request.measure import Utf8, blocks_of
-from serve_app.settings_base import INTERNAL, settings
 
 _ID_BYTES = 8
 _LEAST_BYTES, _MOST_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))

@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from serve_app.core.events import DispatchFailure
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Scope
 from serve_app.errors import Outcome, SettingsError
-from serve_app.metrics.record import RequestRecord
 from serve_app.request import Submission
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant
 
 

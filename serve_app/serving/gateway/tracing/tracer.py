@@ -45,12 +45,12 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from serve_app.core.commands import Dispatch
+from serve_app.core.events import DispatchFailure
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.engines.engine import Scope
 from serve_app.errors import Outcome, SettingsError
-from serve_app.metrics.record import RequestRecord
 from serve_app.request import Submission
-from serve_app.scheduling.commands import Dispatch
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.tracing import names
 from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTrace, TraceParent, trace_parent

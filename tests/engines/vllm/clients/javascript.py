@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.clients import anthropic_python, openai_python
-from tests.engines.vllm.clients.counter import (
-    KEY,
-    LONG,
-    MODEL,
-    QUESTION,
-    SCHEMA,
-    Checks,
-    Counter,
-    keeps_to,
-)
+from tests.engines.vllm.clients.counter import KEY, LONG, MODEL, QUESTION, SCHEMA, Checks, Counter, keeps_to
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 FOLDER = Path(__file__).with_name("javascript")

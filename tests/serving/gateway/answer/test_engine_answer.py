@@ -4,13 +4,9 @@ import json
 
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
-from serve_app.scheduling.events import DispatchFailure
-from serve_app.serving.gateway.answer.engine_answer import (
-    TooLongError,
-    failure_of,
-    outcome_of,
-)
+from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 
 # As vLLM 0.32 words it in its renderers, its token limits and its input processor.
 VLLM_TOO_LONG = [

@@ -6,15 +6,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.counterfactuals.recording import encode_recording
+from serve_app.core.routing.replica import ReplicaReport
 from serve_app.errors import Outcome
-from serve_app.routing.replica import ReplicaReport
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from tests.counterfactuals.production import burst, produce
+from serve_app.tuning.counterfactuals.recording import encode_recording
 from tests.serving.channel.harness import scheduler_settings, submission, until
 from tests.serving.gateway.builders import MODEL, Engine, serving
 from tests.serving.gateway.fleet import Fleet, fleet_of
+from tests.tuning.counterfactuals.production import burst, produce
 
 KEY = "sk-admin"
 OVERLOAD = produce(burst(60, 0)).recording("r50")

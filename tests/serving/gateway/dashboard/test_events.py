@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api_keys import changed_keys
+from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from serve_app.serving.gateway.dashboard.pages import MOST_WATCHERS
 from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, eventually, serving
-from tests.test_api_keys import record
+from tests.serving.test_api_keys import record
 
 EVENTS = "/dashboard/events"
 ADMIN = {"authorization": "Bearer k1"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.metrics.record import RequestRecord
 from serve_app.serving.gateway.answer.client import AsgiExchange, ClientStream, StallWatch
 from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.keys import ApiKey

@@ -8,9 +8,9 @@ from blake3 import blake3
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from serve_app.core.routing.estimation.text_category import classify
+from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.request import TextCategory
-from serve_app.routing.estimation.text_category import classify
-from serve_app.routing.prefix.blocks import BLOCK_ENDS
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody
 from serve_app.serving.gateway.request.measure import Utf8
 from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes

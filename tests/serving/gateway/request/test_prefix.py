@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.routing.prefix.blocks import BLOCK_ENDS
+from serve_app.core.routing.prefix import BLOCK_ENDS
 from serve_app.serving.gateway.request.fields import ChatFields, CompletionFields, ResponsesFields
 from serve_app.serving.gateway.request.prefix import (
     chat_opening,

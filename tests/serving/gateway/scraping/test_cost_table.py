@@ -4,7 +4,7 @@ import io
 import httpx
 
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.serving.gateway.cost_table import cost_table
+from serve_app.serving.gateway.admin import cost_table
 from tests.serving.gateway.builders import Answers, FakeDispatcher
 
 

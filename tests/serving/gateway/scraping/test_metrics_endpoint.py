@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.cli.serve.terminal import LiveView
 from serve_app.errors import SettingsError
-from serve_app.launch.terminal import LiveView
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey

@@ -5,11 +5,10 @@ import socket
 
 import pytest
 
+from serve_app.core.events import DispatchFailure
 from serve_app.errors import SettingsError
-from serve_app.scheduling.events import DispatchFailure
 from serve_app.serving.channel.scheduler_client import ServerAddress
-from serve_app.serving.gateway.upstream.pool import UpstreamPool, UpstreamSettings
-from serve_app.serving.gateway.upstream.response import UpstreamError
+from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamSettings
 from tests.serving.gateway.builders import RawReplica, eventually
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-Thing: a\r\n\r\nok"
@@ -108,7 +107,7 @@ async def test_a_kept_connection_that_breaks_at_work_is_lost_and_not_tried_again
         else:
             writer.write(OK)
 
-    monkeypatch.setattr("serve_app.serving.gateway.upstream.connection._STALE_WINDOW_S", 0.05)
+    monkeypatch.setattr("serve_app.serving.gateway.upstream._STALE_WINDOW_S", 0.05)
     replica, pool = RawReplica(script), UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
         assert await ask(pool, port) == (200, b"ok")

@@ -1,0 +1,390 @@
+"""The command `python -m serve_app bench`: an open-loop run against one live endpoint or two."""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from serve_app.cli.command import (
+    Command,
+    add_report_argument,
+    command_line,
+    given_arguments,
+    positive_float,
+    positive_int,
+    progress_bar,
+    say,
+    warn,
+    write_json,
+)
+from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS, summarise
+from serve_app.lab.bench.comparison import (
+    ComparedEndpoint,
+    ComparedRun,
+    Interleaved,
+    compare,
+    comparison_report,
+    comparison_table,
+    comparison_warnings,
+    interleave,
+    outcomes,
+)
+from serve_app.lab.bench.connection import BenchError, ConnectionPool, Target
+from serve_app.lab.bench.load import (
+    LATE_AFTER_S,
+    BenchEndpoint,
+    BodyFactory,
+    BodyKind,
+    BodySettings,
+    ClientFigures,
+    LoadResult,
+    LoadSettings,
+    OpenLoop,
+)
+from serve_app.lab.bench.report import (
+    BenchRun,
+    bench_report,
+    from_zero,
+    rules_of,
+    run_as_json,
+    table,
+    write_records,
+)
+from serve_app.lab.provenance import provenance
+from serve_app.lab.reports.document import Origin
+from serve_app.lab.reports.page import write_report
+from serve_app.lab.reports.tables import paragraph
+from serve_app.lab.workloads.catalog import WorkloadSettings, notes_on, resolve
+from serve_app.lab.workloads.trace import Trace
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add every argument."""
+    parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
+    _configure_comparison(parser.add_argument_group("comparison"))
+    _configure_workload(parser.add_argument_group("workload"))
+    _configure_requests(parser.add_argument_group("requests"))
+    _configure_results(parser.add_argument_group("results"))
+
+
+def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--compare",
+        metavar="URL",
+        help="a second endpoint, which gets the same requests in turns with the first: prints the "
+        "differences with their 95 %% intervals",
+    )
+    group.add_argument(
+        "--slice-s",
+        type=positive_float,
+        default=10.0,
+        help="seconds of the trace that one endpoint gets before it is the other's turn (%(default)s)",
+    )
+    group.add_argument("--compare-model", help="the model to ask the second endpoint for (as for the first)")
+    group.add_argument("--compare-api-key", help="of the second endpoint (that of the first)")
+
+
+def _configure_workload(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--trace", required=True, help="azure-code, azure-conv, lmsys, paper-mix, or a trace file"
+    )
+    group.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--duration", type=positive_float, help="seconds for which requests arrive")
+    size.add_argument("--requests", type=positive_int, help="how many requests")
+    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+    group.add_argument("--seed", type=int, default=0, help="of all chance in the run (%(default)s)")
+
+
+def _configure_requests(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--model", help="the model to ask for (the first that the endpoint serves)")
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="(OPENAI_API_KEY)")
+    group.add_argument(
+        "--endpoint",
+        choices=[one.name.lower() for one in BenchEndpoint],
+        default="chat",
+        help="(%(default)s)",
+    )
+    group.add_argument(
+        "--body",
+        type=BodyKind,
+        choices=list(BodyKind),
+        default=BodyKind.EMULATED,
+        help="emulated: exact token counts by extra fields; text: for real engines (%(default)s)",
+    )
+    group.add_argument("--bytes-per-token", type=positive_float, default=5.0, help="of text (%(default)s)")
+    group.add_argument("--max-tokens", type=int, help="what clients state (the true length; 0: nothing)")
+    group.add_argument("--ignore-eos", action="store_true", help="exact lengths from a real vLLM (body text)")
+    group.add_argument("--no-stream", action="store_true", help="ask for whole answers")
+    group.add_argument("--timeout-s", type=positive_float, default=600.0, help="per request (%(default)s)")
+    group.add_argument("--max-in-flight", type=positive_int, default=4096, help="(%(default)s)")
+
+
+def _configure_results(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--warm-up-s", type=float, default=0.0, help="leave out requests that arrive earlier")
+    group.add_argument("--slo-ttft-s", type=positive_float, default=2.0, help="for goodput (%(default)s)")
+    group.add_argument("--slo-tpot-s", type=positive_float, default=0.08, help="for goodput (%(default)s)")
+    group.add_argument(
+        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+    )
+    group.add_argument("--label", default="live", help="`policy` in the JSON (%(default)s)")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
+    group.add_argument("--records", type=Path, metavar="OUT", help="write raw records, a JSON object a line")
+    add_report_argument(group)
+
+
+def workload_of(args: argparse.Namespace) -> WorkloadSettings:
+    """The requests, with their arrival times."""
+    return WorkloadSettings(
+        trace=args.trace,
+        rate_per_s=args.rate,
+        requests=args.requests,
+        duration_s=args.duration,
+        tenants=args.tenants,
+        priorities=args.priorities,
+        seed=args.seed,
+        folder=args.traces_folder,
+    )
+
+
+def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
+    """The contents of request bodies.
+
+    Raises:
+        BenchError: the endpoint does not serve the model.
+    """
+    if not models:
+        raise BenchError(f"{args.url} serves no model")
+    if args.model is not None and args.model not in models:
+        raise BenchError(f"{args.url} does not serve {args.model!r}: it serves {', '.join(models)}")
+    return BodySettings(
+        model=args.model or models[0],
+        kind=args.body,
+        endpoint=BenchEndpoint[args.endpoint.upper()],
+        stream=not args.no_stream,
+        bytes_per_token=args.bytes_per_token,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        api_key=args.api_key,
+    )
+
+
+def load_settings(args: argparse.Namespace) -> LoadSettings:
+    """The limits of the run."""
+    return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
+
+
+def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
+    """What the client itself did to the figures of so many requests."""
+    if client.interrupted:
+        yield "interrupted: the figures are of the requests that had been sent"
+    if client.late > total / 100:
+        yield (
+            f"the client was late: {client.late:,} of {total:,} requests were sent more than "
+            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
+            "give the client a core of its own"
+        )
+    if client.held_back:
+        yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"
+    if client.wrong_length:
+        yield f"{client.wrong_length:,} answers do not have the length in the trace"
+    if client.without_usage:
+        yield f"{client.without_usage:,} answers have no usage: token counts are those of the trace"
+
+
+def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSettings) -> int:
+    """Run the comparison, and print and write it; returns the exit status of the command.
+
+    Raises:
+        BenchError: an endpoint cannot be used, or an argument means nothing here.
+    """
+    endpoints = (
+        _endpoint(args, args.url, args.api_key, args.model),
+        _endpoint(args, args.compare, args.compare_api_key or args.api_key, args.compare_model or args.model),
+    )
+    played = _drive_both(trace, endpoints, settings, args.slice_s)
+    first = trace.requests[0].arrival_s + args.warm_up_s
+    late = {number for number, request in enumerate(trace.requests) if request.arrival_s >= first}
+    pairs = [pair for place, pair in enumerate(played.pairs) if place in late]
+    if not pairs:
+        raise BenchError("no slice was completed at both endpoints after the warm-up: nothing to compare")
+    found = compare(pairs)
+    played = Interleaved(pairs, played.client)
+    say(
+        f"{paragraph(f'{trace.title}: {trace.source}')}\n\n"
+        f"{comparison_table(found, (args.url, args.compare))}"
+    )
+    warnings = (*comparison_warnings(found), *client_warnings(played.client, 2 * len(pairs)))
+    for warning in warnings:
+        warn(warning)
+    _write_comparison(ComparedRun(args=args, trace=trace, found=found, played=played), warnings)
+    return 0 if found.completed_by_both else 1
+
+
+def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: str | None) -> ComparedEndpoint:
+    target = Target.parse(url)
+    named = argparse.Namespace(**{**vars(args), "url": url, "api_key": api_key, "model": model})
+    return ComparedEndpoint(target, body_settings(named, served_models(target, api_key)))
+
+
+def _drive_both(
+    trace: Trace, endpoints: tuple[ComparedEndpoint, ComparedEndpoint], settings: LoadSettings, slice_s: float
+) -> Interleaved:
+    async def drive(on_record: Callable[[RequestRecord], object]) -> Interleaved:
+        return await interleave(trace, endpoints, settings, slice_s, on_record)
+
+    with progress_bar("requests", 2 * len(trace.requests)) as advance:  # noqa: SIM117 - the bar ends after the loop
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(drive(lambda _: advance()))
+
+
+def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
+    args, found, played = run.args, run.found, run.played
+    origin = provenance(run.trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
+    if args.json is not None:
+        sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
+        document = {
+            "endpoints": {name: {"url": url, "outcomes": dict(ended)} for name, url, ended in sides},
+            "comparison": found.as_json(),
+            "provenance": origin,
+        }
+        write_json(args.json, document)
+    if args.report is not None:
+        called = command_line(args, [args.api_key, args.compare_api_key])
+        write_report(args.report, comparison_report(run, Origin(origin, called), warnings))
+    if args.records is not None:
+        write_records(args.records, (each for pair in played.pairs for each in (pair.base, pair.other)))
+
+
+_EXAMPLE = """example:
+  python -m serve_app bench --url http://127.0.0.1:8000 --trace azure-conv --rate 20 --duration 60
+  python -m serve_app bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
+      --rate 20 --duration 300
+"""
+# Secrets, and arguments of the command line itself.
+_NOT_SETTINGS = frozenset({"api_key", "compare_api_key", "command"})
+
+
+def _run(args: argparse.Namespace) -> int:
+    target = Target.parse(args.url)
+    trace = resolve(workload_of(args))
+    for note in notes_on(trace):
+        warn(note)
+    if args.compare is not None:
+        settings = load_settings(args)
+        _allow_connections(settings.max_in_flight)
+        return compare_endpoints(args, trace, settings)
+    bodies = body_settings(args, served_models(target, args.api_key))
+    settings = load_settings(args)
+    _allow_connections(settings.max_in_flight)
+    preempted_before = preemptions_so_far(target, args.api_key)
+    cpu_before_s = time.process_time()
+    load = _drive(trace, target, bodies, settings)
+    cpu_s = time.process_time() - cpu_before_s
+    preempted = preemptions_so_far(target, args.api_key)
+    load = replace(load, records=_after_warm_up(from_zero(load.records), args.warm_up_s))
+    known = preempted_before is not None and preempted is not None
+    summary = summarise(load.records, rules_of(args))
+    summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
+    say(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
+    warnings = list(client_warnings(load.client, len(load.records)))
+    for warning in warnings:
+        warn(warning)
+    _write(BenchRun(args=args, trace=trace, load=load, summary=summary), cpu_s, warnings)
+    return 0 if summary.completed else 1
+
+
+def _allow_connections(wanted: int) -> None:
+    """Raise the soft limit of open files, because each request under way has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + 64
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BenchError(f"--max-in-flight {wanted} needs {needed} open files, the limit is {hard}: lower it")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSettings) -> LoadResult:
+    async def drive(on_record: Callable[[RequestRecord], object]) -> LoadResult:
+        pool = ConnectionPool(target)
+        factory = BodyFactory(bodies, target.authority, target.path_prefix)
+        try:
+            return await OpenLoop(pool, factory, settings, on_record).run(trace)
+        finally:
+            pool.close()
+
+    with progress_bar("requests", len(trace.requests)) as advance:  # noqa: SIM117 - the bar ends after the loop
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(drive(lambda _: advance()))
+
+
+def _after_warm_up(records: list[RequestRecord], warm_up_s: float) -> list[RequestRecord]:
+    return [record for record in records if record.arrived_at >= warm_up_s]
+
+
+def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
+    args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
+    found = provenance(trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
+    if args.json is not None:
+        run = {"policy": args.label, "seed": args.seed, "load": None, "rate_per_s": trace.rate_per_s}
+        run |= run_as_json(summary, load, rules_of(args), cpu_s)
+        write_json(args.json, {"runs": [run], "provenance": found})
+    if args.records is not None:
+        write_records(args.records, load.records)
+    if args.report is not None:
+        origin = Origin(found, command_line(args, [args.api_key, args.compare_api_key]))
+        write_report(args.report, bench_report(measured, origin, warnings))
+
+
+COMMAND = Command(
+    name="bench",
+    summary="open-loop load against a live endpoint, or against two in turns, from a trace",
+    example=_EXAMPLE,
+    configure=configure,
+    run=_run,
+)
+
+
+_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+def served_models(target: Target, api_key: str | None) -> list[str]:
+    """The model names in `/v1/models`.
+
+    Raises:
+        BenchError: the endpoint cannot be reached, or does not answer like an OpenAI API.
+    """
+    url = f"{target.base_url}/v1/models"
+    try:
+        answer = request(url, api_key)
+    except NoAnswerError as exc:
+        raise BenchError(f"cannot reach {url}: {exc}; is the server running?") from exc
+    if not answer.is_success:
+        raise BenchError(f"{url} answers {answer.status}: give --api-key if it asks for one")
+    try:
+        return [str(model["id"]) for model in json.loads(answer.body)["data"]]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise BenchError(f"{url} does not list models as the OpenAI API does: {exc!r}") from exc
+
+
+def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
+    """Preemptions of all engines, from the endpoint's `/metrics`; None when it does not export them."""
+    try:
+        answer = request(f"{target.base_url}/metrics", api_key)
+        counts = [float(count) for count in _PREEMPTIONS.findall(answer.text if answer.is_success else "")]
+    except (NoAnswerError, ValueError):
+        return None
+    return round(sum(counts)) if counts else None

@@ -1,0 +1,182 @@
+"""The command `python -m serve_app calibrate`: an engine profile from the timestamps of its requests."""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from serve_app.cli.command import Command, positive_int, progress_bar, say, warn
+from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
+from serve_app.errors import SettingsError
+from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
+from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
+from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
+
+_EXAMPLE = """example:
+  python -m serve_app bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
+      --body text --records out/requests.jsonl
+  python -m serve_app calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
+      --out out/my-model-my-gpu-tp1.yaml
+
+The errors are those on the requests that were not fitted: their arrivals and lengths are replayed, and their
+timings compared. They are errors of the distributions' statistics (mean against mean, p90 against p90).
+"""
+# Without --fit-first: two thirds show the engine filling up and at its limits, and a third gives a stable
+# p90.
+_DEFAULT_FIT_RATIO = 2 / 3
+# Enough requests for a p90.
+_MIN_UNSEEN = 10
+_LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpus")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="an engine's own timestamps, or the records of `bench --records`",
+    )
+    parser.add_argument("--replica", metavar="NAME", help="of records of several replicas, the one to fit")
+    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml")
+    parser.add_argument(
+        "--fit-first", type=positive_int, metavar="N", help="requests to fit, by arrival (two thirds)"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write profile and errors as JSON")
+    limits = parser.add_argument_group(
+        "limits of the engine", "taken from --profile; these flags override them"
+    )
+    limits.add_argument("--profile", metavar="NAME", help="a profile, of which only the limits are used")
+    limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--max-num-seqs", type=positive_int, metavar="N")
+    limits.add_argument("--max-num-batched-tokens", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--gpus", type=positive_int, metavar="N", help="that one engine occupies")
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_outputs(args)
+    measurements = read_measurements(args.measurements, args.replica)
+    _report_skipped(measurements)
+    if measurements.engines:
+        warn("the timestamps are a client's: TTFT includes the network and the tokenizer")
+    requests = measurements.requests
+    fit_first = _fit_first(args.fit_first, len(requests))
+    profile = _limits(args, measurements, fit_first)
+    settings = profile.model_settings()
+    with progress_bar("replays", EXPECTED_REPLAYS) as on_replay:
+        step_time = fit_step_time(requests, fit_first, settings, on_replay)
+    profile = replace(profile, step_time=step_time)
+    unseen = slice(fit_first, None)
+    played = replay(requests, settings, step_time, part=unseen)
+    accuracy = compare(played, measured(requests[unseen]))
+    say(_table(accuracy, fit_first, len(requests)))
+    say(f"for prefill isolation, give the engine long_prefill_token_threshold {step_time.chunk_tokens()}")
+    save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
+    if args.json:
+        document = _document(profile, accuracy, measurements, fit_first)
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Check the output files before the work."""
+    if args.out.suffix not in {".yaml", ".yml"}:
+        raise SettingsError(f"--out {args.out}: the name of a profile's file must end in .yaml")
+    for path in (args.out, args.json):
+        if path is None or path.parent.is_dir():
+            continue
+        # A folder such as `out` is made; where its own folder is missing as well, the path is a slip.
+        if not path.parent.parent.is_dir():
+            raise SettingsError(f"{path}: there is no directory {path.parent}")
+        path.parent.mkdir()
+
+
+def _report_skipped(measurements: Measurements) -> None:
+    for reason, rows in measurements.skipped.most_common():
+        warn(f"{rows} row{'s' if rows > 1 else ''} left out: {reason}")
+
+
+def _fit_first(wanted: int | None, available: int) -> int:
+    most = available - _MIN_UNSEEN
+    if wanted is None:
+        wanted = round(available * _DEFAULT_FIT_RATIO)
+    if not MIN_FITTED <= wanted <= most:
+        raise CalibrationError(
+            f"cannot fit {wanted} of {available} readable requests: at least {MIN_FITTED} are needed to fit "
+            f"and {_MIN_UNSEEN} to judge by; measure more, or change --fit-first"
+        )
+    return wanted
+
+
+def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int) -> EngineProfile:
+    """The engine's limits, with the step-time model from which the fit starts.
+
+    Raises:
+        SettingsError: a limit is missing.
+        CalibrationError: the limits contradict the measurements.
+    """
+    given: dict[str, Any] = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
+    step_time = starting_point(measurements.requests[:fit_first])
+    if args.profile:
+        profile = replace(load_profile(args.profile), step_time=step_time, **given)
+    else:
+        for name in ("kv_tokens", "max_model_len"):
+            if name not in given:
+                flag = f"--{name.replace('_', '-')}"
+                raise SettingsError(f"the engine's {name} is not known: give {flag}, or --profile NAME")
+        profile = EngineProfile(step_time=step_time, **given)
+    longest = max(request.prompt_tokens + request.output_tokens for request in measurements.requests)
+    if longest > profile.max_model_len:
+        raise CalibrationError(
+            f"a measured request has {longest:,} tokens, more than max_model_len {profile.max_model_len:,}: "
+            "raise --max-model-len to that of the measured engine"
+        )
+    return profile
+
+
+def _document(
+    profile: EngineProfile, accuracy: dict[str, Accuracy], measurements: Measurements, fit_first: int
+) -> dict[str, Any]:
+    return {
+        "profile": asdict(profile),
+        "errors": {metric: asdict(found.errors) for metric, found in accuracy.items()},
+        "measured": {metric: asdict(found.measured) for metric, found in accuracy.items()},
+        "played": {metric: asdict(found.played) for metric, found in accuracy.items()},
+        "requests": {
+            "fitted": fit_first,
+            "unseen": len(measurements.requests) - fit_first,
+            "skipped": dict(measurements.skipped),
+        },
+    }
+
+
+def _source(path: Path, accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
+    lines = [f"Fitted by `calibrate` to the first {fit_first} of {total} requests in {path.name}."]
+    lines += ["Errors of the statistics on the others:"]
+    for metric, found in accuracy.items():
+        figures = ", ".join(f"{name} {error:+.1%}" for name, error in asdict(found.errors).items())
+        lines.append(f"  {metric}: {figures}")
+    return "\n".join(lines)
+
+
+def _table(accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
+    lines = [
+        f"{total - fit_first} requests that were not fitted (of {total})",
+        f"{'':10}{'':6}{'measured s':>12}{'played s':>12}{'error':>9}",
+    ]
+    for metric, found in accuracy.items():
+        ours, errors = asdict(found.played), asdict(found.errors)
+        for name, value in asdict(found.measured).items():
+            lines.append(f"{metric:10}{name:6}{value:12.4f}{ours[name]:12.4f}{errors[name]:+9.2%}")
+    return "\n".join(lines)
+
+
+COMMAND = Command(
+    name="calibrate",
+    summary="fit an engine profile to the request timestamps of a real engine",
+    example=_EXAMPLE,
+    configure=_configure,
+    run=_run,
+)

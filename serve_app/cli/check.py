@@ -1,0 +1,62 @@
+"""The command `python -m serve_app check`: what is wrong with configurations, before anything starts."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from serve_app.cli.command import Command, say, warn
+from serve_app.engines.model.hardware import find_gpu, gpu_names
+from serve_app.settings.checking import Checked, check_file
+
+
+def tell(config: Path, found: Checked) -> None:
+    """Write each mistake and each warning as one line."""
+    for mistake in found.mistakes:
+        warn(mistake.located(config))
+    for warning in found.warnings:
+        warn(replace(warning, message=f"warning: {warning.message}").located(config))
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations to check")
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="another machine is to run it: do not ask for ports, cores, GPUs, memory and folders here",
+    )
+    parser.add_argument(
+        "--gpu",
+        type=_known_gpu,
+        help=f"the card of the engines, for what they can hold: {', '.join(gpu_names())} (this machine's, or "
+        "a pool's resources.accelerator_type)",
+    )
+
+
+def _known_gpu(name: str) -> str:
+    found = find_gpu(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"there are no figures for {name!r}: use one of {', '.join(gpu_names())}"
+        )
+    return found
+
+
+def _run(args: argparse.Namespace) -> int:
+    status = 0
+    for config in args.configs:
+        found = check_file(config, on_this_machine=not args.elsewhere, gpu=args.gpu)
+        tell(config, found)
+        if found.mistakes:
+            status = 2
+        else:
+            say(f"{config} has no mistakes" if found.warnings else f"{config} is fine")
+    return status
+
+
+COMMAND = Command(
+    name="check",
+    summary="say what is wrong with a configuration, with line numbers, before anything starts",
+    example="example:\n  python -m serve_app check configs/local.yaml",
+    configure=_configure,
+    run=_run,
+)

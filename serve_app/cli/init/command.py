@@ -1,0 +1,217 @@
+"""The command `python -m serve_app init`: writes a first configuration that passes `check`."""
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.prompt import IntPrompt, Prompt
+
+from serve_app.cli.check import tell
+from serve_app.cli.command import Command, positive_int, program, say, warn
+from serve_app.cli.init.document import (
+    DEFAULT_CONTEXT,
+    Emulated,
+    Fleet,
+    Gpus,
+    Place,
+    Servers,
+    ask_servers,
+    configuration,
+    stated_context,
+)
+from serve_app.engines.vllm.library import is_installed
+from serve_app.errors import ServeAppError, SettingsError
+from serve_app.settings.checking import Checked, check_file
+from serve_app.settings.checking.machine import gpu_names, only_card
+
+# Asks a person on a terminal what there is.
+
+
+def ask_fleet(console: Console) -> Fleet:
+    """What is to answer requests.
+
+    Raises:
+        ServeAppError: a server does not answer, or answers do not go together.
+    """
+    found = gpu_names()
+    console.print(f"GPUs on this machine: {', '.join(found) or 'none'}")
+    kind = Prompt.ask(
+        "What answers requests? (emulated: engines without a GPU or a model, to try it; gpus: vLLM on GPUs "
+        "of this machine; servers: vLLM servers that run already)",
+        choices=["emulated", "gpus", "servers"],
+        default="gpus" if found else "emulated",
+        console=console,
+    )
+    if kind == "gpus":
+        return _gpus(console, len(found))
+    if kind == "servers":
+        return _servers(console)
+    return Emulated()
+
+
+def ask_port(console: Console, default: int) -> int:
+    """The port to listen on."""
+    return IntPrompt.ask("Port to listen on", default=default, console=console)
+
+
+def _gpus(console: Console, found: int) -> Gpus:
+    count = IntPrompt.ask("How many GPUs may be used", default=found or 1, console=console)
+    model = ""
+    while not model:
+        model = Prompt.ask("Model (a name on the model hub, or a folder)", default="", console=console)
+    per_engine = IntPrompt.ask("GPUs of one engine (tensor parallelism)", default=1, console=console)
+    context = IntPrompt.ask(
+        "Longest context in tokens", default=stated_context(model) or DEFAULT_CONTEXT, console=console
+    )
+    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, card=only_card())
+
+
+def _servers(console: Console) -> Servers:
+    urls: list[str] = []
+    while not urls:
+        urls = shlex.split(
+            Prompt.ask("Addresses of the servers, with blanks between them", default="", console=console)
+        )
+    env = Prompt.ask("Environment variable with their key (empty: none)", default="", console=console) or None
+    found = ask_servers(urls, env)
+    return Servers(found=found, api_key_env=env)
+
+
+# The command `python -m serve_app init`: writes a first configuration that passes `check`.
+
+
+_PATH = Path("ewsjf.yaml")
+_PORT = 8000
+_LAST_PORT = 65_535
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", type=Path, default=_PATH, help="file to write (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--emulated", action="store_true", help="engines without a GPU or a model, to try it")
+    what.add_argument(
+        "--gpus",
+        nargs="?",
+        type=positive_int,
+        const=0,
+        metavar="N",
+        help="vLLM on this many GPUs (without N: those that nvidia-smi lists here)",
+    )
+    what.add_argument("--servers", nargs="+", metavar="URL", help="in front of these vLLM servers, which run")
+    parser.add_argument("--model", help="with --gpus: a name on the model hub, or a folder")
+    parser.add_argument(
+        "--max-model-len",
+        type=positive_int,
+        help="with --gpus: longest context in tokens (the model's, or 32768)",
+    )
+    parser.add_argument(
+        "--gpus-per-engine",
+        type=positive_int,
+        default=1,
+        help="with --gpus: tensor parallelism (%(default)s)",
+    )
+    parser.add_argument("--api-key-env", help="with --servers: environment variable that holds their key")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        help="with --servers: most sequences in the batch of each, as it was started with",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (%(default)s); one that others reach asks for keys",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="no keys on such an address: something in front asks for them"
+    )
+    parser.add_argument("--port", type=positive_int, help=f"port to listen on ({_PORT})")
+
+
+def _run(args: argparse.Namespace) -> int:
+    path: Path = args.path
+    if path.exists() and not args.force:
+        raise SettingsError(f"{path} exists: name another file, or overwrite it with --force")
+    port = args.port or _PORT
+    fleet = _given_fleet(args)
+    if fleet is None:
+        if not sys.stdin.isatty():
+            raise SettingsError(
+                "say what is there: --emulated, --gpus [N] --model NAME, or --servers URL ..."
+            )
+        console = Console(highlight=False, markup=False)
+        fleet = ask_fleet(console)
+        port = args.port or ask_port(console, _PORT)
+    if port > _LAST_PORT:
+        raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
+    start = f"{program()} serve {path}"
+    text = configuration(fleet, Place(host=args.host, port=port, start=start, insecure=args.insecure))
+    found = _checked(text, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _tell(fleet, path, found)
+    return 0
+
+
+def _given_fleet(args: argparse.Namespace) -> Fleet | None:
+    """What the options say; None when they say nothing."""
+    if args.servers is not None:
+        found = ask_servers(args.servers, args.api_key_env)
+        return Servers(found=found, api_key_env=args.api_key_env, max_num_seqs=args.max_num_seqs)
+    if args.emulated:
+        return Emulated()
+    if args.gpus is None and args.model is None:
+        return None
+    if args.model is None:
+        raise SettingsError("--gpus needs --model: a name on the model hub, or a folder")
+    count = args.gpus or len(gpu_names())
+    if not count:
+        raise SettingsError("nvidia-smi lists no GPU here: say how many there will be by --gpus N")
+    return Gpus(
+        count=count,
+        model=args.model,
+        max_model_len=args.max_model_len,
+        per_engine=args.gpus_per_engine,
+        card=only_card(),
+    )
+
+
+def _checked(text: str, path: Path) -> Checked:
+    """What this machine lacks for a configuration, and what its engines cannot hold.
+
+    Raises:
+        ServeAppError: it has mistakes that no machine would cure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        draft.write_text(text, encoding="utf-8")
+        if mistakes := check_file(draft, on_this_machine=False).mistakes:
+            raise ServeAppError("; ".join(mistake.located(path) for mistake in mistakes))
+        return check_file(draft)
+
+
+def _tell(fleet: Fleet, path: Path, found: Checked) -> None:
+    missing_here = found.mistakes
+    say(
+        f"{path} is written and passes `check`"
+        + (", but for what this machine lacks" if missing_here else "")
+    )
+    tell(path, found)
+    if isinstance(fleet, Gpus) and not is_installed():
+        warn("vLLM is not installed here: install this package with its extra `vllm` where the engines run")
+    if missing_here:
+        say(f"next, once that is settled: {program()} serve {path}")
+    else:
+        say(f"next: {program()} serve {path}")
+
+
+COMMAND = Command(
+    name="init",
+    summary="write a first configuration: asks what there is, or takes it as options",
+    example="example:\n  python -m serve_app init out/ewsjf.yaml --emulated",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,476 @@
+"""The configuration that `init` writes: what answers requests, and the file for it."""
+
+import asyncio
+import json
+import os
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.engines.adapters import PageAnswer, identify
+from serve_app.engines.model.hardware import find_gpu
+from serve_app.engines.model.roofline import capacity, context_that_fits, usual_tokens
+from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.errors import EngineError, ServeAppError, SettingsError
+from serve_app.serving.access import is_loopback
+from serve_app.settings.checking.engines import known_setup
+
+# Values as YAML writes them inside a line.
+
+
+def scalar(text: str) -> str:
+    """A text, quoted only where YAML needs it."""
+    return yaml.safe_dump(text, width=10_000).removesuffix("\n...\n").removesuffix("\n")
+
+
+def flow(texts: tuple[str, ...]) -> str:
+    """A list within one line."""
+    return yaml.safe_dump(list(texts), default_flow_style=True, width=10_000).strip()
+
+
+# The configuration with emulated engines, as an installation without a clone has it.
+#
+# It is a copy of configs/local.yaml, because only what lies inside the package is installed with it; a test
+# holds the two together.
+
+
+PACKAGED_CONFIG = Path(__file__).with_name("local.yaml")
+_OF_A_CLONE = Path("configs/local.yaml")
+
+
+def default_config() -> Path:
+    """What `serve` serves when it is told nothing: a clone's file in the working directory, else ours."""
+    return _OF_A_CLONE if _OF_A_CLONE.is_file() else PACKAGED_CONFIG
+
+
+# What there is to answer requests: emulated engines, GPUs of this machine, or servers that run already.
+
+
+SHORT_CONTEXT = 8_192
+"""Context of the short pool; four fifths and more of most traffic fit into it."""
+
+DEFAULT_CONTEXT = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """Nothing: engines are emulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """GPUs on which vLLM is to run one model.
+
+    Attributes:
+        count: how many may be used.
+        model: a name on the model hub, or a folder.
+        max_model_len: the longest context in tokens; None takes what the model's folder states, or 32,768.
+        per_engine: GPUs of one engine (tensor parallelism).
+        card: what they are, as their driver calls them; None when it is not known.
+    """
+
+    count: int
+    model: str
+    max_model_len: int | None = None
+    per_engine: int = 1
+    card: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < self.per_engine:
+            raise SettingsError(
+                f"an engine on {self.per_engine} GPUs needs more than {self.count}: lower "
+                "--gpus-per-engine or raise --gpus"
+            )
+        stated = stated_context(self.model)
+        if self.max_model_len is not None and stated is not None and self.max_model_len > stated:
+            raise SettingsError(
+                f"max_model_len of {self.max_model_len:,} exceeds the {stated:,} tokens that "
+                f"{self.model}/config.json states"
+            )
+
+    @property
+    def engines(self) -> int:
+        """How many engines fit."""
+        return self.count // self.per_engine
+
+    @property
+    def context(self) -> int:
+        """The longest context, in tokens."""
+        return self.max_model_len or stated_context(self.model) or DEFAULT_CONTEXT
+
+    @property
+    def name(self) -> str:
+        """What clients are to call the model."""
+        return Path(self.model).name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server that runs already, and what it says of itself.
+
+    Attributes:
+        url: without `/v1`.
+        models: what it serves, the model itself before its adapters.
+        max_model_len: its context in tokens.
+    """
+
+    url: str
+    models: tuple[str, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """OpenAI-compatible servers with vLLM's metrics.
+
+    Attributes:
+        api_key_env: environment variable with their key.
+        max_num_seqs: most sequences in the batch of each, where they do not state it; None learns it.
+    """
+
+    found: tuple[Server, ...]
+    api_key_env: str | None = None
+    max_num_seqs: int | None = None
+
+
+Fleet = Emulated | Gpus | Servers
+
+
+def stated_context(model: str) -> int | None:
+    """The context that the model's own folder states."""
+    try:
+        content = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    stated = content.get("max_position_embeddings") if isinstance(content, dict) else None
+    return stated if isinstance(stated, int) else None
+
+
+# Asks servers that run already what they serve.
+
+
+def ask_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
+    """What each server says of itself.
+
+    Args:
+        api_key_env: environment variable with their key.
+
+    Raises:
+        ServeAppError: one does not answer, refuses, or cannot be used.
+    """
+    api_key = None
+    if api_key_env is not None and not (api_key := os.environ.get(api_key_env)):
+        raise SettingsError(
+            f"the environment variable {api_key_env} is not set: export the servers' key there"
+        )
+    return tuple(_ask(url, api_key) for url in urls)
+
+
+def _ask(given: str, api_key: str | None) -> Server:
+    if not given.startswith(("http://", "https://")):
+        raise SettingsError(
+            f"{given!r} is no address of a server: begin it with http:// (the file to write stands before "
+            "--servers)"
+        )
+    url = given.rstrip("/").removesuffix("/v1")
+
+    async def get(path: str) -> PageAnswer:
+        return _page(f"{url}{path}", api_key)
+
+    try:
+        # Nothing waits in it: pages are got one by one.
+        found = asyncio.run(identify(get))
+    except EngineError as exc:
+        raise ServeAppError(f"{url}{exc}") from exc
+    names = tuple(listing.model for listing in found.models)
+    if not names:
+        raise ServeAppError(f"{url} serves no model")
+    if found.limits.max_model_len is None:
+        raise ServeAppError(
+            f"{url} does not state its max_model_len: write its pool by hand, with "
+            "engine.remote.max_model_len"
+        )
+    return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
+
+
+def _page(url: str, api_key: str | None) -> PageAnswer:
+    try:
+        answer = request(url, api_key)
+    except NoAnswerError as exc:
+        raise ServeAppError(f"{url} does not answer: {exc}") from exc
+    if answer.is_refused:
+        raise ServeAppError(f"{url} answered {answer}: name the variable with its key by --api-key-env")
+    return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
+
+
+# The pools of vLLM engines on GPUs of this machine.
+#
+# Where model and card are known, engines get the batch and, unless it was asked for, the context that their
+# KV cache carries.
+
+
+_SHORT_SEQUENCES = 256
+_LONG_SEQUENCES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Of one engine, named as in vLLM."""
+
+    max_model_len: int
+    max_num_seqs: int
+    long_prefill_token_threshold: int = 256
+
+
+def gpu_models(gpus: Gpus) -> str:
+    """The list `models`: two pools where the context is long and at least two engines fit."""
+    longest = _limits(gpus, gpus.context, _LONG_SEQUENCES).max_model_len
+    if longest <= SHORT_CONTEXT or gpus.engines < 2:
+        why = _WHY_ONE_ENGINE if gpus.engines < 2 else _WHY_ONE_CONTEXT
+        limits = _limits(gpus, gpus.context, _SHORT_SEQUENCES)
+        pools = _pool(gpus, "all", limits, gpus.engines, _BATCH)
+        return _MODEL.format(name=scalar(gpus.name), why=why, pools=pools)
+    long = max(1, gpus.engines // 4)
+    short_limits = _limits(gpus, SHORT_CONTEXT, _SHORT_SEQUENCES)
+    pools = _pool(gpus, "short", short_limits, gpus.engines - long, _BATCH)
+    pools += "    # The long context. Each sequence takes more KV cache, so fewer run at once.\n"
+    pools += _pool(gpus, "long", _limits(gpus, longest, _LONG_SEQUENCES), long, _BATCH_AGAIN)
+    return _MODEL.format(name=scalar(gpus.name), why=_WHY_TWO, pools=pools)
+
+
+def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
+    """The limits wanted, or what the KV cache carries of them."""
+    wanted = {"max_num_seqs": sequences, "tensor_parallel_size": gpus.per_engine}
+    card = find_gpu(gpus.card) if gpus.card is not None else None
+    setup = known_setup(VllmEngineSettings(model=gpus.model, args=wanted), card) if card is not None else None
+    if setup is None:
+        return _Limits(context, sequences)
+    try:
+        held = capacity(setup)
+    except SettingsError:
+        # Not even the weights fit, which `check` tells with its remedy.
+        return _Limits(context, sequences)
+    if gpus.max_model_len is None:
+        context = min(context, context_that_fits(held))
+    carried = max(1, held.sequences(usual_tokens(at_most=context)))
+    return _Limits(context, min(sequences, carried), held.chunk_tokens)
+
+
+_MODEL = """\
+- name: {name}
+  # Other names for the same model: aliases: [gpt-4o-mini]
+  pools:
+{why}{pools}"""
+
+_WHY_TWO = """\
+    # The pool with the shorter context comes first: requests in it never wait behind a long prefill. How many
+    # engines each pool should have depends on the traffic; the command `plan` computes it from a trace.
+"""
+
+
+_WHY_ONE_ENGINE = """\
+    # One pool, because one engine fits. Two engines may share a large card: fractions of num_gpus, and
+    # gpu_memory_utilization to divide its memory (an example is configs/gpu_1x.yaml).
+"""
+
+_WHY_ONE_CONTEXT = """\
+    # One pool: a second one pays only where some requests need a longer context.
+"""
+
+_BATCH = """\
+            # Sequences in one batch: more raise the throughput and make every token a little slower.
+            max_num_seqs: {limits.max_num_seqs}
+            # A long prefill takes at most this much of an iteration, so others keep decoding. About what a
+            # card computes while a decode step reads the weights; `calibrate` says it exactly.
+            long_prefill_token_threshold: {limits.long_prefill_token_threshold}
+"""
+
+_BATCH_AGAIN = """\
+            max_num_seqs: {limits.max_num_seqs}
+            long_prefill_token_threshold: {limits.long_prefill_token_threshold}
+"""
+
+
+def _pool(gpus: Gpus, name: str, limits: _Limits, replicas: int, batch: str) -> str:
+    parallel = ""
+    if gpus.per_engine > 1:
+        parallel = f"            tensor_parallel_size: {gpus.per_engine}\n"
+    return (
+        f"    - name: {name}\n"
+        "      engine:\n"
+        "        vllm:\n"
+        f"          model: {scalar(gpus.model)}\n"
+        "          args:\n"
+        f"            max_model_len: {limits.max_model_len}\n"
+        f"{parallel}{batch.format(limits=limits)}"
+        f"      resources: {{num_cpus: 1.0, num_gpus: {gpus.per_engine}}}\n"
+        f"      replicas: {replicas}\n"
+        "      health_check_timeout_s: 60.0\n"
+    )
+
+
+# The pools in front of servers that run already.
+
+
+def remote_models(servers: Servers) -> str:
+    """The list `models`: servers of a model with the same context are a pool, the shorter context first."""
+    of_model: dict[str, list[Server]] = {}
+    for server in servers.found:
+        of_model.setdefault(server.models[0], []).append(server)
+    return "".join(_model(name, found, servers) for name, found in of_model.items())
+
+
+def _model(name: str, found: list[Server], servers: Servers) -> str:
+    contexts = sorted({server.max_model_len for server in found})
+    pools = {each: [server for server in found if server.max_model_len == each] for each in contexts}
+    common = set.intersection(*(set(server.models) for server in found))
+    aliases = tuple(alias for alias in found[0].models if alias in common - {name})
+    return "".join(_lines(name, aliases, pools, servers))
+
+
+def _lines(
+    name: str, aliases: tuple[str, ...], pools: dict[int, list[Server]], servers: Servers
+) -> Iterator[str]:
+    yield "# The name under which the servers have it: bodies are passed on as they come.\n"
+    yield f"- name: {scalar(name)}\n"
+    if aliases:
+        yield f"  aliases: {flow(aliases)}\n"
+    yield "  pools:\n"
+    names = _NAMES.get(len(pools)) or tuple(f"up-to-{context}" for context in pools)
+    if len(pools) > 1:
+        yield _SHORTER_FIRST
+    for pool, (context, found) in zip(names, pools.items(), strict=True):
+        yield _remote_pool(pool, context, found, servers)
+    if len(pools) > 1:
+        # More pools than two have their contexts as boundaries; the first one's is not in the settings.
+        boundary = min(SHORT_CONTEXT, *pools) if len(pools) == len(_NAMES) else min(pools)
+        yield (
+            "  scheduler:\n"
+            "    routing:\n"
+            f"      # Prompt and answer together. Above it no request is at home in the pool {names[0]}.\n"
+            f"      b_short_tokens: {boundary}\n"
+        )
+
+
+def _remote_pool(name: str, context: int, found: list[Server], servers: Servers) -> str:
+    key = f"          api_key_env: {scalar(servers.api_key_env)}\n" if servers.api_key_env else ""
+    if servers.max_num_seqs is not None:
+        key += f"          max_num_seqs: {servers.max_num_seqs}\n"
+    urls = "".join(f"            - {scalar(server.url)}\n" for server in found)
+    return _POOL.format(name=name, urls=urls, key=key, context=context)
+
+
+_NAMES = {1: ("all",), 2: ("short", "long")}
+
+_SHORTER_FIRST = """\
+    # The pool with the shorter context comes first: its requests never wait behind a long prefill.
+"""
+
+_POOL = """\
+    - name: {name}
+      engine:
+        remote:
+          # Each is asked for its limits (context now: {context:,} tokens). More may be added here, found by
+          # DNS, in a file or by Kubernetes, or added while it runs: see docs/put-in-front.md.
+          endpoints:
+{urls}{key}"""
+
+
+# The file that `init` writes: what stands around the models, and the models by what there is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the application is to listen, and how it is started.
+
+    Attributes:
+        start: the command that starts it.
+        insecure: whether it needs no keys, even where others than this machine reach it.
+    """
+
+    host: str
+    port: int
+    start: str
+    insecure: bool = False
+
+
+def configuration(fleet: Fleet, place: Place) -> str:
+    """The whole file.
+
+    Raises:
+        SettingsError: what there is does not make an application.
+    """
+    if isinstance(fleet, Emulated):
+        return _emulated(place)
+    title, models = (
+        (f"vLLM engines of {fleet.name}: {fleet.engines}, on {fleet.per_engine} GPU each.", gpu_models(fleet))
+        if isinstance(fleet, Gpus)
+        else ("In front of servers that run already; nothing of theirs changes.", remote_models(fleet))
+    )
+    return _FRAME.format(
+        title=title,
+        start=place.start,
+        host=scalar(place.host),
+        port=place.port,
+        models=textwrap.indent(models, " " * 8),
+    ) + _gateway(place)
+
+
+def _gateway(place: Place) -> str:
+    """The keys without which others than this machine are not to be let in."""
+    if is_loopback(place.host):
+        return ""
+    return textwrap.indent(_INSECURE if place.insecure else _KEYS, " " * 6)
+
+
+def _emulated(place: Place) -> str:
+    text = PACKAGED_CONFIG.read_text(encoding="utf-8") + _gateway(place)
+    started = next(line for line in text.splitlines() if line.startswith("#   scripts/serve"))
+    for old, new in (
+        (started, f"#   {place.start}"),
+        ("host: 127.0.0.1", f"host: {scalar(place.host)}"),
+        ("port: 8000", f"port: {place.port}"),
+    ):
+        text = text.replace(old, new, 1)
+    return text
+
+
+_FRAME = """\
+# {title}
+#   {start}
+# Gateways listen on the address themselves; Ray Serve runs no proxy.
+proxy_location: Disabled
+http_options:
+  # 127.0.0.1: only programs on this machine. Others, such as 0.0.0.0, ask for keys beside `models`:
+  # gateway: {{keys: [{{tenant: app, env: EWSJF_API_KEY_APP}}]}}
+  host: {host}
+  port: {port}
+logging_config:
+  # One line per request is written by the gateway itself, with what happened to it.
+  enable_access_log: false
+applications:
+  - name: ewsjf
+    route_prefix: /
+    import_path: serve_app.app:build_app
+    args:
+      models:
+{models}      # What schedulers learn, kept for the next start; without it every start learns anew.
+      # state_uri: /var/lib/ewsjf
+      # A gateway carries some thousand requests/s. Shares of a core are only counted, and limit nothing.
+      gateways: {{replicas: 1, num_cpus: 0.2}}
+"""
+
+_KEYS = """\
+gateway:
+  # The secret is in this environment variable of `serve`. More keys: a tenant, and perhaps classes, for each.
+  keys: [{tenant: app, env: EWSJF_API_KEY_APP, may_act_for_tenants: true}]
+"""
+_INSECURE = """\
+gateway:
+  # Everybody who reaches the address is let in: something in front has to ask for keys.
+  insecure: true
+"""

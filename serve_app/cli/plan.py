@@ -1,0 +1,255 @@
+"""The command `python -m serve_app plan`: a fleet for a workload and its latency limits.
+
+The arguments of `python -m serve_app plan`, and the settings that they make.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from serve_app.cli.command import (
+    Command,
+    add_report_argument,
+    command_line,
+    given_arguments,
+    positive_float,
+    positive_int,
+    progress_bar,
+    say,
+    warn,
+    write_json,
+)
+from serve_app.cli.workload_arguments import configure_max_output, configure_trace, setting
+from serve_app.core.metrics.slo import Slo
+from serve_app.core.policies import POLICIES
+from serve_app.lab.planning.configuration import best_fleet, configuration
+from serve_app.lab.planning.fleets import CostTable
+from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, steps
+from serve_app.lab.planning.report import fleets_table, plan_as_json, plan_report, verdict
+from serve_app.lab.planning.verification import Workload
+from serve_app.lab.provenance import provenance
+from serve_app.lab.reports.document import Origin
+from serve_app.lab.reports.page import write_report
+from serve_app.lab.reports.tables import paragraph
+from serve_app.lab.simulation.workload import TraceChoice
+from serve_app.lab.workloads.catalog import notes_on
+
+TRACE_ARRIVALS = "trace"
+"""Keep the arrival pattern of the trace, scaled to the rate."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add every argument."""
+    _configure_demand(parser.add_argument_group("demand"))
+    _configure_fleets(parser.add_argument_group("fleets"))
+    _configure_simulation(parser.add_argument_group("simulation"))
+
+
+def _configure_demand(group: "argparse._ArgumentGroup") -> None:
+    configure_trace(
+        group,
+        arrivals="poisson",
+        arrivals_help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own "
+        "pattern, scaled to the rate (%(default)s)",
+    )
+    group.add_argument("--rate", type=positive_float, required=True, help="requests per second at the peak")
+    group.add_argument(
+        "--slo-ttft-s", type=positive_float, default=2.0, help="limit of the P99 TTFT (%(default)s)"
+    )
+    group.add_argument(
+        "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
+    )
+    configure_max_output(group)
+    group.add_argument(
+        "--long-above",
+        type=positive_int,
+        default=4_096,
+        metavar="TOKENS",
+        help="a request with more tokens, prompt and answer, counts as long in the figures (%(default)s)",
+    )
+
+
+def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
+    group.add_argument("--short-profile", type=_names, default=(), metavar="NAME[,NAME]")
+    group.add_argument("--long-profile", type=_names, default=(), metavar="NAME[,NAME]")
+    group.add_argument(
+        "--b-short",
+        type=_numbers,
+        default=(1_024, 2_048, 4_096, 8_192),
+        metavar="TOKENS[,TOKENS]",
+        help="values of B_short to try (1024,2048,4096,8192)",
+    )
+    group.add_argument(
+        "--worst-case-seqs",
+        type=positive_int,
+        help="max_num_seqs of the worst-case fleet (KV cache over the longest context, at most 64K)",
+    )
+    group.add_argument(
+        "--profile-settings-only",
+        action="store_true",
+        help="try no other batch settings than those of the profiles",
+    )
+    group.add_argument("--costs", type=Path, metavar="FILE", help="YAML table of costs per GPU hour")
+
+
+def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--policy", default="ewsjf", choices=sorted(POLICIES), help="(%(default)s)")
+    group.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a scheduler setting")
+    group.add_argument("--seeds", type=positive_int, default=3, help="of the final sizes (%(default)s)")
+    group.add_argument(
+        "--requests",
+        type=positive_int,
+        help="in each run (the arrivals of a minute, or of three times the longest answer)",
+    )
+    group.add_argument(
+        "--stand-in",
+        type=positive_int,
+        default=24,
+        metavar="REPLICAS",
+        help="simulate a larger fleet at a share of its size and rate (%(default)s)",
+    )
+    group.add_argument(
+        "--candidates",
+        type=positive_int,
+        default=3,
+        help="fleets of each kind to simulate, the best by the model (%(default)s)",
+    )
+    group.add_argument("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write fleets and provenance")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="write a configuration of the cheapest fleet found",
+    )
+    group.add_argument("--model", help="with --config: engines of vLLM with this model (emulated engines)")
+    add_report_argument(group)
+
+
+def fleet_options(args: argparse.Namespace) -> FleetOptions:
+    """The profiles, borders and settings to choose from."""
+    return FleetOptions(
+        profile=args.profile,
+        short_profiles=args.short_profile,
+        long_profiles=args.long_profile,
+        b_short_tokens=args.b_short,
+        worst_case_slots=args.worst_case_seqs,
+        variants=not args.profile_settings_only,
+        candidates=args.candidates,
+    )
+
+
+def demand_of(args: argparse.Namespace) -> Workload:
+    """The workload of the fleets; without `--requests` the number of requests is left open."""
+    return Workload(
+        trace=TraceChoice(
+            name=args.trace,
+            requests=args.requests,
+            folder=args.traces_folder,
+            arrivals=None if args.arrivals == TRACE_ARRIVALS else args.arrivals,
+        ),
+        rate_per_s=args.rate,
+        slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
+        long_above_tokens=args.long_above,
+        output_known=args.max_output == "known",
+        policy=args.policy,
+        scheduler=dict(setting(text, "--set") for text in args.set),
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(number) for number in text.split(","))
+
+
+_EXAMPLE = """example:
+  python -m serve_app plan --trace azure-conv+azure-code --profile llama2-70b-h100-tp4 --rate 100 \\
+      --slo-ttft-s 2 --slo-tpot-s 0.08 --report out/plan.html
+"""
+
+
+def _run(args: argparse.Namespace) -> int:
+    options, demand = fleet_options(args), demand_of(args)
+    effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
+    costs = CostTable.load(args.costs)
+    with progress_bar("fleets", steps(options)) as advance:
+        plan = make_plan(options, demand, costs, effort, lambda _: advance())
+    fleets = fleets_table(plan.result.simulated, plan.result).as_text()
+    say(f"{paragraph(_heading(plan))}\n\n{fleets}\n\n{paragraph(verdict(plan.result))}")
+    warnings = _warnings(plan, args.seeds)
+    for line in warnings:
+        warn(line)
+    if args.config is not None:
+        _write_config(args, plan, costs)
+    found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
+    if args.json is not None:
+        twice = {name: one.as_json() for name, one in plan.twice.items()}
+        document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
+        write_json(args.json, document | {"provenance": found})
+    if args.report is not None:
+        write_report(args.report, plan_report(plan, Origin(found, command_line(args)), warnings))
+    return 0
+
+
+def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> None:
+    best = best_fleet(plan.result)
+    if best is None:
+        warn(f"no fleet meets the limits, so --config writes no {args.config}")
+        return
+    args.config.parent.mkdir(parents=True, exist_ok=True)
+    args.config.write_text(configuration(best, plan.demand, costs, args.model), encoding="utf-8")
+    pools = ", ".join(f"{count:,} in pool {pool}" for pool, count in best.counts.items())
+    say(f"\n{args.config}: {best.plan.name}, {pools}")
+
+
+def _heading(plan: Plan) -> str:
+    share, demand = plan.verifier.share, plan.demand
+    size = (
+        f"simulated at {share:.3g} of its size, numbers scaled up"
+        if share < 1
+        else "simulated at its full size"
+    )
+    ttft_s, tpot_s = demand.slo.ttft_s, demand.slo.tpot_s
+    assert ttft_s is not None
+    assert tpot_s is not None
+    return (
+        f"{plan.workload.trace.title} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
+        f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
+        f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; long: more than "
+        f"{demand.long_above_tokens:,} tokens; > marks the chosen"
+    )
+
+
+def _warnings(plan: Plan, seeds: int) -> list[str]:
+    workload = plan.workload
+    lines = list(notes_on(workload.trace))
+    if workload.dropped:
+        every = workload.dropped + len(workload.trace.requests)
+        lines.append(
+            f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were "
+            "dropped for every fleet"
+        )
+    lines += [
+        f"{name}: its stand-in meets the limits, twice as many replicas at twice the rate do not: "
+        "raise --stand-in"
+        for name, one in plan.twice.items()
+        if not one.meets
+    ]
+    if plan.result.worst_case is None:
+        lines.append("the worst-case fleet meets the limits at no size that was tried")
+    if seeds < 3:
+        lines.append(f"--seeds {seeds}: fewer than three seeds give no useful interval")
+    return lines
+
+
+COMMAND = Command(
+    name="plan",
+    summary="size a fleet to latency limits: one pool or two, verified in simulation",
+    example=_EXAMPLE,
+    configure=configure,
+    run=_run,
+)

@@ -1,0 +1,241 @@
+"""Ray and Ray Serve, as the host needs them: start, deploy, look, drain, stop."""
+
+import contextlib
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application, RunTarget
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
+
+from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drained
+from serve_app.cli.serve.failures import DeathsInStart, Stages, engine_cause, is_death, reason_of
+from serve_app.cli.serve.messages import HostJob, HostMessage, Progress, Stop
+from serve_app.errors import ServeAppError
+from serve_app.serving._ray import (
+    SERVE_CONTROLLER_NAME,
+    SERVE_NAMESPACE,
+    TEMPORARY_FOLDER,
+    deploy_file,
+    end_helpers,
+)
+
+# Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a
+# process of its own, which takes some seconds longer.
+_OUR_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
+GATEWAY = "gateway"
+# From healthy deployments to a gateway that knows a replica of every model.
+_ANSWERS_AFTER_S = 120.0
+# A controller that is being replaced answers no call for some seconds.
+_ANSWER_TIMEOUT_S = 10.0
+
+
+class Cluster:
+    """One application on a Ray cluster, which is started here or was there before."""
+
+    def __init__(self, job: HostJob, content: Mapping[str, Any]) -> None:
+        self._job = job
+        self._schema = ServeDeploySchema.model_validate(content)
+        self._application = self._schema.applications[0]
+        self._began_at = time.monotonic()
+        self._ready_at = time.monotonic()
+        self._stages = Stages(Path(job.folder))
+        self._deaths = DeathsInStart()
+        self.dashboard: str | None = None
+
+    def start(self) -> None:
+        """Start Ray and Serve, or connect to a cluster that runs.
+
+        Raises:
+            ServeAppError: that failed.
+        """
+        options: dict[str, Any] = {"namespace": SERVE_NAMESPACE, "log_to_driver": False}
+        if self._job.address is not None:
+            options["address"] = self._job.address
+        else:
+            options |= {
+                "address": "local",
+                TEMPORARY_FOLDER: str(Path(self._job.folder) / "ray"),
+                "include_dashboard": self._job.dashboard,
+            }
+        try:
+            context = ray.init(**options)
+        except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
+            raise ServeAppError(f"Ray did not start: {exc}") from exc
+        if self._job.address is None:
+            end_helpers(dashboard=self._job.dashboard)
+        if self._job.dashboard and context.dashboard_url:
+            self.dashboard = f"http://{context.dashboard_url}"
+        try:
+            serve.start(
+                proxy_location=self._schema.proxy_location,
+                http_options=self._schema.http_options.model_dump(),
+                grpc_options=self._schema.grpc_options.model_dump(),
+            )
+        except Exception as exc:  # whatever Serve raises for a proxy that does not start
+            raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
+
+    def deploy(self, application: Application) -> None:
+        """Hand the application to Serve; see `progress` for what becomes of it."""
+        ours = self._application
+        if self._schema.model_fields_set & {"logging_config"} and ours.logging_config is None:
+            ours.logging_config = self._schema.logging_config
+        if ours.model_fields_set <= _OUR_KEYS and len(self._schema.applications) == 1:
+            target = RunTarget(
+                target=application,
+                name=ours.name,
+                route_prefix=ours.route_prefix,
+                logging_config=ours.logging_config,
+            )
+            serve.run_many(
+                [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+            )
+        else:
+            deploy_file(self._schema)
+
+    def progress(self) -> Progress:
+        """How far each deployment is.
+
+        Raises:
+            ServeAppError: one cannot start; the message has its own reason.
+        """
+        found = serve.status().applications.get(self._application.name)
+        if found is None:
+            return Progress([], ["waiting for Serve"])
+        if found.status == ApplicationStatus.DEPLOY_FAILED:
+            raise ServeAppError(self._reason(found))
+        ready, lines = [], []
+        for name, deployment in found.deployments.items():
+            states = {str(state): count for state, count in deployment.replica_states.items()}
+            running, there = states.get("RUNNING", 0), sum(states.values())
+            self._check_deployment(name, deployment)
+            if deployment.status == "HEALTHY":
+                ready.append(name)
+                continue
+            state = next((each.lower() for each in states if each != "RUNNING"), "waiting for resources")
+            if self._job.engines.get(name) == "vllm":
+                state = self._stages.of(name) or state
+            lines.append(f"{name} {running}/{there or 1} {state}")
+        if not found.deployments:
+            lines.append("building the application")
+        self._check_answers(ready=not lines)
+        return Progress(ready, lines)
+
+    def _check_deployment(self, name: str, deployment: DeploymentStatusOverview) -> None:
+        """Raise the reason of a deployment that cannot start."""
+        self._deaths.note(name, unhealthy=deployment.status == "UNHEALTHY")
+        message, folder = deployment.message, Path(self._job.folder)
+        if why := self._deaths.are_too_many(name):
+            raise ServeAppError(f"{why}: {engine_cause(name, folder) or message.strip()}")
+        if deployment.status == "HEALTHY" or "failed to start" not in message or is_death(message):
+            return
+        # An engine that fails to start once fails again; a server that runs elsewhere may come yet.
+        if self._job.engines.get(name) != "remote":
+            raise ServeAppError(reason_of(name, message, folder))
+
+    def _check_answers(self, *, ready: bool) -> None:
+        """Raise when all deployments are healthy for long, and no gateway answers."""
+        now = time.monotonic()
+        if not ready:
+            self._ready_at = now
+        if now - self._ready_at > _ANSWERS_AFTER_S:
+            raise ServeAppError(f"no gateway answers at {self._job.url}/ready")
+
+    def is_ready(self) -> bool:
+        """Whether a gateway answers that knows a replica of every model.
+
+        The gateways of a cluster may not be reachable from here; what Serve says must do then.
+        """
+        if self._job.address is not None:
+            return True
+        # The address is that of our own configuration, and so is its certificate, which may be self-signed.
+        ready = f"{self._job.url}/ready"
+        trusting = ssl.create_default_context()
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        with contextlib.suppress(NoAnswerError):
+            return request(ready, timeout_s=2, tls=trusting).status == 200
+        return False
+
+    def answers(self) -> bool:
+        """Whether Serve's controller still answers."""
+        try:
+            # Not `serve.status()`, which takes 50 ms of CPU time here, and as much from the controller.
+            controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            ray.get(controller.check_alive.remote(), timeout=_ANSWER_TIMEOUT_S)
+        except Exception:  # noqa: BLE001 - whatever Ray raises when its processes are gone
+            return False
+        return True
+
+    def drain(self, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
+        """Let the gateways refuse new requests and wait for open ones.
+
+        Returns:
+            How many answers were cut with an error because the time was over.
+        """
+        name = self._application.name
+        cut = 0
+        try:
+            cut = drained(self._gateway, stop, tell)
+        except Exception as exc:  # noqa: BLE001 - gateways that are dead have nothing open
+            print(f"drain: {exc!r}", flush=True)  # noqa: T201 - into the host's log
+        for deployment in serve.status().applications[name].deployments:
+            if deployment.startswith("scheduler-"):
+                self._save(deployment)
+        return cut
+
+    def stop(self) -> None:
+        """End the application, and Ray where it was started here."""
+        with contextlib.suppress(Exception):
+            if self._job.address is not None:
+                serve.delete(self._application.name)
+            ray.shutdown()
+
+    def connect(self) -> None:
+        """Get ready to reach the gateways, so that a stop takes effect at once."""
+        self._gateway = serve.get_app_handle(self._application.name)
+        self._gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
+
+    def _save(self, deployment: str) -> None:
+        """What a scheduler has learned, written a last time; tuners save after each step."""
+        try:
+            handle = serve.get_deployment_handle(deployment, self._application.name)
+            handle.save.remote().result(timeout_s=CALL_TIMEOUT_S)
+        except Exception as exc:  # noqa: BLE001 - the rest must still end in order
+            print(f"save of {deployment}: {exc!r}", flush=True)  # noqa: T201 - into the host's log
+
+    def _reason(self, found: Any) -> str:
+        folder = Path(self._job.folder)
+        for name, deployment in found.deployments.items():
+            if deployment.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
+                return reason_of(name, deployment.message, folder)
+        return reason_of(self._application.name, found.message, folder)
+
+
+def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
+    """Drain the gateways of every application of ours on a cluster.
+
+    Returns:
+        How many answers were cut.
+
+    Raises:
+        ServeAppError: there is no such cluster, or no application of ours on it.
+    """
+    try:
+        ray.init(address=address, namespace=SERVE_NAMESPACE, log_to_driver=False)
+    except (ConnectionError, RuntimeError, OSError, ValueError) as exc:
+        raise ServeAppError(f"there is no Ray cluster at {address}: {exc}") from exc
+    applications = serve.status().applications
+    ours = [name for name, found in applications.items() if GATEWAY in found.deployments]
+    if not ours:
+        raise ServeAppError(f"no application of ours runs on the cluster at {address}")
+    gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
+    return sum(drained(gateway, stop, tell) for gateway in gateways)
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rsplit("\n", 1)[-1]

@@ -1,0 +1,171 @@
+"""The command `python -m serve_app serve`: checks a configuration, and runs it until it is stopped."""
+
+import argparse
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serve_app.cli.check import tell
+from serve_app.cli.command import Command, positive_int, program
+from serve_app.cli.init.document import Place, Servers, ask_servers, configuration, default_config
+from serve_app.cli.serve.environment import environment, instance_folder
+from serve_app.cli.serve.instance import publish, running_instances, withdraw
+from serve_app.cli.serve.messages import HostJob
+from serve_app.cli.serve.supervisor import Launch, Supervisor
+from serve_app.cli.serve.terminal import Console
+from serve_app.errors import SettingsError
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
+from serve_app.settings.application import AppSettings
+from serve_app.settings.checking import Checked, check_file
+from serve_app.settings.checking.machine import http_address
+
+_PORT = 8000
+# An address that is none to connect to.
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
+
+
+def serve(config: Path, *, address: str | None = None, dashboard: bool = False) -> int:
+    """Serve the application of a configuration until a signal stops it.
+
+    Args:
+        address: of a Ray cluster that runs already.
+
+    Returns:
+        The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
+    """
+    console = Console()
+    checked = check_file(config, on_this_machine=address is None)
+    tell(config, checked)
+    if checked.mistakes:
+        return 2
+    assert checked.settings is not None, "a file without mistakes has settings"
+    console.line(f"{config} is fine ({console.elapsed_s:.1f} s)")
+    host, port = http_address(checked.content)
+    folder = _fresh_folder(instance_folder(port))
+    raise_descriptor_limit()
+    launch = Launch(
+        job=_job(config, checked, folder, address, dashboard),
+        environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: written_admin_key(folder)},
+        drain_s=checked.settings.gateways.drain_timeout_s,
+        models=tuple(checked.settings.served_names()),
+        keys=checked.settings.gateway.asks_for_keys,
+        listens=f"http://{host}:{port}",
+    )
+    publish(launch.job.url, config, folder)
+    try:
+        return asyncio.run(Supervisor(launch, console).run())
+    finally:
+        withdraw(folder)
+
+
+def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:
+    settings = checked.settings
+    assert settings is not None, "see serve"
+    return HostJob(
+        config=str(config.resolve()),
+        folder=str(folder),
+        url=local_url(checked.content),
+        address=address,
+        dashboard=dashboard,
+        engines=_engines(settings),
+    )
+
+
+def local_url(content: Mapping[str, Any]) -> str:
+    """Where programs on this machine reach the application of a configuration."""
+    host, port = http_address(content)
+    scheme = "https" if (content.get("http_options") or {}).get("ssl_certfile") else "http"
+    prefix = content["applications"][0].get("route_prefix") or "/"
+    return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}{prefix.rstrip('/')}"
+
+
+def _engines(settings: AppSettings) -> dict[str, str]:
+    found = {}
+    for model in settings.models:
+        for pool in model.pools:
+            kinds = ("emulated", "vllm", "remote")
+            kind = next(kind for kind in kinds if getattr(pool.engine, kind) is not None)
+            found[f"{pool.name}-{model.name}"] = kind
+    return found
+
+
+def _fresh_folder(folder: Path) -> Path:
+    """An empty folder of this user for the files of an instance; what the last one left is removed.
+
+    Raises:
+        SettingsError: somebody else owns it, or an instance that is about to start uses it.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise SettingsError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own")
+    for running in running_instances():
+        if running.folder == str(folder):
+            raise SettingsError(
+                f"an application with {running.config} runs in process {running.pid} and is to have the same "
+                "port: stop it by `python -m serve_app stop`, or choose another http_options.port"
+            )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        help="configuration (configs/local.yaml, or the copy that is installed)",
+    )
+    parser.add_argument(
+        "--address",
+        help="a Ray cluster that runs already, such as auto; its `ray start` must have had "
+        "serve_app/cli/serve/serve.env in its environment",
+    )
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard as well")
+
+    parser.add_argument(
+        "--endpoints",
+        metavar="URL[,URL ...]",
+        help="in place of a configuration: stand in front of these servers, which run already",
+    )
+    parser.add_argument(
+        "--api-key-env", help="with --endpoints: environment variable that holds the servers' key"
+    )
+    parser.add_argument(
+        "--port",
+        type=positive_int,
+        default=_PORT,
+        help="with --endpoints: port to listen on (%(default)s), on 127.0.0.1",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = args.config or default_config()
+    if args.endpoints is not None:
+        if args.config is not None:
+            raise SettingsError("give a configuration or --endpoints, not both")
+        config = _written_for(args.endpoints.split(","), args.api_key_env, args.port)
+    return serve(config, address=args.address, dashboard=args.dashboard)
+
+
+def _written_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
+    """A configuration in front of servers, which are asked what they serve."""
+    servers = Servers(found=ask_servers(urls, api_key_env), api_key_env=api_key_env)
+    folder = instance_folder(port).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = folder / f"endpoints-{port}.yaml"
+    place = Place(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
+    config.write_text(configuration(servers, place), encoding="utf-8")
+    return config
+
+
+COMMAND = Command(
+    name="serve",
+    summary="check a configuration and serve its application until Ctrl-C",
+    example="example:\n  python -m serve_app serve configs/local.yaml",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,32 @@
+"""Drains the gateways of an application: new requests are refused, open ones awaited, the rest ended."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.cli.serve.messages import Draining, HostMessage, Stop
+
+CALL_TIMEOUT_S = 10.0
+# Gateways end what is left at the deadline by themselves; this is for their answer to arrive.
+_DRAIN_MARGIN_S = 5.0
+_DRAIN_POLL_S = 0.5
+
+
+def drained(gateway: "DeploymentHandle[Any]", stop: Stop, tell: Callable[[HostMessage], None]) -> int:
+    """Drain every gateway, and tell how far it is.
+
+    Returns:
+        How many answers were cut with an error because the time was over.
+    """
+    deadline = time.monotonic() + stop.drain_s
+    ended = gateway.broadcast("drain", stop.drain_s, stop.retry_after_s)
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        counts = gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
+        tell(Draining(sum(counts), left_s))
+        if not sum(counts) or not left_s:
+            break
+        time.sleep(min(_DRAIN_POLL_S, left_s))
+    return sum(ended.results(timeout_s=_DRAIN_MARGIN_S))

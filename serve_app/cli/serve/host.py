@@ -1,0 +1,162 @@
+"""The host: the process that owns Ray, deploys the application, and drains it at the end.
+
+    python -m serve_app.cli.serve.host JOB FD     JOB: a `HostJob` as JSON; orders come on standard input,
+                                               messages leave on descriptor FD; all else it prints is Ray's
+
+The host ends when its standard input ends, so it never outlives its supervisor, however that died.
+"""
+
+import importlib
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import yaml
+
+from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
+from serve_app.cli.serve.processes import adopt_orphans, end_descendants
+from serve_app.errors import ServeAppError
+
+# How often the controller is asked while the application starts, and once it runs.
+_START_POLL_S = 0.2
+_RUN_POLL_S = 2.0
+# Replicas that go on without a controller or a node cannot be told from dead ones.
+_LOST_AFTER_S = 30.0
+_END_TIMEOUT_S = 20.0
+
+
+class ApplicationHost:
+    """Runs one application from its start to its end.
+
+    Args:
+        messages: to the supervisor, one per line.
+    """
+
+    def __init__(self, job: HostJob, messages: BinaryIO) -> None:
+        self._job = job
+        self._messages = messages
+        self._content: Mapping[str, Any] = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
+        # None: the supervisor is gone.
+        self._orders: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
+
+    def run(self, orders: BinaryIO) -> int:
+        """Start, watch, drain.
+
+        Returns:
+            The exit status: 1 when the application did not start or got lost.
+        """
+        threading.Thread(target=self._read, args=(orders,), name="orders", daemon=True).start()
+        try:
+            self._start()
+            stop = self._watch()
+        except ServeAppError as exc:
+            self._tell(Failed(str(exc)))
+            return 1
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the user hears of it, and the log has it all
+            traceback.print_exc()
+            self._tell(Failed(f"The application did not start: {exc!r}"))
+            return 1
+        if stop is not None:
+            self._tell(Drained(self._cluster.drain(stop, self._tell)))
+        self._cluster.stop()
+        return 0
+
+    def _start(self) -> None:
+        self._tell(StepBegun("ray"))
+        # Ray takes two seconds to import, and a supervisor waits for a first message.
+        from serve_app.cli.serve.cluster import Cluster  # noqa: PLC0415
+
+        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between. Not
+        # beside the import of Ray, which fails when two threads are in it.
+        application = ThreadPoolExecutor(1).submit(self._build)
+        self._cluster = Cluster(self._job, self._content)
+        self._cluster.start()
+        self._tell(StepBegun("application"))
+        self._cluster.deploy(application.result())
+        self._tell(StepBegun("engines"))
+        while True:
+            progress = self._cluster.progress()
+            self._tell(progress)
+            if not progress.lines and self._cluster.is_ready():
+                break
+            if self._next_order(_START_POLL_S) is not None:
+                raise ServeAppError("stopped before it was ready")
+        self._cluster.connect()
+        self._tell(Ready(self._cluster.dashboard))
+
+    def _build(self) -> Any:
+        """The application of the configuration, as its import path builds it."""
+        ours = self._content["applications"][0]
+        module, _, name = ours["import_path"].partition(":")
+        return getattr(importlib.import_module(module), name)(ours.get("args", {}))
+
+    def _watch(self) -> Stop | None:
+        """Wait for an order; None when the supervisor has gone without one.
+
+        Raises:
+            ServeAppError: Ray does not answer any more.
+        """
+        answered_at = time.monotonic()
+        while True:
+            order = self._next_order(_RUN_POLL_S)
+            if order is not None:
+                return order.stop
+            if self._cluster.answers():
+                answered_at = time.monotonic()
+            elif time.monotonic() - answered_at > _LOST_AFTER_S:
+                raise ServeAppError(f"Ray has not answered for {_LOST_AFTER_S:.0f} s: see the logs of Ray")
+
+    def _next_order(self, timeout_s: float) -> "_Order | None":
+        try:
+            return _Order(self._orders.get(timeout=timeout_s))
+        except queue.Empty:
+            return None
+
+    def _read(self, orders: BinaryIO) -> None:
+        for line in orders:
+            self._orders.put(msgspec.json.decode(line, type=Stop))
+        self._orders.put(None)
+
+    def _tell(self, message: HostMessage) -> None:
+        try:
+            self._messages.write(msgspec.json.encode(message) + b"\n")
+            self._messages.flush()
+        except BrokenPipeError:
+            # The supervisor is gone; the end of standard input says so as well.
+            return
+
+
+class _Order:
+    """An order; one without `stop` means that the supervisor is gone."""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self.stop = stop
+
+
+def main() -> int:
+    """Run the host that a supervisor has started."""
+    job = msgspec.json.decode(sys.argv[1], type=HostJob)
+    adopt_orphans()
+    descriptor = int(sys.argv[2])
+    # Ray's processes must not hold the supervisor's pipe open.
+    os.set_inheritable(descriptor, False)
+    messages = os.fdopen(descriptor, "wb")
+    status = ApplicationHost(job, messages).run(sys.stdin.buffer)
+    messages.close()
+    # Orphans of Ray have become children of this process; a supervisor that was killed cannot end them.
+    end_descendants(_END_TIMEOUT_S)
+    # Ray registers exit handlers that wait for processes which are gone by now.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The supervisor: it starts the host, shows what happens, and turns signals into an orderly stop.
+
+The rules:
+- the first SIGINT, SIGTERM or SIGHUP drains: new requests are refused, open ones may end;
+- a second one, or one before the application was ready, ends everything at once;
+- whatever happens, no process of this instance is left behind, and no port.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from serve_app.cli.serve.messages import (
+    Drained,
+    Draining,
+    Failed,
+    HostJob,
+    HostMessage,
+    Progress,
+    Ready,
+    StepBegun,
+    Stop,
+)
+from serve_app.cli.serve.processes import adopt_orphans, descendants, end_descendants
+from serve_app.cli.serve.terminal import Console, LiveView, WayIn
+from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ray's own end, once nothing is open any more; what is left then is killed.
+_END_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 20.0
+# How long the host may take beyond the drain time before it is taken for hung.
+_DRAIN_MARGIN_S = 20.0
+_INTERRUPTED = 130
+_LOGS_OF_CLUSTER = "in Ray's session folder on each node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is to be started.
+
+    Attributes:
+        environment: of the host and all that it starts.
+        drain_s: how long open answers may go on when it is stopped.
+    """
+
+    job: HostJob
+    environment: Mapping[str, str]
+    drain_s: float
+    models: tuple[str, ...]
+    keys: bool
+    listens: str
+
+
+class Supervisor:
+    """Runs one application in the foreground; use once: `Supervisor(...).run()`."""
+
+    def __init__(self, launch: Launch, console: Console) -> None:
+        self._launch = launch
+        self._console = console
+        self._log = Path(launch.job.folder) / "serve.log"
+        self._host: asyncio.subprocess.Process | None = None
+        self._signals = 0
+        self._signalled = asyncio.Event()
+        self._is_ready = False
+        self._failed: str | None = None
+        self._cut = 0
+        self._start_s = 0.0
+
+    async def run(self) -> int:
+        """Serve until a signal comes.
+
+        Returns:
+            The exit status: 0 after an orderly stop, 1 when the application failed, 130 when the start was
+            interrupted.
+        """
+        adopt_orphans()
+        self._console.line(f"what Ray and Ray Serve write goes to {self._log}")
+        loop = asyncio.get_running_loop()
+        for each in _SIGNALS:
+            # `nohup` ignores SIGHUP for its command, which is to survive its terminal.
+            if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+                loop.add_signal_handler(each, self._on_signal)
+        reading = asyncio.create_task(self._read(await self._start_host()))
+        try:
+            await self._until_stopped(reading)
+        finally:
+            self._console.end()
+            await self._end_everything()
+        if not reading.done():
+            reading.cancel()
+        if self._failed is not None:
+            self._console.line(self._failed, "red")
+            self._console.line(f"The full story is in {self._log} and {self._launch.job.folder}/ray.")
+            return 1
+        if self._is_ready:
+            self._console.line("Stopped.")
+        return 0 if self._is_ready else _INTERRUPTED
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._signalled.set()
+
+    async def _start_host(self) -> asyncio.StreamReader:
+        read_fd, write_fd = os.pipe()
+        job = msgspec.json.encode(self._launch.job).decode()
+        with self._log.open("ab") as log:
+            self._host = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "serve_app.cli.serve.host", job, str(write_fd)),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=dict(self._launch.environment),
+                # A session of its own: the terminal's signals do not reach it.
+                start_new_session=True,
+                pass_fds=(write_fd,),
+            )
+        os.close(write_fd)
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        return reader
+
+    async def _read(self, messages: asyncio.StreamReader) -> None:
+        """Show what the host tells, until it ends."""
+        while line := await messages.readline():
+            self._on_message(msgspec.json.decode(line, type=HostMessage))
+
+    def _on_message(self, message: HostMessage) -> None:
+        console = self._console
+        match message:
+            case StepBegun(name):
+                console.step(name)
+            case Progress():
+                console.progress(message)
+            case Ready(dashboard):
+                self._is_ready = True
+                self._start_s = console.elapsed_s
+                console.ready(self._way_in(dashboard))
+            case Failed(reason):
+                self._failed = reason
+            case Draining(open_requests, left_s):
+                console.draining(open_requests, left_s)
+            case Drained(cut):
+                self._cut = cut
+
+    def _way_in(self, dashboard: str | None) -> WayIn:
+        launch = self._launch
+        return WayIn(
+            url=launch.job.url,
+            listens=launch.listens,
+            models=launch.models,
+            keys=launch.keys,
+            output=str(self._log),
+            key_file=str(Path(launch.job.folder) / ADMIN_KEY_FILE),
+            logs=_LOGS_OF_CLUSTER if launch.job.address else f"{launch.job.folder}/ray/session_latest/logs",
+            drain_s=launch.drain_s,
+            dashboard=dashboard,
+        )
+
+    async def _until_stopped(self, reading: asyncio.Task[None]) -> None:
+        live = asyncio.create_task(self._show_live())
+        signalled = asyncio.create_task(self._signalled.wait())
+        await asyncio.wait({reading, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        live.cancel()
+        signalled.cancel()
+        if not self._is_ready and self._signals:
+            self._console.line("stopped before it was ready")
+        elif not self._signals:
+            self._on_lost_host()
+        else:
+            await self._drain(reading)
+
+    def _on_lost_host(self) -> None:
+        if self._failed is None:
+            self._failed = "The process that runs Ray ended unexpectedly."
+
+    async def _drain(self, reading: asyncio.Task[None]) -> None:
+        assert self._host is not None
+        assert self._host.stdin is not None
+        began_at = time.monotonic()
+        self._console.line(
+            f"Stopping: new requests are refused, open answers may end for {self._launch.drain_s:g} s."
+        )
+        order = Stop(self._launch.drain_s, max(1.0, self._start_s))
+        with contextlib.suppress(ConnectionError):
+            self._host.stdin.write(msgspec.json.encode(order) + b"\n")
+            await self._host.stdin.drain()
+        self._signalled.clear()
+        again = asyncio.create_task(self._signalled.wait())
+        limit_s = self._launch.drain_s + _DRAIN_MARGIN_S
+        await asyncio.wait({reading, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        self._console.end()
+        seconds = time.monotonic() - began_at
+        if self._signals > 1:
+            self._console.line(f"Ended at once after {seconds:.1f} s: open answers were cut.")
+        elif self._cut:
+            self._console.line(f"{self._cut} answers were still open and ended with an error.")
+
+    async def _show_live(self) -> None:
+        view = LiveView(self._launch.job.url, self._launch.environment.get(ADMIN_KEY_VARIABLE))
+        while True:
+            await asyncio.sleep(2.0)
+            if self._is_ready and sys.stderr.isatty():
+                text = await asyncio.to_thread(view.text)
+                self._console.live(text)
+
+    async def _end_everything(self) -> None:
+        """End the host and all processes below it."""
+        host = self._host
+        if host is None:
+            return
+        if self._signals < 2 and self._is_ready:
+            # Its processes end by themselves when the host lets them; this saves them a kill.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(host.wait(), _END_TIMEOUT_S)
+        if host.stdin is not None:
+            host.stdin.close()
+        if descendants():
+            left = await asyncio.to_thread(end_descendants, _KILL_TIMEOUT_S)
+            if left:
+                self._console.line(f"these processes could not be ended: {left}", "red")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(host.wait(), 1.0)

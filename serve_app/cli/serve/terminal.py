@@ -1,0 +1,308 @@
+"""The terminal of `serve`: lines about the application, and where they are written."""
+
+import contextlib
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from rich.console import Console as RichConsole
+from rich.status import Status
+from rich.text import Text
+
+from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.serve.messages import Progress
+
+# Two lines about a running application, from its metrics: where it is and what it has, what it does.
+
+
+_TIMEOUT_S = 2.0
+# Rates and waits are those of so many looks, so that a quiet moment does not hide what has just been.
+_LOOKS = 6
+_CONCLUDED = "ewsjf_requests_concluded_total"
+_WAIT = "ewsjf_queue_wait_seconds_bucket"
+_REPLICAS = "ewsjf_pool_replicas"
+_RUNNING, _WAITING = "ewsjf_requests_in_flight", "ewsjf_requests_waiting"
+# States of replicas that work; the others are named.
+_WORKING = ("open", "saturated")
+_MOST_MODELS = 3
+
+
+@dataclass(slots=True)
+class _Look:
+    """What a page says.
+
+    Attributes:
+        concluded: by outcome, since the start.
+        waits: requests that waited up to a bound, since the start, by the bound in seconds.
+        replicas: by model, pool and state.
+    """
+
+    at: float
+    running: float = 0.0
+    waiting: float = 0.0
+    concluded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+    replicas: dict[str, dict[str, dict[str, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    )
+
+
+class LiveView:
+    """Reads `/metrics` and tells what changed lately.
+
+    Args:
+        url: of the application.
+        api_key: that of an admin, where the application asks for keys.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url
+        self._api_key = api_key
+        self._looks: deque[_Look] = deque(maxlen=_LOOKS)
+
+    def text(self) -> str:
+        """Address and replicas of each pool; then requests, their rate and their waits.
+
+        Says so when the application does not answer.
+        """
+        place = f"{self._url}/v1"
+        try:
+            answer = request(f"{self._url}/metrics", self._api_key, timeout_s=_TIMEOUT_S)
+        except NoAnswerError as exc:
+            return f"{place}  does not answer: {exc}"
+        if answer.is_refused:
+            return f"{place}  its metrics need the key of an admin"
+        if not answer.is_success:
+            return f"{place}  answers {answer.status}"
+        look = _look(answer.text, time.monotonic())
+        self._looks.append(look)
+        pools = _pools(look.replicas)
+        return f"{place}{'  ' if pools else ''}{pools}\n{_traffic(self._looks[0], look)}"
+
+
+def _look(page: str, now: float) -> _Look:
+    look = _Look(now)
+    for sample in _samples(page):
+        labels, value = sample.labels, sample.value
+        if sample.name == _RUNNING:
+            look.running += value
+        elif sample.name == _WAITING:
+            look.waiting += value
+        elif sample.name == _CONCLUDED:
+            look.concluded[labels.get("outcome", "")] += value
+        elif sample.name == _WAIT:
+            look.waits[float(labels["le"])] += value
+        elif sample.name == _REPLICAS:
+            look.replicas[labels["model"]][labels["pool"]][labels["state"]] += value
+    return look
+
+
+def _samples(page: str) -> Iterator[Sample]:
+    """Those that are looked at, of a page that may have thousands of others."""
+    wanted = (_CONCLUDED, _WAIT, _REPLICAS, _RUNNING, _WAITING)
+    lines = "".join([f"{line}\n" for line in page.splitlines() if line.startswith(wanted)])
+    for family in text_string_to_metric_families(lines):
+        yield from family.samples
+
+
+def _pools(replicas: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Such as `short 2, long 1 (1 draining)`; the model's name stands before where there are several."""
+    told = [
+        (f"{model}: " if len(replicas) > 1 else "")
+        + ", ".join(f"{pool} {_states(states)}" for pool, states in pools.items())
+        for model, pools in replicas.items()
+    ]
+    more = f"; {len(told) - _MOST_MODELS} models more" if len(told) > _MOST_MODELS else ""
+    return "; ".join(told[:_MOST_MODELS]) + more
+
+
+def _states(states: Mapping[str, float]) -> str:
+    working = sum(states.get(state, 0.0) for state in _WORKING)
+    others = [f"{count:.0f} {state}" for state, count in states.items() if count and state not in _WORKING]
+    return f"{working:.0f}" + (f" ({', '.join(others)})" if others else "")
+
+
+def _traffic(before: _Look, now: _Look) -> str:
+    """Such as `3 running, 1 waiting, 2.5 requests/s, waits: half <= 0.01 s, 95% <= 0.5 s, 120 so far`."""
+    passed_s = now.at - before.at
+    # A scheduler that was replaced begins to count anew.
+    lately = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
+    refused = sum(count for name, count in lately.items() if name.startswith(("rejected", "expired")))
+    rates = ((sum(lately.values()), "requests"), (refused, "refused"), (lately.get("failed", 0.0), "failed"))
+    told = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
+    for count, word in rates:
+        if count or word == "requests":
+            told.append(f"{count / passed_s if passed_s else 0.0:.1f} {word}/s")
+    if waits := _waits(before.waits, now.waits):
+        told.append(waits)
+    return ", ".join([*told, f"{sum(now.concluded.values()):.0f} so far"])
+
+
+def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
+    """Within which time half, and nearly all, left the queue; empty when nothing did."""
+    counts = [(bound, now[bound] - before.get(bound, 0.0)) for bound in sorted(now)]
+    total = counts[-1][1] if counts else 0.0
+    if total <= 0:
+        return ""
+    half, most = (next(bound for bound, count in counts if count >= total * share) for share in (0.5, 0.95))
+    return f"waits: half <= {half:g} s, 95% <= {most:g} s"
+
+
+# What the user of `serve` sees: steps with their times, the way in once it is ready, how a stop goes on.
+#
+# On a terminal the present step is one line that changes; elsewhere every line is written once, for logs.
+
+
+_STEPS = {
+    "ray": "Ray and Ray Serve",
+    "application": "application",
+    "engines": "engines",
+}
+# Outside a terminal a step that lasts is told of so often.
+_REPEAT_S = 15.0
+_WIDTH = 34
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayIn:
+    """How to use an application that is ready.
+
+    Attributes:
+        listens: the address of its configuration, where that is not the one to use.
+        keys: whether callers need a key.
+        output: the file that has what Ray and Ray Serve write.
+        key_file: the file with the application's own admin key.
+    """
+
+    url: str
+    listens: str
+    models: Sequence[str]
+    keys: bool
+    logs: str
+    output: str
+    key_file: str
+    drain_s: float
+    dashboard: str | None
+
+
+class _Output(RichConsole):
+    """Rich ends the program when nobody reads its output any more; an application goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing any more."""
+        self.quiet = True
+
+
+class Console:
+    """Writes to standard error, and survives that nobody reads it: a closed terminal stops nothing."""
+
+    def __init__(self) -> None:
+        self._rich = _Output(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._began_at = time.monotonic()
+        self._step = ""
+        self._step_at = self._began_at
+        self._told_at = self._began_at
+        self._told: set[str] = set()
+        self._status: Status | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the command began."""
+        return time.monotonic() - self._began_at
+
+    def line(self, text: str, style: str = "") -> None:
+        """One line that stays."""
+        with contextlib.suppress(OSError):
+            self._rich.print(Text(text, style=style))
+
+    def step(self, name: str) -> None:
+        """A step begins, which ends the one before."""
+        self.end_step()
+        self._step, self._step_at = _STEPS.get(name, name), time.monotonic()
+        self._told_at = self._step_at
+        self._show(f"{self._step} ...")
+
+    def end_step(self) -> None:
+        """The present step is done."""
+        self._hide()
+        if self._step:
+            self._done(self._step, time.monotonic() - self._step_at)
+        self._step = ""
+
+    def progress(self, progress: Progress) -> None:
+        """Deployments become ready, each told of once."""
+        now = time.monotonic()
+        for name in progress.ready:
+            if name not in self._told:
+                self._told.add(name)
+                self._done(f"  {name} ready", now - self._step_at)
+        if not progress.lines:
+            return
+        text = f"{', '.join(progress.lines)}, {now - self._step_at:.0f} s"
+        self._show(text)
+        if not self._rich.is_terminal and now - self._told_at >= _REPEAT_S:
+            self._told_at = now
+            self.line(f"  waiting: {text}")
+
+    def ready(self, way_in: WayIn) -> None:
+        """The application answers: how to use it."""
+        self.end_step()
+        first = way_in.models[0]
+        key = " -H 'authorization: Bearer YOUR_KEY'" if way_in.keys else ""
+        body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        self.line(f"Ready after {self.elapsed_s:.1f} s.", "bold green")
+        listens = "" if way_in.listens == way_in.url else f"   (listens on {way_in.listens})"
+        self.line(f"  address  {way_in.url}/v1{listens}")
+        self.line(f"  models   {', '.join(way_in.models)}")
+        curl = f"curl {way_in.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+        self.line(f"  try      {curl}")
+        self.line(f"  page     {way_in.url}/dashboard   (its key: {way_in.key_file})")
+        self.line(f"  state    python -m serve_app status --url {way_in.url}")
+        self.line(f"  logs     {way_in.logs}")
+        self.line(f"  output   {way_in.output}   (of Ray itself)")
+        if way_in.dashboard:
+            self.line(f"  Ray      {way_in.dashboard}   (its token: ray get-auth-token)")
+        self.line(
+            f"  stop     Ctrl-C: open answers may end, for {way_in.drain_s:g} s at most; again: at once"
+        )
+
+    def live(self, text: str) -> None:
+        """The state of a running application, on a terminal only."""
+        self._show(text)
+
+    def draining(self, open_requests: int, left_s: float) -> None:
+        """How a stop goes on."""
+        answers = "1 answer is" if open_requests == 1 else f"{open_requests} answers are"
+        text = f"stopping: {answers} open, {left_s:.0f} s left; again to end at once"
+        self._show(text)
+        now = time.monotonic()
+        if not self._rich.is_terminal and now - self._told_at >= _REPEAT_S / 3:
+            self._told_at = now
+            self.line(text)
+
+    def end(self) -> None:
+        """Leave the terminal as it was."""
+        self._hide()
+
+    def _done(self, what: str, seconds: float) -> None:
+        self.line(f"{what:<{_WIDTH}} {seconds:6.1f} s")
+
+    def _show(self, text: str) -> None:
+        if not self._rich.is_terminal:
+            return
+        with contextlib.suppress(OSError):
+            if self._status is None:
+                self._status = self._rich.status(text, refresh_per_second=4)
+                self._status.start()
+            else:
+                self._status.update(text)
+
+    def _hide(self) -> None:
+        status, self._status = self._status, None
+        if status is not None:
+            with contextlib.suppress(OSError):
+                status.stop()

@@ -1,0 +1,177 @@
+"""The command `python -m serve_app simulate`: policies side by side, as a table, JSON and a report."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from serve_app.cli import workload_arguments as arguments
+from serve_app.cli.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
+from serve_app.core.commands import Conclude
+from serve_app.core.decision_log import Decision, encode_decision, encode_header
+from serve_app.errors import SettingsError
+from serve_app.lab.provenance import provenance
+from serve_app.lab.reports.document import Origin
+from serve_app.lab.reports.page import write_report
+from serve_app.lab.reports.tables import paragraph
+from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
+from serve_app.lab.simulation.partitions import PartitionSource, write_partition
+from serve_app.lab.simulation.report import (
+    Row,
+    by_policy,
+    policies_table,
+    run_as_json,
+    simulation_report,
+    unequal_work,
+)
+from serve_app.lab.simulation.run import DIRECT, RunResult, RunSettings, run_header, simulate
+from serve_app.lab.simulation.workload import choose_trace
+from serve_app.lab.workloads.catalog import notes_on
+from serve_app.tuning.refine_and_prune import PAPER
+from serve_app.tuning.strategic_loop import LearnedPartitions, StrategicSettings
+
+_EXAMPLE = """example:
+  python -m serve_app simulate --trace paper-mix --policy direct,fcfs,ewsjf --replicas 4 --load 0.9 \\
+      --requests 10000 --seeds 5 --report out/report.html
+"""
+
+
+def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
+    runs = _placed(arguments.runs(args, learned), args)
+    for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
+        warn(note)
+    results = list(_played(runs, args))
+    rows = [run_as_json(result) for result in results]
+    say(f"{paragraph(_heading(results[0]))}\n\n{policies_table(by_policy(rows)).as_text()}")
+    warnings = list(_warnings(results, rows))
+    for warning in warnings:
+        warn(warning)
+    found = _provenance(args, results)
+    if args.json is not None:
+        write_json(args.json, {"runs": rows, "provenance": found})
+    if args.save_partition is not None:
+        _save_partition(args.save_partition, results)
+    if args.report is not None:
+        origin = Origin(found, command_line(args))
+        write_report(args.report, simulation_report(results, rows, origin, warnings))
+    return 0
+
+
+def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
+    """The runs at their rate, with the load that it means."""
+    with progress_bar("rates at load 1.0", len({run.seed for run in runs})) as on_rate:
+        if args.load is not None:
+            return at_load(runs, args.load, jobs=args.jobs, on_rate=on_rate)
+        rates = saturated_rates(runs, jobs=args.jobs, on_rate=on_rate)
+    placed = []
+    for run, saturated in zip(runs, rates, strict=True):
+        rate = run.rate_per_s or choose_trace(run.trace, run.seed).rate_per_s
+        placed.append(replace(run, load=None if rate is None else rate / saturated))
+    return placed
+
+
+def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunResult]:
+    keep_records = args.report is not None
+    if args.log is not None or args.jobs == 1 or len(runs) == 1:
+        for result in _one_by_one(runs, args.log):
+            yield result if keep_records else replace(result, records=[], measured=[])
+        return
+    with progress_bar("runs", len(runs)) as advance:
+        for result in run_all(runs, jobs=args.jobs, keep_records=keep_records):
+            advance()
+            yield result
+
+
+def _one_by_one(runs: list[RunSettings], log: Path | None) -> Iterator[RunResult]:
+    """In this process, where every request counts for the progress bar; with all decisions in one file."""
+    requests = sum(len(choose_trace(run.trace, run.seed).requests) for run in runs)
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        progress_bar("requests", requests) as advance,
+        nullcontext() if log is None else log.open("w") as file,
+    ):
+
+        def note(decision: Decision) -> None:
+            if file is not None:
+                file.write(encode_decision(decision) + "\n")
+            for command in decision.commands:
+                if isinstance(command, Conclude):
+                    advance()
+
+        for run in runs:
+            if run.policy == DIRECT:
+                result = simulate(run)
+                advance(len(result.records))
+            else:
+                if file is not None:
+                    file.write(encode_header(run_header(run)) + "\n")
+                result = simulate(run, note)
+            yield result
+
+
+def _heading(result: RunResult) -> str:
+    settings, trace = result.settings, result.workload.trace
+    pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
+    load = "" if settings.load is None else f", load {settings.load:.3g}"
+    rate = "at once" if trace.rate_per_s is None else f"at {trace.rate_per_s:.2f} requests/s"
+    return (
+        f"{trace.title}: {len(trace.requests):,} requests {rate}{load}; {settings.fleet.profile}, {pools}; "
+        f"short: at most {settings.short_at_tokens} tokens; means over seeds ± 95 % interval"
+    )
+
+
+def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
+    dropped = {(one.settings.seed, one.workload.dropped, one.workload.clipped) for one in results}
+    for seed, left_out, clipped in sorted(dropped):
+        if left_out:
+            yield f"seed {seed}: {left_out:,} requests are longer than any engine's context and were left out"
+        if clipped:
+            yield f"seed {seed}: {clipped:,} answers end at the engine's context limit"
+    for line in unequal_work(rows):
+        yield f"not the same work: {line}"
+
+
+def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
+    for result in results:
+        if result.partitions:
+            write_partition(path, result.partitions[-1][1])
+            say(f"\n{path}: the queues of {result.settings.name}, seed {result.settings.seed}")
+            return
+    warn(
+        "no run learned queues, so --save-partition writes none: choose a policy that does, and more requests"
+    )
+
+
+def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
+    given = given_arguments(args, leave_out={"jobs"})
+    seeds = sorted({result.settings.seed for result in results})
+    return provenance(results[0].workload.trace, given, seeds)
+
+
+def _checked(learned: PartitionSource, args: argparse.Namespace) -> int:
+    if args.first_seed < 0:
+        raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
+    return _run(args, learned)
+
+
+def simulate_command(learned: PartitionSource) -> Command:
+    """The command; `learned` makes the learner of `--partition learned`, which this package does not know."""
+    return Command(
+        name="simulate",
+        summary="play a trace on simulated replicas, with any policies side by side",
+        example=_EXAMPLE,
+        configure=arguments.configure,
+        run=partial(_checked, learned),
+    )
+
+
+# The command `python -m serve_app simulate`, with length queues learned as the tuner learns them.
+#
+# `ewsjf-paper` gets the queues that are published with it.
+
+
+_PUBLISHED = {"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)}
+COMMAND = simulate_command(LearnedPartitions(by_policy=_PUBLISHED))

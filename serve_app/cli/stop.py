@@ -1,0 +1,95 @@
+"""The command `python -m serve_app stop`: ends an application, from another terminal or a hook."""
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+
+import psutil
+
+from serve_app.cli.command import Command, positive_float, say
+from serve_app.cli.serve.instance import Instance, running_instances
+from serve_app.cli.serve.messages import Draining, HostMessage, Stop
+from serve_app.errors import ServeAppError
+
+_POLL_S = 0.2
+_DRAIN_S = 600.0
+# What clients of a cluster are told when it drains: nobody knows here when its successor will be ready.
+_RETRY_AFTER_S = 30.0
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", help="the application on this machine to stop, when several run")
+    where.add_argument(
+        "--address",
+        help="a Ray cluster, such as auto: drain every gateway of it and leave the rest as it is, which is "
+        "what a preStop hook needs",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=positive_float,
+        default=_DRAIN_S,
+        help="with --address: seconds that open answers may go on (default: %(default)g)",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.address is not None:
+        _drain_cluster(args.address, args.drain_s)
+        return 0
+    instance = _chosen(list(running_instances()), args.url)
+    say(f"stopping {instance.url} ({instance.config}): open answers may end")
+    os.kill(instance.pid, signal.SIGTERM)
+    while instance.is_running() and not _is_zombie(instance.pid):
+        time.sleep(_POLL_S)
+    say("stopped")
+    return 0
+
+
+def _chosen(running: list[Instance], url: str | None) -> Instance:
+    """The application to stop.
+
+    Raises:
+        ServeAppError: none runs, or it is not clear which one.
+    """
+    urls = ", ".join(each.url for each in running)
+    if not running:
+        raise ServeAppError("no application of this user runs on this machine")
+    if url is None:
+        if len(running) > 1:
+            raise ServeAppError(f"several applications run here: choose one by --url: {urls}")
+        return running[0]
+    wanted = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
+    for each in running:
+        if each.url == wanted:
+            return each
+    raise ServeAppError(f"no application of this user runs at {url}: {urls} do")
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True
+
+
+def _drain_cluster(address: str, drain_s: float) -> None:
+    from serve_app.cli.serve.cluster import drain_cluster  # noqa: PLC0415 - Ray takes seconds to import
+
+    cut = drain_cluster(address, Stop(drain_s, _RETRY_AFTER_S), _tell)
+    say(f"drained; {cut} answers were still open and ended with an error" if cut else "drained")
+
+
+def _tell(message: HostMessage) -> None:
+    if isinstance(message, Draining) and message.open_requests:
+        say(f"{message.open_requests} answers are open, {message.left_s:.0f} s left")
+
+
+COMMAND = Command(
+    name="stop",
+    summary="stop an application in good order: open answers may end",
+    example="example:\n  python -m serve_app stop --url http://127.0.0.1:8000",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,344 @@
+"""The arguments of `python -m serve_app simulate`, and those that `plan` and `tune` share with it."""
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from serve_app.cli.command import add_report_argument, positive_float, positive_int
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.engines.model.sequences import SchedulingPolicy
+from serve_app.lab.simulation.direct import Balance
+from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges, fleet_of_file
+from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
+from serve_app.lab.simulation.run import LengthNoise, RunSettings, SloByLength, policy_names
+from serve_app.lab.simulation.simulation import SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+
+_UNCHANGED = EngineChanges()
+_ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
+
+
+def configure_workload(
+    group: "argparse._ArgumentGroup", *, requests_help: str, requests: int | None = None
+) -> None:
+    """Add the arguments that `trace_choice` reads, and the rate or the load.
+
+    Args:
+        requests: default of their number.
+    """
+    configure_trace(group)
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
+    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    group.add_argument("--requests", type=positive_int, default=requests, help=requests_help)
+    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
+
+
+def configure_trace(
+    group: "argparse._ArgumentGroup", *, arrivals: str | None = None, arrivals_help: str = _ARRIVALS
+) -> None:
+    """Add `--trace`, its folder, and its arrival pattern.
+
+    Args:
+        arrivals: default of the pattern; None keeps the trace's own.
+    """
+    group.add_argument(
+        "--trace",
+        required=True,
+        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+    )
+    group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
+    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+
+
+def configure_slo(group: "argparse._ArgumentGroup") -> None:
+    """Add the longest short prompt, and the limits of the SLO for short and long prompts."""
+    group.add_argument(
+        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+    )
+    group.add_argument(
+        "--slo-ttft-s", type=positive_float, default=1.0, help="of short prompts (%(default)s)"
+    )
+    group.add_argument("--slo-long-ttft-s", type=positive_float, default=10.0, help="of others (%(default)s)")
+    group.add_argument("--slo-tpot-s", type=positive_float, default=0.1, help="(%(default)s)")
+
+
+def configure_max_output(group: "argparse._ArgumentGroup") -> None:
+    """Add whether requests state the length of their answers."""
+    group.add_argument(
+        "--max-output",
+        choices=("default", "known"),
+        default="default",
+        help="whether requests state their true output length in max_tokens; default: they state none",
+    )
+
+
+def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
+    """Add the engines' profile, their number in one pool or several, and the first boundary between them."""
+    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
+    size.add_argument(
+        "--pools",
+        type=pools,
+        metavar="NAME:N[:CONTEXT[:PROFILE]],...",
+        help="replicas of several pools, the shortest context first, such as short:3,long:1 or "
+        "short:4:8192,mid:2:32768,long:1",
+    )
+    group.add_argument("--b-short", type=positive_int, help=b_short_help)
+
+
+def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) -> TraceChoice:
+    """The trace that `configure_workload` asks for.
+
+    Args:
+        flip_mix_at: see `TraceChoice`.
+    """
+    return TraceChoice(
+        name=args.trace,
+        requests=args.requests,
+        tenants=args.tenants,
+        priorities=args.priorities,
+        folder=args.traces_folder,
+        arrivals=args.arrivals,
+        flip_mix_at=flip_mix_at,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolArgument:
+    """One pool of `--pools`; what is not given is None."""
+
+    replicas: int
+    context_tokens: int | None = None
+    profile: str | None = None
+
+
+def pools(text: str) -> dict[str, PoolArgument]:
+    """An argument type: `short:3,long:1`, or `short:4:8192,mid:2:32768,long:1:llama2-70b-h100-tp4`."""
+    given: dict[str, PoolArgument] = {}
+    for part in text.split(","):
+        name, *rest = (field.strip() for field in part.split(":", 3))
+        try:
+            replicas, context = int(rest[0]), int(rest[1]) if rest[1:] and rest[1] else None
+        except (ValueError, IndexError):
+            raise argparse.ArgumentTypeError(f"write NAME:N or NAME:N:CONTEXT, got {part!r}") from None
+        if replicas < 1 or (context is not None and context < 1):
+            raise argparse.ArgumentTypeError(f"a pool has at least one replica and token, got {part!r}")
+        if not name or name in given:
+            raise argparse.ArgumentTypeError(f"each pool needs a name of its own, got {text!r}")
+        given[name] = PoolArgument(replicas, context, rest[2] if rest[2:] else None)
+    if given.keys() == {"short", "long"}:
+        return {name: given[name] for name in ("short", "long")}
+    return given
+
+
+def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> FleetSettings:
+    """The replicas that `configure_replicas` asks for.
+
+    Args:
+        engine: changes to every engine.
+    """
+    given: dict[str, PoolArgument] = args.pools or {ONE_POOL: PoolArgument(args.replicas)}
+    by_pool = {
+        name: PoolChanges(profile=pool.profile, engine=EngineChanges(max_model_len=pool.context_tokens))
+        for name, pool in given.items()
+        if pool.profile is not None or pool.context_tokens is not None
+    }
+    return FleetSettings(
+        profile=args.profile,
+        replicas={name: pool.replicas for name, pool in given.items()},
+        b_short_tokens=args.b_short or _b_short(list(given.values())),
+        engine=engine,
+        by_pool=by_pool,
+    )
+
+
+def _b_short(given: Sequence[PoolArgument]) -> int:
+    """As for a served model (`WrittenRouting.b_short_tokens`)."""
+    usual, context = RoutingSettings().b_short_tokens, given[0].context_tokens
+    if context is None:
+        return usual
+    return context if len(given) > len(RoutingSettings().pools) else min(usual, context)
+
+
+_DEFAULT_POLICY = "ewsjf"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add every argument."""
+    _configure_workload(parser.add_argument_group("workload"))
+    _configure_scheduler(parser.add_argument_group("scheduler"))
+    _configure_fleet(parser.add_argument_group("fleet"))
+    _configure_results(parser.add_argument_group("results"))
+
+
+def _configure_workload(group: "argparse._ArgumentGroup") -> None:
+    configure_workload(group, requests_help="how many (a thousand, or all of a file)")
+    group.add_argument("--seeds", type=positive_int, default=1, help="runs of each policy (%(default)s)")
+    group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
+    group.add_argument("--flip-mix", action="store_true", help="exchange short and long shares half-way")
+
+
+def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--policy",
+        default=_DEFAULT_POLICY,
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(policy_names())} (%(default)s); direct is no gateway at all",
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="a scheduler setting, such as backpressure.target_waiting=5; may be repeated",
+    )
+    group.add_argument(
+        "--partition",
+        default=LEARNED,
+        metavar=f"{LEARNED}|{PRIOR}|FILE",
+        help=f"length queues of the policies that learn them: {LEARNED} in the run, {PRIOR} (an octave "
+        "each), or a YAML list of {min, max, mean, count} (%(default)s)",
+    )
+    configure_max_output(group)
+    group.add_argument(
+        "--length-noise",
+        type=_share,
+        default=0.0,
+        metavar="ERROR",
+        help="relative error of the prompt lengths that the scheduler sees: 0.3 (exact)",
+    )
+    group.add_argument("--queue-timeout-s", type=positive_float, default=math.inf, help="(%(default)s)")
+    group.add_argument(
+        "--report-interval", type=positive_float, default=0.2, metavar="S", help="(%(default)s)"
+    )
+    group.add_argument("--control-latency", type=_share, default=0.001, metavar="S", help="(%(default)s)")
+
+
+def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
+    configure_replicas(
+        group,
+        b_short_help="with several pools: the budget that is at home in the first, and its context unless "
+        "--pools has one (8192, or that context)",
+    )
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the pools of a configuration, in place of --replicas, --pools and --b-short; --profile is "
+        "then that of engines of vLLM",
+    )
+    group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
+    for name in (
+        "long-prefill-token-threshold",
+        "max-num-seqs",
+        "max-num-batched-tokens",
+        "kv-tokens",
+        "max-model-len",
+    ):
+        group.add_argument(f"--{name}", type=positive_int, help="of each engine (the profile's)")
+    group.add_argument("--scheduling-policy", type=SchedulingPolicy, choices=list(SchedulingPolicy))
+
+
+def _configure_results(group: "argparse._ArgumentGroup") -> None:
+    configure_slo(group)
+    group.add_argument(
+        "--warm-up", type=_share, default=0.1, help="share of requests not measured, the first (%(default)s)"
+    )
+    group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
+    group.add_argument(
+        "--save-partition",
+        type=Path,
+        metavar="FILE",
+        help="write the queues in force at the end of the first run that learned any, for --partition",
+    )
+    add_report_argument(group)
+    group.add_argument("--log", type=Path, metavar="FILE", help="write every decision, a JSON object a line")
+    group.add_argument(
+        "--jobs",
+        type=positive_int,
+        default=os.cpu_count() or 1,
+        help="processes (one for each core); --log needs one",
+    )
+
+
+def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings]:
+    """One run for each policy and seed, all at the rate of the trace or of `--rate`.
+
+    Args:
+        learned: what makes the learner of `--partition learned`.
+
+    Raises:
+        ServeAppError: no run can be made of these arguments.
+        ValueError: an argument is out of range.
+    """
+    partition = partition_source(args.partition, learned)
+    return [
+        RunSettings(
+            policy=policy.strip(),
+            fleet=fleet(args),
+            trace=trace_choice(args, flip_mix_at=args.short_at if args.flip_mix else None),
+            seed=seed,
+            rate_per_s=args.rate,
+            disclosure=Disclosure(
+                output_known=args.max_output == "known", queue_timeout_s=args.queue_timeout_s
+            ),
+            noise=LengthNoise(relative_error=args.length_noise),
+            simulation=SimulationSettings(
+                control_latency_s=args.control_latency, report_interval_s=args.report_interval
+            ),
+            scheduler=dict(setting(text, "--set") for text in args.set),
+            partition=partition,
+            balance=args.balance,
+            slo=_slo(args),
+            short_at_tokens=args.short_at,
+            warm_up_ratio=args.warm_up,
+        )
+        for policy in args.policy.split(",")
+        for seed in range(args.first_seed, args.first_seed + args.seeds)
+    ]
+
+
+def fleet(args: argparse.Namespace) -> FleetSettings:
+    """The replicas."""
+    engine = EngineChanges(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        kv_tokens=args.kv_tokens,
+        max_model_len=args.max_model_len,
+        scheduling_policy=args.scheduling_policy,
+    )
+    if args.config is not None:
+        return replace(fleet_of_file(args.config, args.profile), engine=engine)
+    return fleet_of(args, engine)
+
+
+def _slo(args: argparse.Namespace) -> SloByLength:
+    return SloByLength(
+        ttft_s=args.slo_ttft_s,
+        tpot_s=args.slo_tpot_s,
+        long_ttft_s=args.slo_long_ttft_s,
+        short_at_tokens=args.short_at,
+    )
+
+
+def setting(text: str, option: str) -> tuple[str, object]:
+    """Read `PATH=VALUE`, the value as YAML has it."""
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{option} takes PATH=VALUE, got {text!r}")
+    return path.strip(), yaml.safe_load(value)
+
+
+def _share(text: str) -> float:
+    """An argument type: a finite number of at least 0."""
+    return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)

@@ -1,0 +1,1 @@
+"""Accounting: readers of events and commands that explain waits, attribute costs and predict starts."""

@@ -1,0 +1,465 @@
+"""The watch over waits: tells the causes apart, as places in engines come free and replicas come and go.
+
+After each event every request that still waits does so for one of these reasons, looked at in the first of
+its pools that has a replica which takes requests at all:
+
+- no pool has such a replica: none is connected, none reports, or all that do are suspended;
+- none of the pool's replicas takes more now: the engines are busy. Whoever gets the next place is the cause;
+  if that place could not have been its own, what it lacks is: KV cache, leave for a long prefill, an engine
+  without a queue, or the replica that it wants;
+- a replica would take more, and not this request: again what it lacks. No request that fits is kept waiting
+  (`leaves_no_room_idle`).
+
+Requests of one kind (`account`) are looked at together, by the smallest that is of the kind. So the cause can
+be too mild by less than a factor of two in tokens: a request may lack KV cache while the places that others
+take are named.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from serve_app.core.accounting.costs import TenantTotals
+from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nanoseconds
+from serve_app.core.accounting.wait_tally import WaitTally
+from serve_app.core.isolation import PrefillIsolation
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
+from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
+from serve_app.request import ANYWHERE, Destination, PriorityClass
+
+# Wait accounts: the time of all waiting requests of one kind by cause, at the cost of one.
+#
+# Requests of one kind wait for the same: of one class, for the same pools, with prefills of one class, and
+# about as large. So an account adds up the time since it exists by cause, and a request notes the sums when
+# it begins to wait. The differences at its end are its own wait. All sums are whole nanoseconds, so what is
+# taken apart adds up again exactly.
+#
+# While engines are busy the cause is not known before the next place comes free: whoever gets it is what the
+# others have waited for. That time is *open* until then. A request that came in the middle of it (a newcomer)
+# has the part before its arrival taken off once the cause is known.
+
+
+# Places of the sums in an account: first those of places that others took, by the rank of their class.
+BUSY = len(PriorityClass)
+_STATES = (
+    WaitCause.ENGINES_BUSY,
+    WaitCause.LONG_PREFILL,
+    WaitCause.KV_CACHE,
+    WaitCause.ENGINE_QUEUE,
+    WaitCause.PARTICULAR_REPLICA,
+    WaitCause.NO_REPLICA,
+    WaitCause.STALE_REPORT,
+    WaitCause.FAILING_REPLICAS,
+)
+PLACE_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
+# After the sums come the counts of places that others took, by the rank of their class.
+_COUNTS = BUSY + len(_STATES)
+_LENGTH = _COUNTS + len(PriorityClass)
+# Below so many tokens a request is never kept waiting by the size of a KV cache alone.
+_SMALL_TOKENS_BITS = 12
+
+WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination]
+"""Class, pools, prefill class, number of bits of its tokens, and the destination."""
+
+
+def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:
+    """The kind of a waiting request."""
+    request = scheduled.request
+    bits = max(_SMALL_TOKENS_BITS, scheduled.estimate.expected_tokens.bit_length())
+    return request.priority, scheduled.pools, scheduled.prefill_class, bits, request.destination
+
+
+class WaitAccount:
+    """The account of one kind.
+
+    Attributes:
+        key: the kind.
+        tokens: the fewest that a request of this kind needs.
+        pool: the pool whose places its requests wait for now; empty while none has any.
+        state: what they wait for now, as a place among the sums.
+        waiting: how many wait.
+    """
+
+    __slots__ = (
+        "_newcomers",
+        "_own",
+        "_since",
+        "_sums",
+        "_tenants",
+        "destination",
+        "key",
+        "pool",
+        "pools",
+        "prefill_class",
+        "priority",
+        "state",
+        "tokens",
+        "waiting",
+    )
+
+    def __init__(self, key: WaitAccountKey, now: int) -> None:
+        self.key = key
+        self.priority, self.pools, self.prefill_class, bits, self.destination = key
+        self.tokens = 1 << (bits - 1) if bits > _SMALL_TOKENS_BITS else 1
+        self.pool = ""
+        self.state = BUSY
+        self.waiting = 0
+        self._since = now
+        self._sums = [0] * _LENGTH
+        # Of each tenant, the time and number of the places that it took.
+        self._own: dict[str, tuple[int, int]] = {}
+        self._tenants: dict[str, int] = {}
+        self._newcomers: dict[ScheduledRequest, int] = {}
+
+    @property
+    def cause(self) -> WaitCause:
+        """What its requests wait for now."""
+        return _STATES[self.state - BUSY]
+
+    @property
+    def is_particular(self) -> bool:
+        """Whether only some replicas will do for its requests."""
+        return self.destination is not ANYWHERE
+
+    def join(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
+        """A request begins to wait."""
+        open_ns = now - self._since
+        if open_ns and self.state == BUSY:
+            self._newcomers[scheduled] = open_ns
+        elif open_ns:
+            self._close(self.state, now)
+        tenant = scheduled.request.tenant
+        tally.account = self
+        tally.sums = self._sums.copy()
+        tally.own = self._own.get(tenant, (0, 0))
+        self.waiting += 1
+        self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
+
+    def leave(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
+        """A request waits no more: divide its wait."""
+        self.divide(scheduled, tally, now)
+        self._newcomers.pop(scheduled, None)
+        tally.account, tally.sums = None, []
+        self._leave(scheduled.request.tenant)
+
+    def divide(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
+        """Add to a tally what the request has waited for since it joined; the account stays as it is."""
+        tenant, rank = scheduled.request.tenant, self.priority.rank
+        before_ns = self._newcomers.get(scheduled, 0)
+        gained = [now_ns - then_ns for now_ns, then_ns in zip(self._sums, tally.sums, strict=True)]
+        gained[self.state] += now - self._since - (before_ns if self.state == BUSY else 0)
+        own_ns, own_count = self._own.get(tenant, (0, 0))
+        own_ns, own_count = own_ns - tally.own[0], own_count - tally.own[1]
+        for other in range(BUSY):
+            cause = _taken_by(other, rank)
+            tally.add(cause, gained[other] - (own_ns if other == rank else 0))
+            tally.add_ahead(cause, gained[_COUNTS + other] - (own_count if other == rank else 0))
+        tally.add(WaitCause.OWN_REQUESTS, own_ns)
+        tally.add_ahead(WaitCause.OWN_REQUESTS, own_count)
+        for number, cause in enumerate(_STATES, start=BUSY):
+            if gained[number]:
+                tally.add(cause, gained[number])
+
+    def on_place_taken(self, taker: ScheduledRequest, now: int) -> int:
+        """A request of any class took a place that these could have had.
+
+        Returns:
+            The delay that it imposed on other tenants' requests of this kind: nanoseconds, over all of them.
+        """
+        rank, tenant = taker.request.priority.rank, taker.request.tenant
+        open_ns = now - self._since
+        is_own_class = rank == self.priority.rank
+        for newcomer, before_ns in self._newcomers.items():
+            if is_own_class and newcomer.request.tenant == tenant and (tally := newcomer.waits) is not None:
+                tally.own = tally.own[0] + before_ns, tally.own[1]
+        imposed = open_ns * (self.waiting - self._tenants.get(tenant, 0)) - sum(
+            before_ns for each, before_ns in self._newcomers.items() if each.request.tenant != tenant
+        )
+        self._close(rank, now)
+        self._sums[_COUNTS + rank] += 1
+        if is_own_class and tenant in self._tenants:
+            taken_ns, count = self._own.get(tenant, (0, 0))
+            self._own[tenant] = taken_ns + open_ns, count + 1
+        return imposed
+
+    def on_place_unfit(self, state: int, now: int) -> None:
+        """A place was taken that these could not have had, for the reason of that state."""
+        self._close(state, now)
+
+    def change(self, state: int, now: int) -> None:
+        """They wait for something else from now on."""
+        if state != self.state:
+            self._close(self.state, now)
+            self.state = state
+
+    def _close(self, place: int, now: int) -> None:
+        """The time since the last change has this cause."""
+        self._sums[place] += now - self._since
+        self._since = now
+        if self._newcomers:
+            for newcomer, before_ns in self._newcomers.items():
+                if newcomer.waits is not None:
+                    newcomer.waits.sums[place] += before_ns
+            self._newcomers.clear()
+
+    def _leave(self, tenant: str) -> None:
+        self.waiting -= 1
+        left = self._tenants[tenant] - 1
+        if left:
+            self._tenants[tenant] = left
+        else:
+            del self._tenants[tenant]
+            # Nobody compares with it any more.
+            self._own.pop(tenant, None)
+
+    def __repr__(self) -> str:
+        pools = "/".join(self.pools)
+        return f"<WaitAccount {self.priority} {pools} from {self.tokens} tokens: {self.waiting} waiting>"
+
+
+def _taken_by(rank: int, own_rank: int) -> WaitCause:
+    """The cause where a request of one class took the place of one of another."""
+    if rank == own_rank:
+        return WaitCause.OTHER_TENANTS
+    return WaitCause.HIGHER_CLASS if rank < own_rank else WaitCause.LOWER_CLASS
+
+
+# The wait accounts of a queue: who joins which, and what each request's wait adds up to.
+
+
+# One that is dispatched by the event with which it comes has not waited; a live clock runs on meanwhile.
+_NO_WAIT_S = 1e-3
+
+
+class WaitAccounts:
+    """The accounts of all kinds of requests that wait now.
+
+    Attributes:
+        opened: how many have been opened so far.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[WaitAccountKey, WaitAccount] = {}
+        self._new: list[ScheduledRequest] = []
+        self.opened = 0
+
+    def __repr__(self) -> str:
+        return f"<WaitAccounts {list(self)}>"
+
+    def __iter__(self) -> Iterator[WaitAccount]:
+        return iter(self._accounts.values())
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether nobody waits, and nobody has come."""
+        return not (self._accounts or self._new)
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """A request has come into the queue; it begins to wait if it is still there after the event."""
+        self._new.append(scheduled)
+
+    def remove(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request has left the queue, or the kind that it was of."""
+        tally = scheduled.waits
+        if tally is None:
+            return
+        at = nanoseconds(now)
+        if (account := tally.account) is not None:
+            account.leave(scheduled, tally, at)
+            if not account.waiting:
+                del self._accounts[account.key]
+        elif tally.resting_since is not None:
+            tally.add(WaitCause.BACKOFF, at - tally.resting_since)
+            tally.resting_since = None
+
+    def join(self, now: float) -> None:
+        """Those that came with an event, and still wait after it, begin to wait."""
+        if not self._new:
+            return
+        at = nanoseconds(now)
+        for scheduled in self._new:
+            if not scheduled.queued:
+                continue
+            tally = _tally(scheduled, now)
+            if scheduled.resting_until:
+                tally.resting_since = at
+            elif tally.account is None:
+                key = key_of(scheduled)
+                account = self._accounts.get(key)
+                if account is None:
+                    account = self._accounts[key] = WaitAccount(key, at)
+                    self.opened += 1
+                account.join(scheduled, tally, at)
+        self._new.clear()
+
+
+def waits_for(scheduled: ScheduledRequest) -> WaitCause:
+    """What a request in the queue waits for now, between two events."""
+    tally = scheduled.waits
+    if tally is None or tally.account is None:
+        # Without an account it rests after failures.
+        return WaitCause.BACKOFF
+    return tally.account.cause
+
+
+def note_attempt(scheduled: ScheduledRequest, now: float) -> None:
+    """A replica has given a request back: it was there since its dispatch."""
+    tally = _tally(scheduled, scheduled.dispatched_at)
+    tally.add(WaitCause.EARLIER_ATTEMPT, nanoseconds(now) - nanoseconds(scheduled.dispatched_at))
+
+
+def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | None:
+    """Where the wait of a request went that has left the queue; None when it did not wait."""
+    if scheduled.waits is None and now - scheduled.request.arrived_at < _NO_WAIT_S:
+        return None
+    return _tally(scheduled, now).breakdown()
+
+
+def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
+    """Where the wait of a request in the queue went up to now; changes nothing."""
+    if scheduled.waits is None:
+        return WaitBreakdown()
+    tally, at = scheduled.waits.copy(), nanoseconds(now)
+    if tally.account is not None:
+        tally.account.divide(scheduled, tally, at)
+    elif tally.resting_since is not None:
+        tally.add(WaitCause.BACKOFF, at - tally.resting_since)
+    return tally.breakdown()
+
+
+def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
+    """Its tally, in which all is accounted for until a time: what is not was before this scheduler's."""
+    tally = scheduled.waits
+    if tally is None:
+        tally = scheduled.waits = WaitTally()
+    if tally.account is None and tally.resting_since is None:
+        known = nanoseconds(scheduled.request.arrived_at) + tally.total
+        tally.add(WaitCause.BEFORE_SCHEDULER, nanoseconds(until) - known)
+    return tally
+
+
+# A state of a pool, never of an account: a replica takes more requests, if they are of the right kind.
+_OPEN = -1
+
+
+class WaitWatch:
+    """Keeps the accounts of a queue up to date.
+
+    Args:
+        pools: all that there are.
+
+    Attributes:
+        imposed: seconds for which each tenant's requests have kept others waiting, by the pool they went to.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[str],
+        accounts: WaitAccounts,
+        ledger: ReplicaLedger,
+        isolation: PrefillIsolation,
+    ) -> None:
+        self._pools = pools
+        self._accounts = accounts
+        self._ledger = ledger
+        self._isolation = isolation
+        self.imposed = TenantTotals()
+        # The states of pools when it last looked, and how many accounts there had been by then.
+        self._looked_at: tuple[dict[str, int], int] = {}, 0
+
+    def __repr__(self) -> str:
+        return f"<WaitWatch {self._accounts}>"
+
+    def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        """A request that has left the queue takes a place on a replica, which does not hold it yet."""
+        pool = replica.spec.pool
+        for account in self._accounts:
+            if account.pool != pool or account.state != BUSY:
+                continue
+            at = nanoseconds(now)
+            lacking = self._lacking(account, replica, now)
+            # Batch work waits for the sake of the classes above it; without them it would have gone.
+            if lacking is None or (
+                lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
+            ):
+                imposed = account.on_place_taken(taker, at)
+                self.imposed.add(pool, taker.request, imposed / 1e9)
+            else:
+                account.on_place_unfit(PLACE_OF[lacking], at)
+
+    def settle(self, now: float) -> None:
+        """Look what those wait for that still wait after an event."""
+        accounts = self._accounts
+        if accounts.are_idle:
+            return
+        accounts.join(now)
+        if not accounts:
+            return
+        states = {pool: self._pool_state(pool, now) for pool in self._pools}
+        if self._looked_at == (states, self._accounts.opened) and _OPEN not in states.values():
+            return
+        self._looked_at = states, self._accounts.opened
+        at = nanoseconds(now)
+        for account in self._accounts:
+            served = (pool for pool in account.pools if states[pool] in (BUSY, _OPEN))
+            account.pool = next(served, "")
+            account.change(self._state(account, states, now), at)
+
+    def _state(self, account: WaitAccount, states: Mapping[str, int], now: float) -> int:
+        """What the requests of a kind wait for."""
+        pool = account.pool
+        if not pool:
+            return states[account.pools[0]] if account.pools else PLACE_OF[WaitCause.NO_REPLICA]
+        if states[pool] == BUSY:
+            return BUSY
+        lacking = self._lacking_everywhere(account, now)
+        return BUSY if lacking is None else PLACE_OF[lacking]
+
+    def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
+        """What keeps the requests of a kind from the replicas of their pool that take more."""
+        if account.is_particular:
+            return WaitCause.PARTICULAR_REPLICA
+        best = self._ledger.open.best
+        query = CapacityQuery(account.pool, self._tokens(account, account.pool))
+        if best(query, now) is None:
+            return WaitCause.KV_CACHE
+        query.long_limits = self._isolation.limits(account.prefill_class, now)
+        if query.long_limits and best(query, now) is None:
+            return WaitCause.LONG_PREFILL
+        query.needs_empty_engine_queue = account.priority is PriorityClass.BATCH
+        if query.needs_empty_engine_queue and best(query, now) is None:
+            return WaitCause.ENGINE_QUEUE
+        return None
+
+    def _lacking(self, account: WaitAccount, replica: ReplicaState, now: float) -> WaitCause | None:
+        """What kept the requests of a kind from a place on a replica; None when they could have had it."""
+        spec = replica.spec
+        if not account.destination.admits(spec.replica_id, spec.adapters):
+            return WaitCause.PARTICULAR_REPLICA
+        tokens = self._tokens(account, spec.pool)
+        if tokens > replica.free_tokens:
+            return WaitCause.KV_CACHE
+        limits = self._isolation.limits(account.prefill_class, now)
+        if limits and not CapacityQuery(spec.pool, tokens, limits).allows(replica.long_prefills):
+            return WaitCause.LONG_PREFILL
+        if account.priority is PriorityClass.BATCH and not self._ledger.open.has_empty_queue(replica):
+            return WaitCause.ENGINE_QUEUE
+        return None
+
+    def _tokens(self, account: WaitAccount, pool: str) -> int:
+        """KV tokens that a request of this kind needs at least; an idle replica always has them."""
+        limit = self._ledger.context_limit(pool)
+        return account.tokens if limit is None else min(account.tokens, limit)
+
+    def _pool_state(self, pool: str, now: float) -> int:
+        """Whether a pool takes anything, and if not, why."""
+        ledger = self._ledger
+        if ledger.context_limit(pool) is None:
+            return PLACE_OF[WaitCause.NO_REPLICA]
+        if ledger.open.has_any(pool, now):
+            return _OPEN
+        if not ledger.has_alive(pool):
+            return PLACE_OF[WaitCause.STALE_REPORT]
+        return BUSY if ledger.has_usable(pool) else PLACE_OF[WaitCause.FAILING_REPLICAS]

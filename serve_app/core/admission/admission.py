@@ -1,0 +1,347 @@
+"""Admission control: which requests may wait, and when a refused one should return.
+
+On arrival a request is refused when its model is not served here or a limit of its API key is reached
+(`refuse`, `key_accounts`), or when no replica that could take it is alive (`refuse_outage`; `outages` says
+how long it may wait for one). A request that fits a replica at once is dispatched, however full the queue is.
+The others have to wait, which these limits may deny (`denial`):
+
+- Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
+  where such predictions have proved right (`wait_prediction`). Until enough is observed, the least wait that
+  the slots of the replicas allow must end before it as well (`slot_rate`).
+- Queue length: `max_waiting` bounds all that wait. `batch` leaves a share of it to `default`, and both leave
+  one to `interactive`. A tenant may have at most a multiple of the free places waiting, so that a heavy
+  tenant is refused and a light one admitted (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
+  1998).
+- The key's own limit on waiting requests.
+
+Nothing is denied while the queue is empty. `Retry-After` is the time at which the last of the limits is
+expected to allow the request, and its work is reserved for that time (`retry_reservations`). A request that
+returns with a reservation needs no margin, and goes before newcomers.
+
+`Retry-After` is spread by a hash of the request's id, so that clients refused together do not return
+together. It is a hash instead of a random number, so that the same events give the same commands.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from serve_app.core.admission.key_limits import KeyAccounts
+from serve_app.core.admission.outages import Outages
+from serve_app.core.admission.retry_reservations import (
+    QueueLimit,
+    ReservedWork,
+    RetryReservations,
+    fair_tokens,
+)
+from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
+from serve_app.core.dispatch.in_flight import described
+from serve_app.core.queueing.fairness import FairnessMode
+from serve_app.core.queueing.request_queue import RequestQueue
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.estimation.estimate import TokenEstimate
+from serve_app.core.routing.pools import least_budget_tokens
+from serve_app.core.settings import SchedulerSettings
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import PriorityClass, Request
+
+# Reservations separate returns already, so the spread only has to break up equal times.
+_SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
+# While the drain rate is unknown: short enough to cost a client little, long enough to bound the load.
+_UNKNOWN_S = 1.0
+_LEAST_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """Why a request may not wait, and in how many seconds it may."""
+
+    outcome: Outcome
+    message: str
+    admissible_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """A limit that must allow a request before it may wait.
+
+    Attributes:
+        claimed_limit: the limit for a request that claimed its reservation.
+        reserved_work: what reserved requests will add to the queue.
+    """
+
+    outcome: Outcome
+    message: str
+    queue: QueueLimit
+    claimed_limit: float
+    reserved_work: Callable[[ReservedWork], float]
+
+
+class Admission:
+    """The checks before a request may wait.
+
+    Attributes:
+        predictor: of waits in the queue.
+        retry_reservations: of refused requests that were told when to return.
+        outages: the pools without a live replica.
+        keys: what each API key has used of its limits.
+    """
+
+    def __init__(self, settings: SchedulerSettings, queue: RequestQueue, slots: SlotRate, now: float) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._slots = slots
+        self._names = frozenset((settings.model, *settings.aliases))
+        self.predictor = WaitPredictor(settings.admission, now)
+        self.retry_reservations = RetryReservations(settings.admission)
+        self.outages = Outages(
+            settings.routing.pools, settings.no_replica_grace_s, now, settings.on_demand_pools
+        )
+        self.keys = KeyAccounts()
+
+    def refuse(
+        self, request: Request, estimate: TokenEstimate, unroutable: Conclusion | None, now: float
+    ) -> Conclusion | None:
+        """The refusal of a request that is not to be considered further.
+
+        Args:
+            unroutable: its refusal because no pool can take it, if that is so.
+        """
+        if request.spec.model in self._names:
+            return unroutable or self.keys.refuse(request, estimate, now)
+        names = ", ".join(sorted(self._names))
+        message = f"model {request.spec.model!r} is not served here; served: {names}"
+        return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
+
+    def refuse_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
+        """The refusal of a request none of whose pools has a live replica; None while it may wait for one."""
+        outages = self.outages
+        if outages.deny(pools, now) or (request.submission.no_wait and outages.concern(pools)):
+            return self._no_replica(request, pools, now)
+        return None
+
+    def expire(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
+        """The conclusion of a request whose queue timeout has ended."""
+        request = scheduled.request
+        if self.outages.concern(scheduled.pools):
+            return self._no_replica(request, scheduled.pools, now)
+        message = described(request, scheduled, now)
+        return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
+
+    def overdue(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
+        """The same for one that comes back from a replica; None while its timeout has not ended."""
+        return self.expire(scheduled, now) if now >= scheduled.expires_at else None
+
+    def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
+        """Why a request that has just arrived may not wait; None when it may.
+
+        Stores the prediction of its wait in it, and claims its reservation if it has one.
+        """
+        self.retry_reservations.expire(now)
+        claimed = self.retry_reservations.claim(scheduled.request, now)
+        scheduled.claimed = claimed and self._queue.promotes_claimed
+        tokens_ahead = self._queue.work_ahead(scheduled.request)
+        if not scheduled.returned:
+            scheduled.prediction = self.predictor.predict(scheduled, tokens_ahead, now)
+        if scheduled.request.submission.no_wait:
+            return self._no_wait(scheduled)
+        if not self._queue.waiting:
+            return None
+        worst: Denial | None = None
+        for condition in self._conditions(scheduled, tokens_ahead, now):
+            if claimed and condition.queue.level <= condition.claimed_limit:
+                continue
+            admissible_in_s = self._admissible_in_s(condition, now)
+            if admissible_in_s > 0 and (worst is None or admissible_in_s > worst.admissible_in_s):
+                worst = Denial(condition.outcome, condition.message, admissible_in_s)
+        return worst
+
+    def deny(self, scheduled: ScheduledRequest, denial: Denial, now: float) -> Conclusion:
+        """Refuse a request that may not wait, and reserve its work for the time of its return."""
+        request = scheduled.request
+        retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
+        # Nothing is reserved where the wait is beyond what a client may be told, or is unknown.
+        if denial.admissible_in_s <= self._settings.retry_after_cap_s and not request.submission.no_wait:
+            self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, retry_after_s, now)
+        return Conclusion(denial.outcome, denial.message, retry_after_s)
+
+    def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
+        """In how many seconds an expired request should return; its work is reserved for that time."""
+        self.predictor.on_expiry(scheduled, now)
+        tokens_ahead = self._queue.work_ahead(scheduled.request)
+        conditions = self._conditions(scheduled, tokens_ahead, now, has_expired=True)
+        admissible_in_s = max((self._admissible_in_s(each, now) for each in conditions), default=0.0)
+        return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
+
+    def _no_replica(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion:
+        retry_after_s = self._retry_after_s(request, self.outages.rest_s(pools, now))
+        message = self.outages.describe(self._settings.model, pools, now)
+        return Conclusion(Outcome.REJECTED_NO_REPLICA, message, retry_after_s)
+
+    # The limits
+
+    def _admissible_in_s(self, condition: _Condition, now: float) -> float:
+        return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)
+
+    def _conditions(
+        self, scheduled: ScheduledRequest, tokens_ahead: int, now: float, *, has_expired: bool = False
+    ) -> Iterator[_Condition]:
+        yield from self._deadline(scheduled, tokens_ahead, now, has_expired=has_expired)
+        yield from self._queue_length(scheduled)
+
+    def _deadline(
+        self, scheduled: ScheduledRequest, tokens_ahead: int, now: float, *, has_expired: bool
+    ) -> Iterator[_Condition]:
+        request, prediction = scheduled.request, scheduled.prediction
+        timeout_s = request.expires_at - request.arrived_at
+        if timeout_s == math.inf:
+            return
+        if self.predictor.is_cold:
+            # Among reservations it counts by how much the deadline is met.
+            lenient = not has_expired and not len(self.retry_reservations)
+            bound = self._cold_deadline(scheduled, tokens_ahead, timeout_s, if_missed=lenient)
+            if bound is not None:
+                yield bound
+                if has_expired:
+                    # What a first backlog taught is no better, and expired requests made it worse.
+                    return
+        if prediction is None:
+            return
+        per_token_s = self.predictor.seconds_per_token(prediction.kind)
+        if per_token_s is None or not self.predictor.is_trusted(prediction.kind, now):
+            return
+        tokens = self._reserved_tokens(scheduled)
+        ahead_s = per_token_s * tokens_ahead
+        yield _Condition(
+            Outcome.REJECTED_DEADLINE_UNMEETABLE,
+            _unmeetable(ahead_s, timeout_s),
+            QueueLimit(ahead_s, 1.0, timeout_s / (1 + self._settings.admission.deadline_margin_ratio)),
+            timeout_s / (1 + self._settings.admission.deadline_margin_ratio / 2),
+            lambda reserved: per_token_s * tokens(reserved),
+        )
+
+    def _cold_deadline(
+        self, scheduled: ScheduledRequest, tokens_ahead: int, timeout_s: float, *, if_missed: bool
+    ) -> _Condition | None:
+        """The deadline by the slots alone: a lower bound of the wait, so without a margin.
+
+        Args:
+            if_missed: it may be left out where it is met.
+        """
+        if if_missed and self._slots.surely_drains(scheduled.pools, tokens_ahead, timeout_s):
+            return None
+        drain = self._slots.drain(scheduled.pools, tokens_ahead)
+        if drain is None:
+            return None
+        limit = timeout_s * drain.tokens_per_s + drain.free_tokens
+        return _Condition(
+            Outcome.REJECTED_DEADLINE_UNMEETABLE,
+            _unmeetable((drain.tokens_ahead - drain.free_tokens) / drain.tokens_per_s, timeout_s),
+            QueueLimit(drain.tokens_ahead, drain.tokens_per_s, limit),
+            limit,
+            self._reserved_tokens(scheduled),
+        )
+
+    def _queue_length(self, scheduled: ScheduledRequest) -> Iterator[_Condition]:
+        request, settings = scheduled.request, self._settings
+        waiting = self._queue.waiting
+        per_s = self.predictor.drain.requests_per_s
+        reserved = settings.admission.reserved_share * request.priority.rank
+        places = math.ceil(settings.max_waiting * (1 - reserved))
+        yield _Condition(
+            Outcome.REJECTED_QUEUE_FULL,
+            f"the queue of {settings.model} is full: {waiting} requests wait already",
+            QueueLimit(waiting, per_s, places - 1),
+            settings.max_waiting - 1,
+            lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
+        )
+        yield from self._queue_length_of_key(request, per_s / waiting if waiting else 0.0)
+        free = places - waiting
+        own = self._waiting_of(request.tenant) if self._excess(waiting, free) > 0 else 0
+        excess = self._excess(own, free)
+        if excess > 0:
+            yield _Condition(
+                Outcome.REJECTED_QUEUE_FULL,
+                f"{own} requests of this tenant wait already, and the rest of the queue is for others",
+                QueueLimit(own, per_s * own / waiting, own - excess),
+                settings.max_waiting - 1,
+                lambda reserved: float(reserved.count) if reserved.tenant == request.tenant else 0.0,
+            )
+
+    def _queue_length_of_key(self, request: Request, share_per_s: float) -> Iterator[_Condition]:
+        """The limit of the request's key.
+
+        Args:
+            share_per_s: drain rate of the queue, for each request in it.
+        """
+        key = request.submission.key
+        if key is None or key.limits.queued is None:
+            return
+        own, limit = self._queue.waiting_by_key[key.key_id], key.limits.queued
+        yield _Condition(
+            Outcome.REJECTED_RATE_LIMITED,
+            f"this API key has a limit of {limit:,} waiting requests, and {own:,} wait already",
+            QueueLimit(own, share_per_s * own, limit - 1),
+            limit - 1,
+            lambda _: 0.0,
+        )
+
+    def _excess(self, own: int, free: int) -> float:
+        """How many of a tenant's `own` waiting requests must leave before it may add one.
+
+        A tenant may have `multiple` times the `free` places, and each request that leaves frees one.
+        """
+        share = self._settings.admission.tenant_share
+        if share == 1:
+            return 0.0
+        multiple = share / (1 - share)
+        return (own + 1 - multiple * free) / (1 + multiple)
+
+    def _reserved_tokens(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
+        """What reserved requests put ahead of this one; as `RequestQueue.work_ahead` for those that wait."""
+        request = scheduled.request
+        if self._settings.fairness.mode is FairnessMode.OFF:
+            rank = request.priority.rank
+            return lambda reserved: float(reserved.tokens) if reserved.rank <= rank else 0.0
+        own = self._queue.waiting_of(request.priority, request.tenant)
+        mean_tokens = self._queue.waiting_tokens / max(1, len(self._queue))
+        return fair_tokens(request, scheduled.estimate.expected_tokens + own * mean_tokens)
+
+    def _waiting_of(self, tenant: str) -> int:
+        return sum(self._queue.waiting_of(priority, tenant) for priority in PriorityClass)
+
+    def _no_wait(self, scheduled: ScheduledRequest) -> Denial:
+        prediction = scheduled.prediction
+        wait_s = prediction.wait_s if prediction else 0.0
+        message = "no replica can take the request right now, and it asked not to wait"
+        return Denial(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
+
+    def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
+        """What a client is told, in seconds: the time, slightly spread, never above the cap."""
+        wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
+        spread = zlib.crc32(request.request_id.encode()) / 2**32
+        return min(self._settings.retry_after_cap_s, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
+
+
+def _unmeetable(ahead_s: float, timeout_s: float) -> str:
+    return (
+        f"about {ahead_s:.1f} s of work come first, and the request may wait {timeout_s:.1f} s: "
+        "come again when Retry-After says, or allow more time with x-queue-timeout-s"
+    )
+
+
+def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Conclusion:
+    """The refusal of a request that no pool can hold.
+
+    Args:
+        limit: the longest context limit of any pool, in tokens.
+    """
+    least, output = least_budget_tokens(request, estimate), request.spec.max_output_tokens or 0
+    return Conclusion(
+        Outcome.REJECTED_TOO_LONG,
+        # The first sentence is OpenAI's, and programs parse its number.
+        f"This model's maximum context length is {limit} tokens. The prompt is estimated at "
+        f"{estimate.expected_prompt_tokens:,} tokens and {output:,} are asked for as output; at the lowest "
+        f"estimate the request needs {least:,}. Shorten the prompt or lower max_tokens.",
+    )

@@ -1,0 +1,244 @@
+"""Retry reservations: the work of refused requests, reserved for the time at which each was told to return.
+
+A refused request is told when it could be admitted, and its work is reserved for that time. Reserved work
+counts as ahead of newcomers. So requests refused later are told later times, and newcomers do not take the
+capacity that was promised. In effect all clients stand in one queue, only the front of which is held here.
+
+A request that returns is recognised by its tenant, its class and the shape of its prompt (`_key`). It then
+claims its reservation, so that its work does not count twice. A reservation that is not claimed in time is
+dropped. Clients that never return would hold up all others, so reserved work is weighted by the recent claim
+rate.
+
+A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
+reservations (`admissible_in_s`).
+
+Source: ours; virtual queues as in telephone call-back systems, and the textbook fluid queue.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve_app.core.settings import AdmissionSettings
+from serve_app.request import PromptShape, Request
+
+# Reservations within so many seconds are treated as due at the same time.
+_SLOT_S = 0.5
+# Reserved work counts for more than its estimate, so that reservations alone never reach the limit: errors of
+# the estimate then delay newcomers, not those who hold a reservation.
+_WEIGHT = 1.25
+# A client that was told a short time returns after at least this share of it. Requests of one burst are often
+# alike, and the later ones would claim the reservations of those before them.
+_LEAST_SHARE = 0.5
+# Weight of one reservation in the claim rate: about the last thirty count.
+_CLAIM_WEIGHT = 1 / 32
+
+_Key = tuple[str, int, PromptShape, int | None, int, tuple[int, ...]]
+_Group = tuple[int, str]
+# So long before it is due a reservation may be claimed: clients that read whole seconds of Retry-After
+# return up to a second late, never early.
+_EARLY_S = 0.25
+# So long after it is due a reservation is kept.
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimit:
+    """A queue as a fluid, and the limit on it.
+
+    Attributes:
+        level: what it holds now, in any unit.
+        drain_per_s: how much of that leaves per second.
+        limit: how much it may hold before one more request joins.
+    """
+
+    level: float
+    drain_per_s: float
+    limit: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _RetryReservation:
+    """The expected return of one request."""
+
+    key: _Key
+    due_at: float
+    claimable_at: float
+    rank: int
+    tenant: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class ReservedWork:
+    """The reservations of one tenant and class that are due at about the same time."""
+
+    rank: int
+    tenant: str
+    count: int = 0
+    tokens: int = 0
+
+
+class RetryReservations:
+    """All expected returns.
+
+    Attributes:
+        claim_rate: share of recent reservations that were claimed.
+    """
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self._settings = settings
+        self._by_key: dict[_Key, list[_RetryReservation]] = {}
+        self._slots: dict[int, dict[_Group, ReservedWork]] = {}
+        self._in_slot: dict[int, list[_RetryReservation]] = {}
+        self._count = 0
+        self.claim_rate = 1.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def reserve(self, request: Request, tokens: int, after_s: float, now: float) -> bool:
+        """Expect this request again after so many seconds; False when there are too many reservations."""
+        if self._count >= self._settings.max_reservations:
+            return False
+        due_at = now + after_s
+        reservation = _RetryReservation(
+            key=_key(request),
+            due_at=due_at,
+            claimable_at=max(due_at - _EARLY_S, now + _LEAST_SHARE * after_s),
+            rank=request.priority.rank,
+            tenant=request.tenant,
+            tokens=tokens,
+        )
+        slot = _slot(due_at)
+        self._by_key.setdefault(reservation.key, []).append(reservation)
+        self._in_slot.setdefault(slot, []).append(reservation)
+        groups = self._slots.setdefault(slot, {})
+        group = groups.setdefault(
+            (reservation.rank, reservation.tenant), ReservedWork(reservation.rank, reservation.tenant)
+        )
+        group.count += 1
+        group.tokens += tokens
+        self._count += 1
+        return True
+
+    def claim(self, request: Request, now: float) -> bool:
+        """Take up the reservation of a request that has returned, if one is due."""
+        if not self._count:
+            return False
+        due = [each for each in self._by_key.get(_key(request), ()) if each.claimable_at <= now]
+        if not due:
+            return False
+        reservation = min(due, key=lambda each: each.due_at)
+        self._in_slot[_slot(reservation.due_at)].remove(reservation)
+        self._remove(reservation)
+        self.claim_rate += _CLAIM_WEIGHT * (1.0 - self.claim_rate)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Drop the reservations that were not claimed in time."""
+        if not self._in_slot:
+            return
+        last = _slot(now - _GRACE_S) - 1
+        for slot in [slot for slot in self._in_slot if slot <= last]:
+            for reservation in self._in_slot[slot]:
+                self._remove(reservation)
+                self.claim_rate -= _CLAIM_WEIGHT * self.claim_rate
+            del self._in_slot[slot]
+
+    def admissible_in_s(
+        self, queue: QueueLimit, work_of: Callable[[ReservedWork], float], now: float
+    ) -> float:
+        """Seconds until one more request may join without breaking the limit for those with reservations.
+
+        Args:
+            work_of: how much some reserved requests add to the queue, in its unit. It is called in the order
+                in which they are due.
+
+        Returns:
+            0.0 when it may join now. Infinity when the queue is above its limit and does not drain.
+        """
+        level, at_s = queue.level, 0.0
+        admissible_in_s, weight = _until_limit_s(level, queue), _WEIGHT
+        for slot in sorted(self._slots):
+            due_s = max(0.0, slot * _SLOT_S - now)
+            level = max(0.0, level - queue.drain_per_s * (due_s - at_s))
+            at_s, joins = due_s, False
+            # Where many tenants are refused, this loop is nearly all that a refusal costs.
+            for reserved in self._slots[slot].values():
+                work = work_of(reserved) * self.claim_rate * weight
+                if work > 0:
+                    level, joins = level + work, True
+            if joins and level > queue.limit:
+                admissible_in_s = at_s + _until_limit_s(level, queue)
+        return admissible_in_s
+
+    def _remove(self, reservation: _RetryReservation) -> None:
+        same = self._by_key[reservation.key]
+        same.remove(reservation)
+        if not same:
+            del self._by_key[reservation.key]
+        groups = self._slots[_slot(reservation.due_at)]
+        group = groups[reservation.rank, reservation.tenant]
+        group.count -= 1
+        group.tokens -= reservation.tokens
+        if not group.count:
+            del groups[reservation.rank, reservation.tenant]
+        if not groups:
+            del self._slots[_slot(reservation.due_at)]
+        self._count -= 1
+
+    def __repr__(self) -> str:
+        return f"<RetryReservations {self._count}, claim rate {self.claim_rate:.0%}>"
+
+
+def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
+    """What reserved requests put ahead of `request` under fair shares, in tokens.
+
+    All of higher classes and of its own tenant; of each other tenant of its class as much as its own.
+
+    Args:
+        own_tokens: what its tenant has waiting, this request included.
+    """
+    own, rank, tenant = own_tokens, request.priority.rank, request.tenant
+    counted: dict[str, float] = {}
+
+    def work_of(reserved: ReservedWork) -> float:
+        nonlocal own
+        tokens = reserved.tokens
+        if reserved.rank != rank:
+            return float(tokens) if reserved.rank < rank else 0.0
+        if reserved.tenant == tenant:
+            own += tokens
+            return float(tokens)
+        before = counted.get(reserved.tenant, 0.0)
+        if before >= own:
+            # It is served no more than the own tenant, whatever else is reserved for it.
+            return 0.0
+        after = counted[reserved.tenant] = min(before + tokens, own)
+        return after - before
+
+    return work_of
+
+
+def _until_limit_s(level: float, queue: QueueLimit) -> float:
+    """Seconds until a level has drained to the limit, if nothing joins."""
+    if level <= queue.limit:
+        return 0.0
+    return (level - queue.limit) / queue.drain_per_s if queue.drain_per_s > 0 else math.inf
+
+
+def _slot(at: float) -> int:
+    return math.floor(at / _SLOT_S)
+
+
+def _key(request: Request) -> _Key:
+    """Recognises a request that returns; it has another id then."""
+    return (
+        request.tenant,
+        request.priority.rank,
+        request.shape,
+        request.spec.max_output_tokens,
+        request.spec.choices,
+        request.submission.prefix,
+    )

@@ -1,0 +1,377 @@
+"""The prediction of a request's wait in the queue, and the errors of such predictions.
+
+Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
+waits, because a policy that favours short requests serves them long before work that arrived earlier. It is
+learned for each kind of request: class, octave of the expected prompt, and whether it claimed a retry
+reservation.
+
+- It is a ratio of decayed sums, not a mean of ratios, so that long waits count and noise in short ones does
+  not.
+- One wait counts with at most a few times its prediction, and the correction is bounded, so that a stall of
+  the fleet does not distort it.
+- Each kind begins at the correction of all kinds, which begins at 1.
+
+A request that expires would have waited longer than it did, so it counts with twice its wait. Counting less
+would feed back on itself: work that expires is ahead of others and soon gone, so waits look short, and more
+requests are admitted that expire.
+
+While little was observed (`is_cold`) `slot_rate` gives a lower bound besides. The first dispatches of a
+backlog fill free slots, faster than the queue drains afterwards, so it takes some seconds of backlog besides
+the observations.
+
+The wait of a refused request is never observed. So the prediction for a kind that was not observed for a
+while is not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
+"""
+
+import math
+from dataclasses import dataclass
+
+from serve_app.core.queueing.request_queue import RequestQueue, WaitingWork
+from serve_app.core.request import PredictedWait, ScheduledRequest, WaitKind
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.replica_state import ReplicaState
+from serve_app.core.settings import AdmissionSettings
+
+# Long enough to hold some dozens of dispatches of a small fleet, short enough to follow one that is scaled.
+_TIME_CONSTANT_S = 30.0
+
+
+class DrainRate:
+    """Tokens and requests dispatched per second of backlog.
+
+    Args:
+        now: time at which it begins, in seconds.
+
+    Attributes:
+        backlog_s: seconds of backlog so far.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self.backlog_s = 0.0
+        self._backlogged = False
+        self._tokens = DecayingRate(_TIME_CONSTANT_S, 0.0)
+        self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
+
+    def on_time(self, waiting: int, now: float) -> None:
+        """Note that `waiting` requests have waited from the last call until `now`."""
+        self._backlogged = waiting > 0
+        if self._backlogged:
+            self.backlog_s += now - self._at
+        self._at = now
+
+    def on_dispatch(self, tokens: int) -> None:
+        """Count the work of a request that leaves the queue at the time of the last `on_time`."""
+        if self._backlogged:
+            self._tokens.add(tokens, self.backlog_s)
+            self._requests.add(1.0, self.backlog_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Estimated tokens per second of backlog; 0.0 before anything was counted."""
+        return self._tokens.per_s(self.backlog_s)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests per second of backlog; 0.0 before anything was counted."""
+        return self._requests.per_s(self.backlog_s)
+
+    def __repr__(self) -> str:
+        return f"<DrainRate {self.tokens_per_s:.0f} tokens/s {self.requests_per_s:.2f} requests/s>"
+
+
+# An observation's weight after n more is `_KEPT ** n`: the last fifty or so count.
+_KEPT = 0.98
+# Weight of the prior, in seconds of waiting: every kind begins with the ratio of all.
+_PRIOR_S = 2.0
+_LEAST, _MOST = 1 / 32, 8.0
+# A wait counts with at most this many times its prediction, plus some seconds.
+_OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
+# All kinds together need so many times the observations that one kind needs.
+_KINDS = 4
+# Seconds of backlog that must have been seen: several times as long as it takes to fill an engine's batch.
+_COLD_S = 5.0
+# How long an expired request would have waited, relative to how long it did. Twice is the expectation for a
+# duration of which only the age is known.
+_EXPIRED_RATIO = 2.0
+
+
+class _Correction:
+    """The ratio of actual to predicted waits of one kind of request."""
+
+    __slots__ = ("actual_s", "count", "predicted_s", "seen_at")
+
+    def __init__(self) -> None:
+        self.actual_s = self.predicted_s = 0.0
+        self.count = 0
+        self.seen_at = -math.inf
+
+    def observe(self, predicted_s: float, actual_s: float, now: float) -> None:
+        self.actual_s = _KEPT * self.actual_s + min(actual_s, _OUTLIER_RATIO * predicted_s + _OUTLIER_S)
+        self.predicted_s = _KEPT * self.predicted_s + predicted_s
+        self.count += 1
+        self.seen_at = now
+
+    def ratio(self, prior: float) -> float:
+        ratio = (self.actual_s + _PRIOR_S * prior) / (self.predicted_s + _PRIOR_S)
+        return min(max(ratio, _LEAST), _MOST)
+
+
+@dataclass(slots=True)
+class PredictionErrors:
+    """Predicted minus actual wait, of requests that waited or were predicted to wait.
+
+    Attributes:
+        count: observations so far.
+        mean_s: over about the last fifty; positive when requests are dispatched sooner than predicted.
+        mean_absolute_s: mean of the absolute errors.
+    """
+
+    count: int = 0
+    mean_s: float = 0.0
+    mean_absolute_s: float = 0.0
+
+    def add(self, error_s: float) -> None:
+        """Count one error."""
+        self.count += 1
+        weight = max(1.0 / self.count, 1.0 - _KEPT)
+        self.mean_s += weight * (error_s - self.mean_s)
+        self.mean_absolute_s += weight * (abs(error_s) - self.mean_absolute_s)
+
+
+class WaitPredictor:
+    """Predicts waits, and learns from the actual ones.
+
+    Attributes:
+        drain: the drain rate of the queue.
+        errors: of its predictions.
+    """
+
+    def __init__(self, settings: AdmissionSettings, now: float) -> None:
+        self._settings = settings
+        self.drain = DrainRate(now)
+        self.errors = PredictionErrors()
+        self._all = _Correction()
+        self._by_kind: dict[WaitKind, _Correction] = {}
+
+    def seconds_per_token(self, kind: WaitKind) -> float | None:
+        """What a token of work ahead adds to the wait of such a request; None while the rate is unknown."""
+        rate = self.drain.tokens_per_s
+        return self._correction(kind) / rate if rate > 0 else None
+
+    def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> PredictedWait | None:
+        """How long a request that arrives now will wait; None before the queue has ever drained."""
+        rate = self.drain.tokens_per_s
+        if not rate > 0:
+            return None
+        kind = kind_of(scheduled)
+        if not tokens_ahead:
+            return PredictedWait(kind, now, 0.0, 0.0)
+        uncorrected_s = tokens_ahead / rate
+        return PredictedWait(kind, now, uncorrected_s, uncorrected_s * self._correction(kind))
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether too little was observed to rely on predictions alone."""
+        return self._all.count < _KINDS * self._settings.min_observations or self.drain.backlog_s < _COLD_S
+
+    def is_trusted(self, kind: WaitKind, now: float) -> bool:
+        """Whether enough such waits were observed recently to refuse a request on their account.
+
+        False once after each `probe_interval_s` without an observation of the kind, and more often for a kind
+        with few observations.
+        """
+        settings = self._settings
+        if self._all.count < _KINDS * settings.min_observations:
+            return False
+        correction = self._observed(kind)
+        interval_s = settings.probe_interval_s
+        if correction.count < settings.min_observations:
+            interval_s /= settings.min_observations
+        if now - correction.seen_at > interval_s:
+            correction.seen_at = now
+            return False
+        return True
+
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request leaves the queue for a replica."""
+        self.drain.on_dispatch(scheduled.estimate.expected_tokens)
+        prediction = scheduled.prediction
+        if prediction is None:
+            return
+        actual_s = now - prediction.at
+        if actual_s > 0 or prediction.uncorrected_s > 0:
+            self.errors.add(prediction.wait_s - actual_s)
+            self._learn(prediction, actual_s, now)
+
+    def on_expiry(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request expired in the queue, so its full wait is unknown."""
+        prediction = scheduled.prediction
+        if prediction is not None:
+            waited_s = now - prediction.at
+            self.errors.add(prediction.wait_s - waited_s)
+            self._learn(prediction, _EXPIRED_RATIO * waited_s, now)
+
+    def _learn(self, prediction: PredictedWait, actual_s: float, now: float) -> None:
+        for correction in (self._observed(prediction.kind), self._all):
+            correction.observe(prediction.uncorrected_s, actual_s, now)
+
+    def _observed(self, kind: WaitKind) -> _Correction:
+        correction = self._by_kind.get(kind)
+        if correction is None:
+            correction = self._by_kind[kind] = _Correction()
+        return correction
+
+    def _correction(self, kind: WaitKind) -> float:
+        of_all = self._all.ratio(prior=1.0)
+        correction = self._by_kind.get(kind)
+        return of_all if correction is None else correction.ratio(prior=of_all)
+
+    def __repr__(self) -> str:
+        return f"<WaitPredictor {self.drain!r} correction={self._all.ratio(1.0):.2f} {self.errors}>"
+
+
+def kind_of(scheduled: ScheduledRequest) -> WaitKind:
+    """The kind of a request: class, octave of its prompt, and whether it claimed a reservation."""
+    octave = scheduled.estimate.expected_prompt_tokens.bit_length()
+    return scheduled.request.priority.rank, octave, scheduled.claimed
+
+
+# The prior of the drain rate: what the slots of the replicas can drain, before any rate was measured.
+#
+# A full engine computes the prompt of each request, and decodes as many answers at a time as it has slots. So
+# one request costs it
+#
+#     engine_s = max(prompt tokens * prefill_token_s, output tokens * tpot_s / slots)
+#
+#     slots = min(max_num_seqs, KV budget / tokens of a request)
+#
+# with the means of the requests that wait: prompts are computed while weights are read for decoding (see
+# `engines.model.step_time`), and a reported `tpot_s` includes what they add. The fleet drains the sum of
+# `1 / engine_s`, and the free slots take work at once. A replica's `tpot_s` is what it reported last, or else
+# what its engine stated when it joined. The time per prompt token is the engine's, or else the learned one;
+# where neither is known, prefills are free. Output lengths that have not been learned are taken low.
+#
+# The wait that follows is a lower bound as far as the lengths are right. Slots free up one after the other
+# here, and those of a cold engine all together; isolation, classes of service and gates are left out. There
+# is no prior where a replica's `tpot_s` is unknown: then nothing is refused on its account.
+
+
+# Prefills from which their learned cost is no longer mostly its prior.
+_LEARNED = 20
+# What rounding may be off by, at most.
+_SURELY = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDrain:
+    """What the replicas that a request competes for can take.
+
+    Attributes:
+        tokens_ahead: work that is served before it.
+        tokens_per_s: how much of that a full fleet drains.
+        free_tokens: how much of it goes at once, into free slots.
+    """
+
+    tokens_ahead: float
+    tokens_per_s: float
+    free_tokens: float
+
+
+class SlotRate:
+    """Computes the prior from the ledger and the queue.
+
+    Args:
+        beyond_batch: requests that an engine is sent beyond its batch.
+    """
+
+    def __init__(
+        self, queue: RequestQueue, ledger: ReplicaLedger, prefill_costs: PrefillCosts, beyond_batch: int
+    ) -> None:
+        self._queue = queue
+        self._ledger = ledger
+        self._prefill_costs = prefill_costs
+        self._beyond_batch = beyond_batch
+
+    def drain(self, pools: tuple[str, ...], work_ahead: int) -> SlotDrain | None:
+        """What drains before a request that arrives now; None where nothing waits or a pace is unknown.
+
+        Args:
+            work_ahead: tokens that will be served before it (`RequestQueue.work_ahead`).
+        """
+        work, reached = self._competing(pools)
+        if not work.tokens:
+            return None
+        requests_per_s = free_requests = 0.0
+        any_alive = False
+        for state in self._ledger:
+            if not state.is_alive or state.spec.pool not in reached:
+                continue
+            share = self._share(state, work)
+            if share is None:
+                return None
+            any_alive = True
+            requests_per_s += share[0]
+            free_requests += share[1]
+        if not any_alive:
+            return None
+        mean_tokens = work.tokens / work.requests
+        return SlotDrain(
+            # Work that goes to other pools is not ahead, however urgent it is.
+            tokens_ahead=min(work_ahead, work.tokens),
+            tokens_per_s=requests_per_s * mean_tokens,
+            free_tokens=free_requests * mean_tokens,
+        )
+
+    def surely_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
+        """Whether all that `drain` finds ahead is gone within so many seconds, or it finds nothing.
+
+        It looks at no more replicas than it takes to be sure, and may be False where that is just so.
+        """
+        work, reached = self._competing(pools)
+        if not work.tokens:
+            return True
+        wanted = _SURELY * min(work_ahead, work.tokens) * work.requests / work.tokens
+        for pool in sorted(reached):
+            for state in self._ledger.of_pool(pool):
+                if not state.is_alive:
+                    continue
+                share = self._share(state, work)
+                if share is None:
+                    return True
+                wanted -= seconds * share[0] + share[1]
+                if wanted < 0:
+                    return True
+        return False
+
+    def _share(self, state: ReplicaState, work: WaitingWork) -> tuple[float, float] | None:
+        """Requests per second that a replica drains, and how many go at once; None for an unknown pace."""
+        slots = min(state.likely_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
+        engine_s = self._engine_s(state, work, slots)
+        if engine_s is None:
+            return None
+        return work.requests / engine_s, max(0.0, slots + self._beyond_batch - state.in_flight)
+
+    def _competing(self, pools: tuple[str, ...]) -> tuple[WaitingWork, set[str]]:
+        """All that waits for any of these pools, and the pools that it may go to."""
+        work, reached = WaitingWork(), set(pools)
+        own = frozenset(pools)
+        for others, waiting in self._queue.work.items():
+            if waiting.requests and not own.isdisjoint(others):
+                work.merge(waiting)
+                reached.update(others)
+        return work, reached
+
+    def _engine_s(self, state: ReplicaState, work: WaitingWork, slots: float) -> float | None:
+        """Seconds of a full engine for all the work; None where its pace is unknown or without bound."""
+        spec = state.spec
+        tpot_s = spec.tpot_s if state.tpot_s is None else state.tpot_s
+        if tpot_s is None:
+            return None
+        cost = self._prefill_costs.of(spec.pool)
+        learned_s = cost.per_token_s if cost.observations >= _LEARNED else 0.0
+        prefill_token_s = learned_s if spec.prefill_token_s is None else spec.prefill_token_s
+        engine_s = max(work.prompt_tokens * prefill_token_s, work.least_output_tokens * tpot_s / slots)
+        return engine_s or None

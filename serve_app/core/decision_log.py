@@ -1,0 +1,185 @@
+"""The decision log: every event that a scheduler was fed, with its time and the commands that answered it.
+
+One JSON value a line. A run begins with a header, an object that holds all that its scheduler began with, so
+that the same events, fed to a new scheduler, must give the same commands (`replay`). A decision is an array:
+time, name of the event, the event, and the commands, each with its name. Live and simulated schedulers write
+the same lines: the same inputs give the same bytes. JSON here is Python's: infinite times are `Infinity`.
+"""
+
+import json
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import msgspec
+
+from serve_app.core.commands import Command
+from serve_app.core.events import Event
+from serve_app.core.learned_state import take_over
+from serve_app.core.policies import POLICIES, MakePolicy
+from serve_app.core.scheduler import Scheduler
+from serve_app.core.settings import SchedulerSettings
+from serve_app.errors import ServeAppError
+
+
+class DecisionLogError(ServeAppError):
+    """A decision log cannot be read or replayed; the message names the line and the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What a scheduler began with.
+
+    Attributes:
+        now: seconds on the scheduler's clock.
+        learned: what an earlier scheduler had learned, see `learned_state`; None for nothing.
+        run: what the run goes by (label, seed, incarnation); for people.
+        not_replayable: why a replay cannot give the same commands; empty when it must.
+    """
+
+    settings: SchedulerSettings
+    now: float = 0.0
+    learned: Mapping[str, Any] | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
+    not_replayable: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One call of the scheduler: when, what happened, what it wanted done."""
+
+    now: float
+    event: Event
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """A run as it was read, each decision with the number of its line."""
+
+    header: RunHeader
+    decisions: list[tuple[int, Decision]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first decision of a replay that is not the logged one."""
+
+    line: int
+    logged: Decision
+    replayed: tuple[Command, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"line {self.line}: at {self.logged.now!r} after {type(self.logged.event).__name__} the log has "
+            f"{_shown(self.logged.commands)}, the replay {_shown(self.replayed)}"
+        )
+
+
+def encode_header(header: RunHeader) -> str:
+    """The line that begins a run."""
+    return _dumps(msgspec.to_builtins(header))
+
+
+def encode_decision(decision: Decision) -> str:
+    """The line of one decision."""
+    event, commands = decision.event, decision.commands
+    named = [[type(command).__name__, msgspec.to_builtins(command)] for command in commands]
+    return _dumps([decision.now, type(event).__name__, msgspec.to_builtins(event), named])
+
+
+def encode_end(reason: str) -> str:
+    """The line that ends a run before its scheduler does."""
+    return _dumps({"ended": reason})
+
+
+def read_runs(lines: Iterable[str]) -> Iterator[LoggedRun]:
+    """The runs of a log, in order.
+
+    Raises:
+        DecisionLogError: a line is no header, decision or end of this format.
+    """
+    run: LoggedRun | None = None
+    for number, text in enumerate(lines, start=1):
+        line = _loads(text, number)
+        if isinstance(line, dict) and "settings" in line:
+            if run is not None:
+                yield run
+            run = LoggedRun(_converted(line, RunHeader, number), [])
+        elif isinstance(line, list) and run is not None:
+            run.decisions.append((number, _decision(line, number)))
+        elif not (isinstance(line, dict) and "ended" in line):
+            raise DecisionLogError(f"line {number} is neither a header nor a decision of a run")
+    if run is not None:
+        yield run
+
+
+def replay(
+    run: LoggedRun,
+    policies: Mapping[str, MakePolicy] = POLICIES,
+    on_decision: Callable[[], object] = lambda: None,
+) -> Difference | None:
+    """Feed a run's events to a new scheduler; return the first decision that differs, None when none does.
+
+    Args:
+        on_decision: called after each decision that is the same.
+
+    Raises:
+        DecisionLogError: the run says that it cannot be replayed.
+    """
+    header = run.header
+    if header.not_replayable:
+        raise DecisionLogError(f"this run cannot be replayed: {header.not_replayable}")
+    scheduler = Scheduler(header.settings, now=header.now, policies=policies)
+    if header.learned is not None:
+        take_over(scheduler, header.learned, header.now)
+    for number, logged in run.decisions:
+        commands = tuple(scheduler.handle(logged.event, logged.now))
+        if commands != logged.commands:
+            return Difference(number, logged, commands)
+        on_decision()
+    return None
+
+
+def _by_name(union: Any) -> dict[str, type]:
+    assert isinstance(union, types.UnionType)
+    return {kind.__name__: kind for kind in get_args(union)}
+
+
+_EVENTS = _by_name(Event)
+_COMMANDS = _by_name(Command)
+
+
+def _decision(line: list[Any], number: int) -> Decision:
+    try:
+        now, name, event, commands = line
+        return Decision(
+            float(now),
+            _converted(event, _EVENTS[name], number),
+            tuple(_converted(command, _COMMANDS[kind], number) for kind, command in commands),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise DecisionLogError(f"line {number} is no decision of this version: {exc!r}") from exc
+
+
+def _converted(content: Any, kind: Any, number: int) -> Any:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as exc:
+        raise DecisionLogError(f"line {number} is no {kind.__name__} of this version: {exc}") from exc
+
+
+def _loads(text: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise DecisionLogError(f"line {number} is not JSON: {exc}") from exc
+
+
+def _dumps(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _shown(commands: tuple[Command, ...]) -> str:
+    return ", ".join(map(repr, commands)) or "no command"

@@ -1,0 +1,326 @@
+"""Prefill isolation: at most so many long prefills are in flight on a replica. Ours, not from the papers.
+
+While an engine mixes prefills, the order in which requests reach it has little effect: every short prompt
+shares its iterations with the long ones under way. So at most `max_long_prefills` long prefills are in flight
+on a replica, from dispatch to first token. The others wait in the queue, where short requests can pass them.
+In the engine, `long_prefill_token_threshold` keeps long prefills from filling whole iterations, and belongs
+to the method (`StepTimeModel.chunk_tokens`).
+
+Prefills have classes (`PrefillClass`). Short ones always pass, and long ones are limited. Of the longest only
+`max_longest_prefills` may be in flight, so that a medium prompt never waits for two of them. That lowers the
+tail latency of short and medium prompts, and raises the mean of the longest.
+
+The boundaries are learned, since no constant fits all traffic. The first is the length below which prompts
+make up about `short_work_share` of all prefill work, moved into a gap between lengths where there is one
+nearby. Above the second is `longest_work_share` of the work. So short prompts delay each other by at most
+their share. A prompt of no more than a chunk is always short (`NEVER_LONG_TOKENS`).
+
+Where feedback is delayed, the limits grow so that as many prefills as intended are in the engines
+(`feedback_delay`).
+"""
+
+import heapq
+import itertools
+import math
+from collections import deque
+from typing import Annotated
+
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
+from serve_app.core.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
+from serve_app.request import PriorityClass
+
+# Few enough to follow a change within seconds, enough that one of them waited for no other prefill.
+_WINDOW = 64
+_MIN_OBSERVATIONS = 16
+# Weight of one long prefill in their mean: about the last thirty count.
+_WEIGHT = 0.03
+
+
+class FeedbackDelay:
+    """The delay of one fleet.
+
+    Attributes:
+        seconds: to the engine and back; 0 until it is known.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._long_s: float | None = None
+        self.seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"<FeedbackDelay {self.seconds:.3f} s n={len(self._recent)}>"
+
+    def on_short_first_token(self, seconds: float) -> None:
+        """A first-token notice of a short prompt; `seconds` from dispatch, less prefill and one iteration."""
+        oldest = self._recent[0] if len(self._recent) == _WINDOW else None
+        self._recent.append(seconds)
+        if len(self._recent) < _MIN_OBSERVATIONS:
+            return
+        # The minimum changes only with a new one, or when the old one leaves the window.
+        if seconds <= self.seconds or oldest is None or oldest <= self.seconds:
+            self.seconds = max(0.0, min(self._recent))
+
+    def on_long_first_token(self, seconds: float) -> None:
+        """A first-token notice of a long prompt, so many seconds after its dispatch."""
+        self._long_s = seconds if self._long_s is None else self._long_s + _WEIGHT * (seconds - self._long_s)
+
+    def limit_factor(self, usual_s: float) -> float:
+        """The factor (T + L) / T for limits on long prefills in flight.
+
+        Args:
+            usual_s: the part of the delay that costs nothing.
+        """
+        delay_s = self.seconds - usual_s
+        if delay_s <= 0 or self._long_s is None:
+            return 1.0
+        return self._long_s / max(self._long_s - delay_s, 0.1 * self._long_s)
+
+
+NEVER_LONG_TOKENS = 256
+"""A prompt of so many tokens is short, whatever else arrives: it takes no more of an iteration than one chunk
+of a long prefill does, which isolation lets pass. Limits on such prompts only leave iterations empty."""
+
+_BUCKETS_PER_OCTAVE = 8
+_RELEARN_EVERY = 64
+# A gap this much below or above the share is as good a boundary as the share itself, and more stable.
+_GAP_TOLERANCE = 0.6
+# Buckets with less of the work than this are outliers in a gap.
+_OUTLIER_SHARE = 0.001
+# Seconds to an engine and back that do not count as delay: a part of an iteration costs nothing.
+_USUAL_LAG_S = 0.05
+# Share of a length's weight that is left after 1,000 requests, so that old traffic fades.
+_KEEP_PER_THOUSAND = 0.5
+
+
+@settings(block="isolation")
+class IsolationSettings:
+    """Limits on long prefills in flight, and how long prompts are classified."""
+
+    # Long prefills in flight per replica, the longest included; 0 switches isolation off. Two keep the engine
+    # busy while first-token notices are under way, and admit a medium prompt beside a huge one. One lowers
+    # the TTFT of short requests slightly, and raises that of long ones much more.
+    max_long_prefills: Annotated[int, NOT_NEGATIVE.hint("0 switches isolation off")] = 2
+    # Of the longest alone. At `max_long_prefills` there is one class for both.
+    max_longest_prefills: Annotated[int, POSITIVE] = 1
+    # Share of prefill work that counts as short. Higher isolates less.
+    short_work_share: Annotated[float, INNER_SHARE] = 0.25
+    # Share of prefill work that counts as longest. Higher leaves more capacity to medium prompts.
+    longest_work_share: Annotated[float, INNER_SHARE] = 0.5
+    # The boundaries of "long" and "longest" until enough requests have been observed, in tokens.
+    prior_boundary_tokens: Annotated[int, INTERNAL] = 1_024
+    # See `prior_boundary_tokens`.
+    prior_longest_tokens: Annotated[int, INTERNAL] = 4_096
+    # Requests after which the learned boundaries are used.
+    min_observations: Annotated[int, POSITIVE, INTERNAL] = 200
+    # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
+    # its share beside others with short ones. For each so many average requests that it is behind every other
+    # waiting tenant, it may have one more long prefill, up to `max_owed` more. At 1, tenants that are alike
+    # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy ones.
+    owed_requests: Annotated[float, POSITIVE, INTERNAL] = 2.0
+    # See `owed_requests`.
+    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off"), INTERNAL] = 4
+    # When no short request above the batch class has arrived for so many seconds, there is none to protect.
+    # Then as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a
+    # 70B profile). Otherwise a backlog of long prompts alone would leave much of each iteration unused.
+    no_short_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
+    # See `no_short_s`.
+    no_short_long_prefills: Annotated[int, POSITIVE, INTERNAL] = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prior_boundary_tokens <= self.prior_longest_tokens:
+            raise ValueError(
+                "isolation.prior_boundary_tokens must be positive and at most prior_longest_tokens, got "
+                f"{self.prior_boundary_tokens} and {self.prior_longest_tokens}"
+            )
+
+
+class PrefillIsolation:
+    """Learns the boundaries of the classes, and limits the long prefills in flight on a replica.
+
+    Args:
+        delay: of first-token notices.
+        wanted: whether the policy asks for isolation; baselines do not.
+    """
+
+    def __init__(self, settings: IsolationSettings, delay: FeedbackDelay, *, wanted: bool) -> None:
+        self._settings = settings
+        self._delay = delay
+        self._wanted = wanted
+        self._work: dict[int, float] = {}
+        self._observed = 0
+        self._short_arrived_at = 0.0
+        self.boundary_tokens = float(settings.prior_boundary_tokens)
+        self.longest_boundary_tokens = float(settings.prior_longest_tokens)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether long prefills are limited at all."""
+        return self._wanted and self._settings.max_long_prefills > 0
+
+    def retune(self, settings: IsolationSettings) -> None:
+        """Use other limits and shares from now on; the learned distribution of lengths stays."""
+        self._settings = settings
+        if self._observed:
+            self._update_boundaries()
+
+    def observe(self, prompt_tokens: int) -> None:
+        """Count a prompt that has arrived."""
+        bucket = math.floor(_BUCKETS_PER_OCTAVE * math.log2(max(1, prompt_tokens)))
+        self._work[bucket] = self._work.get(bucket, 0.0) + prompt_tokens
+        self._observed += 1
+        if self._observed % _RELEARN_EVERY == 0:
+            self._learn()
+
+    def prefill_class(self, prompt_tokens: int) -> PrefillClass:
+        """Class of a prefill of this length; always `SHORT` while isolation is off."""
+        if not self.is_on or prompt_tokens <= self.boundary_tokens:
+            return PrefillClass.SHORT
+        longest = prompt_tokens > self.longest_boundary_tokens
+        return PrefillClass.LONGEST if longest else PrefillClass.LONG
+
+    def on_arrival(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Count a request that has arrived, and give it the class of its whole prefill."""
+        self.observe(scheduled.prefill_tokens)
+        scheduled.prefill_class = self.prefill_class(scheduled.estimate.expected_prompt_tokens)
+        is_protected = scheduled.request.priority is not PriorityClass.BATCH
+        if scheduled.prefill_class is PrefillClass.SHORT and is_protected:
+            self._short_arrived_at = now
+
+    def limits(
+        self, prefill_class: PrefillClass, now: float, behind_requests: float = 0.0
+    ) -> tuple[int, ...]:
+        """Limits on prefills in flight of a replica that gets one more: (), (long), or (long, longest).
+
+        Args:
+            now: seconds on the scheduler's clock.
+            behind_requests: how far its tenant is behind its share (`FairShares.behind_requests`).
+        """
+        if prefill_class is PrefillClass.SHORT:
+            return ()
+        settings = self._settings
+        more = min(settings.max_owed, int(behind_requests / settings.owed_requests))
+        if now - self._short_arrived_at > settings.no_short_s:
+            more = max(more, settings.no_short_long_prefills - settings.max_long_prefills)
+        limit_factor = self._delay.limit_factor(_USUAL_LAG_S)
+        long = round(settings.max_long_prefills * limit_factor)
+        longest = round(settings.max_longest_prefills * limit_factor)
+        return (long + more, longest + more)[:prefill_class]
+
+    def _learn(self) -> None:
+        keep = _KEEP_PER_THOUSAND ** (_RELEARN_EVERY / 1_000)
+        self._work = {bucket: work * keep for bucket, work in self._work.items()}
+        self._update_boundaries()
+
+    def _update_boundaries(self) -> None:
+        settings = self._settings
+        if self._observed < settings.min_observations:
+            return
+        learned = (
+            2 ** (place / _BUCKETS_PER_OCTAVE) for place in (self._boundary_bucket(), self._longest_bucket())
+        )
+        self.boundary_tokens, self.longest_boundary_tokens = (
+            max(NEVER_LONG_TOKENS, each) for each in learned
+        )
+
+    def _boundary_bucket(self) -> float:
+        """The bucket below which is the share of short work, or the middle of the widest gap nearby."""
+        share, total = self._settings.short_work_share, sum(self._work.values())
+        below, widest, middle, crossing = 0.0, 1, None, None
+        buckets = sorted(bucket for bucket, work in self._work.items() if work > _OUTLIER_SHARE * total)
+        for bucket, following in itertools.pairwise(buckets):
+            below += self._work[bucket]
+            gap = following - bucket
+            if gap > widest and share * (1 - _GAP_TOLERANCE) <= below / total <= share * (1 + _GAP_TOLERANCE):
+                widest, middle = gap, (bucket + 1 + following) / 2
+            if crossing is None and below > share * total:
+                crossing = float(bucket + 1)
+        if middle is not None:
+            return middle
+        return crossing if crossing is not None else float(buckets[-1])
+
+    def _longest_bucket(self) -> float:
+        """The bucket above which is at most the share of the longest; 0 where nearly all have one length."""
+        wanted = self._settings.longest_work_share * sum(self._work.values())
+        above = 0.0
+        for bucket in sorted(self._work, reverse=True):
+            above += self._work[bucket]
+            if above > wanted:
+                return float(bucket + 1)
+        return 0.0
+
+    def __repr__(self) -> str:
+        longest = self.longest_boundary_tokens
+        boundaries = f"long > {self.boundary_tokens:.0f}, longest > {longest:.0f} tokens"
+        return f"<PrefillIsolation {'on' if self.is_on else 'off'} {boundaries}>"
+
+
+# The end of each prefill in flight, as observed or assumed, and what it teaches.
+#
+# The first token of a streamed answer marks the end of its prefill. An answer that is not streamed has no
+# such mark, so its prefill counts as ended after its usual time, as learned from the others.
+
+
+# The end of an unobserved prefill is assumed late rather than early: a second long prefill beside a first one
+# costs more than a short pause.
+_USUAL_TIMES = 2.0
+
+
+class PrefillWatch:
+    """Ends prefills in the ledger, and teaches their cost and the feedback delay.
+
+    Attributes:
+        costs: of prefills, by pool.
+    """
+
+    def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
+        self._ledger = ledger
+        self.costs = costs
+        self._delay = delay
+        # A heap of (assumed end, order of dispatch, request, its dispatch number).
+        self._assumed: list[tuple[float, int, ScheduledRequest, int]] = []
+        self._sent = 0
+
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request has just been dispatched."""
+        if not scheduled.request.spec.streamed:
+            assert scheduled.replica_id is not None
+            cost = self.costs.of(self._ledger[scheduled.replica_id].spec.pool)
+            self._sent += 1
+            ends_at = now + _USUAL_TIMES * cost.seconds(scheduled.prefill_tokens)
+            heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
+
+    def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
+        """A streamed answer has begun on a replica; `ReplicaLedger.start` ends its prefill."""
+        still_alone = scheduled.dispatch_number == replica.dispatches
+        if scheduled.prefilled_alone and still_alone:
+            self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
+        self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
+
+    def end_overdue(self, now: float) -> None:
+        """End the prefills whose assumed time has come."""
+        while self._assumed and self._assumed[0][0] <= now:
+            _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)
+            if scheduled.dispatch_number == dispatch_number:
+                self._end(scheduled, now)
+
+    def next_at(self) -> float | None:
+        """When the next prefill is assumed to end."""
+        return self._assumed[0][0] if self._assumed else None
+
+    def _learn_delay(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:
+        if scheduled.hold.prefill_class is not PrefillClass.SHORT:
+            self._delay.on_long_first_token(seconds)
+        elif replica.in_flight < replica.likely_num_seqs:
+            iteration_s = (replica.report.tpot_s if replica.report else None) or 0.0
+            token_s = self.costs.of(replica.spec.pool).per_token_s
+            self._delay.on_short_first_token(seconds - token_s * scheduled.prefill_tokens - iteration_s)
+
+    def _end(self, scheduled: ScheduledRequest, now: float) -> None:
+        hold = scheduled.hold
+        if scheduled.replica_id is not None and (hold.prefill_class or hold.prefill_tokens):
+            scheduled.hold = Hold(hold.tokens, quarantined=hold.quarantined)
+            self._ledger.end_prefill(scheduled.replica_id, hold, now)

@@ -1,0 +1,52 @@
+"""The learned state of a scheduler, which is kept for the next one.
+
+It has bytes per token, template overhead, output lengths, the cost of a prefill in each pool, an adaptive
+`B_short`, and the share of requests that is scheduled. The tuner keeps the learned length queues. Requests,
+replicas and their caches are not part of it: gateways and replicas report them to every new scheduler.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core.routing.snapshot import number, section
+
+STATE_KIND = "scheduler"
+
+
+def learned_state(core: Scheduler) -> dict[str, Any]:
+    """Everything to keep, as plain values that later events do not change."""
+    return {
+        "estimator": core.estimator.state(),
+        "prefill_costs": core.prefill_costs.state(),
+        "b_short_tokens": core.router.b_short_tokens,
+        "active_share": core.passing.active_share,
+        "configured_active_share": core.settings.active_share,
+    }
+
+
+def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
+    """Restore what `learned_state` returned.
+
+    Args:
+        now: seconds on the core's clock.
+
+    Raises:
+        ValueError: a value is missing, out of range or of another version; a part may have been restored.
+    """
+    b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
+    core.estimator.restore(section(document, "estimator"))
+    core.prefill_costs.restore(section(document, "prefill_costs"))
+    core.router.restore(b_short_tokens, now)
+    # What a person has chosen while it ran holds, until the configuration says something else than it did.
+    if document.get("configured_active_share") == core.settings.active_share:
+        core.passing.change(number(document, "active_share", at_least=0, at_most=1))
+
+
+def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
+    """Why a scheduler with these settings cannot restore a state; empty when it can."""
+    try:
+        take_over(Scheduler(settings), document, 0.0)
+    except (ValueError, TypeError, OverflowError) as exc:
+        return str(exc)
+    return ""

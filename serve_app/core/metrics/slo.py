@@ -1,0 +1,48 @@
+"""Service level objectives: limits on a request's latencies, and the share of requests that keep them."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.settings_base import POSITIVE, settings
+
+_LIMIT = POSITIVE.hint("leave it out to set no limit")
+
+
+@settings(block="slo")
+class Slo:
+    """Upper limits in seconds that a completed request has to keep, each of them; None sets no limit.
+
+    The defaults are those of the pool-routing papers (arXiv 2604.09613): TTFT 2 s and TPOT 80 ms.
+    """
+
+    ttft_s: Annotated[float | None, _LIMIT] = 2.0
+    tpot_s: Annotated[float | None, _LIMIT] = 0.08
+    e2e_s: Annotated[float | None, _LIMIT] = None
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether the request completed within every limit.
+
+        A latency that a record cannot have breaks no limit: TPOT of a one-token answer, TTFT of one that was
+        not streamed.
+        """
+        return self.met_with(record, self.ttft_s)
+
+    def met_with(self, record: RequestRecord, ttft_limit_s: float | None) -> bool:
+        """The same with this limit on TTFT."""
+        return (
+            record.completed
+            and _keeps(record.ttft_s, ttft_limit_s)
+            and _keeps(record.tpot_s, self.tpot_s)
+            and _keeps(record.e2e_s, self.e2e_s)
+        )
+
+
+def _keeps(measured_s: float | None, limit_s: float | None) -> bool:
+    return limit_s is None or measured_s is None or measured_s <= limit_s
+
+
+def slo_attainment_ratio(records: Iterable[RequestRecord], slo: Slo) -> float | None:
+    """Share of all requests, also of those refused or failed, served within `slo`; None without any."""
+    met = [slo.met_by(record) for record in records]
+    return sum(met) / len(met) if met else None

@@ -1,0 +1,326 @@
+"""The summary of a run, computed from its request records; the same for simulator, live run and benchmark.
+
+Mean, percentiles and maximum of a sample: the five figures of every report.
+
+Jain's fairness index over tenants: what each was served, relative to its max-min fair share.
+
+Served tokens alone say nothing, since a tenant that asks for little gets little. So each tenant's service is
+divided by its max-min fair share of all that was served. A tenant that asked for less than its part has that
+as its share, and the others divide the rest by weight. The index is 1 when each got exactly its share, and
+1/n when one of n got everything. Only the span in which requests still arrive is counted. After it the
+backlog is drained in any order, and every tenant would look equally served.
+
+Sources: Jain, Chiu, Hawe, DEC-TR-301 (1984); max-min shares by water-filling: Bertsekas and Gallager, Data
+Networks, 6.5.2.
+
+Times to first token in a few figures, for people and programs: all requests, and the short ones.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.slo import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Five figures of a sample; all None when it is empty."""
+
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Distribution":
+        """The figures of `values`, in any order."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls(None, None, None, None, None)
+        return cls(
+            math.fsum(ordered) / len(ordered),
+            percentile(ordered, 50),
+            percentile(ordered, 95),
+            percentile(ordered, 99),
+            ordered[-1],
+        )
+
+    def as_json(self) -> dict[str, float | None]:
+        """The figures by name."""
+        return asdict(self)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of an ascending sample lie, interpolated between neighbours.
+
+    The position is `(n - 1) * percent / 100`, numpy's default, so that figures agree with other tools.
+
+    Raises:
+        ValueError: the sample is empty, or `percent` is outside 0 to 100.
+    """
+    if not ordered:
+        raise ValueError("percentile of an empty sample: check for records before asking")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must be within 0 and 100, got {percent}")
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def jain_index(values: Iterable[float]) -> float | None:
+    """`(sum x)^2 / (n * sum x^2)`: 1 when all are equal, 1/n when one has all; None when all are zero."""
+    sample = list(values)
+    squares = sum(value * value for value in sample)
+    return sum(sample) ** 2 / (len(sample) * squares) if squares else None
+
+
+def jain_of_tenants(
+    records: Sequence[RequestRecord], weights: Mapping[str, float] | None = None
+) -> float | None:
+    """Jain's index over tenants of tokens served, as a share of the max-min fair share; 1.0 for one tenant.
+
+    Args:
+        records: all requests of a run, whatever their outcome.
+        weights: how much of contended capacity is due to a tenant; 1 for tenants not named.
+
+    Returns:
+        The index, or None when nothing was served while requests arrived.
+    """
+    if not records:
+        return None
+    until = max(record.arrived_at for record in records)
+    asked: dict[str, float] = defaultdict(float)
+    served: dict[str, float] = defaultdict(float)
+    for record in records:
+        asked[record.tenant] += record.prompt_tokens + record.output_tokens
+        served[record.tenant] += tokens_served(record, until)
+    shares = max_min_shares(asked, sum(served.values()), weights or {})
+    return jain_index(served[tenant] / share for tenant, share in shares.items() if share > 0)
+
+
+def tokens_served(record: RequestRecord, until: float) -> float:
+    """Tokens that an engine had processed for a request by the time `until`.
+
+    The prompt counts at the first token, the output evenly from there to the end. Without a first token all
+    of it counts at the end. A request that no engine answered counts nothing.
+    """
+    if record.output_tokens == 0 and not record.completed:
+        return 0.0
+    if until >= record.finished_at:
+        return record.prompt_tokens + record.output_tokens
+    if record.first_token_at is None or until < record.first_token_at:
+        return 0.0
+    elapsed_ratio = (until - record.first_token_at) / (record.finished_at - record.first_token_at)
+    return record.prompt_tokens + record.output_tokens * elapsed_ratio
+
+
+def max_min_shares(
+    asked: Mapping[str, float], capacity: float, weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Divide `capacity` by weight; what a tenant does not ask for is left to the others."""
+    shares: dict[str, float] = {}
+    left, weight_left = capacity, sum(weights.get(tenant, 1.0) for tenant in asked)
+    # In ascending order of demand per weight, each tenant takes the lesser of its demand and its part.
+    for tenant in sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0)):
+        weight = weights.get(tenant, 1.0)
+        shares[tenant] = min(asked[tenant], left * weight / weight_left)
+        left -= shares[tenant]
+        weight_left -= weight
+    return shares
+
+
+JsonValue = float | int | str | None | Mapping[str, "JsonValue"]
+
+SHORT_AT_TOKENS = 256
+"""A prompt of at most this many tokens is a short one, unless the caller says otherwise."""
+
+MOST_TENANTS = 100
+"""A summary names no more tenants than these, so that it stays readable however many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """One latency of completed requests: of all, of short prompts and of long ones, in seconds."""
+
+    all: Distribution
+    short: Distribution
+    long: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Three figures of a latency, in seconds."""
+
+    mean: float | None
+    p99: float | None
+    max: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFigures:
+    """What one tenant met.
+
+    Attributes:
+        requests: all of them, whatever their outcome.
+        ttft_s: of those completed.
+        service_tokens: prompt and output tokens of those completed.
+    """
+
+    requests: int
+    ttft_s: Spread
+    service_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of a run. Latencies are of completed requests; `outcomes` counts all of them.
+
+    Attributes:
+        completed: requests with their whole answer.
+        throughput_tokens_per_s: prompt and output tokens of completed requests, per second of makespan.
+        goodput_per_s: requests that kept every limit of the SLO, per second of makespan.
+        makespan_s: from the first arrival to the last completion.
+        preemptions: in the engines; None when the observer does not see them.
+        jain_tenants: Jain's index over what each tenant got of its fair share, see `fairness`.
+        tenants: figures of each tenant, of the `MOST_TENANTS` with most requests.
+        outcomes: number of requests by outcome.
+        output_tokens_per_s: output tokens of completed requests alone, per second of makespan.
+    """
+
+    completed: int
+    throughput_tokens_per_s: float
+    goodput_per_s: float
+    makespan_s: float
+    preemptions: int | None
+    ttft_s: BySize
+    tpot_s: BySize
+    e2e_s: BySize
+    queue_wait_s: BySize
+    jain_tenants: float | None
+    tenants: Mapping[str, TenantFigures] = field(default_factory=dict)
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    output_tokens_per_s: float = 0.0
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """The `metrics` object of the command line: these names are a contract with other programs."""
+        figures = asdict(self)
+        del figures["outcomes"], figures["output_tokens_per_s"]
+        return figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryRules:
+    """How records are read.
+
+    Attributes:
+        slo: limits that count for goodput.
+        short_at_tokens: longest prompt that counts as short.
+        weights: fair-share weights by tenant, 1 for those not named.
+    """
+
+    slo: Slo = field(default_factory=Slo)
+    short_at_tokens: int = SHORT_AT_TOKENS
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.short_at_tokens < 1:
+            raise ValueError(f"short_at_tokens must be at least 1, got {self.short_at_tokens}")
+        for tenant, weight in self.weights.items():
+            if not weight > 0:
+                raise ValueError(f"weight of tenant {tenant!r} must be positive, got {weight}")
+
+
+_BY_DEFAULT = SummaryRules()
+
+
+def summarise(
+    records: Sequence[RequestRecord], rules: SummaryRules = _BY_DEFAULT, *, preemptions_known: bool = True
+) -> Summary:
+    """Compute the figures of a run from its records.
+
+    Args:
+        records: every request of the run exactly once, in any order.
+        rules: SLO, the longest short prompt, tenant weights.
+        preemptions_known: False when the observer does not see the engines; the figure is None then.
+    """
+    done = [record for record in records if record.completed]
+    makespan_s = _makespan_s(records, done)
+    output_tokens = sum(record.output_tokens for record in done)
+    total_tokens = output_tokens + sum(record.prompt_tokens for record in done)
+    return Summary(
+        completed=len(done),
+        throughput_tokens_per_s=_per_s(total_tokens, makespan_s),
+        goodput_per_s=_per_s(sum(rules.slo.met_by(record) for record in done), makespan_s),
+        makespan_s=makespan_s,
+        preemptions=sum(record.preemptions for record in records) if preemptions_known else None,
+        ttft_s=_by_size(done, rules, lambda record: record.ttft_s),
+        tpot_s=_by_size(done, rules, lambda record: record.tpot_s),
+        e2e_s=_by_size(done, rules, lambda record: record.e2e_s),
+        queue_wait_s=_by_size(done, rules, lambda record: record.queue_wait_s),
+        jain_tenants=jain_of_tenants(records, rules.weights),
+        tenants=_by_tenant(records),
+        outcomes=dict(sorted(Counter(str(record.outcome) for record in records).items())),
+        output_tokens_per_s=_per_s(output_tokens, makespan_s),
+    )
+
+
+def _by_tenant(records: Sequence[RequestRecord]) -> dict[str, TenantFigures]:
+    requests = Counter(record.tenant for record in records)
+    of_tenant: dict[str, list[RequestRecord]] = {name: [] for name, _ in requests.most_common(MOST_TENANTS)}
+    for record in records:
+        if record.completed and record.tenant in of_tenant:
+            of_tenant[record.tenant].append(record)
+    return {name: _tenant_figures(requests[name], done) for name, done in of_tenant.items()}
+
+
+def _tenant_figures(requests: int, done: Sequence[RequestRecord]) -> TenantFigures:
+    ttft = Distribution.of(record.ttft_s for record in done if record.ttft_s is not None)
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in done)
+    return TenantFigures(requests, Spread(ttft.mean, ttft.p99, ttft.max), tokens)
+
+
+def _makespan_s(records: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> float:
+    if not done:
+        return 0.0
+    return max(record.finished_at for record in done) - min(record.arrived_at for record in records)
+
+
+def _per_s(amount: float, span_s: float) -> float:
+    return amount / span_s if span_s > 0 else 0.0
+
+
+def _by_size(
+    done: Sequence[RequestRecord], rules: SummaryRules, latency_of: Callable[[RequestRecord], float | None]
+) -> BySize:
+    short: list[float] = []
+    long: list[float] = []
+    for record in done:
+        latency_s = latency_of(record)
+        if latency_s is not None:
+            (short if record.prompt_tokens <= rules.short_at_tokens else long).append(latency_s)
+    return BySize(Distribution.of(short + long), Distribution.of(short), Distribution.of(long))
+
+
+def first_token_figures(firsts: Iterable[tuple[int, float]]) -> dict[str, dict[str, Any]]:
+    """Number, median and 99th percentile, of all and of the short ones.
+
+    Args:
+        firsts: tokens of each prompt, and seconds from its arrival to the first token.
+    """
+    known = list(firsts)
+    short = [ttft_s for tokens, ttft_s in known if tokens <= SHORT_AT_TOKENS]
+    return {"all": _figures([ttft_s for _, ttft_s in known]), "short": _figures(short)}
+
+
+def _figures(values: list[float]) -> dict[str, Any]:
+    ordered = sorted(values)
+    found: dict[str, Any] = {"requests": len(ordered)}
+    for name, share in (("ttft_p50_s", 0.5), ("ttft_p99_s", 0.99)):
+        found[name] = round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else None
+    return found

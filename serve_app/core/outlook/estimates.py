@@ -1,0 +1,183 @@
+"""When a waiting request is expected to start, from its place, and how far such estimates were off.
+
+    uncorrected = (tokens ahead of it in its home pool + its own) / drain rate of that pool
+
+This is the time until as much has been dispatched as its turn needs. What it leaves out is learned: the ratio
+of actual to uncorrected times, as a distribution (`spread`). Its median makes the expected start, its 10th
+and 90th percentiles the interval.
+
+Ratios differ by the kind of request: a batch request waits for idle engines, a short one is passed by nobody
+under a score. And they differ by the place: what comes of the next place depends on a single free slot, what
+comes of the hundredth on a hundred of them. So they are kept by home pool, class, octave of the prompt and
+octave of the place; until enough were seen of these, by class and octave of the place; and then by octave of
+the place alone. Before anything was seen the interval is wide.
+
+Whoever waits teaches, also those that nobody watches: one estimate for each octave of the place that a
+request goes through. One that expires would have waited longer, and counts with twice its wait.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_app.core.admission.wait_prediction import DrainRate
+from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpread
+from serve_app.core.request import ScheduledRequest
+
+_Kind = tuple[object, ...]
+
+# Before anything was learned.
+_UNKNOWN = Quantiles(0.2, 1.0, 3.0)
+# Ratios from which a kind speaks for itself.
+_ENOUGH = 30
+# Places beyond so many octaves are alike: more slots average out.
+_MOST_OCTAVE = 8
+# Seconds of backlog until a pool's own rate counts, and until there is any.
+_OWN_RATE_S, _ANY_RATE_S = 5.0, 1.0
+# As in `admission.wait_prediction`.
+_EXPIRED_RATIO = 2.0
+# One that still waits after the end of its interval is learned from at once, as if it took so much longer:
+# else a growing queue would be known only once it has been served.
+_OVERDUE_RATIO = 1.25
+
+
+@dataclass(slots=True, eq=False)
+class _Note:
+    """An estimate of which the outcome is to be learned.
+
+    Attributes:
+        start: what was expected, in seconds from `at`.
+        learned: nothing more is to be learned from it.
+    """
+
+    scheduled: ScheduledRequest
+    octave: int
+    at: float
+    uncorrected_s: float
+    start: Quantiles
+    learned: bool = False
+
+
+class StartEstimates:
+    """Estimates of the time until a request starts.
+
+    Args:
+        overall: the drain rate of the whole queue.
+    """
+
+    def __init__(self, overall: DrainRate) -> None:
+        self._overall = overall
+        self._drains: dict[str, DrainRate] = {}
+        self._spreads: dict[_Kind, RatioSpread] = {}
+        self._margins: defaultdict[tuple[int, int], Margin] = defaultdict(Margin)
+        self._notes: dict[str, list[_Note]] = {}
+        self._due: list[tuple[float, int, _Note]] = []
+        self._noted = 0
+
+    def on_time(self, homes: Mapping[str, int], now: float) -> None:
+        """So many requests have waited at home in each pool since the last call."""
+        for home, drain in self._drains.items():
+            drain.on_time(homes.get(home, 0), now)
+        for home in homes.keys() - self._drains.keys():
+            self._drains[home] = DrainRate(now)
+
+    def pause(self) -> None:
+        """Nobody looks for a while: forget what only a look at every dispatch could teach."""
+        self._notes.clear()
+        self._due.clear()
+
+    def rate(self, home: str, share: float) -> float | None:
+        """Tokens per second that leave the queue for those at home in a pool; None while it is not known.
+
+        Args:
+            share: of all waiting tokens; while the pool's own rate is not known, it drains so much of all.
+        """
+        drain = self._drains.get(home)
+        if drain is not None and drain.backlog_s >= _OWN_RATE_S:
+            return drain.tokens_per_s or None
+        if self._overall.backlog_s < _ANY_RATE_S:
+            return None
+        return self._overall.tokens_per_s * share or None
+
+    def start(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float) -> Quantiles:
+        """Seconds until a request in this place starts."""
+        octave = _octave(position)
+        ratios = self._ratios(scheduled, octave)
+        margin = self._margins[scheduled.request.priority.rank, octave]
+        return Quantiles(
+            uncorrected_s * ratios.low / margin.low,
+            uncorrected_s * ratios.middle,
+            uncorrected_s * ratios.high * margin.high,
+        )
+
+    def note(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float, now: float) -> None:
+        """Remember an estimate, if the request has not been in this octave of places."""
+        octave = position.bit_length()
+        notes = self._notes.get(scheduled.request.request_id)
+        if notes is None:
+            notes = self._notes[scheduled.request.request_id] = []
+        elif notes[-1].octave <= octave:
+            return
+        start = self.start(scheduled, position, uncorrected_s)
+        note = _Note(scheduled, octave, now, uncorrected_s, start)
+        notes.append(note)
+        self._noted += 1
+        heapq.heappush(self._due, (now + start.high, self._noted, note))
+
+    def learn_overdue(self, now: float) -> None:
+        """Learn from those that still wait after the end of their interval."""
+        while self._due and self._due[0][0] < now:
+            self._learn(heapq.heappop(self._due)[2], _OVERDUE_RATIO, now)
+
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """A request starts."""
+        drain = self._drains.get(scheduled.pools[0])
+        if drain is not None:
+            drain.on_dispatch(scheduled.estimate.expected_tokens)
+        for note in self._notes.pop(scheduled.request.request_id, ()):
+            self._learn(note, 1.0, now)
+
+    def on_expiry(self, request_id: str, now: float) -> None:
+        """A request has waited its time out."""
+        for note in self._notes.pop(request_id, ()):
+            self._learn(note, _EXPIRED_RATIO, now)
+
+    def forget(self, request_id: str) -> None:
+        """A request left without showing how long it would have waited."""
+        for note in self._notes.pop(request_id, ()):
+            note.learned = True
+
+    def _learn(self, note: _Note, by: float, now: float) -> None:
+        if note.learned:
+            return
+        note.learned = True
+        octave, actual_s = min(note.octave, _MOST_OCTAVE), by * (now - note.at)
+        self._margins[note.scheduled.request.priority.rank, octave].learn(actual_s, note.start)
+        ratio = actual_s / note.uncorrected_s
+        for kind in _kinds(note.scheduled, octave):
+            spread = self._spreads.get(kind)
+            if spread is None:
+                spread = self._spreads[kind] = RatioSpread()
+            spread.add(ratio)
+
+    def _ratios(self, scheduled: ScheduledRequest, octave: int) -> Quantiles:
+        for kind in _kinds(scheduled, octave):
+            spread = self._spreads.get(kind)
+            if spread is not None and spread.count >= _ENOUGH:
+                return spread.quantiles()
+        return _UNKNOWN
+
+    def __repr__(self) -> str:
+        return f"<StartEstimates of {len(self._notes)} requests, {len(self._spreads)} kinds>"
+
+
+def _octave(position: int) -> int:
+    return min(position.bit_length(), _MOST_OCTAVE)
+
+
+def _kinds(scheduled: ScheduledRequest, octave: int) -> tuple[_Kind, ...]:
+    """From the most particular to the most general."""
+    rank = scheduled.request.priority.rank
+    length = scheduled.estimate.expected_prompt_tokens.bit_length()
+    return (scheduled.pools[0], rank, length, octave), (rank, octave), (octave,)

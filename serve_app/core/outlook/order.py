@@ -1,0 +1,150 @@
+"""The order in which waiting requests are expected to be dispatched, were nobody to arrive any more.
+
+It follows the order of service (`dispatch.dispatcher`), by home pool: those that a replica returned; the
+classes with their floors; inside a class the tenants by their shares; and inside each share the score, as it
+is now. A request never passes one that is ahead of it in its sub-queue.
+
+What depends on replicas is left out: requests that do not fit while smaller ones do, spills to other pools,
+isolation, promotion, and the bound on delay. So the place is an expectation. What these rules do to waits
+shows in how far estimates are off (`spread`).
+
+It costs a look at each waiting request, and a sort.
+"""
+
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import chain
+
+from serve_app.core.dispatch.class_floors import ClassFloors, ClassFloorSettings
+from serve_app.core.queueing.fairness import FairShares
+from serve_app.core.queueing.request_queue import RequestQueue, SubQueue
+from serve_app.core.request import ScheduledRequest
+from serve_app.request import PriorityClass
+
+PART = 500
+"""Requests that are looked at in one go."""
+
+_Ranked = tuple[float, int, ScheduledRequest]
+"""Less is more urgent; order of admission; the request."""
+
+
+def expected_order(
+    queue: RequestQueue, floors: ClassFloorSettings, now: float
+) -> Generator[None, None, Mapping[str, Sequence[ScheduledRequest]]]:
+    """All waiting requests by home pool, each in the order in which they are expected to go; changes nothing.
+
+    It yields after each part of the work. The queue may change meanwhile: then requests may be missing that
+    have come, and others be there that have left.
+
+    Args:
+        floors: least shares of the lower classes.
+    """
+    returned: defaultdict[str, list[ScheduledRequest]] = defaultdict(list)
+    by_tenant: defaultdict[tuple[str, PriorityClass], defaultdict[str, list[_Ranked]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for resting in queue.resting:
+        returned[resting.pools[0]].append(resting)
+    looked_at = 0
+    for sub_queue in list(queue.sub_queues()):
+        first, home = sub_queue.first, sub_queue.pools[0]
+        if first is None:
+            continue
+        ranked = by_tenant[home, sub_queue.group.priority][first.request.tenant]
+        _rank(queue, sub_queue, ranked, returned[home], now)
+        looked_at += len(sub_queue)
+        if looked_at >= PART:
+            looked_at = 0
+            yield
+    orders: dict[str, dict[PriorityClass, list[ScheduledRequest]]] = {home: {} for home in returned}
+    for (home, priority), tenants in by_tenant.items():
+        orders[home][priority] = _of_class(queue, priority, tenants)
+        yield
+    placed: dict[str, list[ScheduledRequest]] = {}
+    for home, classes in orders.items():
+        line = placed[home] = sorted(returned[home], key=_by_class)
+        for scheduled in _of_classes(classes, floors):
+            line.append(scheduled)
+            if not len(line) % PART:
+                yield
+    return placed
+
+
+def _rank(
+    queue: RequestQueue,
+    sub_queue: SubQueue,
+    ranked: list[_Ranked],
+    returned: list[ScheduledRequest],
+    now: float,
+) -> None:
+    """Add the requests of a sub-queue; none is more urgent than the one before it."""
+    score = queue.policy.score
+    least, latest = float("-inf"), 0
+    for scheduled in sub_queue:
+        if scheduled.returned:
+            returned.append(scheduled)
+            continue
+        urgency = -score(scheduled, now)
+        least = max(least, urgency)
+        latest = max(latest, scheduled.sequence)
+        ranked.append((least, latest, scheduled))
+
+
+def _of_class(
+    queue: RequestQueue, priority: PriorityClass, tenants: Mapping[str, list[_Ranked]]
+) -> list[ScheduledRequest]:
+    if not queue.is_fair or len(tenants) == 1:
+        # Sorts keep the order of equals, so the order of a sub-queue stays.
+        members = sorted(chain.from_iterable(tenants.values()), key=_urgency)
+        return [scheduled for _, _, scheduled in members]
+    turns = sorted(_turns(queue, queue.shares[priority], tenants), key=_turn)
+    return [scheduled for _, _, _, scheduled in turns]
+
+
+def _turns(
+    queue: RequestQueue, shares: FairShares, tenants: Mapping[str, list[_Ranked]]
+) -> Iterator[tuple[int, float, int, ScheduledRequest]]:
+    """Each request with its turn: how many quanta its tenant will have been served by then."""
+    # One that is 0 leaves nobody equal to another; a request's own cost is far above it.
+    quantum = shares.quantum or 1.0
+    for name, served, weight in shares.backlogged():
+        ranked = tenants.get(name, [])
+        ranked.sort(key=_urgency)
+        counter = served
+        for urgency, sequence, scheduled in ranked:
+            yield int(counter / quantum), urgency, sequence, scheduled
+            counter += queue.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens) / weight
+
+
+def _of_classes(
+    classes: Mapping[PriorityClass, Sequence[ScheduledRequest]], floors: ClassFloorSettings
+) -> Iterator[ScheduledRequest]:
+    """The classes, each with its floor, highest first."""
+    # None is left of a class all of which a replica returned.
+    left = {priority: iter(classes[priority]) for priority in PriorityClass if classes.get(priority)}
+    heads = {priority: next(waiting) for priority, waiting in left.items()}
+    earned = ClassFloors(floors)
+    while len(heads) > 1:
+        priority = next((owed for owed in earned.owed() if owed in heads), next(iter(heads)))
+        yield heads[priority]
+        earned.on_dispatch(priority, heads)
+        following = next(left[priority], None)
+        if following is None:
+            del heads[priority]
+        else:
+            heads[priority] = following
+    for priority, head in heads.items():
+        yield head
+        yield from left[priority]
+
+
+def _by_class(scheduled: ScheduledRequest) -> tuple[int, int]:
+    return scheduled.request.priority.rank, scheduled.sequence
+
+
+def _urgency(ranked: _Ranked) -> tuple[float, int]:
+    return ranked[0], ranked[1]
+
+
+def _turn(turn: tuple[int, float, int, ScheduledRequest]) -> tuple[int, float, int]:
+    return turn[0], turn[1], turn[2]

@@ -1,0 +1,159 @@
+"""EWSJF: learned length queues with density-weighted scores, and our variant with prefill isolation.
+
+Order: the head with the highest score, which weighs its shortness, its wait relative to its own prefill, and
+its length.
+Inputs: prompt length, time of arrival, the learned queues, the learned prefill cost.
+Ties: the order of arrival.
+Starvation: long prompts. By the paper's weights a 4,096-token head waits more than an hour before it beats a
+fresh 32-token head over 30 queues. Hence `promotion`.
+Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
+"""
+
+import math
+from dataclasses import dataclass
+
+from serve_app.core.policies.length_queues import Partition, QueueMap, prior_partition
+from serve_app.core.policies.protocol import OrderingPolicy, PolicyInputs, QueueBounds
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, ScoreWeights
+
+
+@dataclass(slots=True)
+class QueueWeights:
+    """The weights of Eq 1 for the heads of one queue.
+
+    Attributes:
+        queue_weight: q_i, the number of queues minus the queue's index: the shortest queue weighs most.
+        base: w_base.
+        urgency: w_urg of Eq 4.
+        fairness: w_fair of Eq 4.
+    """
+
+    queue_weight: float
+    base: float
+    urgency: float
+    fairness: float
+
+
+def queue_weights(weights: ScoreWeights, *, mean_tokens: float, queue_weight: float) -> QueueWeights:
+    """The weights of Eq 4 for a queue of this mean length."""
+    return QueueWeights(
+        queue_weight,
+        weights.w_base,
+        max(weights.floor, weights.a_u * mean_tokens + weights.b_u),
+        max(weights.floor, weights.a_f * mean_tokens + weights.b_f),
+    )
+
+
+def density_weighted_score(weights: QueueWeights, tokens: int, waited_s: float, prefill_s: float) -> float:
+    """Score(r, q) of Eq 1.
+
+    Args:
+        weights: of the head's queue.
+        tokens: prompt length b of the head.
+        waited_s: W_t.
+        prefill_s: C_prefill(b).
+    """
+    value = weights.base + weights.urgency * waited_s / prefill_s + weights.fairness * math.log(tokens + 1)
+    return weights.queue_weight / (tokens + 1) * value
+
+
+class EwsjfPaper(OrderingPolicy):
+    """The paper's policy: Algorithm 1 fills from the best queue, then from its neighbours, nearest first."""
+
+    learns_queues = True
+
+    default_weights = PAPER_WEIGHTS
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        settings = inputs.ewsjf
+        self._weights = settings.weights.over(self.default_weights)
+        self._prefill_costs = inputs.prefill_costs
+        self.queues = QueueMap(
+            prior_partition(),
+            tolerance_ratio=settings.tolerance_ratio,
+            bubble_width_tokens=settings.bubble_width_tokens,
+            bubble_rounds=settings.bubble_rounds,
+        )
+        self._filling_from: int | None = None
+        # Of each queue, while the queues are those of this many changes: tens of heads are scored to dispatch
+        # one.
+        self._weights_of: dict[str, QueueWeights] = {}
+        self._weights_as_of = self.queues.changes
+
+    def queue_of(self, scheduled: ScheduledRequest) -> str:
+        """By Dynamic Queue Routing."""
+        return self.queues.route(scheduled.prefill_tokens).name
+
+    def queue_bounds(self) -> tuple[QueueBounds, ...]:
+        """Those learned, and bubbles among them."""
+        return tuple(
+            QueueBounds(
+                name=queue.name,
+                min_tokens=queue.min_tokens,
+                max_tokens=queue.max_tokens,
+                bubble=queue.bubble,
+            )
+            for queue in self.queues
+        )
+
+    def score(self, head: ScheduledRequest, now: float) -> float:
+        """Density-weighted, Eq 1."""
+        tokens, name = head.prefill_tokens, head.length_queue
+        if self._weights_as_of != self.queues.changes:
+            self._forget_weights()
+        weights = self._weights_of.get(name)
+        if weights is None:
+            queue_weight = float(len(self.queues) - self.queues.index(name))
+            weights = self._weights_of[name] = queue_weights(
+                self._weights, mean_tokens=self.queues[name].mean_tokens, queue_weight=queue_weight
+            )
+        prefill_s = self._prefill_costs.of(head.pools[0]).seconds(tokens)
+        return density_weighted_score(weights, tokens, now - head.request.arrived_at, prefill_s)
+
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
+        """The best queue first; once a round fills from one, that queue and then its neighbours."""
+        super().rank(heads, now)
+        index = self._filling_from
+        if index is not None:
+            heads.sort(key=lambda head: abs(self.queues.index(head.length_queue) - index))
+
+    def on_round_start(self) -> None:
+        """Forget the queue of the round before."""
+        self._filling_from = None
+
+    def on_dispatch(self, scheduled: ScheduledRequest) -> None:
+        """Continue with the queue that the round began with."""
+        if self._filling_from is None:
+            self._filling_from = self.queues.index(scheduled.length_queue)
+
+    def on_round_end(self, waiting_queues: set[str]) -> None:
+        """Remove bubbles that have been empty for too long."""
+        self.queues.retire_bubbles(waiting_queues)
+
+    def retune(self, settings: EwsjfSettings) -> None:
+        """Other weights."""
+        self._weights = settings.weights.over(self.default_weights)
+        self._forget_weights()
+
+    def replace_partition(self, partition: Partition) -> bool:
+        """Use newly learned queues; all waiting requests are queued again."""
+        self.queues.replace(partition)
+        return True
+
+    def _forget_weights(self) -> None:
+        self._weights_of.clear()
+        self._weights_as_of = self.queues.changes
+
+
+class Ewsjf(EwsjfPaper):
+    """Ours: scored before each dispatch, with prefill isolation, a bound on delay, and promotion."""
+
+    default_weights = OWN_WEIGHTS
+    isolates = True
+    promotes = True
+    bounds_delay = True
+
+    def rank(self, heads: list[ScheduledRequest], now: float) -> None:
+        """By score alone."""
+        OrderingPolicy.rank(self, heads, now)

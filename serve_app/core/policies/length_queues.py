@@ -1,0 +1,205 @@
+"""The learned partition of prompt lengths into length queues, as a value.
+
+It is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside the core
+(`serve_app.tuning.refine_and_prune`), and replaced as a whole.
+"""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthInterval:
+    """One learned queue: a cluster of prompt lengths.
+
+    Attributes:
+        min_tokens: shortest prompt in it.
+        max_tokens: longest prompt in it; inclusive.
+        mean_tokens: their mean.
+        count: prompts of the sample in it.
+    """
+
+    min_tokens: int
+    max_tokens: int
+    mean_tokens: float
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_tokens <= self.mean_tokens <= self.max_tokens:
+            raise ValueError(
+                f"an interval needs 0 < min <= mean <= max, got {self.min_tokens}, {self.mean_tokens}, "
+                f"{self.max_tokens}"
+            )
+        if self.count < 1:
+            raise ValueError(f"an interval holds at least one prompt, got count {self.count}")
+
+    @property
+    def width_tokens(self) -> int:
+        """Extent of the interval, at least 1."""
+        return max(1, self.max_tokens - self.min_tokens)
+
+    @property
+    def density(self) -> float:
+        """Prompts per token of width (rho in the paper)."""
+        return self.count / self.width_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Learned queues, the shortest lengths first; they do not overlap, but may have gaps between them.
+
+    Attributes:
+        intervals: at least one.
+    """
+
+    intervals: tuple[LengthInterval, ...]
+
+    def __post_init__(self) -> None:
+        if not self.intervals:
+            raise ValueError("a partition has at least one interval")
+        for lower, upper in zip(self.intervals, self.intervals[1:], strict=False):
+            if lower.max_tokens >= upper.min_tokens:
+                raise ValueError(
+                    f"intervals must be in order and apart, got one that ends at {lower.max_tokens} before "
+                    f"one that begins at {upper.min_tokens}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+
+# Dynamic Queue Routing: the queue of a prompt length, also where no learned queue contains it.
+#
+# A length inside a queue belongs to that queue. One at most a tolerance above the lower neighbour belongs to
+# the lower, and one at most a tolerance below the upper neighbour to the upper. Any other gets a *bubble
+# queue*, centred on it, as wide as the queue below, and clipped to the gap. A bubble that stays empty for too
+# many rounds is removed; learned queues are not.
+#
+# Source: EWSJF, Algorithm 2 and Appendix D.
+
+
+@dataclass(slots=True, eq=False)
+class LengthQueue:
+    """A queue of prompt lengths, learned or a bubble.
+
+    Attributes:
+        mean_tokens: of the sample that it was learned from; of a bubble, its centre.
+        bubble: it is for lengths in a gap, and is removed when it has been empty for too long.
+        empty_rounds: rounds since a bubble last held a request.
+    """
+
+    min_tokens: int
+    max_tokens: int
+    mean_tokens: float
+    bubble: bool = False
+    empty_rounds: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its bounds; a bubble has a mark."""
+        return f"{'~' if self.bubble else ''}{self.min_tokens}-{self.max_tokens}"
+
+
+def prior_partition() -> Partition:
+    """The queues until any have been learned: an octave of lengths each."""
+    octaves = [(2**power, 2 ** (power + 1) - 1) for power in range(5, 17)]
+    first = LengthInterval(min_tokens=1, max_tokens=31, mean_tokens=16.0, count=1)
+    rest = [
+        LengthInterval(min_tokens=low, max_tokens=high, mean_tokens=(low + high) / 2, count=1)
+        for low, high in octaves
+    ]
+    return Partition((first, *rest))
+
+
+class QueueMap:
+    """The queues in the order of their lengths.
+
+    Args:
+        tolerance_ratio: how far beyond its bounds a length still belongs to a queue.
+        bubble_width_tokens: width of a bubble without a queue below it.
+        bubble_rounds: rounds after which an empty bubble is removed.
+
+    Attributes:
+        changes: how often a queue has come or gone.
+    """
+
+    def __init__(
+        self, partition: Partition, *, tolerance_ratio: float, bubble_width_tokens: int, bubble_rounds: int
+    ) -> None:
+        self._tolerance_ratio = tolerance_ratio
+        self._bubble_width_tokens = bubble_width_tokens
+        self._bubble_rounds = bubble_rounds
+        self._queues: list[LengthQueue] = []
+        # Of the queues, to be searched without a look at each.
+        self._min_tokens: list[int] = []
+        self._indices: dict[str, int] = {}
+        self._has_bubbles = False
+        self.changes = 0
+        self.replace(partition)
+
+    def replace(self, partition: Partition) -> None:
+        """Use these learned queues, and drop all bubbles."""
+        self._queues = [
+            LengthQueue(each.min_tokens, each.max_tokens, each.mean_tokens) for each in partition.intervals
+        ]
+        self._number()
+
+    def route(self, tokens: int) -> LengthQueue:
+        """The queue of a prompt of `tokens`; creates a bubble where it needs one (Algorithm 2)."""
+        index = bisect.bisect_right(self._min_tokens, tokens)
+        below = self._queues[index - 1] if index else None
+        above = self._queues[index] if index < len(self._queues) else None
+        if below is not None and tokens <= below.max_tokens * (1 + self._tolerance_ratio):
+            return below
+        if above is not None and tokens >= above.min_tokens * (1 - self._tolerance_ratio):
+            return above
+        return self._bubble(tokens, index, below, above)
+
+    def index(self, name: str) -> int:
+        """Index of a queue, 0 for the shortest lengths; that of the last for a queue that was removed."""
+        return self._indices.get(name, len(self._queues) - 1)
+
+    def __getitem__(self, name: str) -> LengthQueue:
+        return self._queues[self.index(name)]
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __iter__(self) -> Iterator[LengthQueue]:
+        return iter(self._queues)
+
+    def retire_bubbles(self, waiting: set[str]) -> None:
+        """Count a round for each empty bubble, and remove those that have been empty for too long."""
+        if not self._has_bubbles:
+            return
+        for queue in self._queues:
+            queue.empty_rounds = 0 if not queue.bubble or queue.name in waiting else queue.empty_rounds + 1
+        kept = [queue for queue in self._queues if queue.empty_rounds <= self._bubble_rounds]
+        if len(kept) < len(self._queues):
+            self._queues = kept
+            self._number()
+
+    def _bubble(
+        self, tokens: int, index: int, below: LengthQueue | None, above: LengthQueue | None
+    ) -> LengthQueue:
+        width = self._bubble_width_tokens
+        if below is not None and below.max_tokens > below.min_tokens:
+            width = below.max_tokens - below.min_tokens
+        low = max(tokens - width // 2, below.max_tokens + 1 if below else 1)
+        high = tokens + width // 2
+        if above is not None:
+            high = min(high, above.min_tokens - 1)
+        bubble = LengthQueue(low, max(high, tokens), float(tokens), bubble=True)
+        self._queues.insert(index, bubble)
+        self._number()
+        return bubble
+
+    def _number(self) -> None:
+        self._indices = {queue.name: index for index, queue in enumerate(self._queues)}
+        self._min_tokens = [queue.min_tokens for queue in self._queues]
+        self._has_bubbles = any(queue.bubble for queue in self._queues)
+        self.changes += 1
+
+    def __repr__(self) -> str:
+        return f"<QueueMap {' '.join(queue.name for queue in self._queues)}>"

@@ -1,0 +1,771 @@
+"""The request queue: waiting requests by priority class, tenant and sub-queue, in the order of the policy.
+
+There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
+one length queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and
+the candidates for a pool are found without scanning the queue. Few sets of pools occur: a home, and which
+others can hold the request.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve_app.core.accounting.waits import WaitAccounts
+from serve_app.core.policies.protocol import OrderingPolicy
+from serve_app.core.queueing.delay_bound import DelayBound, DelayBoundSettings
+from serve_app.core.queueing.expiry import ExpiryHeap
+from serve_app.core.queueing.fairness import (
+    FairnessMode,
+    FairnessSettings,
+    FairShares,
+    FairWork,
+    TenantWeights,
+)
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.estimation.estimate import TokenEstimate
+from serve_app.core.routing.replica_state import PrefillClass
+from serve_app.request import ANYWHERE, Destination, PriorityClass, Request, Usage
+
+
+@dataclass(slots=True)
+class WaitingWork:
+    """The work of some waiting requests.
+
+    Attributes:
+        tokens: expected tokens of prompts and outputs.
+        prompt_tokens: of that, the prompts.
+        least_output_tokens: what they generate at least, see `TokenEstimate`.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    least_output_tokens: int = 0
+
+    def add(self, estimate: TokenEstimate, by: int = 1) -> None:
+        """Add the work of one request, or take it out (`by` of -1)."""
+        self.requests += by
+        self.tokens += by * estimate.expected_tokens
+        self.prompt_tokens += by * estimate.expected_prompt_tokens
+        self.least_output_tokens += by * estimate.least_output_tokens
+
+    def merge(self, other: "WaitingWork") -> None:
+        """Add the work of others."""
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.least_output_tokens += other.least_output_tokens
+
+
+# The requests in backoff: they wait and count as waiting, and are in no sub-queue until their time comes.
+
+
+def _rests_until(scheduled: ScheduledRequest) -> float:
+    return scheduled.resting_until
+
+
+class RestingRequests:
+    """Waiting requests by the end of their backoff."""
+
+    def __init__(self) -> None:
+        self._resting: dict[str, ScheduledRequest] = {}
+        self._ends = ExpiryHeap(_rests_until)
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """A queued request rests until its `resting_until`."""
+        self._resting[scheduled.request.request_id] = scheduled
+        self._ends.add(scheduled)
+
+    def remove(self, scheduled: ScheduledRequest) -> bool:
+        """Remove a request; whether it was here."""
+        return self._resting.pop(scheduled.request.request_id, None) is not None
+
+    def pop_due(self, now: float) -> Iterator[ScheduledRequest]:
+        """Those whose time has come."""
+        for scheduled in self._ends.pop_expired(now):
+            if self.remove(scheduled):
+                yield scheduled
+        self._ends.prune(len(self._resting))
+
+    def next_at(self) -> float | None:
+        """When the next one's time comes."""
+        return self._ends.next_at()
+
+    def __contains__(self, scheduled: ScheduledRequest) -> bool:
+        return scheduled.request.request_id in self._resting
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(list(self._resting.values()))
+
+    def __len__(self) -> int:
+        return len(self._resting)
+
+
+# Heads in groups: whether any of many heads may fit a replica is known without a look at each of them.
+#
+# Where a head fits depends on its class, its pools, its prefill class and its tokens. So the heads of all
+# sub-queues that share the first three form a group, and a group knows the fewest tokens of any of its heads.
+# When not even so many fit, none of its heads does. It also knows which of its heads arrived first.
+#
+# Both are heaps with lazy deletion: an entry counts while its request is the head of its sub-queue.
+
+
+# Entries of a heap for each sub-queue, beyond which those that no longer count are dropped.
+_KEPT, _LEAST_KEPT = 4, 64
+
+
+class HasHead(Protocol):
+    """A sub-queue, as far as a group knows it."""
+
+    @property
+    def first(self) -> ScheduledRequest | None:
+        """Its head; None when it is empty."""
+
+
+_Entry = tuple[tuple[float, int], int, ScheduledRequest, HasHead]
+
+
+class _HeadHeap:
+    """Heads by some key."""
+
+    __slots__ = ("_heap", "_pushed")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._pushed = 0
+
+    def push(self, key: tuple[float, int], head: ScheduledRequest, sub_queue: HasHead, heads: int) -> None:
+        """Add a head; there are so many in all."""
+        self._pushed += 1
+        heapq.heappush(self._heap, (key, self._pushed, head, sub_queue))
+        if len(self._heap) > max(_LEAST_KEPT, _KEPT * heads):
+            self._heap = [entry for entry in self._heap if entry[3].first is entry[2]]
+            heapq.heapify(self._heap)
+
+    def first(self) -> ScheduledRequest | None:
+        """The head with the lowest key; None when there is none."""
+        heap = self._heap
+        while heap:
+            _, _, head, sub_queue = heap[0]
+            if sub_queue.first is head:
+                return head
+            heapq.heappop(heap)
+        return None
+
+
+class HeadGroup:
+    """The heads of one class, set of pools and prefill class.
+
+    Attributes:
+        tenants: the sub-queues that each tenant has in it.
+        choosy: requests in it that exclude single replicas, for a reason of their own.
+        cached: requests in it of which a replica has a part cached, so that they may pass as shorter ones.
+    """
+
+    __slots__ = (
+        "_by_arrival",
+        "_by_tokens",
+        "_heads",
+        "cached",
+        "choosy",
+        "pools",
+        "prefill_class",
+        "priority",
+        "tenants",
+    )
+
+    def __init__(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> None:
+        self.priority = priority
+        self.pools = pools
+        self.prefill_class = prefill_class
+        self.tenants: dict[str, list[HasHead]] = {}
+        self.choosy = 0
+        self.cached = 0
+        self._heads = 0
+        self._by_tokens = _HeadHeap()
+        self._by_arrival = _HeadHeap()
+
+    def open(self, tenant: str, sub_queue: HasHead) -> None:
+        """A tenant has one more sub-queue in it."""
+        self.tenants.setdefault(tenant, []).append(sub_queue)
+        self._heads += 1
+
+    def close(self, tenant: str, sub_queue: HasHead) -> None:
+        """A sub-queue of a tenant is empty, and gone."""
+        self._heads -= 1
+        of_tenant = self.tenants[tenant]
+        of_tenant.remove(sub_queue)
+        if not of_tenant:
+            del self.tenants[tenant]
+
+    def heads_of(self, tenant: str) -> list[ScheduledRequest]:
+        """The heads of one tenant in it, in no order."""
+        sub_queues = self.tenants.get(tenant, ())
+        return [head for sub_queue in sub_queues if (head := sub_queue.first) is not None]
+
+    def count(self, scheduled: ScheduledRequest, by: int) -> None:
+        """A request has joined one of its sub-queues (1), or has left it (-1)."""
+        if scheduled.put_backs or scheduled.request.destination is not ANYWHERE:
+            self.choosy += by
+        if scheduled.cached_tokens:
+            self.cached += by
+
+    def on_head(self, head: ScheduledRequest, sub_queue: HasHead) -> None:
+        """A sub-queue has another head."""
+        tokens = (head.estimate.expected_tokens, head.sequence)
+        self._by_tokens.push(tokens, head, sub_queue, self._heads)
+        self._by_arrival.push((head.request.arrived_at, head.sequence), head, sub_queue, self._heads)
+
+    def smallest(self) -> ScheduledRequest | None:
+        """The head with the fewest expected tokens; None when the group is empty."""
+        return self._by_tokens.first()
+
+    def earliest(self) -> ScheduledRequest | None:
+        """The head that arrived first; None when the group is empty."""
+        return self._by_arrival.first()
+
+    def __len__(self) -> int:
+        return self._heads
+
+    def __repr__(self) -> str:
+        where = "/".join(self.pools)
+        return f"<HeadGroup {self.priority} {where} {self.prefill_class.name} {self._heads} heads>"
+
+
+class HeadGroups:
+    """All groups of a queue, and which of them may go to a pool."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[PriorityClass, tuple[str, ...], PrefillClass], HeadGroup] = {}
+        self._at: dict[tuple[str, int], list[HeadGroup]] = {}
+
+    def of(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> HeadGroup:
+        """One group; an empty one is made where there is none."""
+        key = (priority, pools, prefill_class)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = HeadGroup(priority, pools, prefill_class)
+            for rank, pool in enumerate(pools):
+                self._at.setdefault((pool, rank), []).append(group)
+        return group
+
+    def at(self, pool: str, rank: int) -> Sequence[HeadGroup]:
+        """The groups with `pool` at this place among their pools, empty ones with them."""
+        return self._at.get((pool, rank), ())
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._groups.clear()
+        self._at.clear()
+
+    def __iter__(self) -> Iterator[HeadGroup]:
+        return iter(self._groups.values())
+
+    def __repr__(self) -> str:
+        return f"<HeadGroups {[group for group in self if group]}>"
+
+
+# A sub-queue: the waiting requests of one class and tenant that could go to the same places.
+#
+# They share length queue, pools, prefill class, and destination: which replicas of the pools will do.
+#
+# It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
+# and is dropped when it reaches the top. The heap is rebuilt when most of it is marked. Its head is known at
+# any time, and its group is told of each new one.
+
+
+SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
+"""Length queue, pools, prefill class, and which replicas of the pools will do."""
+
+OrderKey = tuple[int, float, int, int]
+"""Returned, claimed or neither; the policy's key; order of arrival; a number unique to each insertion."""
+
+
+class SubQueue:
+    """Requests in their policy's order.
+
+    Attributes:
+        group: of its head.
+        first: its head; None when it is empty.
+    """
+
+    __slots__ = ("_heap", "_live", "first", "group", "key", "length_queue", "pools")
+
+    def __init__(self, key: SubQueueKey, group: HeadGroup) -> None:
+        self.key = key
+        self.group = group
+        self.length_queue, self.pools = key[:2]
+        self.first: ScheduledRequest | None = None
+        self._heap: list[tuple[OrderKey, ScheduledRequest]] = []
+        self._live: dict[str, OrderKey] = {}
+
+    def add(self, order: OrderKey, scheduled: ScheduledRequest) -> None:
+        """Insert a request."""
+        self._live[scheduled.request.request_id] = order
+        heapq.heappush(self._heap, (order, scheduled))
+        self.group.count(scheduled, 1)
+        if self._heap[0][1] is scheduled:
+            self._lead(scheduled)
+
+    def remove(self, scheduled: ScheduledRequest) -> None:
+        """Remove a request, wherever it is."""
+        del self._live[scheduled.request.request_id]
+        self.group.count(scheduled, -1)
+        if len(self._heap) > 32 and len(self._heap) > 2 * len(self._live):
+            self._heap = [item for item in self._heap if self._is_live(item)]
+            heapq.heapify(self._heap)
+        if scheduled is self.first:
+            while self._heap and not self._is_live(self._heap[0]):
+                heapq.heappop(self._heap)
+            self._lead(self._heap[0][1] if self._heap else None)
+
+    def _lead(self, head: ScheduledRequest | None) -> None:
+        self.first = head
+        if head is not None:
+            self.group.on_head(head, self)
+
+    def _is_live(self, item: tuple[OrderKey, ScheduledRequest]) -> bool:
+        # By key, not by request: one that left and returned is in the heap twice.
+        return self._live.get(item[1].request.request_id) == item[0]
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return (item[1] for item in sorted(self._heap) if self._is_live(item))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+
+class TenantQueues:
+    """The sub-queues of one tenant in one class, with its waiting requests and their tokens."""
+
+    __slots__ = ("sub_queues", "tokens", "waiting")
+
+    def __init__(self) -> None:
+        self.sub_queues: dict[SubQueueKey, SubQueue] = {}
+        self.waiting = 0
+        self.tokens = 0
+
+
+# Tenants up to which those with a head that may fit are sorted; among more, one is soon found in the order of
+# their shares.
+_FEW_TENANTS = 32
+
+
+@dataclass(slots=True)
+class HeadQuery:
+    """Which heads are asked for.
+
+    Attributes:
+        groups: of `priority`, whose heads are asked for.
+        others: groups of the same class and place; heads of theirs may come too.
+    """
+
+    priority: PriorityClass
+    groups: Sequence[HeadGroup]
+    others: Sequence[HeadGroup] = ()
+
+
+class RequestQueue:
+    """All waiting requests of a model.
+
+    Attributes:
+        policy: its order.
+        fairness: what shares are counted in.
+        is_fair: shares come before scores.
+        shares: the shares of each class's tenants; they are kept also where fairness is off.
+        waiting: how many wait; its length, for those who ask several times in each event.
+        waiting_tokens: expected tokens of all waiting requests.
+        urgent_work: of waiting requests above the batch class, by home pool.
+        waiting_by_key: waiting requests, by the id of their API key.
+        work: what waits, by the pools that it may go to.
+        resting: those of the waiting requests that are in backoff.
+        groups: the heads by what decides where they fit.
+        particular: waiting requests that only some replicas of their pools will do for.
+        waits: what they have waited for so far.
+    """
+
+    def __init__(
+        self,
+        policy: OrderingPolicy,
+        fairness: FairnessSettings,
+        delay_bound: DelayBoundSettings | None = None,
+    ) -> None:
+        self.policy = policy
+        bound = delay_bound or DelayBoundSettings()
+        # By class and home pool: one pool's backlog says nothing about turns in the other.
+        self._delays: defaultdict[tuple[PriorityClass, str], DelayBound] = defaultdict(
+            lambda: DelayBound(bound)
+        )
+        self.fairness = fairness
+        self._tenants: dict[PriorityClass, dict[str, TenantQueues]] = {
+            priority: {} for priority in PriorityClass
+        }
+        self._sub_queue_of: dict[str, SubQueue] = {}
+        self._waiting_by_queue: dict[str, int] = {}
+        self._returned: dict[str, ScheduledRequest] = {}
+        self._claimed: dict[str, ScheduledRequest] = {}
+        self._insertions = 0
+        self._now = 0.0
+        self.resting = RestingRequests()
+        self.groups = HeadGroups()
+        self.waits = WaitAccounts()
+        self.is_fair = fairness.mode is not FairnessMode.OFF
+        self._weights = TenantWeights(fairness)
+        self._fair_work = {
+            priority: FairWork(tenants, self._weights) for priority, tenants in self._tenants.items()
+        }
+        self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
+        self.waiting = 0
+        self.waiting_tokens = 0
+        self.particular = 0
+        self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
+        self.waiting_by_key: Counter[str] = Counter()
+        self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
+
+    def on_time(self, now: float) -> None:
+        """It is `now`, in seconds on the scheduler's clock, for all that follows."""
+        self._now = now
+
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
+        scheduled.length_queue = self.policy.queue_of(scheduled)
+        request = scheduled.request
+        self._observe_weight(request)
+        tenants = self._tenants[request.priority]
+        tenant = tenants.get(request.tenant)
+        if tenant is None:
+            tenant = tenants[request.tenant] = TenantQueues()
+            self.shares[request.priority].on_backlog(request.tenant)
+        self._delay_bound(scheduled).join(scheduled)
+        scheduled.queued = True
+        if scheduled.resting_until:
+            self.resting.add(scheduled)
+        else:
+            self._insert(scheduled, tenant)
+        self._count(scheduled, tenant, 1)
+        self.waits.add(scheduled)
+
+    def pass_lone(self, scheduled: ScheduledRequest) -> None:
+        """What `add` and `remove` leave of a request that goes as it arrives, while nothing else waits."""
+        scheduled.length_queue = self.policy.queue_of(scheduled)
+        self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
+        if scheduled.prefill_class is not PrefillClass.SHORT:
+            bound = self._delay_bound(scheduled)
+            bound.join(scheduled)
+            bound.leave(scheduled, self._now)
+
+    def remove(self, scheduled: ScheduledRequest) -> None:
+        """Remove a request, wherever it is."""
+        request = scheduled.request
+        tenants = self._tenants[request.priority]
+        tenant = tenants[request.tenant]
+        self._take_out(scheduled, tenant)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
+        scheduled.queued = False
+        self._count(scheduled, tenant, -1)
+        if not tenant.waiting:
+            del tenants[request.tenant]
+            self.shares[request.priority].on_idle(request.tenant)
+
+    def wake(self, now: float) -> None:
+        """Let those whose backoff has ended into their sub-queues."""
+        for scheduled in self.resting.pop_due(now):
+            scheduled.resting_until = 0.0
+            self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
+            self.waits.remove(scheduled, now)
+            self.waits.add(scheduled)
+
+    @property
+    def promotes_claimed(self) -> bool:
+        """Whether requests that claimed a retry reservation are served before others.
+
+        In the order of arrival they need not be: no later request passes them.
+        """
+        return self.policy.promotes
+
+    def heads(self, wanted: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
+        """Heads in the order of shares and scores."""
+        priority, tenants = wanted.priority, self._tenants[wanted.priority]
+        if not wanted.groups:
+            return
+        if not self.is_fair or len(tenants) == 1:
+            yield from self._ranked(tenants, wanted, now)
+            return
+        for equals in self.shares[priority].order(_few_tenants(wanted.groups)):
+            yield from self._ranked(equals, wanted, now)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether any request waits that a replica returned, and that goes before all others."""
+        return bool(self._returned)
+
+    def returned_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
+        """Heads that a replica returned, the highest class first, then the earliest."""
+        heads = self._heads_among(self._returned.values(), pool, rank)
+        heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
+        return heads
+
+    def earliest_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
+        """Of the heads that may go to `pool` the earliest of each group, and all with a reservation."""
+        heads = self._heads_among(self._claimed.values(), pool, rank)
+        earliest = (group.earliest() for group in self.groups.at(pool, rank))
+        return heads + [head for head in earliest if head is not None]
+
+    def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
+        """The tenant that is furthest behind its share, and by how many average requests."""
+        return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
+
+    def behind_requests(self, request: Request) -> float:
+        """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
+        if not self.is_fair:
+            return 0.0
+        return self.shares[request.priority].behind_requests(request.tenant)
+
+    def work_ahead(self, request: Request) -> int:
+        """Expected tokens that will be served before a request that arrives now.
+
+        All of the higher classes, and all that its tenant has waiting. From every other tenant of its class,
+        as much as that tenant is served meanwhile; without fairness all of it.
+        """
+        ahead = 0
+        for priority, work in self._fair_work.items():
+            if priority is request.priority:
+                return ahead + (work.ahead(request.tenant) if self.is_fair else work.tokens)
+            ahead += work.tokens
+        return ahead
+
+    def spills(self, pools: Sequence[str]) -> list[list[str]]:
+        """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
+        found: list[set[str]] = []
+        for preference, waiting in self.work.items():
+            if waiting.requests:
+                while len(found) < len(preference) - 1:
+                    found.append(set())
+                for further, pool in zip(found, preference[1:], strict=False):
+                    further.add(pool)
+        return [[pool for pool in pools if pool in further] for further in found]
+
+    def waiting_classes(self) -> list[PriorityClass]:
+        """The classes with waiting requests, the highest first."""
+        return [priority for priority, tenants in self._tenants.items() if tenants]
+
+    def waiting_of(self, priority: PriorityClass, tenant: str) -> int:
+        """Waiting requests of one tenant in one class."""
+        tenants = self._tenants[priority]
+        return tenants[tenant].waiting if tenant in tenants else 0
+
+    def reroute(self, scheduled: ScheduledRequest, pools: tuple[str, ...]) -> None:
+        """Give a waiting request other pools."""
+        tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
+        self._take_out(scheduled, tenant)
+        self._count_at_home(scheduled, -1)
+        self._delay_bound(scheduled).leave(scheduled, self._now)
+        self.waits.remove(scheduled, self._now)
+        self.waits.add(scheduled)
+        scheduled.pools = pools
+        self._delay_bound(scheduled).join(scheduled)
+        self._count_at_home(scheduled, 1)
+        if scheduled.resting_until:
+            self.resting.add(scheduled)
+        else:
+            self._insert(scheduled, tenant)
+
+    def charge(self, scheduled: ScheduledRequest) -> None:
+        """Charge its tenant the expected service of a request at its dispatch."""
+        self._observe_weight(scheduled.request)
+        scheduled.charged = self.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
+        self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
+
+    def settle(self, scheduled: ScheduledRequest, usage: Usage) -> None:
+        """Correct the charge by the engine's token counts."""
+        self._correct(scheduled, self.fairness.real_cost(usage))
+
+    def refund(self, scheduled: ScheduledRequest) -> None:
+        """Undo the charge of a request that was returned unserved."""
+        self._correct(scheduled, 0.0)
+
+    def requeue_all(self) -> None:
+        """Ask the policy again for the queue of every request; arrival and order among equals are kept."""
+        requests = sorted(self, key=lambda scheduled: scheduled.sequence)
+        # Tenants stay backlogged meanwhile: one that leaves and returns is lifted.
+        for tenants in self._tenants.values():
+            for tenant in tenants.values():
+                tenant.sub_queues.clear()
+        self.groups.clear()
+        self._waiting_by_queue.clear()
+        for scheduled in requests:
+            name = scheduled.length_queue = self.policy.queue_of(scheduled)
+            self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
+            if scheduled in self.resting:
+                continue
+            self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
+
+    def queue_names(self) -> set[str]:
+        """The length queues that are not empty."""
+        return set(self._waiting_by_queue)
+
+    def sub_queue_heads(self) -> Iterator[tuple[ScheduledRequest, int]]:
+        """The head of every sub-queue, and how many requests wait in it."""
+        for sub_queue in self.sub_queues():
+            if sub_queue.first is not None:
+                yield sub_queue.first, len(sub_queue)
+
+    def _correct(self, scheduled: ScheduledRequest, cost: float) -> None:
+        self._shares_of(scheduled).correct(scheduled.request.tenant, cost - scheduled.charged)
+        scheduled.charged = cost
+
+    def _shares_of(self, scheduled: ScheduledRequest) -> FairShares:
+        return self.shares[scheduled.request.priority]
+
+    def _delay_bound(self, scheduled: ScheduledRequest) -> DelayBound:
+        return self._delays[scheduled.request.priority, scheduled.pools[0]]
+
+    def _insert(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
+        request, pools, prefill_class = scheduled.request, scheduled.pools, scheduled.prefill_class
+        key = (scheduled.length_queue, pools, prefill_class, request.destination)
+        sub_queue = tenant.sub_queues.get(key)
+        if sub_queue is None:
+            group = self.groups.of(request.priority, pools, prefill_class)
+            sub_queue = tenant.sub_queues[key] = SubQueue(key, group)
+            group.open(request.tenant, sub_queue)
+        self._insertions += 1
+        # A request that claimed its reservation arrived before the others.
+        precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
+        order = (precedence, self.policy.key(scheduled), scheduled.sequence, self._insertions)
+        sub_queue.add(order, scheduled)
+        self._sub_queue_of[request.request_id] = sub_queue
+
+    def _take_out(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
+        if self.resting.remove(scheduled):
+            return
+        sub_queue = self._sub_queue_of.pop(scheduled.request.request_id)
+        sub_queue.remove(scheduled)
+        if not sub_queue:
+            del tenant.sub_queues[sub_queue.key]
+            sub_queue.group.close(scheduled.request.tenant, sub_queue)
+
+    def _ranked(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
+        """The heads of some tenants that are asked for, in the order of scores.
+
+        Most tenants have none, since the groups are those that may fit: that has to be found out at once.
+        """
+        heads: list[ScheduledRequest] = []
+        for group in wanted.groups:
+            of_tenants = group.tenants
+            for tenant in tenants:
+                if tenant in of_tenants:
+                    heads += group.heads_of(tenant)
+        if not heads:
+            return heads
+        heads += self._rest_that_counts(tenants, wanted, now)
+        if len(heads) > 1:
+            self.policy.rank(heads, now)
+        return self._within_bounds(heads, now) if self.policy.bounds_delay else heads
+
+    def _rest_that_counts(
+        self, tenants: Iterable[str], wanted: HeadQuery, now: float
+    ) -> list[ScheduledRequest]:
+        """Heads that are not asked for, where the order of the others depends on them."""
+        policy = self.policy
+        if not (policy.leaves_out_heads or policy.bounds_delay):
+            return []
+        others = [group for group in wanted.others if group not in wanted.groups]
+        rest = [head for group in others for tenant in tenants for head in group.heads_of(tenant)]
+        if policy.leaves_out_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
+            return rest
+        return []
+
+    def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
+        """Heads as the bounds on delay arrange them; homes take turns as the score had them."""
+        home = heads[0].pools[0]
+        if all(head.pools[0] == home for head in heads):
+            return self._delay_bound(heads[0]).arrange(heads, now)
+        of_home: defaultdict[str, list[ScheduledRequest]] = defaultdict(list)
+        for head in heads:
+            of_home[head.pools[0]].append(head)
+        arranged = {
+            name: iter(self._delay_bound(members[0]).arrange(members, now))
+            for name, members in of_home.items()
+        }
+        return [next(arranged[head.pools[0]]) for head in heads]
+
+    def _heads_among(
+        self, requests: Iterable[ScheduledRequest], pool: str, rank: int
+    ) -> list[ScheduledRequest]:
+        """Those of some waiting requests that may go to `pool` and are the heads of their sub-queues."""
+        return [
+            one
+            for one in requests
+            if one.pools[rank : rank + 1] == (pool,)
+            and (sub_queue := self._sub_queue_of.get(one.request.request_id)) is not None
+            and sub_queue.first is one
+        ]
+
+    def sub_queues(self) -> Iterator[SubQueue]:
+        """All sub-queues, in no order."""
+        for tenants in self._tenants.values():
+            for tenant in tenants.values():
+                yield from tenant.sub_queues.values()
+
+    def _observe_weight(self, request: Request) -> None:
+        """Learn the weight that a request brings; where it is another, all that its tenant has waiting."""
+        if self._weights.observe(request):
+            for work in self._fair_work.values():
+                work.note(request.tenant, 0)
+
+    def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
+        self.work[scheduled.pools].add(scheduled.estimate, by)
+        if scheduled.request.priority is not PriorityClass.BATCH:
+            self.urgent_work[scheduled.pools[0]].add(scheduled.estimate, by)
+
+    def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
+        self._count_at_home(scheduled, by)
+        tokens = by * scheduled.estimate.expected_tokens
+        self.waiting += by
+        tenant.waiting += by
+        tenant.tokens += tokens
+        self.waiting_tokens += tokens
+        self.particular += by * (scheduled.request.destination is not ANYWHERE)
+        self._fair_work[scheduled.request.priority].note(scheduled.request.tenant, tokens)
+        if scheduled.returned:
+            _note(self._returned, scheduled, by)
+        if scheduled.claimed:
+            _note(self._claimed, scheduled, by)
+        if (key := scheduled.request.submission.key) is not None:
+            self.waiting_by_key[key.key_id] += by
+            if not self.waiting_by_key[key.key_id]:
+                del self.waiting_by_key[key.key_id]
+        name = scheduled.length_queue
+        self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + by
+        if not self._waiting_by_queue[name]:
+            del self._waiting_by_queue[name]
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        for sub_queue in self.sub_queues():
+            yield from sub_queue
+        yield from self.resting
+
+    def __len__(self) -> int:
+        return self.waiting
+
+    def __repr__(self) -> str:
+        tenants = len({name for tenants in self._tenants.values() for name in tenants})
+        return f"<RequestQueue {len(self)} of {tenants} tenants, {self.waiting_tokens} tokens>"
+
+
+def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:
+    """The tenants with heads in some groups; None when they are many."""
+    if sum(len(group.tenants) for group in groups) > _FEW_TENANTS:
+        return None
+    return set().union(*(group.tenants for group in groups))
+
+
+def _note(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:
+    """A request has come (1), or has left (-1)."""
+    if by > 0:
+        requests[scheduled.request.request_id] = scheduled
+    else:
+        del requests[scheduled.request.request_id]

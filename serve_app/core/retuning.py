@@ -1,0 +1,58 @@
+"""The settings that may change in a running scheduler, without any effect on the order inside its queues.
+
+These are read for each decision: the weights of the score, the limits of prefill isolation, and the targets
+of backpressure. All others are built into queues, accounts or reservations. They need a new scheduler
+in the same process (`SchedulerActor.reconfigure`), to which gateways submit their requests again.
+"""
+
+from dataclasses import fields, replace
+
+from serve_app.core.settings import SchedulerSettings
+
+RETUNABLE = (
+    "ewsjf.weights",
+    "isolation",
+    "backpressure.target_waiting",
+    "backpressure.batch_target_waiting",
+    "backpressure.tpot_gate_s",
+    "backpressure.max_prefill_backlog_s",
+    "engine_priority.target_waiting",
+)
+"""Paths of the settings that may change, with all below them."""
+
+
+def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> SchedulerSettings:
+    """`wanted`, if it differs from `current` only in what is retunable.
+
+    Raises:
+        ValueError: something else differs; the message names it.
+    """
+    # Changed by an event of its own; a tuner may not know of it yet.
+    wanted = replace(wanted, active_share=current.active_share)
+    was, will = current.isolation.max_long_prefills, wanted.isolation.max_long_prefills
+    # Isolation cannot be switched on or off: the waiting requests have no prefill class, or one that is not
+    # used.
+    isolation = wanted.isolation if (was > 0) is (will > 0) else current.isolation
+    allowed = replace(
+        current,
+        ewsjf=replace(current.ewsjf, weights=wanted.ewsjf.weights),
+        isolation=isolation,
+        backpressure=replace(
+            current.backpressure,
+            target_waiting=wanted.backpressure.target_waiting,
+            batch_target_waiting=wanted.backpressure.batch_target_waiting,
+            tpot_gate_s=wanted.backpressure.tpot_gate_s,
+            max_prefill_backlog_s=wanted.backpressure.max_prefill_backlog_s,
+        ),
+        engine_priority=replace(
+            current.engine_priority, target_waiting=wanted.engine_priority.target_waiting
+        ),
+    )
+    if allowed != wanted:
+        changed = [
+            each.name for each in fields(wanted) if getattr(allowed, each.name) != getattr(wanted, each.name)
+        ]
+        raise ValueError(
+            f"{', '.join(changed)} cannot change so in a running scheduler; what may: {', '.join(RETUNABLE)}"
+        )
+    return wanted

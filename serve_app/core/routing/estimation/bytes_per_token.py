@@ -1,0 +1,160 @@
+"""Bytes per token of a model's tokenizer, learned for each category of text.
+
+These are the exponential averages of the pool-routing paper (arXiv 2604.09613), learned from the token counts
+that engines report:
+
+    c     <- b * c + (1 - b) * c_obs              c_obs = bytes / tokens of one prompt
+    sigma <- b * sigma + (1 - b) * |c_obs - c|
+    c*     = c - gamma * sigma                    an upper estimate of the tokens
+
+with four additions:
+
+- **Warm-up.** b is n / (n + 1) until that reaches beta, with n the weight so far. This is the plain average
+  of the first observations and the cold-start value, so a wrong start is forgotten in a few requests.
+- **Deviation before mean.** |c_obs - c| is taken against the mean before the update. It is then the error of
+  the forecast that was made, which the margin has to cover (as in TCP's round-trip estimate, RFC 6298).
+- **Weight.** A short text says little, and the tokens of the chat template distort it. An observation of
+  fewer than `full_weight_tokens` moves the averages in proportion to its length.
+- **Limits.** An observation further than `outlier_factor` from the mean counts as one at that distance, such
+  as a prompt of 10,000 blanks, or one that the engine truncated. And c* never falls below
+  `floor_bytes_per_token`: tokenizers that work on bytes use at most one token per byte.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated
+
+from serve_app.core.routing.snapshot import Snapshot, number
+from serve_app.core.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, above, settings
+from serve_app.request import TextCategory
+
+# Standard deviation in mean absolute deviations of a normal distribution: sqrt(pi / 2).
+_STANDARD_PER_MEAN_ABSOLUTE = 1.2533
+_LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
+
+# Means over three tokenizer families (49 k, 32 k and 131 k entries), rounded down: until something is
+# observed, too many tokens is the safer error. See experiments/estimator.
+_COLD_START = {
+    TextCategory.PROSE: 3.9,
+    TextCategory.CODE: 3.2,
+    TextCategory.CJK: 2.0,
+    TextCategory.NUMERIC: 1.15,
+    TextCategory.MIXED: 2.3,
+}
+# Least deviation, as a share of the mean: after many similar requests the next one may still be
+# different.
+_LEAST_DEVIATION_RATIO = 0.03
+
+
+@settings(block="estimator.ratio")
+class RatioSettings:
+    """How bytes per token are learned; one set for all categories of a model."""
+
+    # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is steadier
+    # and slower; it gains nothing while traffic stays the same (experiments/estimator).
+    beta: Annotated[float, INNER_SHARE.hint("0.95 is usual")] = 0.95
+    # Margin in mean absolute deviations. Higher sends fewer requests to a pool that is too short for them,
+    # and more to the long pool that would have fitted the short one (experiments/estimator has the figures).
+    gamma: Annotated[float, NOT_NEGATIVE] = 1.0
+    # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which
+    # requests are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact
+    # count.
+    optimistic_factor: Annotated[float, above(1)] = 2.5
+    # Bytes per token before anything is observed, by category of text.
+    cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
+    # For JSON schemas of tools.
+    cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
+    # Deviation before anything is observed, as a share of the cold-start mean: about that between tokenizers.
+    cold_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.15
+    # Weight of the cold-start mean, in observations.
+    cold_weight: Annotated[float, POSITIVE] = 2.0
+    # Texts of at least so many tokens count in full. Higher is no more accurate, and slower after a change.
+    full_weight_tokens: Annotated[int, POSITIVE] = 64
+    # An observation more than this factor from the mean counts as one at that distance.
+    outlier_factor: Annotated[float, above(1)] = 3.0
+    # Least bytes per token of the upper estimate. Numbers use little more than one byte per token.
+    floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0
+
+    def __post_init__(self) -> None:
+        self._check_cold_start()
+
+    def _check_cold_start(self) -> None:
+        for category in TextCategory:
+            value = self.cold_bytes_per_token.get(category)
+            if value is None or not value > 0:
+                raise ValueError(
+                    f"cold_bytes_per_token.{category.value} must be a positive number, got {value}"
+                )
+
+
+class BytesPerToken:
+    """The learned ratio of one category of text.
+
+    Attributes:
+        mean: c, bytes per token.
+        deviation: sigma, mean absolute error of the forecast, in bytes per token.
+        weight: observations so far, the cold start included; capped at the end of the warm-up.
+    """
+
+    __slots__ = ("_settings", "deviation", "mean", "weight")
+
+    def __init__(self, settings: RatioSettings, cold_start: float) -> None:
+        self._settings = settings
+        self.mean = cold_start
+        self.deviation = cold_start * settings.cold_deviation_ratio
+        self.weight = settings.cold_weight
+
+    def __repr__(self) -> str:
+        return f"<BytesPerToken {self.mean:.3f} +- {self.deviation:.3f}>"
+
+    @property
+    def unbiased(self) -> float:
+        """The divisor whose token counts are right on average.
+
+        Dividing by the mean ratio gives too few. The mean of 1 / c is larger than 1 / mean(c), to second
+        order by the squared coefficient of variation.
+        """
+        variation = _STANDARD_PER_MEAN_ABSOLUTE * self.deviation / self.mean
+        return self.mean / (1 + variation * variation)
+
+    @property
+    def conservative(self) -> float:
+        """c*, the divisor for the upper estimate of the tokens; never above `unbiased`."""
+        settings = self._settings
+        deviation = max(self.deviation, _LEAST_DEVIATION_RATIO * self.mean)
+        careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
+        return min(self.unbiased, careful)
+
+    @property
+    def optimistic(self) -> float:
+        """The divisor for the lower bound of the tokens."""
+        return self.mean * self._settings.optimistic_factor
+
+    def standard_error(self, size_bytes: float) -> float:
+        """Standard deviation of the estimated tokens of a text."""
+        return _STANDARD_PER_MEAN_ABSOLUTE * self.deviation * size_bytes / (self.mean * self.mean)
+
+    def observe(self, size_bytes: float, tokens: float) -> None:
+        """Learn from a text of `size_bytes` that had `tokens`; impossible values are ignored."""
+        if size_bytes <= 0 or tokens <= 0:
+            return
+        settings = self._settings
+        factor = settings.outlier_factor
+        observed = min(max(size_bytes / tokens, self.mean / factor), self.mean * factor)
+        weight = min(1.0, tokens / settings.full_weight_tokens)
+        step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
+        self.deviation += step * (abs(observed - self.mean) - self.deviation)
+        # Reports that no tokenizer makes must not lead to a state that `restore` refuses.
+        self.mean = max(_LEAST_MEAN, self.mean + step * (observed - self.mean))
+        # Beyond this weight the warm-up is over.
+        self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
+
+    def state(self) -> dict[str, object]:
+        """Everything learned (see `snapshot`)."""
+        return {"mean": self.mean, "deviation": self.deviation, "weight": self.weight}
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore what `state` returned (see `snapshot`)."""
+        mean = number(state, "mean", at_least=_LEAST_MEAN)
+        deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)
+        self.mean, self.deviation, self.weight = mean, deviation, weight

@@ -1,0 +1,160 @@
+"""The learned cost of a prefill, C_prefill of EWSJF.
+
+`C(b) = base_s + per_token_s * b` for a prompt of `b` tokens is fitted by least squares, with less weight on
+older observations. An observation is the time from dispatch to first token of a request whose prefill had its
+replica to itself. Requests that share a replica wait for each other, and would count the same time twice.
+
+Each pool has a fit of its own, since pools may run on unlike hardware: the planner recommends it where that
+is cheaper. A pool that has shown little so far borrows the fit of all pools together.
+
+Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. A prior counts as a few
+observations and fades as real ones arrive.
+"""
+
+from typing import Annotated
+
+from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
+from serve_app.core.settings_base import INNER_SHARE, POSITIVE, settings
+
+_STATE_VERSION = 1
+_POOLS_VERSION = 2
+# Prefills after which a pool's own fit outweighs its prior, see `prior_weight`.
+_OWN = 8
+
+
+@settings(block="prefill_cost")
+class PrefillCostSettings:
+    """Prior and memory of the fit."""
+
+    # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two affects the order.
+    prior_base_s: Annotated[float, POSITIVE] = 0.03
+    # See `prior_base_s`.
+    prior_per_token_s: Annotated[float, POSITIVE] = 1e-4
+    # Factor on the weight of earlier observations at each new one: about the last 200 count.
+    keep: Annotated[float, INNER_SHARE] = 0.995
+    # Weight of the prior, in observations.
+    prior_weight: Annotated[float, POSITIVE] = 4.0
+
+
+class PrefillCost:
+    """One fit: of a pool, or of all pools of a model."""
+
+    def __init__(self, settings: PrefillCostSettings) -> None:
+        self._settings = settings
+        self._sums = [0.0] * 5
+        for tokens in (64.0, 4096.0):
+            seconds = settings.prior_base_s + settings.prior_per_token_s * tokens
+            self._add(tokens, seconds, settings.prior_weight)
+        self.base_s, self.per_token_s = settings.prior_base_s, settings.prior_per_token_s
+        self.observations = 0
+
+    def seconds(self, tokens: float) -> float:
+        """C_prefill of a prompt of `tokens`; always positive."""
+        return self.base_s + self.per_token_s * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
+        if tokens < 1 or seconds <= 0:
+            return
+        self.observations += 1
+        keep, x = self._settings.keep, float(tokens)
+        weight, xs, ys, xxs, xys = self._sums
+        # As `_add` with a weight of 1, at once: this is learned from nearly every first token.
+        self._sums = [
+            weight * keep + 1.0,
+            xs * keep + x,
+            ys * keep + seconds,
+            xxs * keep + x * x,
+            xys * keep + x * seconds,
+        ]
+        self._fit()
+
+    def state(self) -> dict[str, object]:
+        """Everything learned (see `snapshot`)."""
+        return {
+            "version": _STATE_VERSION,
+            "sums": list(self._sums),
+            "base_s": self.base_s,
+            "per_token_s": self.per_token_s,
+            "observations": self.observations,
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore what `state` returned (see `snapshot`); it fades like any observation."""
+        check_version(state, _STATE_VERSION)
+        sums = numbers(state, "sums", len(self._sums), at_least=0)
+        base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
+        if not (base_s > 0 and sums[0] > 0):
+            raise ValueError(f"learned state: no prefill costs {base_s} s; delete the state to learn anew")
+        observations = int(number(state, "observations", at_least=0))
+        self._sums, self.base_s, self.per_token_s = sums, base_s, per_token_s
+        self.observations = observations
+
+    def _add(self, x: float, y: float, weight: float) -> None:
+        for place, value in enumerate((1.0, x, y, x * x, x * y)):
+            self._sums[place] += weight * value
+
+    def _fit(self) -> None:
+        weight, x, y, xx, xy = self._sums
+        spread = weight * xx - x * x
+        if spread <= 0:
+            return
+        slope = (weight * xy - x * y) / spread
+        # More tokens never cost less, and no prompt is free; noise may suggest otherwise for a while.
+        self.per_token_s = max(slope, 1e-9)
+        self.base_s = max((y - self.per_token_s * x) / weight, 1e-4)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefillCost {self.base_s:.4f} s + {self.per_token_s * 1e3:.4f} ms/token n={self.observations}>"
+        )
+
+
+class PrefillCosts:
+    """The fits of a model's pools.
+
+    Attributes:
+        shared: the fit of all pools together.
+    """
+
+    def __init__(self, settings: PrefillCostSettings) -> None:
+        self._settings = settings
+        self._by_pool: dict[str, PrefillCost] = {}
+        self.shared = PrefillCost(settings)
+
+    def of(self, pool: str) -> PrefillCost:
+        """The cost of a prefill in a pool: its own fit, or the shared one while it has shown little."""
+        own = self._by_pool.get(pool)
+        return self.shared if own is None or own.observations < _OWN else own
+
+    def observe(self, pool: str, tokens: int, seconds: float) -> None:
+        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
+        if pool not in self._by_pool:
+            self._by_pool[pool] = PrefillCost(self._settings)
+        for cost in (self._by_pool[pool], self.shared):
+            cost.observe(tokens, seconds)
+
+    def state(self) -> dict[str, object]:
+        """Everything learned (see `snapshot`)."""
+        return {
+            "version": _POOLS_VERSION,
+            "shared": self.shared.state(),
+            "pools": {pool: cost.state() for pool, cost in self._by_pool.items()},
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore what `state` returned (see `snapshot`)."""
+        check_version(state, _POOLS_VERSION)
+        shared = self._restored(section(state, "shared"))
+        pools = section(state, "pools")
+        by_pool = {pool: self._restored(section(pools, pool)) for pool in pools}
+        self.shared, self._by_pool = shared, by_pool
+
+    def _restored(self, state: Snapshot) -> PrefillCost:
+        cost = PrefillCost(self._settings)
+        cost.restore(state)
+        return cost
+
+    def __repr__(self) -> str:
+        pools = " ".join(f"{pool}={cost}" for pool, cost in self._by_pool.items())
+        return f"<PrefillCosts shared={self.shared} {pools}".rstrip() + ">"

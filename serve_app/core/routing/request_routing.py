@@ -1,0 +1,249 @@
+"""Request routing: the pools that a request may go to, or why it may not even wait for them.
+
+Most requests may go to any replica of several pools (`core.routing.pools`). A *bound* request refers to what
+one replica keeps, such as an earlier response, and no other can serve it. It waits for that replica alone.
+While the replica is not connected it waits for a grace period, which covers one that reconnects and the start
+of another scheduler. After that it is refused: what it refers to is gone with the replica.
+
+A request for a LoRA adapter goes to pools where some replica lists the adapter. While none does it waits for
+the same time, and is then refused as one for an unknown model.
+"""
+
+from collections.abc import Iterator
+
+from serve_app.core.admission.admission import Admission, too_long
+from serve_app.core.admission.outages import Outages
+from serve_app.core.commands import ContextLearned
+from serve_app.core.queueing.request_queue import RequestQueue
+from serve_app.core.request import ScheduledRequest
+from serve_app.core.routing.estimation.estimate import TokenEstimate
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.observed import LearnedContext
+from serve_app.core.routing.pools import PoolRouter, least_budget_tokens
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Destination, Request, Usage
+
+Route = tuple[tuple[str, ...], Conclusion | None]
+"""The pools of a request, its home first, and its refusal where it may not wait for them."""
+
+
+class RequestRouting:
+    """Routes the requests of one model.
+
+    Args:
+        grace_s: how long a bound request waits for a replica that is not connected.
+    """
+
+    def __init__(
+        self, router: PoolRouter, admission: Admission, ledger: ReplicaLedger, grace_s: float
+    ) -> None:
+        self._router = router
+        self._admission = admission
+        self._ledger = ledger
+        self._grace_s = grace_s
+        # What requests need and no connected replica is or holds, by the time when that was noticed.
+        self._missing_since: dict[Destination, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
+
+    def route(self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0) -> Route:
+        """Where a request may go.
+
+        Args:
+            above_tokens: context limit of the longest engine that refused it as too long.
+        """
+        bound_to = request.bound_to
+        if bound_to is not None:
+            return self._route_bound(bound_to, request, estimate, now, above_tokens)
+        if request.spec.adapter is not None:
+            return self._route_adapter(request.spec.adapter, request, estimate, now, above_tokens)
+        pools = self._router.route(request, estimate, above_tokens=above_tokens)
+        if not pools:
+            return pools, too_long(request, estimate, self._router.longest_context())
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
+        """The same for a request that has been admitted."""
+        return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
+
+    def next_at(self) -> float | None:
+        """When requests have to be refused because their replica has not come back; None while none wait."""
+        return min(self._missing_since.values()) + self._grace_s if self._missing_since else None
+
+    def is_due(self, now: float) -> bool:
+        """Whether that time has come: waiting requests have to be routed again."""
+        next_at = self.next_at()
+        return next_at is not None and now >= next_at
+
+    def forget_overdue(self, now: float) -> None:
+        """All that wait have been routed again: who comes now for such a replica begins a new grace."""
+        overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
+        for missing in overdue:
+            del self._missing_since[missing]
+
+    def _route_bound(
+        self, bound_to: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+    ) -> Route:
+        replica = self._ledger.get(bound_to)
+        if replica is None or not replica.joined:
+            # Where it waits does not matter: it goes nowhere before its replica is there.
+            # One that only runs what an earlier scheduler sent it has no pool yet.
+            pool = "" if replica is None else replica.spec.pool
+            pools = (pool,) if pool else self._router.order()[-1:]
+            gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
+            return pools, self._admission.refuse_outage(request, pools, now) or gone
+        self._missing_since.pop(Destination(bound_to), None)
+        pools = (replica.spec.pool,)
+        if pools[0] not in self._router.order():
+            # It drains: the application was deployed anew, and has no such pool any more.
+            return self._router.order()[-1:], _gone(bound_to)
+        is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
+        if is_too_long or replica.context_limit <= above_tokens:
+            return pools, too_long(request, estimate, replica.context_limit)
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _route_adapter(
+        self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
+    ) -> Route:
+        order = self._router.order()
+        holders = [
+            state for state in self._ledger.holders.of(adapter) if state.joined and state.spec.pool in order
+        ]
+        routed = self._router.route(request, estimate, above_tokens=above_tokens)
+        missing = Destination(adapter=adapter)
+        if not holders:
+            pools = routed or order[-1:]
+            unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
+            return pools, self._admission.refuse_outage(request, pools, now) or unknown
+        self._missing_since.pop(missing, None)
+        held = {state.spec.pool for state in holders}
+        least = least_budget_tokens(request, estimate)
+        pools = tuple(pool for pool in routed if pool in held) or tuple(
+            pool
+            for pool in order
+            if pool in held and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
+        )
+        if not pools:
+            return pools, too_long(request, estimate, max(state.context_limit for state in holders))
+        return pools, self._admission.refuse_outage(request, pools, now)
+
+    def _is_overdue(self, missing: Destination, now: float) -> bool:
+        return now >= self._missing_since.setdefault(missing, now) + self._grace_s
+
+
+def _unknown_adapter(adapter: str) -> Conclusion:
+    return Conclusion(
+        Outcome.REJECTED_UNKNOWN_MODEL,
+        f"no engine lists the adapter {adapter[:100]!r} any more: load it, or ask for its base model",
+    )
+
+
+def _gone(replica_id: str) -> Conclusion:
+    return Conclusion(
+        Outcome.REJECTED_UNKNOWN_RESPONSE,
+        f"what this request refers to was kept by replica {replica_id} alone, which is gone: send the whole "
+        "conversation",
+    )
+
+
+# Rerouting: waiting requests get other pools, or are refused, when what they were routed by has changed.
+#
+# That is any context limit of a pool, which pools are out, `B_short`, and for a request that only some
+# replicas will do for, each replica that comes or goes. In a fleet of like replicas one more makes no
+# difference, so nobody is routed again for it, however many wait.
+
+
+Refused = Iterator[tuple[ScheduledRequest, Conclusion]]
+"""Waiting requests that no pool can take any more, one after the other; the caller removes each."""
+
+
+class Rerouting:
+    """Routes the waiting requests of one model again."""
+
+    def __init__(
+        self, queue: RequestQueue, routing: RequestRouting, ledger: ReplicaLedger, outages: Outages
+    ) -> None:
+        self._queue = queue
+        self._routing = routing
+        self._ledger = ledger
+        self._outages = outages
+        self._routed_by = self._inputs()
+
+    def __repr__(self) -> str:
+        return f"<Rerouting {self._ledger.contexts}>"
+
+    def all_waiting(self, now: float) -> Refused:
+        """Route all of them, and yield those that are refused."""
+        self._routed_by = self._inputs()
+        for scheduled in list(self._queue):
+            pools, refusal = self._routing.route_again(scheduled, now)
+            if refusal:
+                yield scheduled, refusal
+            elif pools != scheduled.pools:
+                self._queue.reroute(scheduled, pools)
+
+    def on_fleet_change(self, now: float) -> Refused:
+        """The same if a replica that has come or gone makes a difference to any of them."""
+        self._outages.observe(self._ledger.has_alive, now)
+        if self._queue.particular or self._inputs() != self._routed_by:
+            yield from self.all_waiting(now)
+
+    def _inputs(self) -> tuple[int, int]:
+        return self._ledger.contexts.changes, self._outages.changes
+
+
+# What requests teach of the context limits of replicas that do not tell theirs; see `learned_context`.
+
+
+class ContextLearning:
+    """Feeds the learned limits of a ledger, and tells which have changed."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+
+    def on_refusal(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
+        """The replica that a request runs on has refused it as too long."""
+        assert scheduled.replica_id is not None
+        if (context := self._context(scheduled.replica_id)) is None:
+            return []
+        before = context.limit_tokens
+        estimated = scheduled.estimate.prompt_tokens + _asked_output(scheduled)
+        context.on_refusal(estimated, stated_tokens)
+        scheduled.too_long_for += (scheduled.replica_id,)
+        return self._changed(scheduled.replica_id, context, before)
+
+    def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
+        """A request is complete, and its engine has counted it."""
+        # Of several prompts in one request only the sum is counted.
+        if scheduled.request.shape.prompts != 1 or scheduled.request.spec.choices != 1:
+            return []
+        changed: list[ContextLearned] = []
+        # The answer counts for one token: an engine that shifts its context may generate without end.
+        served = usage.prompt_tokens + min(1, usage.output_tokens)
+        asked = usage.prompt_tokens + _asked_output(scheduled)
+        if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
+            before = context.limit_tokens
+            context.on_served(served)
+            changed += self._changed(scheduled.replica_id, context, before)
+        for replica_id in scheduled.too_long_for:
+            if (context := self._context(replica_id)) is not None:
+                before = context.limit_tokens
+                context.on_counted(asked)
+                changed += self._changed(replica_id, context, before)
+        return changed
+
+    def _context(self, replica_id: str) -> LearnedContext | None:
+        state = self._ledger.get(replica_id)
+        return None if state is None else state.context
+
+    def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
+        if context.limit_tokens == before:
+            return []
+        self._ledger.on_context_learned(replica_id)
+        return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
+
+
+def _asked_output(scheduled: ScheduledRequest) -> int:
+    """The answer that an engine has to make room for: what the client asks for, and else whatever is left."""
+    return scheduled.request.spec.max_output_tokens or 0

@@ -1,0 +1,319 @@
+"""The number of replicas of every pool of a model, decided together once a second."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from serve_app.core.routing.snapshot import Snapshot, number, section
+from serve_app.core.scaling.observation import PoolSpeed, PoolView, StartTime
+from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool, ScalingSettings
+
+# Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
+_LOAD_TIME_CONSTANT_S = 20.0
+# A backlog of less than this is no reason for another engine, even if that starts at once.
+_LEAST_HORIZON_S = 30.0
+# What rounding may add to a need that is a whole number.
+_ROUNDING = 1e-6
+_UNBOUNDED = AutoscalingSettings(min_replicas=0, max_replicas=1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolDecision:
+    """What a pool should have, and why.
+
+    Attributes:
+        replicas: the number to run.
+        needed: the need that it follows from, before rounding, delays, bounds and the GPU budget.
+        reason: in words.
+        ready: replicas that take requests now.
+        load: engines that the arrivals fill.
+        backlog_s: seconds of one engine that wait.
+        oldest_wait_s: the longest wait at the head of its queue.
+        start_s: how long an engine takes to start, as far as is known.
+        may_shrink: False while more replicas than these are to be left as they are.
+    """
+
+    replicas: int
+    needed: float
+    reason: str
+    ready: int
+    load: float = 0.0
+    backlog_s: float = 0.0
+    oldest_wait_s: float = 0.0
+    start_s: float = 0.0
+    may_shrink: bool = True
+
+
+class _RecentLoad:
+    """The rate at which work arrives, in engines that it fills: the exponential mean of the recent past.
+
+    A damped trend and the season of the arrivals were compared with it at commit 0bce4ea.
+    """
+
+    def __init__(self, time_constant_s: float) -> None:
+        self._time_constant_s = time_constant_s
+        self.engines = 0.0
+
+    def observe(self, engine_s: float, elapsed_s: float) -> None:
+        """Take in the work that has arrived since the last call, in seconds of an engine."""
+        if elapsed_s > 0:
+            share = -math.expm1(-elapsed_s / self._time_constant_s)
+            self.engines += share * (engine_s / elapsed_s - self.engines)
+
+
+class PoolScaler:
+    """Follows one pool.
+
+    Args:
+        pool: its bounds.
+        load_time_constant_s: of the mean load.
+    """
+
+    def __init__(self, pool: ScaledPool, load_time_constant_s: float = _LOAD_TIME_CONSTANT_S) -> None:
+        self._settings = pool.autoscaling or _UNBOUNDED
+        self._load = _RecentLoad(load_time_constant_s)
+        self._speed = PoolSpeed()
+        self.start_time = StartTime()
+        # Needs of the last `downscale_delay_s`, each greater than all that come after it.
+        self._needs: deque[tuple[float, int]] = deque()
+        self._last: PoolView | None = None
+        self._at = self._born_at = -math.inf
+        # The most replicas that were seen at once while it was young.
+        self._found = 0
+        self.desired: int | None = None
+
+    def change(self, pool: ScaledPool) -> None:
+        """Other bounds hold from now on."""
+        self._settings = pool.autoscaling or _UNBOUNDED
+
+    def decide(self, view: PoolView, now: float) -> PoolDecision:
+        """What the pool should have; time never goes back."""
+        if self._last is None:
+            self._born_at = now
+        self._learn(view, now)
+        needed, reason, load, backlog_s = self._need(view)
+        replicas = self._bounded(view, math.ceil(needed - _ROUNDING), now)
+        if replicas > math.ceil(needed - _ROUNDING):
+            reason = f"{reason}; its minimum or the last {self._settings.downscale_delay_s:g} s ask for more"
+        self._last, self._at = view, now
+        return PoolDecision(
+            replicas=replicas,
+            needed=needed,
+            reason=reason,
+            ready=view.ready,
+            load=load,
+            backlog_s=backlog_s,
+            oldest_wait_s=view.oldest_wait_s,
+            start_s=self.start_time.seconds,
+            may_shrink=not self._is_young(now),
+        )
+
+    def settle(self, replicas: int, now: float) -> None:
+        """So many replicas will be ordered, which the GPU budget may have changed."""
+        if self.desired is not None:
+            self.start_time.on_order(replicas - self.desired, now)
+        self.desired = replicas
+
+    def _learn(self, view: PoolView, now: float) -> None:
+        speed, last = self._speed, self._last
+        if view.ready:
+            speed.slots = view.slots / view.ready
+        if view.stated is not None:
+            speed.state(*view.stated)
+        speed.set_prefill(view.prefill_token_s)
+        self.start_time.on_ready(view.replica_ids, now)
+        if last is None or now <= self._at:
+            return
+        elapsed_s = now - self._at
+        # A new scheduler counts from zero again.
+        prefill_tokens = max(0, view.arrived_prefill_tokens - last.arrived_prefill_tokens)
+        output_tokens = max(0, view.arrived_output_tokens - last.arrived_output_tokens)
+        token_s = view.prefill_token_s or 0.0
+        prefill_ratio = prefill_tokens * token_s / (elapsed_s * max(1, view.ready))
+        for sequences, tpot_s in view.reports:
+            speed.observe(sequences, tpot_s, prefill_ratio)
+        known = speed.now(view.tpot_limit_s)
+        engine_s = 0.0 if known is None else known.seconds(prefill_tokens, output_tokens)
+        self._load.observe(engine_s, elapsed_s)
+
+    def _need(self, view: PoolView) -> tuple[float, str, float, float]:
+        speed = self._speed.now(view.tpot_limit_s)
+        start_s = self.start_time.seconds
+        if speed is None:
+            needed, reason, load, backlog_s = (*self._by_slots(view), 0.0, 0.0)
+        else:
+            load = self._load.engines
+            backlog_s = speed.seconds(view.waiting_prefill_tokens, view.waiting_output_tokens)
+            needed, reason = self._by_work(view, load, backlog_s, start_s)
+        coming = max(0, (self.desired or 0) - view.ready)
+        if view.oldest_wait_s > self._settings.target_wait_s and not coming and needed <= view.ready:
+            needed, reason = view.ready + 1.0, f"a request has waited for {view.oldest_wait_s:.1f} s"
+        if view.is_wanted or self._arrived(view):
+            # However little it is, one engine has to do it.
+            needed = max(needed, _ROUNDING * 2)
+        else:
+            needed, reason = 0.0, "nothing waits, runs or arrives"
+        return needed, reason, load, backlog_s
+
+    def _by_work(self, view: PoolView, load: float, backlog_s: float, start_s: float) -> tuple[float, str]:
+        horizon_s = max(_LEAST_HORIZON_S, start_s)
+        return max(
+            (load / self._settings.target_utilization_ratio, f"arrivals fill {load:.2f} engines"),
+            (
+                load + backlog_s / horizon_s,
+                f"{backlog_s:.1f} s of an engine wait, and arrivals fill {load:.2f}",
+            ),
+            (view.full_ratio * view.ready, f"{view.full_ratio:.0%} of its engines is in use"),
+        )
+
+    def _by_slots(self, view: PoolView) -> tuple[float, str]:
+        """Without a known speed: by the number of requests."""
+        requests = view.in_flight + view.waiting_requests
+        slots = max(1.0, self._speed.slots)
+        if not view.ready and self._speed.slots < 1:
+            return float(min(requests, 1)), f"{requests} requests, and no engine has run yet"
+        needed = requests / (slots * self._settings.target_utilization_ratio)
+        return needed, f"{requests} requests for {slots:.0f} slots each; the engines' speed is not known yet"
+
+    def _arrived(self, view: PoolView) -> bool:
+        return self._last is not None and view.arrived_requests > self._last.arrived_requests
+
+    def _bounded(self, view: PoolView, needed: int, now: float) -> int:
+        settings, needs = self._settings, self._needs
+        while needs and needs[-1][1] <= needed:
+            needs.pop()
+        needs.append((now, needed))
+        while needs[0][0] < now - settings.downscale_delay_s:
+            needs.popleft()
+        replicas = max(needs[0][1], settings.min_replicas)
+        if self._is_young(now):
+            # What is there has had its reasons, and a report that is late for a moment is no reason.
+            self._found = max(self._found, view.ready)
+            replicas = max(replicas, self._found)
+        return min(replicas, settings.max_replicas)
+
+    def _is_young(self, now: float) -> bool:
+        return now - self._born_at < self._settings.downscale_delay_s
+
+
+# Who gets the next GPU when the pools need more than there are.
+#
+# Every pool first gets its minimum. Then pools without any get one. After that the pool whose replicas would
+# have the most to do, by need over replicas, gets the next one, until nothing fits or nobody needs more. That
+# evens out the shortage. Of equal pools the one listed first is served, which is the one of short requests.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNeed:
+    """What a pool asks for.
+
+    Attributes:
+        replicas: number of replicas.
+        needed: the same before rounding and bounds.
+        least: number that it has in any case.
+        gpus: of one replica.
+    """
+
+    replicas: int
+    needed: float
+    least: int
+    gpus: float
+
+
+def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str, int]:
+    """Replicas of each pool, within the budget; without one, all that they ask for."""
+    if budget is None or sum(need.replicas * need.gpus for need in needs.values()) <= budget:
+        return {pool: need.replicas for pool, need in needs.items()}
+    given = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
+    left = budget - sum(needs[pool].gpus * count for pool, count in given.items())
+    while pool := _next(needs, given, left):
+        given[pool] += 1
+        left -= needs[pool].gpus
+    return given
+
+
+def _next(needs: Mapping[str, PoolNeed], given: Mapping[str, int], left: float) -> str:
+    """The pool that gets the next replica; empty when none fits or is asked for."""
+    asking = [
+        pool for pool, need in needs.items() if given[pool] < need.replicas and need.gpus <= left + 1e-9
+    ]
+    # A pool without any comes before those that have some.
+    return max(
+        asking,
+        key=lambda pool: (given[pool] == 0, needs[pool].needed / max(1, given[pool])),
+        default="",
+    )
+
+
+class FleetScaler:
+    """Decides for all pools of a model."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._pools = {name: PoolScaler(pool) for name, pool in settings.pools.items()}
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools that it decides for."""
+        return tuple(self._pools)
+
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide within other bounds from now on; what was learned of the same pools stays."""
+        self._settings = settings
+        for name, scaler in self._pools.items():
+            scaler.change(settings.pools[name])
+
+    def state(self) -> dict[str, object]:
+        """What was learned and cannot be seen again at once, as plain values: the start times of engines."""
+        learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
+        return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
+
+    def restore(self, state: Snapshot) -> None:
+        """Go on from what `state` returned; pools that are not there any more are left out.
+
+        Raises:
+            ValueError: a value is missing or out of range; nothing was restored then.
+        """
+        kept = section(state, "start_s")
+        found = {name: number(kept, name, at_least=0) for name in kept if name in self._pools}
+        for name, seconds in found.items():
+            self._pools[name].start_time.restore(seconds)
+
+    def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
+        """What every pool should have.
+
+        Args:
+            views: one for each pool.
+            now: seconds; never less than at the call before.
+        """
+        decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
+        needs = {name: self._need(name, decision) for name, decision in decisions.items()}
+        given = share_gpus(needs, self._settings.gpu_budget)
+        for name, scaler in self._pools.items():
+            scaler.settle(given[name], now)
+            if self._settings.pools[name].replicas is not None:
+                # What it would need is told; what it takes of the budget is what it has.
+                continue
+            if given[name] < decisions[name].replicas:
+                reason = f"{decisions[name].reason}; the GPU budget leaves no more"
+                decisions[name] = replace(
+                    # What it has beyond this is another pool's by now.
+                    decisions[name],
+                    replicas=given[name],
+                    reason=reason,
+                    may_shrink=True,
+                )
+        return decisions
+
+    def _need(self, name: str, decision: PoolDecision) -> PoolNeed:
+        pool = self._settings.pools[name]
+        return PoolNeed(
+            replicas=decision.replicas if pool.replicas is None else pool.replicas,
+            needed=decision.needed,
+            least=pool.least,
+            gpus=pool.gpus,
+        )
+
+    def __repr__(self) -> str:
+        return f"<FleetScaler {', '.join(f'{name} {each.desired}' for name, each in self._pools.items())}>"

@@ -1,0 +1,441 @@
+"""The scheduler: which request goes next, to which replica, and when, decided by a machine without a clock.
+
+Theory of operation. `handle(event, now)` first ends what time has ended (queue timeouts, old reports), then
+applies the event, then dispatches until no head of any sub-queue fits anywhere. It returns the commands, in
+order. `next_wakeup()` says when time alone will change something. The live scheduler and the simulator do the
+same three things with it: feed events, carry out commands, arm the next wake-up.
+
+A request is in exactly one of three places: in the queue, on a replica in the ledger, or concluded and
+forgotten.
+
+Rules:
+- A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
+- Late binding: a request waits for *a pool that may serve it*. Pools first serve requests that are at home in
+  them, then those that spill.
+- A head that does not fit holds up the sub-queue behind it, or small requests would starve large ones.
+- An event about a request that is unknown, or not where the event says, changes nothing: it crossed another
+  event on its way.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from serve_app.core import commands as cmd
+from serve_app.core import events as ev
+from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
+from serve_app.core.accounting.waits import WaitWatch, note_attempt, wait_breakdown
+from serve_app.core.admission.admission import Admission
+from serve_app.core.admission.wait_prediction import SlotRate
+from serve_app.core.dispatch.backpressure import EngineBackpressure, LoneBatch
+from serve_app.core.dispatch.dispatcher import Choice, Dispatcher, Placement
+from serve_app.core.dispatch.engine_priority import EnginePriorities
+from serve_app.core.dispatch.in_flight import InFlight, exhausted, note_earlier_dispatches, note_put_back
+from serve_app.core.dispatch.pass_through import PassThrough
+from serve_app.core.dispatch.suspensions import Suspensions
+from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillWatch
+from serve_app.core.policies import POLICIES, MakePolicy, make_policy
+from serve_app.core.policies.protocol import PolicyInputs
+from serve_app.core.queueing.expiry import ExpiryHeap, earliest
+from serve_app.core.queueing.request_queue import RequestQueue
+from serve_app.core.request import RequestTable, ScheduledRequest
+from serve_app.core.retuning import checked_retuning
+from serve_app.core.routing.adaptive_b_short import ArrivedWork
+from serve_app.core.routing.estimation.estimate import TokenEstimator
+from serve_app.core.routing.ledger import ReplicaLedger
+from serve_app.core.routing.pools import PoolRouter
+from serve_app.core.routing.prefill_cost import PrefillCosts
+from serve_app.core.routing.prefix import PrefixAffinity
+from serve_app.core.routing.replica_state import Hold
+from serve_app.core.routing.request_routing import ContextLearning, Refused, RequestRouting, Rerouting
+from serve_app.core.settings import SchedulerSettings
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Request
+
+
+class Scheduler:
+    """The scheduler of one model.
+
+    Args:
+        now: time at which it begins, in seconds on the clock that its events will use.
+        policies: what `settings.policy` may name; simulations add research baselines.
+        estimator: instead of the one that the settings describe; simulations add noise to it.
+
+    Attributes:
+        queue: the requests that wait.
+        ledger: the replicas and what they have been promised.
+        estimator: what has been learned of bytes per token and of output lengths.
+        suspensions: which replicas get nothing for a while, because they fail.
+        affinity: which replicas have probably cached which prompts.
+        isolation: what counts as a long prefill.
+        dispatcher: the order of service.
+        in_flight: the requests on replicas, and whose they are.
+        prefill_costs: how long prefills take in each pool.
+        passing: who is not scheduled.
+        admission: who may wait, and how long that is predicted to take.
+        router: which pools a request may go to.
+        arrived: the work that has arrived so far, for whoever scales the pools.
+        waits: what keeps waiting requests waiting.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        now: float = 0.0,
+        policies: Mapping[str, MakePolicy] = POLICIES,
+        estimator: TokenEstimator | None = None,
+    ) -> None:
+        self.settings = settings
+        self.prefill_costs = PrefillCosts(settings.prefill_cost)
+        inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
+        self._policy = make_policy(settings.policy, inputs, policies)
+        self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)
+        backpressure = settings.backpressure_in_force
+        self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
+        self.ledger = ReplicaLedger(
+            backpressure=self._backpressure,
+            report_limit_s=backpressure.report_limit_s,
+            kv_fill_ratio=backpressure.kv_fill_ratio,
+        )
+        self.estimator = estimator or TokenEstimator(settings.estimator)
+        self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
+        self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
+        self.suspensions = Suspensions(self.ledger)
+        priorities = EnginePriorities(settings.engine_priority)
+        self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)
+        self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
+        placement = Placement(self.ledger, self.isolation, self.affinity)
+        self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
+        self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
+        self.passing = PassThrough(settings.active_share, self.ledger)
+        self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.told)
+        self._contexts = ContextLearning(self.ledger)
+        self.arrived = ArrivedWork(settings.routing.pools)
+        slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
+        self.admission = Admission(settings, self.queue, slots, now)
+        self._routing = RequestRouting(self.router, self.admission, self.ledger, settings.no_replica_grace_s)
+        self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
+        self._expiry = ExpiryHeap()
+        self._requests = RequestTable()
+        self._lone_batch = LoneBatch(self._requests, self._backpressure, self.ledger)
+        self._sequence = 0
+        self._now = now
+        self._commands: list[cmd.Command] = []
+        self._handlers: Mapping[type, Callable[[Any, float], None]] = {
+            ev.Arrived: self._on_arrival,
+            ev.Resumed: self._on_resume,
+            ev.FirstToken: self._on_first_token,
+            ev.Finished: self._on_finish,
+            ev.DispatchFailed: self._on_dispatch_failure,
+            ev.Cancelled: self._on_cancel,
+            ev.GatewayLost: self._on_gateway_loss,
+            ev.ReplicaJoined: self._on_replica_join,
+            ev.ReplicaReported: self._on_report,
+            ev.ReplicaLost: self._on_replica_loss,
+            ev.PartitionChanged: self._on_partition_change,
+            ev.Retuned: self._on_retune,
+            ev.ActiveShareChanged: lambda event, _now: self.passing.change(event.active_share),
+            ev.Woke: lambda _event, _now: None,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
+        """Fold one event in and return what to do about it, in order.
+
+        Args:
+            now: seconds; never less than at the call before.
+
+        Raises:
+            ValueError: time went back.
+        """
+        if now < self._now:
+            raise ValueError(
+                f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
+            )
+        self._now = now
+        self.queue.on_time(now)
+        commands = self._commands = []
+        self._end_overdue(now)
+        self._handlers[type(event)](event, now)
+        self._dispatch(now)
+        self.waits.settle(now)
+        return commands
+
+    def next_wakeup(self) -> float | None:
+        """When time alone changes something; None when only an event can."""
+        waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
+        report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
+        return earliest(waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at())
+
+    def find(self, request_id: str) -> ScheduledRequest | None:
+        """The request as it stands, None when it is unknown or over."""
+        return self._requests.get(request_id)
+
+    def requests_of(self, gateway_id: str) -> list[ScheduledRequest]:
+        """All requests of one gateway, waiting and running."""
+        return self._requests.of_gateway(gateway_id)
+
+    def queue_snapshot(self, now: float, most: int = MAX_SUB_QUEUES) -> QueueSnapshot:
+        """Which requests wait where, and why, with at most so many sub-queues; for people."""
+        parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
+        return take_queue_snapshot(*parts, now, most)
+
+    def __len__(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        running = len(self._requests) - len(self.queue)
+        return f"<Scheduler {self.settings.model} waiting={len(self.queue)} running={running} {self.ledger}>"
+
+    # Events about requests
+
+    def _on_arrival(self, event: ev.Arrived, now: float) -> None:
+        request = event.request
+        if request.request_id in self._requests:
+            return
+        scheduled = self._admit(request, now)
+        if scheduled is None:
+            return
+        choice = self.passing.choice(scheduled)
+        denial = self.admission.denial(scheduled, now) if choice is None else None
+        if denial is not None and not self.dispatcher.fits(scheduled, now):
+            self._conclude(request, self.admission.deny(scheduled, denial, now))
+            return
+        self._remember(scheduled)
+        is_lone = choice is None and denial is None and not self.queue.waiting
+        if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
+            self._send(lone, now)
+            self.dispatcher.on_lone_dispatch(scheduled, now)
+            return
+        self._enqueue(scheduled)
+        if choice is not None:
+            self._send(choice, now)
+        elif denial is not None:
+            # It may go at once: those that wait may be waiting for another pool.
+            self._dispatch(now)
+            if scheduled.queued:
+                self._refuse_waiting(scheduled, self.admission.deny(scheduled, denial, now))
+
+    def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
+        estimate = self.estimator.estimate(request)
+        pools, refusal = self._routing.route(request, estimate, now)
+        if refusal := self.admission.refuse(request, estimate, refusal, now):
+            if refusal.outcome is Outcome.REJECTED_NO_REPLICA:
+                self.arrived.add(pools, request, estimate)
+            self._conclude(request, refusal)
+            return None
+        self._sequence += 1
+        scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
+        scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
+        self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
+        self.isolation.on_arrival(scheduled, now)
+        note_earlier_dispatches(scheduled, self.settings)
+        return scheduled
+
+    def _on_resume(self, event: ev.Resumed, now: float) -> None:
+        """The gateway that holds the request is right about where it runs."""
+        scheduled = self._requests.get(event.request.request_id)
+        if scheduled is None:
+            estimate = self.estimator.estimate(event.request)
+            self._sequence += 1
+            home = self.settings.routing.pools[:1]
+            scheduled = ScheduledRequest(event.request, estimate, self._sequence, home)
+            self._remember(scheduled)
+        elif scheduled.replica_id == event.replica_id:
+            if event.started:
+                self.in_flight.start(scheduled, now)
+            return
+        else:
+            self._take_from_its_place(scheduled, now)
+        hold = Hold(scheduled.estimate.expected_tokens)
+        self.in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
+        self._on_held(scheduled, event.replica_id)
+
+    def _on_first_token(self, event: ev.FirstToken, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is not None:
+            self.in_flight.start(scheduled, now)
+
+    def _on_finish(self, event: ev.Finished, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is None:
+            return
+        scheduled.usage = event.usage
+        # The count of an answer that broke off would teach that answers are short.
+        if event.outcome is Outcome.COMPLETED and event.usage is not None:
+            self.estimator.observe(scheduled.request, event.usage)
+            self.queue.settle(scheduled, event.usage)
+            self._on_contexts_learned(self._contexts.on_completion(scheduled, event.usage), now)
+        dispatched = scheduled.replica_id is not None
+        if dispatched and event.outcome is Outcome.COMPLETED:
+            self.in_flight.complete(scheduled, event.usage, now)
+        self._take_from_its_place(scheduled, now)
+        self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
+
+    def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is not None:
+            dispatched = scheduled.replica_id is not None
+            self._take_from_its_place(scheduled, now)
+            self._conclude(scheduled.request, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
+
+    def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
+        for scheduled in self.requests_of(event.gateway_id):
+            if scheduled.replica_id is None:
+                self._on_cancel(ev.Cancelled(scheduled.request.request_id), now)
+
+    def _on_dispatch_failure(self, event: ev.DispatchFailed, now: float) -> None:
+        scheduled = self._requests.get(event.request_id)
+        if scheduled is None or scheduled.replica_id != event.replica_id:
+            return
+        if event.failure is ev.DispatchFailure.TOO_LONG:
+            self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
+        note_attempt(scheduled, now)
+        note_put_back(scheduled, event, self.ledger[event.replica_id], now)
+        self.in_flight.release(scheduled, now, ran=False)
+        if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
+            # An engine that failed has worked for it.
+            self.queue.refund(scheduled)
+        self.suspensions.on_failure(event.replica_id, event.failure, now)
+        if end := exhausted(scheduled, self.settings) or self.admission.overdue(scheduled, now):
+            self._conclude(scheduled.request, end, dispatched=True)
+        else:
+            self._put_back(scheduled, event.message, now)
+
+    def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
+        """Let it wait again, as `put_backs` has noted."""
+        # Routed again: an engine may have found it too long, and pools may have changed while it ran.
+        scheduled.pools, refusal = self._routing.route_again(scheduled, now)
+        if refusal:
+            if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
+                refusal = replace(refusal, message=message)
+            self._conclude(scheduled.request, refusal, dispatched=True)
+            return
+        prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
+        scheduled.cached_tokens = self.affinity.cached_tokens(scheduled.request, prompt_tokens)
+        self._enqueue(scheduled)
+
+    def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
+        if learned:
+            self._commands += learned
+            self._refuse_all(self._rerouting.all_waiting(now))
+
+    # Events about replicas
+
+    def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
+        self.ledger.join(event.spec, now)
+        self.affinity.join(event.spec)
+        self._refuse_all(self._rerouting.on_fleet_change(now))
+
+    def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
+        self.ledger.lose(event.replica_id, now)
+        self.affinity.lose(event.replica_id)
+        self._refuse_all(self._rerouting.on_fleet_change(now))
+
+    def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
+        if self.ledger.report(event.replica_id, event.report, now):
+            self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
+        state = self.ledger.get(event.replica_id)
+        if state is not None and (silent_s := state.answers.look(now)) is not None:
+            self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
+            self.ledger.open.update(state, now)
+        self.admission.outages.observe(self.ledger.has_alive, now)
+        if (moved := self.router.adapt(self.ledger, now)) is not None:
+            self._commands.append(moved)
+            self._refuse_all(self._rerouting.all_waiting(now))
+
+    # Time
+
+    def _end_overdue(self, now: float) -> None:
+        for replica_id, age_s in self.ledger.expire_reports(now):
+            self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
+            self.admission.outages.observe(self.ledger.has_alive, now)
+        self._prefills.end_overdue(now)
+        self.admission.predictor.drain.on_time(self.queue.waiting, now)
+        if self.admission.outages.pop_due(now) or self._routing.is_due(now):
+            self._refuse_all(self._rerouting.all_waiting(now))
+            self._routing.forget_overdue(now)
+        if not self.queue.waiting:
+            return
+        for scheduled in self._expiry.pop_expired(now):
+            self.queue.remove(scheduled)
+            self._conclude(scheduled.request, self.admission.expire(scheduled, now))
+        self.queue.wake(now)
+
+    # Dispatch
+
+    def _on_partition_change(self, event: ev.PartitionChanged, _now: float) -> None:
+        if self._policy.replace_partition(event.partition):
+            self.queue.requeue_all()
+
+    def _on_retune(self, event: ev.Retuned, now: float) -> None:
+        """Weights, isolation and backpressure; the ledger's own limits are not retunable."""
+        self.settings = settings = checked_retuning(self.settings, event.settings)
+        self._policy.retune(settings.ewsjf)
+        self.isolation.retune(settings.isolation)
+        self._backpressure.retune(settings.backpressure_in_force)
+        self.ledger.on_limits_changed(now)
+
+    def _dispatch(self, now: float) -> None:
+        self._lone_batch.look(now)
+        for choice in self.dispatcher.choices(now):
+            self._send(choice, now)
+
+    def _send(self, choice: Choice, now: float) -> None:
+        """Reserve what was chosen, and say so: the decision is its reservation."""
+        scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
+        if scheduled.queued:
+            self.queue.remove(scheduled)
+        self.waits.on_dispatch(scheduled, replica, now)
+        self.admission.predictor.on_dispatch(scheduled, now)
+        scheduled.prefilled_alone = replica.unstarted == 0
+        scheduled.cached_tokens = scheduled.estimate.expected_prompt_tokens - hold.prefill_tokens
+        self.in_flight.hold(scheduled, replica.spec.replica_id, hold, now)
+        self._on_held(scheduled, replica.spec.replica_id)
+        self._prefills.on_dispatch(scheduled, now)
+        rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
+        self._commands.append(cmd.dispatch_of(scheduled, replica.spec, now, rate_limits))
+
+    # The three places of a request
+
+    def _remember(self, scheduled: ScheduledRequest) -> None:
+        self._requests.add(scheduled)
+        self.admission.keys.on_admission(scheduled, self._now)
+        scheduled.counted_at = self.router.on_arrival(scheduled.estimate)
+
+    def _enqueue(self, scheduled: ScheduledRequest) -> None:
+        self.queue.add(scheduled)
+        self._expiry.add(scheduled)
+        self.dispatcher.on_enqueue(scheduled)
+
+    def _on_held(self, scheduled: ScheduledRequest, replica_id: str) -> None:
+        self.affinity.on_dispatch(replica_id, scheduled.request)
+        self.queue.charge(scheduled)
+
+    def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
+        if scheduled.queued:
+            self.queue.remove(scheduled)
+            self._expiry.prune(len(self.queue))
+        else:
+            self.in_flight.release(scheduled, now, ran=True)
+
+    def _refuse_all(self, refused: Refused) -> None:
+        for scheduled, refusal in refused:
+            self._refuse_waiting(scheduled, refusal)
+
+    def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
+        self.queue.remove(scheduled)
+        self._expiry.prune(len(self.queue))
+        self._conclude(scheduled.request, refusal)
+
+    def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
+        """Say how it ended. One that is refused on arrival was never remembered."""
+        waited = None
+        if (scheduled := self._requests.pop(request.request_id)) is not None:
+            self.router.on_departure(scheduled.estimate, scheduled.counted_at)
+            self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
+            waited = None if dispatched else wait_breakdown(scheduled, self._now)
+        if request.submission.key is not None:
+            conclusion = self.admission.keys.described(request, conclusion, self._now)
+        self._commands.append(cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited))

@@ -1,0 +1,235 @@
+"""The roofline: step times and capacity of a model on some GPUs, computed from data sheets.
+
+A step spends time in three ways on each of T tensor-parallel GPUs, which share weights and heads:
+
+    read weights      bytes of the layers and of the output layer / T / (bandwidth * efficiency)
+    compute tokens    2 * parameters that a token is multiplied with / T / (flops * efficiency)
+    attend            4 * layers * heads * head_dim operations per pair of tokens (prefill, bound by compute),
+                      or reading the KV cache of the context (decode, bound by memory)
+
+Some times do not shrink with T: a fixed time per layer, per step and per sequence, and two all-reduces per
+layer. An all-reduce costs its start in a decode step, and its bytes in a prefill: 2 (T - 1) / T of the hidden
+state, as in a ring. Weights are read while tokens are computed, so the larger time counts (`step_time`).
+
+Mixtures of experts: a token is multiplied with its own k of E experts, but an engine reads every expert to
+which any token of the batch is routed. With N tokens and uniform routing that is the share
+1 - (1 - k / E) ** N. For 64 sequences and 8 of 128 experts it is 98 %, close to a dense model of that size.
+
+Memory: weights, KV cache and the engine's own needs must fit into `gpu_memory_utilization` of the GPUs.
+Token-budget pool routing (arXiv 2604.09613) assumes a 70B model on two A100 of 80 GB with 65,536 blocks of 16
+tokens. In 16 bits that needs 141 GB + 65,536 * 16 * 320 KiB = 344 GB, together 485 GB on GPUs of 160 GB;
+about 28,000 tokens fit. Its step of 8 ms is out of reach as well: two A100 need 34 ms to read the weights at
+the peak of their bandwidth.
+
+Not modelled: queues, the engine's own scheduling, quantised weights, and kernels that are slow at some shape.
+`gpus.yaml` says which of its figures were measured, and their errors.
+
+What an engine can hold: context, sequences, and the chunk of a long prefill that suits it.
+
+vLLM refuses a `max_model_len` larger than its KV cache. A `max_num_seqs` that the cache cannot carry is
+refused by nobody and never reached. `capacity` computes these figures from a model, a card and the engine's
+arguments. Weights and other needs are those of `roofline.kv_tokens`, which finds within
+1 % what vLLM 0.19 reported for an 8B model on an RTX 4090.
+
+How many sequences a cache carries depends on their length. `usual_tokens` stands for the traffic that is not
+known before it comes.
+"""
+
+from dataclasses import dataclass, replace
+
+from serve_app.engines.model.hardware import GIB, Gpu, ModelArchitecture
+from serve_app.engines.model.profiles import EngineProfile
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import SettingsError
+
+# Driver and library context, CUDA graphs, communication buffers. With this figure an 8B model on an RTX 4090
+# gets the KV cache that vLLM 0.19 reported.
+_RESERVED_PER_GPU = 0.65 * GIB
+# Logits and their softmax, in 32 bits.
+_LOGIT_BYTES = 8
+_ROUND_KV_TOKENS = 1_000
+_ROUND_LEN = 1_024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """A model on its GPUs, with the engine settings that memory depends on, named as in vLLM.
+
+    Attributes:
+        tensor_parallel: GPUs that share every layer.
+        gpu_memory_utilization: share of the memory that the engine may use (0-1).
+        kv_cache_memory_bytes: bytes of KV cache on each GPU; None takes what `gpu_memory_utilization` leaves.
+    """
+
+    model: ModelArchitecture
+    gpu: Gpu
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2_048
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.model.heads % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel must divide the model's {self.model.heads} attention heads, "
+                f"got {self.tensor_parallel}"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must lie between 0 and 1, got {self.gpu_memory_utilization}"
+            )
+
+
+def step_time(setup: EngineSetup) -> StepTimeModel:
+    """The roofline of one iteration."""
+    model, gpu, gpus = setup.model, setup.gpu, setup.tensor_parallel
+    read_per_s = gpus * gpu.bandwidth_per_s * gpu.bandwidth_efficiency
+    computed_per_s = gpus * gpu.flops * gpu.compute_efficiency
+    is_mixture = model.experts > 1
+    # Every prompt token passes the layers, only the last one the output layer.
+    read_always = (model.dense_parameters + model.embedding_parameters) * model.weight_bytes
+    base_s = read_always / read_per_s + gpu.step_s + model.layers * gpu.layer_s
+    if gpus > 1:
+        base_s += 2 * model.layers * gpu.all_reduce_s
+    exchange_s = _exchange_s(setup)
+    attention = 4 * model.layers * model.heads * model.head_dim
+    return StepTimeModel(
+        decode_base_s=base_s,
+        decode_per_sequence_s=gpu.sequence_s,
+        decode_per_context_token_s=model.kv_size_per_gpu(gpus) * gpus / read_per_s,
+        prefill_base_s=base_s,
+        prefill_per_token_s=2 * model.layer_parameters_per_token / computed_per_s + exchange_s,
+        prefill_per_pair_s=attention / (gpus * gpu.flops * gpu.attention_efficiency),
+        decode_compute_s=2 * (model.layer_parameters_per_token + model.embedding_parameters) / computed_per_s
+        + exchange_s,
+        expert_read_s=model.expert_parameters * model.weight_bytes / read_per_s,
+        expert_share=model.experts_per_token / model.experts if is_mixture else 0.0,
+    )
+
+
+def _exchange_s(setup: EngineSetup) -> float:
+    """Seconds per token to transfer the hidden states of two all-reduces per layer."""
+    gpus = setup.tensor_parallel
+    sent = 2 * (gpus - 1) / gpus * setup.model.hidden * setup.model.weight_bytes
+    return 2 * setup.model.layers * sent / (setup.gpu.link_per_s * setup.gpu.link_efficiency)
+
+
+def kv_tokens(setup: EngineSetup) -> int:
+    """Tokens of KV cache that fit beside the weights, rounded down to whole thousands.
+
+    Raises:
+        SettingsError: not one sequence of 1,024 tokens fits; the message states the calculation.
+    """
+    model, gpus = setup.model, setup.tensor_parallel
+    memory = setup.gpu.memory_gib * GIB
+    weights, other = model.weights_size / gpus, _other_size(setup)
+    left = memory * setup.gpu_memory_utilization - weights - other
+    if setup.kv_cache_memory_bytes is not None:
+        left = min(setup.kv_cache_memory_bytes, memory - weights - other)
+    tokens = int(left / model.kv_size_per_gpu(gpus))
+    if tokens < _ROUND_LEN:
+        needed = weights + other + _ROUND_LEN * model.kv_size_per_gpu(gpus)
+        raise SettingsError(
+            f"weights and KV cache do not fit: each of {gpus} GPUs would hold {weights / 1e9:.1f} GB of "
+            f"weights, {other / 1e9:.1f} GB of activations and reserve, and {_ROUND_LEN:,} tokens of KV "
+            f"cache, together {needed / 1e9:.1f} GB, and offers {setup.gpu_memory_utilization:.0%} of "
+            f"{memory / 1e9:.1f} GB: take more GPUs, larger ones, or fewer bytes per weight"
+        )
+    return tokens // _ROUND_KV_TOKENS * _ROUND_KV_TOKENS
+
+
+def memory_share(setup: EngineSetup) -> float:
+    """Share of each GPU's memory that the engine takes (0-1, or more than there is)."""
+    if setup.kv_cache_memory_bytes is None:
+        return setup.gpu_memory_utilization
+    weights = setup.model.weights_size / setup.tensor_parallel
+    return (weights + _other_size(setup) + setup.kv_cache_memory_bytes) / (setup.gpu.memory_gib * GIB)
+
+
+def _other_size(setup: EngineSetup) -> float:
+    """Bytes that each GPU needs besides weights and KV cache."""
+    model = setup.model
+    # Each GPU holds the whole residual stream and its share of the feed-forward layer, or of k experts.
+    inner = 3 * model.intermediate * model.experts_per_token / setup.tensor_parallel
+    activations = setup.max_num_batched_tokens * (4 * model.hidden + inner) * model.weight_bytes
+    logits = setup.max_num_seqs * model.vocabulary * _LOGIT_BYTES
+    return _RESERVED_PER_GPU + activations + logits
+
+
+def roofline_profile(setup: EngineSetup) -> EngineProfile:
+    """The profile of an engine without measurements.
+
+    Raises:
+        SettingsError: weights and KV cache do not fit into the GPUs' memory.
+    """
+    capacity = kv_tokens(setup)
+    longest = min(setup.model.longest_len, capacity // _ROUND_LEN * _ROUND_LEN)
+    return EngineProfile(
+        step_time=step_time(setup),
+        kv_tokens=capacity,
+        max_model_len=longest,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        gpus=setup.tensor_parallel,
+    )
+
+
+USUAL_TOKENS = 1_400
+"""Prompt and answer of a usual request: the mean of Azure's conversations of 2023, up to 8,192 tokens."""
+
+_WIDER = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapacity:
+    """What one engine can hold.
+
+    Attributes:
+        kv_tokens: tokens of KV cache.
+        chunk_tokens: largest chunk of a long prefill that does not delay decoding; 0 is no limit.
+    """
+
+    kv_tokens: int
+    chunk_tokens: int
+
+    def sequences(self, tokens: int) -> int:
+        """How many sequences of that length the KV cache carries at once."""
+        return self.kv_tokens // tokens
+
+
+def capacity(setup: EngineSetup) -> EngineCapacity:
+    """The capacity of an engine without measurements.
+
+    Raises:
+        SettingsError: the weights do not fit; the message states the calculation.
+    """
+    return EngineCapacity(kv_tokens=kv_tokens(setup), chunk_tokens=step_time(setup).chunk_tokens())
+
+
+def usual_tokens(*, at_most: int | None = None) -> int:
+    """Prompt and answer of a usual request.
+
+    Args:
+        at_most: the context of the engine.
+    """
+    return USUAL_TOKENS if at_most is None else min(USUAL_TOKENS, at_most)
+
+
+def context_that_fits(held: EngineCapacity) -> int:
+    """The largest `max_model_len` with which the engine starts, rounded down to a multiple of 1,024."""
+    return held.kv_tokens // _ROUND_LEN * _ROUND_LEN
+
+
+def enough_gpus(setup: EngineSetup, tokens: int) -> int | None:
+    """The smallest tensor-parallel degree with so many tokens of KV cache; None if 16 GPUs are too few."""
+    for gpus in _WIDER:
+        if gpus <= setup.tensor_parallel or setup.model.heads % gpus:
+            continue
+        wider = replace(setup, tensor_parallel=gpus)
+        try:
+            if kv_tokens(wider) >= tokens:
+                return gpus
+        except SettingsError:
+            continue
+    return None

@@ -1,0 +1,485 @@
+"""The difference of two endpoints that served the same requests in turns, with its uncertainty.
+
+Latencies are of the requests that both have completed. Requests of one slice share its queue and its moment,
+so they are no independent observations: the slices are. The standard error of a difference comes from
+resampling whole slices (the bootstrap of clusters: Cameron, Gelbach, Miller, "Bootstrap-based improvements
+for inference with clustered errors", 2008). The 95 % interval is the difference plus and minus that error,
+times the point of Student's t for as many slices. Both sides of a pair are always drawn together, so what a
+slice does to both cancels.
+
+The same requests against two endpoints in turns, so that a drift of the machine or the network hits both.
+
+The trace is cut into slices of equal time. Each slice goes to one endpoint, and when its last answer has
+ended, to the other: neither works while the other is measured. They take turns in being first, which cancels
+a steady drift (the order A B, B A, A B ...). Prompts of one endpoint do not begin like those of the other,
+unless the trace says that they share a prefix: where both have the same engines, the second finds nothing of
+the first in a prefix cache.
+"""
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.core.metrics.confidence import t_95
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.lab.bench.connection import ConnectionPool, Target
+from serve_app.lab.bench.load import BodyFactory, BodySettings, ClientFigures, LoadSettings, OpenLoop
+from serve_app.lab.reports.document import (
+    DifferenceTable,
+    FigureDifference,
+    Origin,
+    Plot,
+    PlotAxis,
+    ReportSection,
+    ReportTable,
+    ResultReport,
+    Sample,
+    Unit,
+    number_cell,
+    verdict_of,
+)
+from serve_app.lab.reports.plots import Curves, distribution_plot, length_plots, ttfts
+from serve_app.lab.workloads.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedEndpoint:
+    """One of the two, and what requests to it say."""
+
+    target: Target
+    bodies: BodySettings
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """One request of the trace at both endpoints.
+
+    Attributes:
+        slice_number: the slice that it was in.
+    """
+
+    slice_number: int
+    base: RequestRecord
+    other: RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """The pairs of a run in the order of the trace, and the client's figures at both endpoints together."""
+
+    pairs: list[AnswerPair]
+    client: ClientFigures
+
+
+def slices_of(trace: Trace, slice_s: float) -> Iterator[Trace]:
+    """The trace in parts of equal time; a part without requests is left out."""
+    members: dict[int, list[int]] = {}
+    for number, request in enumerate(trace.requests):
+        members.setdefault(int(request.arrival_s // slice_s), []).append(number)
+    for numbers in members.values():
+        yield replace(trace, requests=tuple(trace.requests[number] for number in numbers))
+
+
+async def interleave(
+    trace: Trace,
+    endpoints: tuple[ComparedEndpoint, ComparedEndpoint],
+    settings: LoadSettings,
+    slice_s: float,
+    on_record: Callable[[RequestRecord], object] = lambda _: None,
+) -> Interleaved:
+    """Send every request of the trace to both endpoints, slice by slice.
+
+    When it is cancelled, the pairs of the slices that both have completed are returned.
+
+    Args:
+        on_record: called with each record, for a progress bar.
+    """
+    pools = [ConnectionPool(endpoint.target) for endpoint in endpoints]
+    factories = [
+        BodyFactory(endpoint.bodies, endpoint.target.authority, endpoint.target.path_prefix)
+        for endpoint in endpoints
+    ]
+    pairs: list[AnswerPair] = []
+    client = ClientFigures()
+    sent = 0
+    try:
+        for number, part in enumerate(slices_of(trace, slice_s)):
+            records: dict[int, dict[str, RequestRecord]] = {}
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                # Numbers make the prompts: even ones for one endpoint, odd ones for the other.
+                loop = OpenLoop(pools[side], factories[side], settings, on_record, 2 * sent + side, 2)
+                played = await loop.run(part)
+                _add(client, played.client)
+                client.connections = sum(pool.opened for pool in pools)
+                records[side] = {record.request_id: record for record in played.records}
+                if client.interrupted:
+                    return Interleaved(pairs, client)
+            pairs += _paired(number, sent, len(part.requests), records)
+            sent += len(part.requests)
+    finally:
+        for pool in pools:
+            pool.close()
+    return Interleaved(pairs, client)
+
+
+def _paired(
+    slice_number: int, first: int, count: int, records: dict[int, dict[str, RequestRecord]]
+) -> Iterator[AnswerPair]:
+    for number in range(first, first + count):
+        base, other = (records[side][f"bench-{2 * number + side}"] for side in (0, 1))
+        yield AnswerPair(slice_number, base, other)
+
+
+def _add(client: ClientFigures, of_slice: ClientFigures) -> None:
+    """Count what happened in one slice as well."""
+    client.late += of_slice.late
+    client.held_back += of_slice.held_back
+    client.peak_in_flight = max(client.peak_in_flight, of_slice.peak_in_flight)
+    client.wrong_length += of_slice.wrong_length
+    client.without_usage += of_slice.without_usage
+    client.interrupted |= of_slice.interrupted
+
+
+FEW_SLICES = 6
+"""Below so many slices an interval is very wide, and its error is hardly known."""
+
+_RESAMPLES = 400
+_SEED = 1
+
+Figures = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedDifference:
+    """One figure of both endpoints.
+
+    Attributes:
+        base, other: at each endpoint.
+        difference: other minus base.
+        low, high: the 95 % interval of the difference; None when there is only one slice.
+        n: requests that it is taken from.
+    """
+
+    base: float
+    other: float
+    difference: float
+    low: float | None
+    high: float | None
+    n: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def as_json(self) -> dict[str, float | int | bool | None]:
+        """All figures by name; `is_clear` says whether the interval leaves out zero."""
+        return asdict(self) | {"is_clear": self.is_clear}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointComparison:
+    """All differences.
+
+    Attributes:
+        latencies: in seconds, by latency and figure: `ttft_s`, `tpot_s`, `e2e_s`; `mean`, `p50`, `p99`.
+        errors: share of the requests that did not complete.
+        pairs, slices: requests that both got, and slices of them.
+        completed_by_both: pairs that the latencies come from.
+    """
+
+    latencies: dict[str, dict[str, PairedDifference]]
+    errors: PairedDifference
+    pairs: int
+    slices: int
+    completed_by_both: int
+
+    def as_json(self) -> dict[str, object]:
+        """Everything by name."""
+        return {
+            "pairs": self.pairs,
+            "completed_by_both": self.completed_by_both,
+            "slices": self.slices,
+            "latencies": {
+                latency: {name: each.as_json() for name, each in figures.items()}
+                for latency, figures in self.latencies.items()
+            },
+            "errors": self.errors.as_json(),
+        }
+
+
+_LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_s": lambda record: record.ttft_s,
+    "tpot_s": lambda record: record.tpot_s,
+    "e2e_s": lambda record: record.e2e_s,
+}
+
+
+def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
+    """Compare the two endpoints over these pairs.
+
+    Raises:
+        ValueError: there are no pairs.
+    """
+    if not pairs:
+        raise ValueError("no request went to both endpoints: there is nothing to compare")
+    completed = [pair for pair in pairs if pair.base.completed and pair.other.completed]
+    latencies = {}
+    for name, latency in _LATENCIES.items():
+        slices = _slices(completed, latency)
+        if slices:
+            latencies[name] = _differences(slices, _latency_figures, ("mean", "p50", "p99"))
+    lost = _slices(pairs, lambda record: float(not record.completed))
+    return EndpointComparison(
+        latencies=latencies,
+        errors=_differences(lost, _mean, ("share",))["share"],
+        pairs=len(pairs),
+        slices=len({pair.slice_number for pair in pairs}),
+        completed_by_both=len(completed),
+    )
+
+
+def _slices(pairs: Iterable[AnswerPair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
+    """For each slice an array of two rows, the values of both endpoints; pairs without one are left out."""
+    slices: dict[int, list[tuple[float, float]]] = {}
+    for pair in pairs:
+        base, other = value_of(pair.base), value_of(pair.other)
+        if base is not None and other is not None:
+            slices.setdefault(pair.slice_number, []).append((base, other))
+    return [np.array(values).T for values in slices.values()]
+
+
+def _latency_figures(values: Figures) -> Figures:
+    """Mean, median and 99th percentile of each row."""
+    figures: Figures = np.vstack((values.mean(axis=1), np.quantile(values, (0.5, 0.99), axis=1)))
+    return figures
+
+
+def _mean(values: Figures) -> Figures:
+    figures: Figures = values.mean(axis=1)[np.newaxis]
+    return figures
+
+
+def _differences(
+    slices: list[Figures], figures_of: Callable[[Figures], Figures], names: Sequence[str]
+) -> dict[str, PairedDifference]:
+    """The figures of both rows over all slices, with the interval of their difference."""
+    whole = np.concatenate(slices, axis=1)
+    figures = figures_of(whole)
+    half = _half_widths(slices, figures_of)
+    found = {}
+    for place, name in enumerate(names):
+        base, other = (float(figure) for figure in figures[place])
+        difference = other - base
+        found[name] = PairedDifference(
+            base=base,
+            other=other,
+            difference=difference,
+            low=None if half is None else difference - float(half[place]),
+            high=None if half is None else difference + float(half[place]),
+            n=whole.shape[1],
+        )
+    return found
+
+
+def _half_widths(slices: list[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
+    """Half the width of the interval of each figure's difference."""
+
+    def difference(drawn: Figures) -> Figures:
+        base, other = figures_of(drawn).T
+        found: Figures = other - base
+        return found
+
+    return half_widths(slices, difference)
+
+
+def half_widths(slices: Sequence[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
+    """Half the width of the 95 % interval of each figure, from resampled slices; None for a single slice.
+
+    Args:
+        slices: values of each, a column for each request.
+        figures_of: the figures of some of these columns, as one row.
+    """
+    count = len(slices)
+    if count == 1:
+        return None
+    rng = np.random.default_rng(_SEED)
+    resampled = np.empty((_RESAMPLES, figures_of(slices[0]).shape[0]))
+    for row in resampled:
+        row[:] = figures_of(
+            np.concatenate([slices[index] for index in rng.integers(0, count, count)], axis=1)
+        )
+    # Resampling knows the spread of `count` slices, not of the population that they are from.
+    half: Figures = t_95(count - 1) * math.sqrt(count / (count - 1)) * resampled.std(axis=0, ddof=1)
+    return half
+
+
+def comparison_table(found: EndpointComparison, urls: tuple[str, str]) -> str:
+    """One line for each figure: at both endpoints, the difference with its interval, and the change."""
+    basis = (
+        f"{found.pairs:,} requests to each in {found.slices:,} slices in turns, latencies of the "
+        f"{found.completed_by_both:,} that both completed"
+    )
+    differences = DifferenceTable(caption="", base=_A, other=_B, differences=list(_shown_differences(found)))
+    return "\n".join((f"A {urls[0]}", f"B {urls[1]}", basis, "", differences.as_text()))
+
+
+def outcomes(played: Interleaved) -> tuple[Counter[str], Counter[str]]:
+    """How the requests ended at each endpoint."""
+    return (
+        Counter(pair.base.outcome.value for pair in played.pairs),
+        Counter(pair.other.outcome.value for pair in played.pairs),
+    )
+
+
+def comparison_warnings(found: EndpointComparison) -> Iterator[str]:
+    """What makes the intervals worth little."""
+    if found.slices < FEW_SLICES:
+        yield (
+            f"{found.slices} slices are few for an interval: raise --duration or --requests, or lower "
+            "--slice-s"
+        )
+    if not found.completed_by_both:
+        yield "no request was completed by both endpoints: there are no latencies to compare"
+
+
+_A, _B = "A", "B"
+_LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
+_FIGURES = {"mean": "mean", "p50": "median", "p99": "P99"}
+_ERRORS = "share of errors"
+# What the verdict is about.
+_DECISIVE = {"mean TTFT", "P99 TTFT", "mean TPOT", "mean end to end", _ERRORS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A comparison: its figures, and the pairs that they come from."""
+
+    args: argparse.Namespace
+    trace: Trace
+    found: EndpointComparison
+    played: Interleaved
+
+
+def comparison_report(run: ComparedRun, origin: Origin, warnings: Sequence[str]) -> ResultReport:
+    """The report of a comparison."""
+    args, trace, found = run.args, run.trace, run.found
+    differences = list(_shown_differences(found))
+    sample = Sample(found.slices, "slice", "slices", "raise --duration or lower --slice-s")
+    decisive = [one for one in differences if one.figure in _DECISIVE]
+    return ResultReport(
+        title=f"{args.compare} against {args.url} on {trace.name}",
+        question=f"Does B, {args.compare}, serve {trace.title} better than A, {args.url}?",
+        facts=list(_facts(run)),
+        verdict=[verdict_of(_A, _B, decisive, sample)],
+        notes=[
+            "Both served the same requests in turns, slice by slice; each was idle while the other worked.",
+            "Intervals are at 95 %, from slices that are resampled whole.",
+            "Latencies are of the requests that both have completed. Each interval stands alone.",
+            *warnings,
+        ],
+        sections=list(_sections(run, differences)),
+        origin=origin,
+    )
+
+
+def _facts(run: ComparedRun) -> Iterator[tuple[str, str]]:
+    args, trace, found = run.args, run.trace, run.found
+    rate = "" if trace.rate_per_s is None else f" at {trace.rate_per_s:.2f} requests/s"
+    yield "A, the baseline", args.url
+    yield "B", args.compare
+    yield "workload", f"{trace.title}: {len(trace.requests):,} requests{rate}"
+    yield "source", trace.source
+    yield (
+        "measured",
+        (
+            f"{found.pairs:,} requests to each in {found.slices:,} slices of {args.slice_s:g} s, "
+            f"{found.completed_by_both:,} completed by both"
+        ),
+    )
+
+
+def _shown_differences(found: EndpointComparison) -> Iterator[FigureDifference]:
+    for latency, figures in found.latencies.items():
+        for name, each in figures.items():
+            yield _difference(f"{_FIGURES[name]} {_LATENCY_NAMES[latency]}", each, 1_000, "ms")
+    yield _difference(_ERRORS, found.errors, 100, "%")
+
+
+def _difference(figure: str, each: PairedDifference, scale: float, unit: str) -> FigureDifference:
+    return FigureDifference(
+        figure=figure,
+        base=each.base,
+        other=each.other,
+        difference=each.difference,
+        low=each.low,
+        high=each.high,
+        scale=scale,
+        unit=unit,
+    )
+
+
+def _sections(run: ComparedRun, differences: Sequence[FigureDifference]) -> Iterator[ReportSection]:
+    found, played = run.found, run.played
+    yield ReportSection(
+        title="Differences from A",
+        intro="The bar is the 95 % interval of the change, the dot its mean, the line no change.",
+        blocks=[
+            DifferenceTable(
+                caption=f"B against A, {found.slices:,} slices", base=_A, other=_B, differences=differences
+            )
+        ],
+    )
+    both = [pair for pair in played.pairs if pair.base.completed and pair.other.completed]
+    records: dict[str, list[RequestRecord]] = {
+        _A: [pair.base for pair in both],
+        _B: [pair.other for pair in both],
+    }
+    yield ReportSection(
+        title="Time to first token",
+        intro="From the time at which a request was due to the first token of its answer.",
+        blocks=[
+            distribution_plot("Distribution", records, _A),
+            _by_slice(played),
+            *length_plots(records, _A),
+        ],
+    )
+    yield ReportSection(title="Figures", blocks=[_outcomes(played)])
+
+
+def _by_slice(played: Interleaved) -> Plot:
+    numbers = sorted({pair.slice_number for pair in played.pairs})
+    lines: dict[str, list[float | None]] = {_A: [], _B: []}
+    for number in numbers:
+        pairs = [pair for pair in played.pairs if pair.slice_number == number]
+        for name, records in ((_A, [pair.base for pair in pairs]), (_B, [pair.other for pair in pairs])):
+            values = ttfts(records)
+            lines[name].append(float(np.mean(values)) if values else None)
+    curves = Curves([float(number) for number in numbers], lines)
+    return Plot(
+        title="Mean TTFT of each slice",
+        reading="Lower is better. Both lines move together where the workload does; the gap between them is "
+        "the difference.",
+        x=PlotAxis(label="slice of the trace", unit=Unit.COUNT, logarithmic=None),
+        y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
+        places=curves.places,
+        series=curves.series(_A),
+    )
+
+
+def _outcomes(played: Interleaved) -> ReportTable:
+    ended = outcomes(played)
+    names = sorted(set().union(*ended))
+    return ReportTable(
+        caption="How the requests ended",
+        head=["endpoint", *names],
+        rows=[
+            [label, *(number_cell(counts[name]) for name in names)]
+            for label, counts in zip((_A, _B), ended, strict=True)
+        ],
+    )

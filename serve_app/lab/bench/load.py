@@ -1,0 +1,383 @@
+"""The open loop: requests are sent at the times in the trace, whatever the endpoint does.
+
+A client that waits for answers before it sends more requests hides the queue that it should measure. So
+arrivals follow the schedule, latencies count from the schedule, and each record holds the client's own delay.
+
+`max_in_flight` limits the requests under way; requests that are due meanwhile are held back and counted, and
+their delay is recorded. `timeout_s` limits each request. Every request that was sent ends in exactly one
+record, and every request is sent unless the run is interrupted.
+
+HTTP requests for the requests of a trace, with text of the right size and without a tokenizer.
+
+The text consists of common words and has `prompt_tokens * bytes_per_token` bytes, so that a gateway that
+estimates tokens from bytes has realistic input. No two prompts begin alike, unless the trace says that they
+share a prefix. Bodies are joined from bytes; no JSON is encoded when a request is sent.
+"""
+
+import asyncio
+import enum
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, between, settings
+from serve_app.errors import Outcome
+from serve_app.lab.bench.connection import Answer, Connection, ConnectionPool
+from serve_app.lab.workloads.generators import stream
+from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
+from serve_app.request import PriorityClass
+
+# Common words, split once when the module is loaded.
+_WORDS = " ".join(
+    (
+        "the of and to in a is that for it as was with be by on not he his but at are this have from or had",
+        "an they which one you were all her she there would their we him been has when who will no more if",
+        "out so up said what its about than into them can only other time new some could these two may",
+        "first then do any like my now over such our man even most made after also did many before must",
+        "through years where much your way well down should because long each just state people those too",
+        "little good world make very year still see own work men day get here between both life being under",
+        "never same another know while last might us great old off come since go against right came take",
+        "used himself few house use place during high without again home around small however found part",
+        "once general school every question number system water family different company public service",
+        "market history morning language",
+    )
+).split()
+_TEXT_BYTES = 1 << 20
+
+
+class BodyKind(enum.StrEnum):
+    """How an engine gets the token counts of a request."""
+
+    EMULATED = "emulated"
+    """By the extra fields of emulated engines: exact counts, whatever the text."""
+    TEXT = "text"
+    """By the text itself and `max_tokens`: for real engines."""
+
+
+class BenchEndpoint(enum.StrEnum):
+    """The OpenAI endpoint under test."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@settings
+class BodySettings:
+    """How bodies and headers are made.
+
+    Attributes:
+        bytes_per_token: bytes of text per prompt token. Common English words have about 5 with current
+            tokenizers. An emulated engine gets exact counts, so there it sets the initial error of a
+            gateway's estimate.
+        max_tokens: limit in the request; None states the true length of the answer, 0 states none.
+        ignore_eos: ask a real engine for answers of exactly `max_tokens` (an extension of vLLM).
+        api_key: sent as a bearer token.
+    """
+
+    model: str
+    kind: BodyKind = BodyKind.EMULATED
+    endpoint: BenchEndpoint = BenchEndpoint.CHAT
+    stream: bool = True
+    bytes_per_token: Annotated[float, between(0.25, 64)] = 5.0
+    max_tokens: Annotated[int | None, NOT_NEGATIVE.hint("0 states no limit")] = None
+    ignore_eos: bool = False
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ignore_eos and self.kind is BodyKind.EMULATED:
+            raise ValueError(
+                "ignore_eos is for real engines (body kind text): emulated ones give exact lengths"
+            )
+
+
+class BodyFactory:
+    """Makes the bytes of each HTTP request.
+
+    Args:
+        host: value of the Host header.
+        path_prefix: path before `/v1`, without a slash at its end.
+    """
+
+    def __init__(self, settings: BodySettings, host: str, path_prefix: str = "") -> None:
+        self._settings = settings
+        self._text = _words(_TEXT_BYTES)
+        key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
+        self._head = (
+            f"POST {path_prefix}{settings.endpoint} HTTP/1.1\r\nHost: {host}\r\n"
+            f"Content-Type: application/json\r\nAccept: */*\r\n{key}"
+        ).encode("latin-1")
+        opening: dict[str, object] = {"model": settings.model}
+        if settings.stream:
+            opening |= {"stream": True, "stream_options": {"include_usage": True}}
+        if settings.ignore_eos:
+            opening |= {"ignore_eos": True}
+        chat = settings.endpoint is BenchEndpoint.CHAT
+        self._opening = json.dumps(opening).encode()[:-1]
+        self._before_text = b',"messages":[{"role":"user","content":"' if chat else b',"prompt":"'
+        self._after_text = b'"}]}' if chat else b'"}'
+
+    def make(self, number: int, request: TraceRequest) -> bytes:
+        """The HTTP request of the `number`-th trace request."""
+        body = b"".join(
+            (
+                self._opening,
+                self._limits(request),
+                self._before_text,
+                self.text(number, request),
+                self._after_text,
+            )
+        )
+        lines = [b"x-request-id: bench-%d\r\n" % number]
+        if request.tenant != "default":
+            lines.append(b"x-tenant: %s\r\n" % request.tenant.encode("latin-1", "replace"))
+        if request.priority is not PriorityClass.DEFAULT:
+            lines.append(b"x-priority: %s\r\n" % request.priority.encode())
+        return b"%s%sContent-Length: %d\r\n\r\n%s" % (self._head, b"".join(lines), len(body), body)
+
+    def text(self, number: int, request: TraceRequest) -> bytes:
+        """The prompt: blocks that it shares according to the trace, then words of its own."""
+        wanted = max(1, round(request.prompt_tokens * self._settings.bytes_per_token))
+        block_bytes = round(PREFIX_BLOCK_TOKENS * self._settings.bytes_per_token)
+        shared = b"".join(self._slice(block, block_bytes) for block in request.prefix)[:wanted]
+        own = wanted - len(shared)
+        return shared + (_name(number) + self._slice(number, own))[:own] if own > 0 else shared
+
+    def _limits(self, request: TraceRequest) -> bytes:
+        limit = request.output_tokens if self._settings.max_tokens is None else self._settings.max_tokens
+        stated = b',"max_tokens":%d' % limit if limit else b""
+        if self._settings.kind is BodyKind.TEXT:
+            return stated
+        stated += b',"ewsjf_output_tokens":%d' % request.output_tokens
+        # A prompt of stated length does not use the prefix cache, so one with a shared prefix states none.
+        return stated if request.prefix else stated + b',"ewsjf_prompt_tokens":%d' % request.prompt_tokens
+
+    def _slice(self, number: int, length: int) -> bytes:
+        """Words from a different position for each number; the stride is prime to the text's length."""
+        start = number * 7919 % len(self._text)
+        piece = self._text[start : start + length]
+        while len(piece) < length:
+            piece += self._text[: length - len(piece)]
+        return piece
+
+
+def _name(number: int) -> bytes:
+    """Words that are unique to a number, so that prompts do not share their first block."""
+    words = []
+    for _ in range(4):
+        number, index = divmod(number, len(_WORDS))
+        words.append(_WORDS[index])
+    return " ".join(words).encode() + b" "
+
+
+def _words(length: int) -> bytes:
+    drawn = stream(0, "filler text").choice(np.array(_WORDS), length // 4)
+    return " ".join(drawn.tolist()).encode()[:length]
+
+
+LATE_AFTER_S = 0.05
+"""Delay behind the schedule from which a request counts as sent late."""
+
+
+@settings
+class LoadSettings:
+    """Limits of a run.
+
+    Attributes:
+        timeout_s: longest time from sending to the end of an answer; the client then disconnects.
+        max_in_flight: requests under way at once; each takes a connection and a file descriptor.
+        stream: whether the requests ask for streams.
+    """
+
+    timeout_s: Annotated[float, POSITIVE] = 600.0
+    max_in_flight: Annotated[int, at_least(1)] = 4096
+    stream: bool = True
+
+
+@dataclass(slots=True)
+class ClientFigures:
+    """Figures of the client itself, because a saturated client measures itself.
+
+    Attributes:
+        late: requests sent more than `LATE_AFTER_S` after their time.
+        held_back: requests that were held back by `max_in_flight`.
+        peak_in_flight: most requests under way at once.
+        connections: opened in all.
+        wrong_length: completed answers with another number of tokens than in the trace.
+        without_usage: completed answers without token counts; the trace's numbers replace them.
+        interrupted: whether the run was stopped before its end.
+    """
+
+    late: int = 0
+    held_back: int = 0
+    peak_in_flight: int = 0
+    connections: int = 0
+    wrong_length: int = 0
+    without_usage: int = 0
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The records of a run, in the order in which the requests ended, and the client's figures."""
+
+    records: list[RequestRecord]
+    client: ClientFigures
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request under way."""
+
+    number: int
+    request: TraceRequest
+    arrived_at: float
+    sent_at: float
+    connection: Connection | None = None
+    timer: asyncio.TimerHandle | None = None
+    opening: "asyncio.Task[None] | None" = None
+
+
+@dataclass(slots=True)
+class OpenLoop:
+    """Sends one trace to one target.
+
+    Args:
+        on_record: called with each record, for a progress bar.
+        first_number, stride: of the requests' numbers, which make their prompts and their ids.
+    """
+
+    pool: ConnectionPool
+    bodies: BodyFactory
+    settings: LoadSettings
+    on_record: Callable[[RequestRecord], object] = lambda _: None
+    first_number: int = 0
+    stride: int = 1
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _records: list[RequestRecord] = field(init=False, default_factory=list)
+    _figures: ClientFigures = field(init=False, default_factory=ClientFigures)
+    _under_way: dict[Answer, _Sent] = field(init=False, default_factory=dict)
+    _held_back: deque[tuple[int, TraceRequest, float]] = field(init=False, default_factory=deque)
+    _all_ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _expected: int = field(init=False, default=0)
+
+    async def run(self, trace: Trace) -> LoadResult:
+        """Send every request of `trace` at its time, and wait for all answers.
+
+        When it is cancelled, requests under way end as cancelled, and it returns the records so far.
+        """
+        self._expected = len(trace.requests)
+        try:
+            await self._send_on_schedule(trace)
+            await self._all_ended.wait()
+        except asyncio.CancelledError:
+            self._figures.interrupted = True
+            self._held_back.clear()
+            for answer in tuple(self._under_way):
+                answer.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
+        self._figures.connections = self.pool.opened
+        return LoadResult(self._records, self._figures)
+
+    async def _send_on_schedule(self, trace: Trace) -> None:
+        start = time.monotonic() - trace.requests[0].arrival_s
+        for place, request in enumerate(trace.requests):
+            due = start + request.arrival_s
+            ahead = due - time.monotonic()
+            # Requests that are due are sent without a pause, but the event loop must still handle answers.
+            if ahead > 0 or place % 16 == 0:
+                await asyncio.sleep(max(ahead, 0))
+            if len(self._under_way) < self.settings.max_in_flight:
+                self._send(place, request, due)
+            else:
+                self._figures.held_back += 1
+                self._held_back.append((place, request, due))
+
+    def _send(self, place: int, request: TraceRequest, due: float) -> None:
+        number = self.first_number + self.stride * place
+        now = time.monotonic()
+        self._figures.late += now - due > LATE_AFTER_S
+        # A timer may fire slightly early; a request never counts as sent before its time.
+        sent = _Sent(number, request, due, max(now, due))
+        answer = Answer(stream=self.settings.stream, on_end=self._ended)
+        self._under_way[answer] = sent
+        self._figures.peak_in_flight = max(self._figures.peak_in_flight, len(self._under_way))
+        sent.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, answer)
+        connection = self.pool.take_idle()
+        if connection is not None:
+            self._start(answer, sent, connection)
+        else:
+            sent.opening = self._loop.create_task(self._open_and_start(answer, sent))
+
+    async def _open_and_start(self, answer: Answer, sent: _Sent) -> None:
+        try:
+            connection = await self.pool.open()
+        except (OSError, TimeoutError) as exc:
+            answer.fail(f"cannot connect: {exc or type(exc).__name__}", time.monotonic())
+        else:
+            self._start(answer, sent, connection)
+
+    def _start(self, answer: Answer, sent: _Sent, connection: Connection) -> None:
+        sent.connection = connection
+        connection.start(self.bodies.make(sent.number, sent.request), answer)
+
+    def _time_out(self, answer: Answer) -> None:
+        detail = f"the client gave up after {self.settings.timeout_s:g} s"
+        answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
+
+    def _ended(self, answer: Answer) -> None:
+        """Turn a request that has ended into its record; there is no other place for it."""
+        sent = self._under_way.pop(answer)
+        if sent.timer is not None:
+            sent.timer.cancel()
+        # The opening task itself may have reported the failure; it is not cancelled then.
+        if sent.opening is not None and sent.opening is not asyncio.current_task():
+            sent.opening.cancel()
+        if answer.outcome is Outcome.CANCELLED and sent.connection is not None:
+            self.pool.discard(sent.connection)
+        record = self._record(answer, sent)
+        self._records.append(record)
+        self.on_record(record)
+        if self._held_back:
+            self._send(*self._held_back.popleft())
+        elif len(self._records) == self._expected:
+            self._all_ended.set()
+
+    def _record(self, answer: Answer, sent: _Sent) -> RequestRecord:
+        request = sent.request
+        wait_ms, estimate = answer.header(b"x-queue-wait-ms"), answer.header(b"x-estimated-tokens")
+        completed = answer.outcome is Outcome.COMPLETED
+        if completed:
+            self._figures.without_usage += answer.output_tokens is None
+            self._figures.wrong_length += answer.output_tokens not in {None, request.output_tokens}
+        counted = request.output_tokens if completed else 0
+        return RequestRecord(
+            request_id=f"bench-{sent.number}",
+            arrived_at=sent.arrived_at,
+            sent_at=sent.sent_at,
+            dispatched_at=sent.sent_at + _number(wait_ms) / 1000 if wait_ms else None,
+            first_token_at=answer.first_token_at,
+            finished_at=answer.finished_at,
+            outcome=answer.outcome or Outcome.FAILED,
+            prompt_tokens=answer.prompt_tokens or request.prompt_tokens,
+            output_tokens=counted if answer.output_tokens is None else answer.output_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            pool=answer.header(b"x-pool"),
+            replica=answer.header(b"x-replica"),
+            length_queue=answer.header(b"x-length-queue"),
+            estimated_tokens=round(_number(estimate)) if estimate else None,
+            detail=answer.detail,
+        )
+
+
+def _number(header: str) -> float:
+    """A header's number; 0 when it is invalid, so that a server's header cannot end a benchmark."""
+    try:
+        return float(header)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,340 @@
+"""The fit of the step-time model: coefficients under which a replay has the measured latencies.
+
+All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
+timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
+per request, per quantile, and of the mean. Several engines of one kind can be fitted together.
+
+The residuals are not smooth: a small change moves an arrival into another step, or a preemption to another
+request, and everything after it. So the fit has three stages. The first is least squares with wide
+differences and a wide tolerance for outliers, the second the same with narrow ones, the third a simplex
+search, which needs no derivatives. Every stage is deterministic.
+
+The start of the fit: coefficients from the timestamps, and usual proportions where these do not suffice.
+
+The timestamps give the duration of a typical decode step and the pace of prefills. They do not give the
+shares of base, sequences and context in a decode step of a saturated engine: its cache is full then, so all
+three hardly vary. The proportions below are those of measured GPUs; the fit adjusts them to the data.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+
+import numpy as np
+
+from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
+from serve_app.lab.calibration.replay import Floats, Part, Timings, chosen, measured, replay
+
+# Per sequence, of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B model on
+# four H100.
+_SEQUENCE_SHARE = 0.005
+# Per token of context: its KV entries (128 KiB) against 16 GB of weights, both read from the same memory.
+_CONTEXT_SHARE = 5e-6
+# Attention in a prefill, of its matrix products, at the mean prompt.
+_PAIR_SHARE = 0.05
+# Prefills share steps with decoding, so a prompt in a busy engine takes a little more than its own cost.
+_OWN_PREFILL_SHARE = 0.9
+# Preempted requests and those in a prefill burst decode slowly; the fastest quarter shows pure decode steps.
+_TYPICAL_PERCENTILE = 25.0
+
+
+def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
+    """Rough coefficients, within a factor of about two.
+
+    Raises:
+        CalibrationError: no request generated two tokens, so there is no decode step.
+    """
+    decoding = [request for request in requests if request.output_tokens > 1]
+    if not decoding:
+        raise CalibrationError("no measured request has 2 output tokens or more: decode steps are not seen")
+    base = typical_step_s(decoding) / (1.0 + _decode_load(decoding))
+    per_token = _prefill_pace_s(requests)
+    mean_prompt = float(np.mean([request.prompt_tokens for request in requests]))
+    return StepTimeModel(
+        decode_base_s=base,
+        decode_per_sequence_s=_SEQUENCE_SHARE * base,
+        decode_per_context_token_s=_CONTEXT_SHARE * base,
+        prefill_base_s=base / 2,
+        prefill_per_token_s=_OWN_PREFILL_SHARE * per_token,
+        prefill_per_pair_s=_PAIR_SHARE * per_token / mean_prompt,
+    )
+
+
+def typical_step_s(requests: Sequence[MeasuredRequest]) -> float:
+    """Seconds of a typical decode step, from requests with two tokens or more."""
+    paces = [
+        (request.last_token_at - request.first_token_at) / (request.output_tokens - 1)
+        for request in requests
+        if request.output_tokens > 1
+    ]
+    return float(np.percentile(paces, _TYPICAL_PERCENTILE))
+
+
+def _decode_load(requests: Sequence[MeasuredRequest]) -> float:
+    """The time that sequences and context add to a typical step, as a share of its base."""
+    begin = min(request.first_token_at for request in requests)
+    span_s = max(request.last_token_at for request in requests) - begin
+    sequences = context_tokens = 0.0
+    for request in requests:
+        present = (request.last_token_at - request.first_token_at) / span_s
+        sequences += present
+        context_tokens += present * (request.prompt_tokens + request.output_tokens / 2)
+    return _SEQUENCE_SHARE * max(1.0, sequences) + _CONTEXT_SHARE * context_tokens
+
+
+def _prefill_pace_s(requests: Sequence[MeasuredRequest]) -> float:
+    """Seconds per prompt token: the median over requests of the time from scheduling to the first token.
+
+    Each time is divided by the tokens of all prompts that were completed in it, the request's own included.
+    """
+    scheduled = np.array([request.scheduled_at for request in requests])
+    first = np.array([request.first_token_at for request in requests])
+    prompts = np.array([request.prompt_tokens for request in requests], dtype=float)
+    paces = [
+        (end - begin) / prompts[(first > begin) & (first <= end)].sum()
+        for begin, end in zip(scheduled, first, strict=True)
+        if end > begin
+    ]
+    if not paces:
+        raise CalibrationError("every first token comes at the instant of scheduling: prefills are not seen")
+    return float(np.median(paces))
+
+
+# Fewer requests do not determine six coefficients.
+MIN_FITTED = 20
+
+# Request timings do not separate these from the other coefficients: they stay 0.
+_NOT_FITTED = {"decode_compute_s", "expert_read_s", "expert_share"}
+_NAMES = tuple(each.name for each in fields(StepTimeModel) if each.name not in _NOT_FITTED)
+_LATENCY = "latency_s"
+_QUANTILES = np.linspace(2.5, 97.5, 39)
+# The weight of a mean, in requests: plans are made from means.
+_MEAN_WEIGHT = 5.0
+# An arrival waits for the step under way, whose end is unknown, so differences of a few steps in a TTFT are
+# noise. A TTFT of fewer steps than this counts little in relative residuals.
+_CHANCE_STEPS = 10.0
+_FLOOR_SHARES = (0.05, 0.02, 0.02)
+# Regularisation towards the start, for coefficients that the data do not determine; the base of prefills
+# shows only on an otherwise idle engine.
+_REGULARISATION = 0.01
+_REGULARISATION_OF = {"prefill_base_s": 0.1}
+# A coefficient changes by a factor of at most e^5 from the start.
+_MAX_LOG_FACTOR = 5.0
+_OFFSET = 100.0
+# Relative residual from which a request counts as an outlier.
+_TOLERANCE = 0.03
+_SIMPLEX_REPLAYS = 150
+_SIMPLEX_STEPS = {"decode_base_s": 0.05, "prefill_per_token_s": 0.05}
+_SIMPLEX_STEP = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One run of least squares: relative width of differences, tolerance, and how many steps at most."""
+
+    width: float
+    tolerance: float
+    steps: int
+
+
+_STAGES = (_Stage(0.05, 0.1, 6), _Stage(0.02, _TOLERANCE, 8))
+
+# For a progress bar; least squares may stop early.
+EXPECTED_REPLAYS = sum(stage.steps for stage in _STAGES) * (len(_NAMES) + 1) + _SIMPLEX_REPLAYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """What one engine served.
+
+    Attributes:
+        requests: all of them, in order of arrival.
+        settings: limits of the engine.
+        part: the requests whose timings are fitted; the others only compete with them.
+    """
+
+    requests: Sequence[MeasuredRequest]
+    settings: EngineModelSettings
+    part: Part = field(default_factory=lambda: slice(None))
+
+    @property
+    def fitted(self) -> Sequence[MeasuredRequest]:
+        """The requests of the part."""
+        return chosen(self.requests, self.part)
+
+    def played(self, step_time: StepTimeModel) -> Timings:
+        """The timings of the part in the engine model."""
+        return replay(self.requests, self.settings, step_time, part=self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStart:
+    """Where a fit starts, and what it fits.
+
+    Attributes:
+        step_time: coefficients, to which those that the data do not determine stay near.
+        latency_s: where instants were seen elsewhere than in the engine, the time that this adds to a TTFT;
+            0 for instants of the engine itself: nothing is fitted then.
+        is_near: the data have hardly changed since the start was fitted: the last stages will do.
+    """
+
+    step_time: StepTimeModel
+    latency_s: float = 0.0
+    is_near: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedEngine:
+    """The result of a fit, as in `FitStart`."""
+
+    step_time: StepTimeModel
+    latency_s: float
+
+
+def fit_step_time(
+    requests: Sequence[MeasuredRequest],
+    fit_first: int,
+    settings: EngineModelSettings,
+    on_replay: Callable[[], object] = lambda: None,
+) -> StepTimeModel:
+    """Fit the step-time model to the timings of the first requests.
+
+    Args:
+        requests: all requests of the engine, in order of arrival.
+        fit_first: number of requests to fit.
+        settings: limits of the engine.
+        on_replay: called after each replay, for a progress bar.
+
+    Raises:
+        CalibrationError: there are too few requests to fit.
+    """
+    if fit_first > len(requests):
+        raise _too_few(fit_first, len(requests))
+    run = EngineRun(requests=requests, settings=settings, part=slice(fit_first))
+    if len(run.fitted) < MIN_FITTED:
+        raise _too_few(fit_first, len(requests))
+    return fit_runs([run], FitStart(step_time=starting_point(run.fitted)), on_replay).step_time
+
+
+def fit_runs(
+    runs: Sequence[EngineRun], start: FitStart, on_replay: Callable[[], object] = lambda: None
+) -> FittedEngine:
+    """Fit one step-time model to engines of one kind.
+
+    Args:
+        on_replay: as for `fit_step_time`; called once for all runs.
+
+    Raises:
+        CalibrationError: there are too few requests to fit.
+    """
+    count = sum(len(run.fitted) for run in runs)
+    if count < MIN_FITTED:
+        raise _too_few(count, sum(len(run.requests) for run in runs))
+    residuals = _Residuals(runs, start, on_replay)
+    position = np.zeros(len(residuals.names))
+    for stage in _STAGES[1:] if start.is_near else _STAGES:
+        position = _least_squares(residuals, position, stage)
+    return residuals.fitted(_simplex(residuals, position))
+
+
+def _too_few(wanted: int, available: int) -> CalibrationError:
+    return CalibrationError(
+        f"cannot fit {wanted} of {available} requests: at least {MIN_FITTED} are needed to tell "
+        f"{len(_NAMES)} coefficients"
+    )
+
+
+def _least_squares(residuals: "_Residuals", position: Floats, stage: _Stage) -> Floats:
+    # scipy doubles the start-up time of the command line, which other commands need not wait for.
+    from scipy.optimize import least_squares  # noqa: PLC0415
+
+    # scipy takes differences relative to the argument, so those at 0 are tiny. They end near the start, which
+    # is good where instants are the engine's own. From outside a start is farther off, and is left only by
+    # differences as wide as the stage says: the argument is moved far away from 0.
+    offset = _OFFSET if residuals.is_from_outside else 0.0
+    found: Floats = least_squares(
+        lambda moved: residuals(moved - offset),
+        position + offset,
+        bounds=(offset - _MAX_LOG_FACTOR, offset + _MAX_LOG_FACTOR),
+        diff_step=stage.width / max(1.0, offset),
+        loss="soft_l1",
+        f_scale=stage.tolerance,
+        max_nfev=stage.steps,
+    ).x
+    return found - offset
+
+
+def _simplex(residuals: "_Residuals", position: Floats) -> Floats:
+    from scipy.optimize import minimize  # noqa: PLC0415 - as above
+
+    steps = np.diag([_SIMPLEX_STEPS.get(name, _SIMPLEX_STEP) for name in residuals.names])
+    options = {
+        "initial_simplex": np.vstack([position, position + steps]),
+        "maxfev": _SIMPLEX_REPLAYS,
+        "adaptive": True,
+    }
+    found: Floats = minimize(residuals.total, position, method="Nelder-Mead", options=options).x
+    return found
+
+
+class _Residuals:
+    """The differences of a replay from the measurement, as a function of the coefficients.
+
+    A position is the logarithm of each coefficient over its start: all stay positive, and steps are relative.
+
+    Attributes:
+        names: of the coefficients, in the order of a position.
+        is_from_outside: whether the latency between the observer and the engine is one of them.
+    """
+
+    def __init__(self, runs: Sequence[EngineRun], start: FitStart, on_replay: Callable[[], object]) -> None:
+        self._runs, self._start, self._on_replay = runs, start, on_replay
+        self.is_from_outside = start.latency_s > 0
+        self.names = (*_NAMES, _LATENCY) if self.is_from_outside else _NAMES
+        seen = [request for run in runs for request in run.fitted]
+        self._measured = measured(seen)
+        chance_s = _CHANCE_STEPS * typical_step_s(seen)
+        medians = [float(np.median(values)) for values in _of(self._measured)]
+        ttft, tpot, e2e = (share * median for share, median in zip(_FLOOR_SHARES, medians, strict=True))
+        self._floors = (ttft + chance_s, tpot, e2e)
+        weights = [_REGULARISATION_OF.get(name, _REGULARISATION) for name in self.names]
+        self._regularisation = np.array(weights)
+
+    def __call__(self, position: Floats) -> Floats:
+        """All residuals, as logarithms of ratios."""
+        fitted = self.fitted(position)
+        played = with_latency([run.played(fitted.step_time) for run in self._runs], fitted.latency_s)
+        self._on_replay()
+        parts = [self._regularisation * position]
+        for ours, theirs, floor in zip(_of(played), _of(self._measured), self._floors, strict=True):
+            parts.append(np.log((ours + floor) / (theirs + floor)))
+            quantiles = np.percentile(ours, _QUANTILES) + floor, np.percentile(theirs, _QUANTILES) + floor
+            parts.append(np.log(quantiles[0] / quantiles[1]))
+            parts.append(np.array([_MEAN_WEIGHT * np.log(ours.mean() / theirs.mean())]))
+        return np.concatenate(parts)
+
+    def total(self, position: Floats) -> float:
+        """The loss: quadratic in small residuals, linear in outliers."""
+        return float(np.sum(np.sqrt(1.0 + (self(position) / _TOLERANCE) ** 2) - 1.0))
+
+    def fitted(self, position: Floats) -> FittedEngine:
+        """The coefficients at a position."""
+        start = {**asdict(self._start.step_time), _LATENCY: self._start.latency_s}
+        found = {name: start[name] * float(np.exp(at)) for name, at in zip(self.names, position, strict=True)}
+        latency_s = found.pop(_LATENCY, 0.0)
+        return FittedEngine(step_time=StepTimeModel(**found), latency_s=latency_s)
+
+
+def with_latency(played: Sequence[Timings], latency_s: float) -> Timings:
+    """The timings of several runs together, as they are seen from outside of the engines."""
+    return Timings(
+        np.concatenate([each.ttft_s for each in played]) + latency_s,
+        np.concatenate([each.tpot_s for each in played]),
+        np.concatenate([each.e2e_s for each in played]) + latency_s,
+        sum(each.preemptions for each in played),
+    )
+
+
+def _of(timings: Timings) -> tuple[Floats, Floats, Floats]:
+    return timings.ttft_s, timings.tpot_s, timings.e2e_s

@@ -1,0 +1,439 @@
+"""One plan, from the workload to the result: the size of a run, the stand-in, the search for a fleet.
+
+The model ranks candidates, and the simulator sizes the best of them. One pool and two pools have the same
+choice of profiles and batch settings. Otherwise the gain of a better setting would look like a saving by
+splitting. The model sizes every variant. The best ones are simulated, and the simulator's numbers are the
+result.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from serve_app.engines.model.profiles import load_profile
+from serve_app.errors import SettingsError
+from serve_app.lab.planning import fleets
+from serve_app.lab.planning.fleets import CostTable, Counts, FleetPlan, PoolPlan
+from serve_app.lab.planning.queueing import LengthMix
+from serve_app.lab.planning.sizing import ClosedForm, SizedPool, closed_form, size, sized_pool
+from serve_app.lab.planning.verification import (
+    Verification,
+    Verifier,
+    Workload,
+    at_full_size,
+    smallest_fleet,
+    stand_in_share,
+)
+from serve_app.lab.simulation.fleet import EngineChanges
+from serve_app.lab.simulation.workload import FittedTrace, choose_trace, fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """The options of a search.
+
+    Attributes:
+        profile: of the undivided fleets; any pool may use it too.
+        short_profiles, long_profiles: further profiles for a pool. Those that can hold the longest requests
+            are candidates for the undivided fleet as well.
+        b_short_tokens: values of `B_short` to try.
+        worst_case_slots: `max_num_seqs` of the worst-case fleet; None is KV cache over longest context.
+        variants: whether to try other batch settings than the profiles' own.
+        candidates: number of two-pool fleets, and of undivided ones, to simulate.
+    """
+
+    profile: str
+    short_profiles: tuple[str, ...] = ()
+    long_profiles: tuple[str, ...] = ()
+    b_short_tokens: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
+    worst_case_slots: int | None = None
+    variants: bool = True
+    candidates: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.b_short_tokens or min(self.b_short_tokens) < 1:
+            raise SettingsError(f"values of B_short must be positive, got {self.b_short_tokens}")
+        if self.candidates < 1:
+            raise SettingsError(f"at least one candidate must be simulated, got {self.candidates}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A fleet, sized by the model at full size.
+
+    Attributes:
+        usd_per_hour: for the model's numbers of replicas.
+    """
+
+    plan: FleetPlan
+    pools: dict[str, SizedPool]
+    usd_per_hour: float
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Replicas by pool."""
+        return {pool: sized.replicas for pool, sized in self.pools.items()}
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort key: within the limits first, then cheaper, then less utilised."""
+        beyond = not all(sized.within_limits for sized in self.pools.values())
+        return beyond, self.usd_per_hour, sum(sized.performance.utilisation for sized in self.pools.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedFleet:
+    """A fleet, sized by the simulator.
+
+    Attributes:
+        candidate: the model's size, where the search began.
+        verification: of the simulated fleet, which is a stand-in if `share` is below 1.
+        headroom: factor by which the rate of a stand-in can grow, see `Verifier.headroom`.
+        counts: replicas by pool at full size.
+        usd_by_pool: per hour.
+    """
+
+    candidate: Candidate
+    verification: Verification
+    share: float
+    headroom: float
+    counts: Counts
+    usd_by_pool: Mapping[str, float]
+    gpus: int
+
+    @property
+    def usd_per_hour(self) -> float:
+        """The price of the whole fleet."""
+        return sum(self.usd_by_pool.values())
+
+    @property
+    def plan(self) -> FleetPlan:
+        """The kind of fleet."""
+        return self.candidate.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The result of a search; a fleet is None when no simulated one met the limits.
+
+    Attributes:
+        modelled: the best two-pool fleet by the model, for each `B_short`.
+        simulated: all fleets that were sized by simulation.
+        against_paged, against_worst_case: closed forms of the chosen pools.
+    """
+
+    worst_case: SizedFleet | None
+    paged: SizedFleet | None
+    pools: SizedFleet | None
+    modelled: tuple[Candidate, ...]
+    simulated: tuple[SizedFleet, ...]
+    against_paged: ClosedForm | None
+    against_worst_case: ClosedForm | None
+
+
+# A pool with a smaller share of the requests is not worth its reserve.
+_LEAST_SHARE = 0.002
+# Budgets per iteration to try besides the profile's own: a smaller one protects TPOT, a larger one shortens
+# prefills.
+_BATCHED_TOKENS = (1_024, 8_192)
+# Chunk limits to try, as multiples of the chunk that does not delay decoding. No limit (0) suits a pool where
+# every prompt is long, because no short prompt waits there.
+_CHUNKS = (2, 4)
+
+
+class Planner:
+    """Searches the options for one workload.
+
+    Args:
+        mix: lengths of the workload's requests, as the engines get them.
+        on_step: called with the name of each fleet that has been sized.
+    """
+
+    def __init__(
+        self,
+        options: FleetOptions,
+        demand: Workload,
+        mix: LengthMix,
+        costs: CostTable,
+        on_step: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._options = options
+        self._demand = demand
+        self._mix = mix
+        self._costs = costs
+        self._on_step = on_step
+
+    # -- by the model -------------------------------------------------------------------------------------
+
+    def worst_case(self) -> Candidate:
+        """The papers' baseline."""
+        slots = self._options.worst_case_slots or fleets.worst_case_slots(self._options.profile)
+        return self._sized(fleets.worst_case_fleet(self._options.profile, slots))
+
+    @cached_property
+    def paged(self) -> list[Candidate]:
+        """Undivided fleets with paged KV, the cheapest first."""
+        options = self._options
+        longest = int(self._mix.totals.max())
+        profiles = _distinct((options.profile, *options.long_profiles, *options.short_profiles))
+        able = [name for name in profiles if load_profile(name).max_model_len >= longest]
+        pools = [pool for name in able or [options.profile] for pool in self._pools(name)]
+        plans = [fleets.paged_fleet(self._within_context(pool)) for pool in pools]
+        return sorted((self._sized(plan) for plan in plans), key=lambda one: one.rank)
+
+    def split(self) -> list[Candidate]:
+        """The best two-pool fleet for each value of `B_short`, in order."""
+        found = (self._best_split(border) for border in sorted(set(self._options.b_short_tokens)))
+        return [candidate for candidate in found if candidate is not None]
+
+    def _best_split(self, border: int) -> Candidate | None:
+        """Choose each pool by itself: in the model, without spill, pools are independent."""
+        options, mix = self._options, self._mix
+        parts = mix.split(border)
+        if min(len(part) for part in parts) < _LEAST_SHARE * len(mix):
+            return None
+        longest = int(mix.totals.max())
+        chosen = []
+        for part, extra, context in zip(
+            parts, (options.short_profiles, options.long_profiles), (border, longest), strict=True
+        ):
+            profiles = [
+                name
+                for name in _distinct((options.profile, *extra))
+                if load_profile(name).max_model_len >= context
+            ]
+            pools = [pool for name in profiles or [options.profile] for pool in self._pools(name)]
+            rate_per_s = self._demand.rate_per_s * len(part) / len(mix)
+            chosen.append(min(pools, key=lambda pool: self._pool_rank(pool, part, rate_per_s, border)))
+        return self._sized(fleets.split_fleet(chosen[0], self._within_context(chosen[1]), border))
+
+    def _within_context(self, pool: PoolPlan) -> PoolPlan:
+        """Limit the context to the undivided fleet's, so that all fleets get the same requests."""
+        context = load_profile(self._options.profile).max_model_len
+        if load_profile(pool.profile).max_model_len <= context:
+            return pool
+        return replace(pool, engine=replace(pool.engine, max_model_len=context))
+
+    def _pool_rank(
+        self, pool: PoolPlan, part: LengthMix, rate_per_s: float, border: int
+    ) -> tuple[bool, float, float]:
+        # The plan of an undivided fleet is also the plan of one pool.
+        plan = replace(fleets.paged_fleet(pool), b_short_tokens=border)
+        (model,) = plan.models(part).values()
+        sized = sized_pool(model, rate_per_s, self._demand.slo)
+        usd_per_hour = sized.replicas * self._costs.usd_per_hour(pool.profile)
+        return not sized.within_limits, usd_per_hour, sized.performance.utilisation
+
+    def _pools(self, profile: str) -> list[PoolPlan]:
+        return [PoolPlan(profile=profile, engine=engine) for engine in self._variants(profile)]
+
+    def _variants(self, name: str) -> list[EngineChanges]:
+        """The profile's own settings first, then other budgets and chunk limits, and more sequences."""
+        plain = EngineChanges()
+        if not self._options.variants:
+            return [plain]
+        profile = load_profile(name)
+        budgets = [
+            tokens
+            for tokens in _BATCHED_TOKENS
+            if tokens != profile.max_num_batched_tokens and tokens >= profile.max_num_seqs
+        ]
+        others = [replace(plain, max_num_batched_tokens=tokens) for tokens in budgets]
+        if chunk := profile.step_time.chunk_tokens():
+            others += [
+                replace(plain, long_prefill_token_threshold=times * chunk)
+                for times in _CHUNKS
+                if times * chunk <= profile.max_num_batched_tokens
+            ]
+            # Without a chunk limit the budget limits the chunk.
+            others += [
+                replace(plain, long_prefill_token_threshold=0, max_num_batched_tokens=tokens)
+                for tokens in [None, *budgets]
+            ]
+        sequences = 2 * profile.max_num_seqs
+        budget = max(sequences, profile.max_num_batched_tokens)
+        others.append(replace(plain, max_num_seqs=sequences, max_num_batched_tokens=budget))
+        return [plain, *others]
+
+    def _sized(self, plan: FleetPlan) -> Candidate:
+        pools = size(plan, self._mix, self._demand.rate_per_s, self._demand.slo)
+        counts = {pool: sized.replicas for pool, sized in pools.items()}
+        return Candidate(plan=plan, pools=pools, usd_per_hour=plan.usd_per_hour(counts, self._costs))
+
+    # -- by the simulator ---------------------------------------------------------------------------------
+
+    def search(self, verifier: Verifier, seeds: Sequence[int]) -> PlanResult:
+        """Size the worst case, the best undivided fleets and the best pools, and choose the cheapest."""
+        modelled = self.split()
+        undivided = self._with_plain_first(self.paged)
+        worst_case = self._simulated(verifier, [self.worst_case()], seeds)
+        paged = self._simulated(verifier, undivided, seeds)
+        ranked = sorted(modelled, key=lambda one: one.rank)[: self._options.candidates]
+        pools = self._simulated(verifier, ranked, seeds)
+        best_paged, best_pools = _cheapest(paged), _cheapest(pools)
+        return PlanResult(
+            worst_case=_cheapest(worst_case),
+            paged=best_paged,
+            pools=best_pools,
+            modelled=tuple(modelled),
+            simulated=(*worst_case, *paged, *pools),
+            against_paged=self._closed_form(best_paged, best_pools),
+            against_worst_case=self._closed_form(_cheapest(worst_case), best_pools),
+        )
+
+    def _with_plain_first(self, undivided: list[Candidate]) -> list[Candidate]:
+        """The model's best candidates, after the unchanged profile: the model may be wrong."""
+        plain = fleets.paged_fleet(PoolPlan(profile=self._options.profile))
+        first = [one for one in undivided if one.plan == plain]
+        others = [one for one in undivided if one.plan != plain]
+        return [*first, *others][: max(1, self._options.candidates)]
+
+    def _simulated(
+        self, verifier: Verifier, candidates: Iterable[Candidate], seeds: Sequence[int]
+    ) -> list[SizedFleet]:
+        found = []
+        for candidate in candidates:
+            guess = {pool: max(1, round(verifier.share * n)) for pool, n in candidate.counts.items()}
+            verification = smallest_fleet(verifier, candidate.plan, guess, costs=self._costs, seeds=seeds)
+            self._on_step(candidate.plan.name)
+            if verification is not None:
+                headroom = 1.0
+                # The worst case costs far more than a replica above the others, so it needs no finer size.
+                if verifier.share < 1 and candidate.plan.name != fleets.WORST_CASE:
+                    headroom = verifier.headroom(candidate.plan, verification.counts, seeds)
+                found.append(self._at_full_size(candidate, verification, verifier.share, headroom))
+        return found
+
+    def _at_full_size(
+        self, candidate: Candidate, verification: Verification, share: float, headroom: float
+    ) -> SizedFleet:
+        counts = {pool: at_full_size(count, share, headroom) for pool, count in verification.counts.items()}
+        return SizedFleet(
+            candidate=candidate,
+            verification=verification,
+            share=share,
+            headroom=headroom,
+            counts=counts,
+            usd_by_pool={
+                pool: count * self._costs.usd_per_hour(candidate.plan.pools[pool].profile)
+                for pool, count in counts.items()
+            },
+            gpus=candidate.plan.gpus(counts),
+        )
+
+    def _closed_form(self, undivided: SizedFleet | None, divided: SizedFleet | None) -> ClosedForm | None:
+        if undivided is None or divided is None:
+            return None
+        return closed_form(undivided.plan, divided.plan, self._mix, self._demand.slo, self._costs)
+
+
+def _cheapest(fleets_found: Sequence[SizedFleet]) -> SizedFleet | None:
+    return min(fleets_found, key=lambda one: one.usd_per_hour, default=None)
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+# Requests from which the model takes lengths when the number of requests is open.
+_MODEL_REQUESTS = 20_000
+# The least duration of a run, in seconds and in longest answers, and its least number of requests.
+_LEAST_S = 60.0
+_LONGEST_ANSWERS = 3
+_LEAST_REQUESTS = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """The effort of the simulation.
+
+    Attributes:
+        seeds: of the final sizes; the search uses the first.
+        stand_in_replicas: a larger undivided fleet is simulated at a share of its size and rate.
+        jobs: parallel processes.
+    """
+
+    seeds: Sequence[int] = (0, 1, 2)
+    stand_in_replicas: int = 24
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stand_in_replicas < 4:
+            raise ValueError(f"a stand-in needs at least 4 replicas, got {self.stand_in_replicas}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The result of a search, with its workload.
+
+    Attributes:
+        demand: with the number of requests of a run.
+        workload: of the first seed, without requests that the profile cannot hold.
+        verifier: with every fleet that it has simulated.
+        twice: the stand-in of each chosen fleet at twice its size and rate, with the first seed, by the name
+            of the fleet. It shows the error of a stand-in. Empty when fleets were simulated at full size.
+    """
+
+    demand: Workload
+    workload: FittedTrace
+    verifier: Verifier
+    result: PlanResult
+    twice: Mapping[str, Verification]
+
+
+def make_plan(
+    options: FleetOptions,
+    demand: Workload,
+    costs: CostTable,
+    effort: Effort,
+    on_step: Callable[[str], object] = lambda _: None,
+) -> Plan:
+    """Search for the cheapest fleets.
+
+    Args:
+        on_step: called after each fleet that has been sized, at most `steps(options)` times.
+
+    Raises:
+        ServeAppError: a trace, a profile or a setting does not exist.
+    """
+    workload = _workload(options, demand)
+    mix = LengthMix.of(workload.trace, output_known=demand.output_known)
+    planner = Planner(options, demand, mix, costs, on_step)
+    undivided = planner.paged[0]
+    share = stand_in_share(sum(undivided.counts.values()), effort.stand_in_replicas)
+    demand = _with_requests(demand, share, mix, undivided)
+    verifier = Verifier(demand, share=share, jobs=effort.jobs)
+    result = planner.search(verifier, effort.seeds)
+    chosen = (result.worst_case, result.paged, result.pools) if share < 1 else ()
+    twice = {
+        one.plan.name: verifier.at_twice_the_size(one.plan, one.verification.counts, effort.seeds[:1])
+        for one in chosen
+        if one is not None
+    }
+    return Plan(demand=demand, workload=workload, verifier=verifier, result=result, twice=twice)
+
+
+def steps(options: FleetOptions) -> int:
+    """The most fleets that a search sizes by simulation."""
+    return 1 + 2 * options.candidates
+
+
+def _workload(options: FleetOptions, demand: Workload) -> FittedTrace:
+    choice = demand.trace
+    if choice.requests is None:
+        choice = replace(choice, requests=_MODEL_REQUESTS)
+    return fit(choose_trace(choice, 0), load_profile(options.profile).max_model_len)
+
+
+def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Candidate) -> Workload:
+    """Set the requests of a run: enough that queues fill, which takes several of the longest answers."""
+    if demand.trace.requests is not None:
+        return demand
+    (model,) = undivided.plan.models(mix).values()
+    (count,) = undivided.counts.values()
+    point = model.at_rate(demand.rate_per_s / count)
+    iteration_s = (demand.slo.tpot_s or 0.1) if point is None else point.iteration_s
+    lasts_s = max(_LEAST_S, _LONGEST_ANSWERS * float(mix.outputs.max()) * iteration_s)
+    requests = max(_LEAST_REQUESTS, math.ceil(share * demand.rate_per_s * lasts_s))
+    return replace(demand, trace=replace(demand.trace, requests=requests))

@@ -1,0 +1,449 @@
+"""A queueing model of one pool, over the engine's step times: its capacity and its latencies.
+
+Each sequence in a batch advances by one token per iteration, so iterations are the clock. At `r` requests per
+second on one replica, with h chunks of prompt and o output tokens per request:
+
+    sequences in the batch     n = r * E[h + o - 1] * t                                        (Little's law)
+    prompt tokens, iteration   P: compound Poisson, r * E[h] * t chunks of the workload's own sizes
+    mean iteration             t = E[max(read, compute of P and n)] + pairs + n * (per sequence + context)
+
+The last line is the expectation of `StepTimeModel`. It has t on both sides; its smallest solution is the
+operating point. The distribution of P (by FFT) matters because of the maximum: several chunks in one
+iteration lengthen it, while an iteration without chunks still costs its base.
+
+Waits for a batch slot are those of M/G/c, by `erlang`, with c = replicas * slots and service (h + o - 1) * t.
+The slots are `max_num_seqs`, or the number of mean contexts that fit into the KV cache, if smaller. A
+replica's capacity is the largest rate with an operating point whose batch fits into the slots.
+
+Not modelled: bursts (arrivals are Poisson), the scheduler's order, late binding and spill, differences
+between replicas, preemption. The model gives a first guess; the simulator decides.
+
+The lengths of a workload as arrays, and its two parts at a value of `B_short`.
+
+Requests are routed by their token budget, which is known at arrival. Without `max_tokens`, the scheduler uses
+a high quantile of the answers in its place (`core.routing.estimation.output_length`). Some requests then go
+to the long pool although they turn out to be short.
+
+Waiting times for one of c servers: Erlang's formulas, with a correction for general service times.
+
+B(c, a)     probability of blocking without a queue, by the recursion B(k) = a B(k-1) / (k + a B(k-1)), which
+            divides only numbers of similar size, so it is stable for thousands of servers
+C(c, a)     probability of waiting, M/M/c:  B / (1 - u (1 - B)),  u = a / c
+P(W > t)    = C * exp(-(c - a) t / E[S]), M/M/c, first come first served
+M/G/c       waits of M/M/c times (1 + cv^2) / 2, with cv the coefficient of variation of service times. Kimura
+            studied the accuracy of this two-moment approximation (Queueing Systems 15, 1994); it is exact for
+            M/M/c and for the mean of M/G/1. Here it scales the whole conditional distribution.
+
+Results of the queueing model: one replica at a rate, and a pool with its waits.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.core.metrics.slo import Slo
+from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.lab.workloads.trace import Trace
+
+Counts = NDArray[np.int64]
+
+# As in the scheduler's own settings.
+_QUANTILE = OutputSettings().quantile
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """Prompt and output lengths, request by request.
+
+    Attributes:
+        prompts, outputs: tokens, in arrays of equal length.
+        allowed_outputs: output tokens in every token budget; None uses the output itself.
+    """
+
+    prompts: Counts
+    outputs: Counts
+    allowed_outputs: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.outputs):
+            raise ValueError(
+                f"each prompt needs its output, got {len(self.prompts)} and {len(self.outputs)} lengths"
+            )
+
+    @classmethod
+    def of(cls, trace: Trace, *, output_known: bool = True) -> "LengthMix":
+        """The lengths of a trace; an answer has at least one token.
+
+        Args:
+            output_known: requests state the length of their answers; otherwise they state nothing.
+        """
+        prompts = np.array([one.prompt_tokens for one in trace.requests], dtype=np.int64)
+        outputs = np.array([max(1, one.output_tokens) for one in trace.requests], dtype=np.int64)
+        allowed = None if output_known else math.ceil(np.quantile(outputs, _QUANTILE))
+        return cls(prompts, outputs, allowed)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @cached_property
+    def totals(self) -> Counts:
+        """Prompt and output together."""
+        return self.prompts + self.outputs
+
+    @cached_property
+    def budgets(self) -> Counts:
+        """Token budgets, by which requests are routed."""
+        return self.totals if self.allowed_outputs is None else self.prompts + self.allowed_outputs
+
+    def split(self, b_short_tokens: int) -> tuple["LengthMix", "LengthMix"]:
+        """Requests with a budget of at most `b_short_tokens`, and all others; either may be empty."""
+        short = self.budgets <= b_short_tokens
+        return self._where(short), self._where(~short)
+
+    def _where(self, chosen: NDArray[np.bool_]) -> "LengthMix":
+        return LengthMix(self.prompts[chosen], self.outputs[chosen], self.allowed_outputs)
+
+
+def erlang_b(servers: int, offered: float) -> float:
+    """Probability that all servers are busy in a system without a queue.
+
+    Args:
+        servers: c, at least 1.
+        offered: load in Erlangs, `rate * E[S]`.
+
+    Raises:
+        ValueError: there are no servers, or the load is negative.
+    """
+    if servers < 1 or offered < 0:
+        raise ValueError(f"need at least 1 server and a load of at least 0, got {servers} and {offered}")
+    blocked = 1.0
+    for count in range(1, servers + 1):
+        blocked = offered * blocked / (count + offered * blocked)
+    return blocked
+
+
+def erlang_c(servers: int, offered: float) -> float:
+    """Probability of having to wait, M/M/c; 1 when the servers cannot keep up."""
+    blocked = erlang_b(servers, offered)
+    utilisation = offered / servers
+    if utilisation >= 1:
+        return 1.0
+    return blocked / (1 - utilisation * (1 - blocked))
+
+
+def wait_quantile_s(
+    *, servers: int, rate_per_s: float, mean_service_s: float, service_cv2: float, quantile: float = 0.99
+) -> float:
+    """The wait that a share `quantile` of requests does not exceed, M/G/c.
+
+    Args:
+        service_cv2: squared coefficient of variation of service times.
+        quantile: 0.99 for the P99.
+
+    Returns:
+        Seconds; infinite when the servers cannot keep up.
+    """
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile must be above 0 and below 1, got {quantile}")
+    offered = rate_per_s * mean_service_s
+    if offered >= servers:
+        return math.inf
+    waits = erlang_c(servers, offered)
+    if waits <= 1 - quantile:
+        return 0.0
+    drained_per_s = (servers - offered) / mean_service_s
+    return (1 + service_cv2) / 2 * math.log(waits / (1 - quantile)) / drained_per_s
+
+
+UTILISATION_CAP = 0.85
+"""Highest share of its capacity that a pool is sized for, as in the papers: beyond it waits grow steeply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatingPoint:
+    """One replica at a constant rate.
+
+    Attributes:
+        iteration_s: mean seconds of an iteration.
+        sequences: mean number in the batch.
+        service_s: mean time of a request in the batch.
+        first_token_s: P99 over requests of the time from admission to the batch to the first token.
+        tpot_s: P99 over requests of the time per output token.
+    """
+
+    rate_per_s: float
+    iteration_s: float
+    sequences: float
+    service_s: float
+    first_token_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performance:
+    """A pool by the model; its times are infinite where it cannot keep up.
+
+    Attributes:
+        utilisation: rate over capacity.
+        p99_wait_s: P99 of the wait for a batch slot.
+    """
+
+    replicas: int
+    utilisation: float
+    p99_wait_s: float
+    p99_ttft_s: float
+    p99_tpot_s: float
+    sequences: float
+
+    def meets(self, slo: Slo, utilisation_cap: float = UTILISATION_CAP) -> bool:
+        """Whether both P99 limits hold below the utilisation cap."""
+        return (
+            self.utilisation <= utilisation_cap
+            and (slo.ttft_s is None or self.p99_ttft_s <= slo.ttft_s)
+            and (slo.tpot_s is None or self.p99_tpot_s <= slo.tpot_s)
+        )
+
+
+_Floats = NDArray[np.float64]
+
+# Size of the grid of prompt tokens per iteration.
+_BINS = 1_024
+_PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
+# Longer iterations count as no operating point.
+_LONGEST_ITERATION_S = 5.0
+# Relative; solutions are no finer than the grid.
+_TOLERANCE = 1e-4
+# Steps towards a solution; one that takes more is at the limit of the engine's capacity.
+_MOST_STEPS = 80
+# Share of the KV cache that sequences may fill; the rest is rounding to blocks.
+_KV_FILL = 0.97
+
+
+class PoolModel:
+    """One kind of replica under one mix of requests.
+
+    Args:
+        step_time: duration of its iterations.
+        engine: its limits, with the chunk limit.
+        mix: lengths of the requests in this pool.
+    """
+
+    def __init__(self, step_time: StepTimeModel, engine: EngineModelSettings, mix: LengthMix) -> None:
+        if not len(mix):
+            raise ValueError("a pool without requests needs no model: choose another border between pools")
+        self._step = step_time
+        self.engine = engine
+        self.mix = mix
+        self._chunk = min(
+            engine.long_prefill_token_threshold or engine.max_num_batched_tokens,
+            engine.max_num_batched_tokens,
+        )
+        prompts = mix.prompts.astype(float)
+        outputs = mix.outputs.astype(float)
+        self._chunks: _Floats = np.ceil(prompts / self._chunk)
+        self._iterations: _Floats = self._chunks + outputs - 1
+        self._mean_iterations = float(self._iterations.mean())
+        self._mean_chunks = float(self._chunks.mean())
+        self._prompts, self._outputs = prompts, outputs
+        self._mean_prompt = float(prompts.mean())
+        # On average a sequence holds half its prompt while prefilling, and half its answer while decoding.
+        decoding = np.maximum(outputs - 1, 0.0)
+        held = self._chunks * prompts / 2 + decoding * (prompts + outputs / 2)
+        self._held_tokens = float(held.sum() / self._iterations.sum())
+        self._decode_ratio = float(decoding.sum() / self._iterations.sum())
+        self._context = float((decoding * (prompts + outputs / 2)).sum() / max(decoding.sum(), 1.0))
+        self._per_sequence_s = (
+            step_time.decode_per_sequence_s + self._context * step_time.decode_per_context_token_s
+        )
+        self._pairs_per_token = float((prompts * (prompts + 1) / 2).sum() / prompts.sum())
+        self._chunk_sizes, self._chunk_weights = self._chunks_by_size()
+        self._chunk_moments = tuple(float(self._chunk_weights @ self._chunk_sizes**power) for power in (1, 2))
+
+    @cached_property
+    def slots(self) -> int:
+        """Sequences in one replica's batch: `max_num_seqs`, or fewer if the KV cache is smaller."""
+        by_memory = int(_KV_FILL * self.engine.kv_tokens / self._held_tokens)
+        return max(1, min(self.engine.max_num_seqs, by_memory))
+
+    @cached_property
+    def capacity_per_s(self) -> float:
+        """Requests per second at which one replica's batch is full, or its iterations grow without bound."""
+        low, high = 0.0, 1.0
+        while self._batch_at(high) <= self.slots:
+            low, high = high, 2 * high
+        for _ in range(18):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._batch_at(middle) <= self.slots else (low, middle)
+        return low
+
+    def at_rate(self, rate_per_s: float) -> OperatingPoint | None:
+        """The operating point of one replica; None when it cannot keep up."""
+        if rate_per_s < 0:
+            raise ValueError(f"a rate cannot be negative, got {rate_per_s}")
+        solved = self._iteration_s(rate_per_s)
+        if solved is None:
+            return None
+        prompt_tokens, probability = self._tokens_per_iteration(rate_per_s * solved)
+        sequences = rate_per_s * self._mean_iterations * solved
+        times = self._step_s(prompt_tokens, sequences)
+        mean_s = float(probability @ times)
+        deviation_s = math.sqrt(max(0.0, float(probability @ times**2) - mean_s**2))
+        return OperatingPoint(
+            rate_per_s=rate_per_s,
+            iteration_s=solved,
+            sequences=sequences,
+            service_s=self._mean_iterations * solved,
+            first_token_s=self._p99_first_token_s(prompt_tokens, probability, sequences, solved),
+            tpot_s=self._p99_tpot_s(solved, deviation_s, sequences),
+        )
+
+    def performance(self, rate_per_s: float, replicas: int) -> Performance:
+        """The pool's latencies when `replicas` share that rate."""
+        if replicas < 1:
+            raise ValueError(f"a pool needs at least one replica, got {replicas}")
+        point = self.at_rate(rate_per_s / replicas)
+        utilisation = rate_per_s / replicas / self.capacity_per_s if self.capacity_per_s else math.inf
+        if point is None or utilisation >= 1:
+            return Performance(
+                replicas=replicas,
+                utilisation=utilisation,
+                p99_wait_s=math.inf,
+                p99_ttft_s=math.inf,
+                p99_tpot_s=math.inf,
+                sequences=float(self.slots),
+            )
+        wait_s = wait_quantile_s(
+            servers=replicas * self.slots,
+            rate_per_s=rate_per_s,
+            mean_service_s=point.service_s,
+            service_cv2=float(self._iterations.var() / self._mean_iterations**2),
+        )
+        return Performance(
+            replicas=replicas,
+            utilisation=utilisation,
+            p99_wait_s=wait_s,
+            p99_ttft_s=wait_s + point.first_token_s,
+            p99_tpot_s=point.tpot_s,
+            sequences=point.sequences,
+        )
+
+    def mean_iterations(self, mix: LengthMix) -> float:
+        """Mean number of iterations that requests of a mix spend in this engine's batch."""
+        return float(np.mean(np.ceil(mix.prompts / self._chunk) + mix.outputs - 1))
+
+    # -- the operating point ------------------------------------------------------------------------------
+
+    def _batch_at(self, rate_per_s: float) -> float:
+        solved = self._iteration_s(rate_per_s)
+        return math.inf if solved is None else rate_per_s * self._mean_iterations * solved
+
+    def _iteration_s(self, rate_per_s: float) -> float | None:
+        """The smallest t with t = E[step | t], from below; None when there is none.
+
+        The excess of a step over t is positive at 0 and falls towards the solution, mostly along a convex
+        curve. There a chord through two points below the solution ends below it. The experts of a mixture
+        bend the curve the other way at first: where the excess rises, t grows by all of it, which does not
+        pass the solution either. A chord that has passed it is halved.
+        """
+        before, seconds = 0.0, self._expected_step_s(rate_per_s, 0.0)
+        excess_before = seconds
+        for _ in range(_MOST_STEPS):
+            excess = self._expected_step_s(rate_per_s, seconds) - seconds
+            if excess < -_TOLERANCE * seconds:
+                seconds = (before + seconds) / 2
+                continue
+            if excess < _TOLERANCE * seconds:
+                return seconds
+            slope = (excess - excess_before) / (seconds - before)
+            before, excess_before = seconds, excess
+            seconds += excess if slope > -1e-3 else excess / -slope
+            if seconds > _LONGEST_ITERATION_S:
+                return None
+        return None
+
+    def _expected_step_s(self, rate_per_s: float, seconds: float) -> float:
+        """The mean step when steps last `seconds`."""
+        if rate_per_s * seconds * self._mean_prompt > self.engine.max_num_batched_tokens:
+            return math.inf
+        sequences = rate_per_s * self._mean_iterations * seconds
+        prompt_tokens, probability = self._tokens_per_iteration(rate_per_s * seconds)
+        return float(probability @ self._step_s(prompt_tokens, sequences))
+
+    def _step_s(self, prompt_tokens: _Floats, sequences: float) -> _Floats:
+        """`StepTimeModel.step_s` for iterations with these prompt tokens, with the mean batch."""
+        step = self._step
+        decoding = sequences * self._decode_ratio
+        base = np.where(prompt_tokens > 0, max(step.decode_base_s, step.prefill_base_s), step.decode_base_s)
+        if step.expert_read_s:
+            routed = 1 - (1 - step.expert_share) ** (prompt_tokens + decoding)
+            base = base + step.expert_read_s * routed
+        computed = prompt_tokens * step.prefill_per_token_s + decoding * step.decode_compute_s
+        pairs = prompt_tokens * self._pairs_per_token * step.prefill_per_pair_s
+        times: _Floats = np.maximum(base, computed) + pairs + decoding * self._per_sequence_s
+        return times
+
+    def _tokens_per_iteration(self, requests: float) -> tuple[_Floats, _Floats]:
+        """Prompt tokens in an iteration with a mean of `requests` arrivals: values and probabilities.
+
+        The characteristic function of a compound Poisson sum is exp(m (phi - 1)), with m the mean number of
+        chunks and phi that of one chunk's size.
+        """
+        chunks = requests * self._mean_chunks
+        weights, (mean_size, mean_square) = self._chunk_weights, self._chunk_moments
+        mean, spread = chunks * mean_size, math.sqrt(chunks * mean_square)
+        width = (mean + 8 * spread + 2 * self._chunk) / _BINS
+        # A size between two bins is divided between them, so that the mean is the same on every grid.
+        places = self._chunk_sizes / width
+        below = places.astype(np.int64)
+        upper = weights * (places - below)
+        one = np.bincount(below, weights=weights - upper, minlength=_BINS)
+        one += np.bincount(below + 1, weights=upper, minlength=_BINS)
+        several = np.fft.irfft(np.exp(chunks * (np.fft.rfft(one) - 1)), _BINS)
+        probability: _Floats = np.clip(several, 0.0, None)
+        return _PLACES * width, probability / float(probability.sum())
+
+    def _chunks_by_size(self) -> tuple[_Floats, _Floats]:
+        """Chunk sizes, and the share of each among all chunks."""
+        last = self._prompts - (self._chunks - 1) * self._chunk
+        sizes, counts = np.unique(last, return_counts=True)
+        whole = float((self._chunks - 1).sum())
+        weights: _Floats = np.append(counts.astype(float), whole)
+        return np.append(sizes, float(self._chunk)), weights / weights.sum()
+
+    # -- latencies ----------------------------------------------------------------------------------------
+
+    def _p99_first_token_s(
+        self, prompt_tokens: _Floats, probability: _Floats, sequences: float, iteration_s: float
+    ) -> float:
+        """Half the iteration under way at arrival, then an iteration per chunk, lengthened by the chunk."""
+        sizes = np.linspace(1.0, self._chunk, 17)
+        with_chunk = [float(probability @ self._step_s(prompt_tokens + size, sequences)) for size in sizes]
+        own = np.interp(self._prompts / self._chunks, sizes, with_chunk)
+        return iteration_s / 2 + float(np.quantile(self._chunks * own, 0.99))
+
+    def _p99_tpot_s(self, mean_s: float, deviation_s: float, sequences: float) -> float:
+        """P99 of a mixture of normal distributions: the more iterations, the less their mean varies.
+
+        The batch size is Poisson, and taken as constant during a request.
+        """
+        batch_variance = sequences * self._decode_ratio * self._per_sequence_s**2
+        steps, counts = np.unique(self._outputs[self._outputs > 1] - 1, return_counts=True)
+        if not len(steps):
+            return mean_s
+        spread = np.sqrt(deviation_s**2 / steps + batch_variance)
+        weights = counts / counts.sum()
+        low, high = mean_s, mean_s + 10 * float(spread.max())
+        for _ in range(50):
+            middle = (low + high) / 2
+            below = float(weights @ _normal_cdf((middle - mean_s) / np.maximum(spread, 1e-12)))
+            low, high = (middle, high) if below < 0.99 else (low, middle)
+        return high
+
+
+def _normal_cdf(values: _Floats) -> _Floats:
+    return np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in values])

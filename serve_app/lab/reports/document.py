@@ -1,0 +1,394 @@
+"""What a report is made of: facts, a verdict, and sections of tables and plots.
+
+The difference of a candidate from a baseline in one figure, and what may be said about it.
+
+Nothing is called better or worse unless the 95 % interval of the paired difference leaves out zero. Each
+interval stands for its own figure: of twenty figures that do not differ, one may look as if it did.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_app.core.metrics.confidence import ConfidenceInterval, paired_difference_95
+from serve_app.lab.reports.tables import shown_table
+
+
+class Judgement(StrEnum):
+    """What an interval says."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    UNCLEAR = "no clear difference"
+    UNKNOWN = "no interval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureDifference:
+    """One figure of a candidate and of its baseline.
+
+    Attributes:
+        figure: its name, with its unit.
+        base, other: at the baseline and at the candidate.
+        difference: other minus base.
+        low, high: the 95 % interval of the difference; None when nothing tells it.
+        lower_is_better: whether less of it is good.
+        decimals, scale, unit: how its values are written: times `scale`, with so many decimals.
+    """
+
+    figure: str
+    base: float
+    other: float
+    difference: float
+    low: float | None
+    high: float | None
+    lower_is_better: bool = True
+    decimals: int = 2
+    scale: float = 1.0
+    unit: str = ""
+
+    @property
+    def judgement(self) -> Judgement:
+        """Better or worse only where the interval leaves out zero."""
+        if self.low is None or self.high is None:
+            return Judgement.UNKNOWN
+        if self.low <= 0 <= self.high:
+            return Judgement.UNCLEAR
+        return Judgement.BETTER if (self.high < 0) is self.lower_is_better else Judgement.WORSE
+
+    @property
+    def change(self) -> float | None:
+        """The difference as a share of the baseline; None when that is zero."""
+        return self.difference / self.base if self.base else None
+
+    @property
+    def change_interval(self) -> tuple[float, float] | None:
+        """The interval as shares of the baseline's value.
+
+        Times and the like cannot fall by more than all, whatever a symmetric interval says.
+        """
+        if not self.base or self.low is None or self.high is None:
+            return None
+        low, high = self.low / self.base, self.high / self.base
+        return (max(-1.0, low), high) if self.lower_is_better and self.base > 0 else (low, high)
+
+    def written(self, value: float, *, signed: bool = False) -> str:
+        """A value of this figure as text."""
+        sign = "+" if signed else ""
+        return f"{self.scale * value:{sign},.{self.decimals}f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedFigure:
+    """Values of one figure on the same seeds, for a baseline and for a candidate; None where one has none."""
+
+    figure: str
+    base: Sequence[float | None]
+    other: Sequence[float | None]
+    lower_is_better: bool = True
+    decimals: int = 2
+    unit: str = ""
+
+    def difference(self) -> FigureDifference | None:
+        """Over the seeds that both have a value for; None without any."""
+        pairs = [
+            (mine, theirs)
+            for theirs, mine in zip(self.base, self.other, strict=True)
+            if mine is not None and theirs is not None
+        ]
+        if not pairs:
+            return None
+        other, base = zip(*pairs, strict=True)
+        found = paired_difference_95(other, base)
+        return FigureDifference(
+            figure=self.figure,
+            base=sum(base) / len(base),
+            other=sum(other) / len(other),
+            difference=found.mean,
+            low=found.low,
+            high=found.high,
+            lower_is_better=self.lower_is_better,
+            decimals=self.decimals,
+            unit=self.unit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the intervals come from, and how a reader gets more of it.
+
+    Attributes:
+        count: how many there are.
+        one, several: what one is called, and what several are called.
+        more: what to do for narrower intervals.
+    """
+
+    count: int
+    one: str
+    several: str
+    more: str
+
+    @property
+    def text(self) -> str:
+        """The number with its noun."""
+        return f"{self.count} {self.one if self.count == 1 else self.several}"
+
+
+def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], sample: Sample) -> str:
+    """What the figures say about a candidate, in one sentence."""
+    found = {judgement: [one for one in differences if one.judgement is judgement] for judgement in Judgement}
+    if not differences:
+        return f"{other} and {base} have no figure in common, so nothing can be said about them."
+    if len(found[Judgement.UNKNOWN]) == len(differences):
+        listed = "; ".join(map(_with_change, differences))
+        return (
+            f"{other} against {base} on {sample.text}, which gives no interval, so any of this may be "
+            f"chance: {listed}. To tell, {sample.more}."
+        )
+    clear = [
+        f"{judgement.value} in {', '.join(map(_with_change, found[judgement]))}"
+        for judgement in (Judgement.BETTER, Judgement.WORSE)
+        if found[judgement]
+    ]
+    if not clear:
+        return (
+            f"No difference between {other} and {base} that {sample.text} can show; for more, {sample.more}."
+        )
+    unclear = found[Judgement.UNCLEAR] + found[Judgement.UNKNOWN]
+    rest = f"; no difference that {sample.text} can show in {', '.join(one.figure for one in unclear)}"
+    return f"{other} against {base} is {'; '.join(clear)}{rest if unclear else ''}."
+
+
+def _with_change(one: FigureDifference) -> str:
+    change, interval = one.change, one.change_interval
+    if change is None:
+        return f"{one.figure} ({one.written(one.base)} to {one.written(one.other)})"
+    if interval is None:
+        return f"{one.figure} ({_percent(change)})"
+    return f"{one.figure} ({_percent(change)}; 95 %: {_percent(interval[0])} to {_percent(interval[1])})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.{0 if abs(share) >= 0.1 else 1}f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A figure in a table.
+
+    Attributes:
+        text: as it is shown.
+        value: unrounded, for programs that read the page.
+    """
+
+    text: str
+    value: float | None = None
+
+
+def interval_cell(interval: ConfidenceInterval | None, decimals: int, scale: float = 1.0) -> Cell:
+    """A mean with half the width of its interval; a dash when there is none."""
+    if interval is None:
+        return Cell("-")
+    return Cell(interval.as_text(decimals, scale), interval.mean)
+
+
+def number_cell(value: float | None, decimals: int = 0, scale: float = 1.0) -> Cell:
+    """A number; a dash when there is none."""
+    return Cell("-") if value is None else Cell(f"{scale * value:,.{decimals}f}", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    """A table.
+
+    Attributes:
+        caption: says what its figures are.
+        text_columns: the first columns, which hold text; the others hold figures.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    text_columns: int = 1
+
+    def as_text(self) -> str:
+        """The table for a terminal, without its caption."""
+        lines = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in self.rows]
+        return shown_table(self.head, lines, text_columns=self.text_columns, key_columns=self.text_columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferenceTable:
+    """The differences of one candidate from a baseline, each with a picture of its interval."""
+
+    caption: str
+    base: str
+    other: str
+    differences: Sequence[FigureDifference]
+
+    def as_text(self) -> str:
+        """The differences for a terminal, in words instead of pictures."""
+        names = [", ".join(filter(None, (one.figure, one.unit))) for one in self.differences]
+        rows = [
+            [name, *(cell.text for cell in figures_of(one)), one.judgement.value]
+            for name, one in zip(names, self.differences, strict=True)
+        ]
+        return shown_table(["", self.base, self.other, *DIFFERENCE_COLUMNS, ""], rows)
+
+
+DIFFERENCE_COLUMNS = ("difference", "95 % interval", "change")
+
+
+def figures_of(one: FigureDifference) -> list[Cell]:
+    """Both values, and the columns of a difference."""
+    interval = "-"
+    if one.low is not None and one.high is not None:
+        interval = f"{one.written(one.low, signed=True)} to {one.written(one.high, signed=True)}"
+    return [
+        Cell(one.written(one.base), one.base),
+        Cell(one.written(one.other), one.other),
+        Cell(one.written(one.difference, signed=True), one.difference),
+        Cell(interval),
+        Cell("-" if one.change is None else f"{one.change:+.1%}"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Text to copy, line by line."""
+
+    caption: str
+    text: str
+
+
+class Unit(StrEnum):
+    """How the values of an axis are written."""
+
+    SECONDS = "seconds"
+    SHARE = "share"
+    COUNT = "count"
+    NUMBER = "number"
+    DOLLARS = "dollars"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotAxis:
+    """An axis.
+
+    Attributes:
+        logarithmic: at first; None leaves the reader no choice, and is linear.
+        base: of a logarithmic axis.
+        from_zero: whether a linear axis without negative values begins at zero; not where only differences
+            count.
+    """
+
+    label: str
+    unit: Unit = Unit.NUMBER
+    logarithmic: bool | None = False
+    base: int = 10
+    from_zero: bool = True
+
+
+class Look(StrEnum):
+    """How a series is drawn."""
+
+    LINE = "line"
+    STEP = "step"
+    DASHED = "dashed"
+    POINTS = "points"
+    BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a plot.
+
+    Attributes:
+        values: one for each place on the horizontal axis; None leaves a gap.
+        colour: number of its colour, the same for the same thing in all plots.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    look: Look = Look.LINE
+    colour: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """An interactive plot; without a script its values are there as a table.
+
+    Attributes:
+        reading: how to read it, in a sentence or two.
+        places: of the values on the horizontal axis, ascending.
+        marks: places of vertical lines, with their names.
+    """
+
+    title: str
+    reading: str
+    x: PlotAxis
+    y: PlotAxis
+    places: Sequence[float]
+    series: Sequence[Series]
+    marks: Sequence[tuple[float, str]] = ()
+
+    def __post_init__(self) -> None:
+        for each in self.series:
+            if len(each.values) != len(self.places):
+                raise ValueError(
+                    f"series {each.name!r} of plot {self.title!r} has {len(each.values)} values for "
+                    f"{len(self.places)} places: give one for each, None where there is none"
+                )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(
+            value is not None and math.isfinite(value) for one in self.series for value in one.values
+        )
+
+
+Block = ReportTable | DifferenceTable | Listing | Plot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSection:
+    """A part of a report under a heading of its own."""
+
+    title: str
+    blocks: Sequence[Block]
+    intro: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a report came about.
+
+    Attributes:
+        provenance: as `provenance.provenance` gives it.
+        command_line: that made it, without secrets.
+    """
+
+    provenance: Mapping[str, object]
+    command_line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReport:
+    """A whole report.
+
+    Attributes:
+        question: what was asked, in one sentence.
+        facts: what was compared, on which workload, on which fleet; each with its name.
+        verdict: the answer, in a sentence for each candidate.
+        notes: what a reader has to know to trust it, warnings among them.
+    """
+
+    title: str
+    question: str
+    facts: Sequence[tuple[str, str]]
+    verdict: Sequence[str]
+    sections: Sequence[ReportSection]
+    origin: Origin
+    notes: Sequence[str] = field(default_factory=tuple)

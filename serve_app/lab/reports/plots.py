@@ -1,0 +1,217 @@
+"""The plots of request records that every report of a run has, with any number of runs in each."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.lab.reports.document import Look, Plot, PlotAxis, Series, Unit
+
+Floats = NDArray[np.float64]
+Values = Mapping[str, Sequence[float]]
+Records = Mapping[str, Sequence[RequestRecord]]
+
+_CDF_PLACES = 400
+# A distribution is drawn over five decades at most: less than that of its longest value is no time at all.
+_CDF_DECADES = 5.0
+_TIME_BINS = 200
+# Bins of lengths to an octave, and the least requests that a mean and a P95 are taken from.
+_OCTAVE_PARTS = 2
+_LEAST_FOR_MEAN = 5
+_LEAST_FOR_P95 = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines over common places.
+
+    Attributes:
+        places: on the horizontal axis, ascending.
+        lines: values by name, one for each place; None where there is none.
+    """
+
+    places: list[float]
+    lines: dict[str, list[float | None]]
+
+    def series(self, base: str | None) -> list[Series]:
+        """The lines as series of a plot, each in the colour of its place among them.
+
+        Args:
+            base: the name of the baseline; None where there is none.
+        """
+        return [
+            Series(name=name, values=values, look=Look.BASELINE if name == base else Look.LINE, colour=number)
+            for number, (name, values) in enumerate(self.lines.items())
+        ]
+
+
+def distributions(values: Values) -> Curves:
+    """For each sample the share of it that is at most so large, at places with equal ratios."""
+    largest = max((max(sample) for sample in values.values() if len(sample)), default=0.0)
+    if largest <= 0:
+        return Curves([], {name: [] for name in values})
+    positive = [value for sample in values.values() for value in sample if value > 0]
+    smallest = max(min(positive), largest / 10**_CDF_DECADES)
+    # From just below the smallest value, so that a line begins at its own foot.
+    places = np.geomspace(0.98 * smallest, largest, _CDF_PLACES)
+    places[-1] = largest
+    lines: dict[str, list[float | None]] = {}
+    for name, sample in values.items():
+        ordered = np.sort(np.asarray(sample, dtype=np.float64))
+        if not len(ordered):
+            lines[name] = [None] * len(places)
+            continue
+        shares = np.searchsorted(ordered, places, side="right") / len(ordered)
+        lines[name] = [float(share) for share in shares]
+    return Curves([float(place) for place in places], lines)
+
+
+def ttfts(records: Sequence[RequestRecord]) -> list[float]:
+    """Times to first token of those that completed, in seconds."""
+    return [record.ttft_s for record in records if record.completed and record.ttft_s is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of too few values to say anything."""
+    return float(np.mean(values)) if len(values) >= _LEAST_FOR_MEAN else None
+
+
+def p95(values: Sequence[float]) -> float | None:
+    """The 95th percentile; None of too few values to say anything."""
+    return float(np.quantile(values, 0.95)) if len(values) >= _LEAST_FOR_P95 else None
+
+
+def by_length(
+    records: Records,
+    value_of: Callable[[RequestRecord], float | None],
+    figure: Callable[[Sequence[float]], float | None],
+) -> Curves:
+    """A figure of the requests of each range of prompt lengths, two ranges to an octave."""
+    bins: dict[int, dict[str, list[float]]] = {}
+    for name, members in records.items():
+        for record in members:
+            value = value_of(record) if record.completed else None
+            if value is not None:
+                part = int(_OCTAVE_PARTS * math.log2(max(1, record.prompt_tokens)))
+                bins.setdefault(part, {}).setdefault(name, []).append(value)
+    parts = sorted(bins)
+    return Curves(
+        [2 ** ((part + 0.5) / _OCTAVE_PARTS) for part in parts],
+        {name: [figure(bins[part].get(name, [])) for part in parts] for name in records},
+    )
+
+
+def without_first_token(records: Records) -> Curves:
+    """The mean number of requests that have arrived and have no token yet, in each of many bins of time."""
+    return counted(records, lambda record: (record.arrived_at, record.first_token_at or record.finished_at))
+
+
+def counted(records: Records, span_of: Callable[[RequestRecord], tuple[float, float]]) -> Curves:
+    """The mean number of requests that are within their span, in each of many bins of time."""
+    spans = {
+        name: np.array([span_of(record) for record in members], dtype=np.float64).reshape(-1, 2)
+        for name, members in records.items()
+    }
+    end_s = max((float(one[:, 1].max()) for one in spans.values() if len(one)), default=0.0)
+    if end_s <= 0:
+        return Curves([], {name: [] for name in records})
+    edges = np.linspace(0.0, end_s, _TIME_BINS + 1)
+    middles = [float(middle) for middle in (edges[:-1] + edges[1:]) / 2]
+    return Curves(middles, {name: _occupied(one, edges) for name, one in spans.items()})
+
+
+def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int) -> Curves:
+    """A figure of the TTFT of the requests that arrived in each of so many bins of time."""
+    end_s = max((record.arrived_at for members in records.values() for record in members), default=0.0)
+    if end_s <= 0:
+        return Curves([], {name: [] for name in records})
+    width = end_s / bins
+    lines: dict[str, list[float | None]] = {}
+    for name, members in records.items():
+        found: list[list[float]] = [[] for _ in range(bins)]
+        for record in members:
+            if record.completed and record.ttft_s is not None:
+                found[min(bins - 1, int(record.arrived_at / width))].append(record.ttft_s)
+        lines[name] = [figure(values) for values in found]
+    return Curves([(place + 0.5) * width for place in range(bins)], lines)
+
+
+def _occupied(spans: Floats, edges: Floats) -> list[float | None]:
+    # The integral of the number within their span, up to each edge.
+    seconds = [float(np.clip(np.minimum(spans[:, 1], edge) - spans[:, 0], 0.0, None).sum()) for edge in edges]
+    return [float(value) for value in np.diff(seconds) / np.diff(edges)]
+
+
+# So many requests in a bin of time that their mean says something, and bins enough for a line.
+_IN_A_BIN, _FEWEST_BINS, _MOST_BINS = 20, 6, 80
+_TIME = PlotAxis(label="time", unit=Unit.SECONDS, logarithmic=None)
+
+
+def distribution_plot(title: str, records: Records, base: str | None) -> Plot:
+    """The distribution of the TTFT of those that completed."""
+    values = {name: ttfts(members) for name, members in records.items()}
+    curves = distributions(values)
+    counts = sorted({len(each) for each in values.values()})
+    count = " to ".join(f"{each:,}" for each in (counts[0], counts[-1]) if each) if counts else "0"
+    if len(counts) == 1:
+        count = f"{counts[0]:,}"
+    return Plot(
+        title=title,
+        reading="The share of requests that had their first token by then; the line that rises first is "
+        f"best. A line stands for {count} requests.",
+        x=PlotAxis(label="TTFT", unit=Unit.SECONDS, logarithmic=True),
+        y=PlotAxis(label="share of requests", unit=Unit.SHARE, logarithmic=None),
+        places=curves.places,
+        series=curves.series(base),
+    )
+
+
+def length_plots(records: Records, base: str | None) -> list[Plot]:
+    """The mean and the tail of the TTFT by the length of the prompt."""
+    plots = []
+    for title, figure in (("Mean TTFT", mean), ("P95 TTFT", p95)):
+        curves = by_length(records, lambda record: record.ttft_s, figure)
+        plots.append(
+            Plot(
+                title=f"{title} by length of the prompt",
+                reading="Lower is better. Half an octave of lengths to a point; a gap where too few requests "
+                "have such a length.",
+                x=PlotAxis(label="prompt tokens", unit=Unit.COUNT, logarithmic=True, base=2),
+                y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=True),
+                places=curves.places,
+                series=curves.series(base),
+            )
+        )
+    return plots
+
+
+def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
+    """The number of requests without a first token over time; all records are on one clock from 0."""
+    curves = without_first_token(records)
+    last_s = max((each.arrived_at for members in records.values() for each in members), default=0.0)
+    return Plot(
+        title=title,
+        reading="Lower is better. A line that keeps rising means more work than is done.",
+        x=_TIME,
+        y=PlotAxis(label="requests", unit=Unit.NUMBER),
+        places=curves.places,
+        series=curves.series(base),
+        marks=[(last_s, "last arrival")],
+    )
+
+
+def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
+    """The mean TTFT by the time of arrival; all records are on one clock from 0."""
+    most = max(map(len, records.values()), default=0)
+    curves = over_time(records, mean, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
+    return Plot(
+        title="Mean TTFT by time of arrival",
+        reading="Lower is better. A line that keeps rising means that the load was more than was served.",
+        x=_TIME,
+        y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
+        places=curves.places,
+        series=curves.series(base),
+    )

@@ -1,0 +1,128 @@
+"""The simulation without a gateway: every request goes straight to an engine when it arrives.
+
+The baseline of a load balancer in front of engines. It knows exactly and at once how many requests each
+engine has, which is the best that such a balancer can know. Each engine orders its requests itself.
+"""
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.engines.model.model import StepOutcome
+from serve_app.engines.model.sequences import EngineSequence
+from serve_app.errors import Outcome
+from serve_app.lab.simulation.simulation import (
+    Rank,
+    ReplicaPlan,
+    SimulatedReplica,
+    SimulatedRequest,
+    Timeline,
+)
+from serve_app.lab.workloads.generators import plain_stream
+
+
+class Balance(enum.StrEnum):
+    """How a load balancer picks an engine among those whose context is long enough."""
+
+    LEAST_OUTSTANDING = "least-outstanding"
+    POWER_OF_TWO = "power-of-two"
+    """The less busy of two random engines, as balancers do that share no state."""
+    ROUND_ROBIN = "round-robin"
+
+
+@dataclass(slots=True)
+class DirectSimulation:
+    """One run without a scheduler.
+
+    Attributes:
+        records: one per completed request, in the order of completion.
+    """
+
+    plans: Sequence[ReplicaPlan]
+    balance: Balance = Balance.LEAST_OUTSTANDING
+    timeline: Timeline = field(init=False, default_factory=Timeline)
+    replicas: list[SimulatedReplica] = field(init=False)
+    records: list[RequestRecord] = field(init=False, default_factory=list)
+    _outstanding: dict[str, int] = field(init=False)
+    _live: dict[str, tuple[SimulatedRequest, SimulatedReplica]] = field(init=False, default_factory=dict)
+    _turn: int = field(init=False, default=0)
+    _chance: random.Random = field(init=False, default_factory=lambda: plain_stream(0, "power of two"))
+
+    def __post_init__(self) -> None:
+        self.replicas = [SimulatedReplica(plan, self.timeline, self._step_ended) for plan in self.plans]
+        self._outstanding = {plan.replica_id: 0 for plan in self.plans}
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records.
+
+        Raises:
+            ValueError: a request fits no engine.
+        """
+        arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
+        self.timeline.at_each(Rank.ARRIVAL, arrivals)
+        self.timeline.run()
+        return self.records
+
+    def _arrive(self, simulated: SimulatedRequest) -> None:
+        request = simulated.request
+        prompt_tokens = request.shape.prompt_tokens
+        assert prompt_tokens is not None
+        replica = self._pick(prompt_tokens + simulated.output_tokens)
+        self._outstanding[replica.spec.replica_id] += 1
+        self._live[request.request_id] = (simulated, replica)
+        replica.accept(
+            EngineSequence(
+                request.request_id,
+                prompt_tokens,
+                simulated.output_tokens,
+                self.timeline.now,
+                priority=request.priority.rank,
+                block_hashes=simulated.block_hashes,
+            )
+        )
+
+    def _pick(self, total_tokens: int) -> SimulatedReplica:
+        able = [replica for replica in self.replicas if replica.spec.max_model_len >= total_tokens]
+        if not able:
+            raise ValueError(f"a request of {total_tokens:,} tokens fits no engine: drop it before the run")
+        if self.balance is Balance.POWER_OF_TWO:
+            drawn = self._chance.sample(able, min(2, len(able)))
+            return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])
+        # The engine next in turn comes first, so that equally busy engines take turns.
+        start = self._turn % len(able)
+        self._turn += 1
+        in_turn = able[start:] + able[:start]
+        if self.balance is Balance.ROUND_ROBIN:
+            return in_turn[0]
+        return min(in_turn, key=lambda replica: self._outstanding[replica.spec.replica_id])
+
+    def _step_ended(self, outcome: StepOutcome) -> None:
+        for sequence in outcome.finished:
+            simulated, replica = self._live.pop(sequence.sequence_id)
+            self._outstanding[replica.spec.replica_id] -= 1
+            self.records.append(_record(simulated, sequence, replica))
+
+
+def _record(
+    simulated: SimulatedRequest, sequence: EngineSequence, replica: SimulatedReplica
+) -> RequestRecord:
+    request = simulated.request
+    assert sequence.finished_at is not None
+    return RequestRecord(
+        request_id=request.request_id,
+        arrived_at=request.arrived_at,
+        dispatched_at=request.arrived_at,
+        first_token_at=sequence.first_token_at,
+        finished_at=sequence.finished_at,
+        outcome=Outcome.COMPLETED,
+        prompt_tokens=sequence.prompt_tokens,
+        output_tokens=sequence.target_tokens,
+        tenant=request.tenant,
+        priority=request.priority,
+        pool=replica.spec.pool,
+        replica=replica.spec.replica_id,
+        preemptions=sequence.preemptions,
+    )

@@ -1,0 +1,244 @@
+"""The fleet of a run: the number of replicas in each pool, their profile, and changes to their engines.
+
+The fleet of a configuration file, for the simulator: the pools of a model, with their engines' limits.
+
+Only what a simulated replica needs is read. Whether the file is right in all else, `check` says.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings_base import FINITE_POSITIVE, settings
+from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.sequences import EngineModelSettings, SchedulingPolicy
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.simulation import ReplicaPlan
+
+ONE_POOL = "all"
+"""Name of the only pool of a fleet."""
+
+
+@settings
+class EngineChanges:
+    """Changes to the profile's engine, named as in `EngineModelSettings`; None changes nothing.
+
+    The chunk limit of long prefills is an exception. Under a policy that isolates them, None is the profile's
+    own limit (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    scheduling_policy: SchedulingPolicy | None = None
+
+
+@settings
+class PoolChanges:
+    """Differences of the engines of one pool.
+
+    Attributes:
+        profile: name or path of their own engine profile, such as one of another tensor-parallel degree;
+            None is the fleet's.
+        engine: changes to them, on top of the changes to every engine.
+        cost, boundary_tokens: as in a model's pool (`settings.pools`).
+    """
+
+    profile: str | None = None
+    engine: EngineChanges = field(default_factory=EngineChanges)
+    cost: Annotated[float, FINITE_POSITIVE] = 1.0
+    boundary_tokens: int | None = None
+
+
+_UNCHANGED = PoolChanges()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """The replicas of one run.
+
+    Attributes:
+        profile: name or path of an engine profile.
+        replicas: number of replicas by pool, those with shorter contexts first.
+        b_short_tokens: with several pools, the largest token budget of a request that belongs to the first
+            one, and the context of its engines unless they have another.
+        engine: changes to every engine.
+        by_pool: differences of single pools.
+        tells_load: whether its engines have metrics and state their limits, see `ReplicaPlan`.
+    """
+
+    profile: str
+    replicas: Mapping[str, int] = field(default_factory=lambda: {ONE_POOL: 1})
+    b_short_tokens: int = 8_192
+    engine: EngineChanges = field(default_factory=EngineChanges)
+    by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
+    tells_load: bool = True
+
+    def __post_init__(self) -> None:
+        names = tuple(self.replicas)
+        if not names:
+            raise SettingsError("a fleet has at least one pool, got none")
+        for pool, count in self.replicas.items():
+            if count < 1:
+                raise SettingsError(f"pool {pool} needs at least one replica, got {count}")
+        for pool in self.by_pool:
+            if pool not in self.replicas:
+                raise SettingsError(f"the fleet has no pool {pool!r} to change: it has {', '.join(names)}")
+
+    @property
+    def routing(self) -> RoutingSettings:
+        """The routing settings that follow from the pools."""
+        pools = [self.by_pool.get(pool, _UNCHANGED) for pool in self.replicas]
+        boundaries = tuple(pool.boundary_tokens for pool in pools[1:-1])
+        costs = tuple(pool.cost for pool in pools)
+        return RoutingSettings(
+            pools=tuple(self.replicas),
+            b_short_tokens=self.b_short_tokens,
+            boundaries_tokens=boundaries if any(boundaries) else (),
+            costs=costs if len(set(costs)) > 1 else (),
+        )
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs in the whole fleet."""
+        return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
+
+    def without_chunk_limits(self) -> "FleetSettings":
+        """The same replicas, without changes to the chunk limit for long prefills."""
+        by_pool = {
+            pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
+            for pool, changes in self.by_pool.items()
+        }
+        return replace(
+            self,
+            engine=replace(self.engine, long_prefill_token_threshold=None),
+            # Pools without any changes left are dropped, so that equal replicas are equal settings.
+            by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
+        )
+
+    def profile_of(self, pool: str) -> str:
+        """Name or path of the engine profile of a pool."""
+        return self.by_pool.get(pool, _UNCHANGED).profile or self.profile
+
+    def plans(self, *, isolated: bool = False) -> list[ReplicaPlan]:
+        """One plan for each replica, pool by pool.
+
+        Args:
+            isolated: whether long prefills are isolated, so that the chunk limit is set unless it is given.
+
+        Raises:
+            SettingsError: there is no such profile, or pools are not in the order of their contexts.
+            ValueError: the changed engine contradicts itself.
+        """
+        plans = self._plans(isolated=isolated)
+        for plan, longer in pairwise(plans):
+            if plan.engine.max_model_len > longer.engine.max_model_len:
+                raise SettingsError(
+                    "the pool with the shorter context comes first, got max_model_len "
+                    f"{plan.engine.max_model_len:,} in {plan.pool} before {longer.engine.max_model_len:,} in "
+                    f"{longer.pool}"
+                )
+        return plans
+
+    def _plans(self, *, isolated: bool) -> list[ReplicaPlan]:
+        return [
+            ReplicaPlan(
+                replica_id=f"{pool}-{number}",
+                pool=pool,
+                engine=engine,
+                step_time=step_time,
+                tells_load=self.tells_load,
+            )
+            for pool, count in self.replicas.items()
+            for engine, step_time in [self._engine_of(pool, isolated=isolated)]
+            for number in range(1, count + 1)
+        ]
+
+    def _engine_of(self, pool: str, *, isolated: bool) -> tuple[EngineModelSettings, StepTimeModel]:
+        profile = load_profile(self.profile_of(pool))
+        own = asdict(self.by_pool.get(pool, _UNCHANGED).engine)
+        changes = asdict(self.engine) | {name: value for name, value in own.items() if value is not None}
+        if isolated and changes["long_prefill_token_threshold"] is None:
+            changes["long_prefill_token_threshold"] = profile.step_time.chunk_tokens()
+        is_first = pool == next(iter(self.replicas))
+        if len(self.replicas) > 1 and is_first and own["max_model_len"] is None:
+            longest = changes["max_model_len"] or profile.max_model_len
+            changes["max_model_len"] = min(longest, self.b_short_tokens)
+        return profile.model_settings(**changes), profile.step_time
+
+
+_CHANGES = tuple(EngineChanges.__dataclass_fields__)
+_POOL = TypeAdapter(PoolChanges)
+
+
+def fleet_of_file(path: Path, profile: str) -> FleetSettings:
+    """The pools of the first model in a file.
+
+    Args:
+        profile: of engines that are not emulated, so that the file names none.
+
+    Raises:
+        SettingsError: the file holds no such model, or its pools cannot be simulated.
+    """
+    try:
+        model = yaml.safe_load(path.read_text(encoding="utf-8"))["applications"][0]["args"]["models"][0]
+        pools = {pool["name"]: pool for pool in model["pools"]}
+        by_pool = {name: _changes(name, pool) for name, pool in pools.items()}
+        routing = _block(model, "scheduler").get("routing") or {}
+        return FleetSettings(
+            profile=profile,
+            replicas={name: _replicas(pool) for name, pool in pools.items()},
+            b_short_tokens=routing.get("b_short_tokens") or _b_short(list(by_pool.values())),
+            by_pool=by_pool,
+        )
+    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValidationError) as exc:
+        raise SettingsError(f"{path} holds no pools to simulate ({exc!r}): what does `check` say?") from exc
+
+
+def _block(owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A block with its `advanced` settings beside the others."""
+    block = dict(owner.get(name) or {})
+    return block | dict(block.pop("advanced", None) or {})
+
+
+def _replicas(pool: Mapping[str, Any]) -> int:
+    """A fixed number, or the most that autoscaling allows."""
+    scaled = (pool.get("autoscaling") or {}).get("max_replicas")
+    return int(pool.get("replicas") or scaled or 1)
+
+
+def _changes(name: str, pool: Mapping[str, Any]) -> PoolChanges:
+    engines = pool["engine"]
+    if "emulated" in engines:
+        engine = _block(engines, "emulated")
+        # An emulated engine has no limit unless it is given one, and the laptop's profile.
+        engine = {"profile": "laptop", "long_prefill_token_threshold": 0} | engine
+    elif "vllm" in engines:
+        engine = dict(engines["vllm"].get("args") or {})
+    else:
+        raise SettingsError(f"pool {name} has remote engines, whose speed is not known: simulate --pools")
+    advanced = dict(pool.get("advanced") or {})
+    return _POOL.validate_python(
+        {
+            "profile": engine.get("profile"),
+            "engine": {each: engine[each] for each in _CHANGES if engine.get(each) is not None},
+            **{each: advanced[each] for each in ("cost", "boundary_tokens") if each in advanced},
+        }
+    )
+
+
+def _b_short(pools: list[PoolChanges]) -> int:
+    """As for a served model (`WrittenRouting.b_short_tokens`)."""
+    usual, context = RoutingSettings().b_short_tokens, pools[0].engine.max_model_len
+    if context is None:
+        return usual
+    return context if len(pools) > len(RoutingSettings().pools) else min(usual, context)

@@ -1,0 +1,301 @@
+"""One simulated run: a policy, a fleet, a trace at a rate and a seed give raw records and figures.
+
+The same settings give the same decisions, to the byte. Every policy serves the same requests to their end,
+and the same ones are measured: all but the first tenth by arrival, during which queues fill and estimators
+learn. The last arrivals are measured as well, and the run goes on until the last one is done. Cutting the end
+off would hide the very requests that a policy has delayed.
+"""
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Annotated
+
+from serve_app.core import SchedulerSettings
+from serve_app.core.decision_log import Decision, RunHeader
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.metrics.slo import Slo
+from serve_app.core.metrics.summary import SHORT_AT_TOKENS, Summary, SummaryRules, summarise
+from serve_app.core.policies import learns_queues, make_policy
+from serve_app.core.policies.length_queues import Partition
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimate, TokenEstimator
+from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.direct import Balance, DirectSimulation
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.simulation.partitions import PartitionSource
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation, SimulationSettings
+from serve_app.lab.simulation.workload import (
+    Disclosure,
+    FittedTrace,
+    TraceChoice,
+    at_rate,
+    choose_trace,
+    fit,
+    requests_of,
+)
+from serve_app.lab.workloads.generators import plain_stream
+from serve_app.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthNoise:
+    """The error of estimated prompt lengths.
+
+    Attributes:
+        relative_error: standard deviation of the logarithm of estimate over truth: at 0.3, two of three
+            estimates are between 0.74 and 1.35 times the truth. The median estimate is right. 0 is exact.
+    """
+
+    relative_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.relative_error < math.inf:
+            raise ValueError(f"relative_error must be 0 (exact) or more, got {self.relative_error}")
+
+    def factors(self, request_ids: Iterable[str], rng: Random) -> dict[str, float]:
+        """Estimate over truth for each request, drawn in the order given."""
+        return {one: math.exp(rng.gauss(0.0, self.relative_error)) for one in request_ids}
+
+
+class NoisyEstimator(TokenEstimator):
+    """Multiplies each exact prompt length by the request's factor.
+
+    Args:
+        factors: estimate over truth, by request id.
+    """
+
+    def __init__(self, settings: EstimatorSettings, factors: Mapping[str, float]) -> None:
+        super().__init__(settings)
+        self._factors = factors
+
+    def estimate(self, request: Request) -> TokenEstimate:
+        """The exact estimate, times the factor of the request."""
+        exact = super().estimate(request)
+        factor = self._factors[request.request_id]
+        seen = max(1, round(exact.expected_prompt_tokens * factor))
+        # A real estimator keeps the lower bound below the truth, so that no request that fits is refused.
+        least = min(seen, exact.least_prompt_tokens)
+        return replace(exact, prompt_tokens=seen, expected_prompt_tokens=seen, least_prompt_tokens=least)
+
+
+DIRECT = "direct"
+"""The baseline without a gateway."""
+ORACLE = "oracle"
+"""The policy that knows the length of each answer, which nobody could deploy."""
+# So many more objects made than freed; Python's own 700 are made by a few events.
+_YOUNG_OBJECTS = 50_000
+
+
+@settings(block="slo")
+class SloByLength(Slo):
+    """An SLO whose TTFT limit depends on the length of the prompt.
+
+    Attributes:
+        ttft_s: for short prompts.
+        long_ttft_s: for all others.
+        short_at_tokens: longest short prompt.
+    """
+
+    ttft_s: float | None = 1.0
+    tpot_s: float | None = 0.1
+    long_ttft_s: Annotated[float | None, POSITIVE] = 10.0
+    short_at_tokens: Annotated[int, at_least(1)] = SHORT_AT_TOKENS
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether the request completed within every limit of its class."""
+        is_short = record.prompt_tokens <= self.short_at_tokens
+        return self.met_with(record, self.ttft_s if is_short else self.long_ttft_s)
+
+
+@settings
+class RunSettings:
+    """Everything that a run depends on.
+
+    Attributes:
+        rate_per_s: mean arrival rate; None keeps the trace's own.
+        load: the rate as a share of the saturated one, for the reader of results; None when it is not known.
+        scheduler: settings that differ from the defaults, by dotted path (`backpressure.target_waiting`).
+        partition: source of the queues for a policy that learns them; None keeps the prior.
+        warm_up_ratio: share of requests, the first by arrival, that is not measured.
+        label: name of the policy in results; by default that of the policy.
+    """
+
+    policy: str
+    fleet: FleetSettings
+    trace: TraceChoice
+    seed: int = 0
+    rate_per_s: float | None = None
+    load: float | None = None
+    disclosure: Disclosure = field(default_factory=Disclosure)
+    noise: LengthNoise = field(default_factory=LengthNoise)
+    simulation: SimulationSettings = field(default_factory=SimulationSettings)
+    scheduler: Mapping[str, object] = field(default_factory=dict)
+    partition: PartitionSource | None = None
+    balance: Balance = Balance.LEAST_OUTSTANDING
+    slo: Slo = field(default_factory=SloByLength)
+    short_at_tokens: int = SHORT_AT_TOKENS
+    warm_up_ratio: Annotated[float, share_below(1)] = 0.1
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.policy not in policy_names():
+            raise SettingsError(f"no policy {self.policy!r}: choose one of {', '.join(policy_names())}")
+
+    @property
+    def isolates(self) -> bool:
+        """Whether the policy keeps long prefills apart, so that engines get a chunk limit for them."""
+        return self.policy != DIRECT and make_policy(self.policy, table=SIMULATED_POLICIES).isolates
+
+    @property
+    def name(self) -> str:
+        """The name of the policy in results."""
+        return self.label or self.policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The result of a run.
+
+    Attributes:
+        workload: the requests that were played, and how many were left out.
+        records: every request, by arrival.
+        measured: those after the warm-up.
+        summary: the figures of those measured.
+        whole: the figures of all, for work and time without any cut.
+        partitions: the learned queues that were put in force, each with its time.
+        wall_s: real time of the run.
+    """
+
+    settings: RunSettings
+    workload: FittedTrace
+    records: list[RequestRecord]
+    measured: list[RequestRecord]
+    summary: Summary
+    whole: Summary
+    wall_s: float
+    partitions: tuple[tuple[float, Partition], ...] = ()
+
+
+def policy_names() -> list[str]:
+    """Every policy that can be simulated."""
+    return [DIRECT, *SIMULATED_POLICIES]
+
+
+def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | None = None) -> RunResult:
+    """Play one run to its end.
+
+    Args:
+        on_decision: called with every decision of the scheduler.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+        SettingsError: a setting is unknown or out of range.
+    """
+    began = time.perf_counter()
+    with _few_collections():
+        workload = fitted_trace(settings)
+        played, partitions = _play(settings, workload, on_decision)
+    records = sorted(played, key=lambda record: (record.arrived_at, record.request_id))
+    measured = records[round(settings.warm_up_ratio * len(records)) :]
+    rules = SummaryRules(slo=settings.slo, short_at_tokens=settings.short_at_tokens)
+    return RunResult(
+        settings=settings,
+        workload=workload,
+        records=records,
+        measured=measured,
+        summary=summarise(measured, rules),
+        whole=summarise(records, rules),
+        wall_s=time.perf_counter() - began,
+        partitions=partitions,
+    )
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Look for cycles among objects seldom: a run makes many that stay to its end, and hardly a cycle."""
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def run_header(settings: RunSettings) -> RunHeader:
+    """What begins the decision log of a run. A run under `direct` has no scheduler, and so no log.
+
+    Raises:
+        SettingsError: a setting is unknown or out of range.
+    """
+    noisy = settings.noise.relative_error > 0
+    return RunHeader(
+        settings=_scheduler_settings(settings),
+        run={"policy": settings.policy, "label": settings.name, "seed": settings.seed},
+        not_replayable="its prompt lengths were seen with noise, which the log does not hold"
+        if noisy
+        else "",
+    )
+
+
+def _scheduler_settings(settings: RunSettings) -> SchedulerSettings:
+    return scheduler_settings(settings.policy, settings.fleet.routing, settings.scheduler)
+
+
+def fitted_trace(settings: RunSettings) -> FittedTrace:
+    """The requests of a run at their rate, without those that no engine could take."""
+    longest = max(plan.engine.max_model_len for plan in settings.fleet.plans())
+    fitted = fit(choose_trace(settings.trace, settings.seed), longest)
+    return replace(fitted, trace=at_rate(fitted.trace, settings.rate_per_s))
+
+
+def prepared(
+    settings: RunSettings, on_decision: Callable[[Decision], None] | None = None
+) -> tuple[Simulation, list[SimulatedRequest]]:
+    """The simulation of a run under any policy but `direct`, and the requests to play.
+
+    Raises:
+        TraceError: there is no such trace, or nothing in it fits the engines.
+        SettingsError: a setting is unknown or out of range.
+    """
+    plans = settings.fleet.plans(isolated=settings.isolates)
+    requests = _requests(settings, fitted_trace(settings), plans)
+    scheduler = _scheduler_settings(settings)
+    learner = None
+    if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
+        learner = settings.partition.learner(settings.policy)
+    estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
+    return Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator), requests
+
+
+def _play(
+    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
+) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
+    if settings.policy == DIRECT:
+        plans = settings.fleet.plans(isolated=settings.isolates)
+        return DirectSimulation(plans, settings.balance).run(_requests(settings, workload, plans)), ()
+    simulation, requests = prepared(settings, on_decision)
+    return simulation.run(requests), tuple(simulation.partitions)
+
+
+def _requests(
+    settings: RunSettings, workload: FittedTrace, plans: Sequence[ReplicaPlan]
+) -> list[SimulatedRequest]:
+    disclosure = settings.disclosure
+    if settings.policy == ORACLE:
+        disclosure = replace(disclosure, output_known=True)
+    return list(requests_of(workload.trace, disclosure, plans[0].engine.block_size))
+
+
+def _noisy_estimator(
+    settings: RunSettings, scheduler: SchedulerSettings, requests: list[SimulatedRequest]
+) -> NoisyEstimator:
+    ids = (simulated.request.request_id for simulated in requests)
+    factors = settings.noise.factors(ids, plain_stream(settings.seed, "length noise"))
+    return NoisyEstimator(scheduler.estimator, factors)

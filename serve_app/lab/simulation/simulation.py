@@ -1,0 +1,483 @@
+"""The simulation: the production scheduler on simulated replicas; requests in, decisions and records out.
+
+Messages take `control_latency_s`: a grant to its engine, and feedback or a report to the scheduler. A replica
+reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
+there is one, observes each admitted request and answers at once.
+
+The simulator's clock: a heap of planned actions in a total order.
+
+Two actions of one instant are carried out by rank, then in the order in which they were planned. The same
+plan gives the same order, so a run can be replayed to the byte.
+"""
+
+import enum
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+from serve_app.core import Scheduler, SchedulerSettings
+from serve_app.core import events as ev
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.decision_log import Decision
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.core.policies.length_queues import Partition
+from serve_app.core.routing.estimation.estimate import TokenEstimator
+from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
+from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, settings
+from serve_app.engines.model.model import EngineModel, StepOutcome
+from serve_app.engines.model.recent_mean import RecentMean
+from serve_app.engines.model.sequences import EngineModelSettings, EngineSequence
+from serve_app.engines.model.step_time import StepTimeModel
+from serve_app.errors import Outcome
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.partitions import PartitionLearner
+from serve_app.request import Request, Usage
+
+
+class Rank(enum.IntEnum):
+    """The order of actions in one instant.
+
+    Engines move first, so that all others see their new state. Feedback from engines reaches the scheduler
+    before arrivals do, so capacity that becomes free at the instant of an arrival is available to it. The
+    scheduler's own wake-ups come last.
+    """
+
+    ENGINE = 0
+    FEEDBACK = 1
+    REPORT = 2
+    ARRIVAL = 3
+    WAKE_UP = 4
+
+
+Action = Callable[[], None]
+_Planned = tuple[float, int, int, Action]
+"""Time, rank, order of planning, action."""
+
+
+class Timeline:
+    """Plans actions and carries them out in order.
+
+    Attributes:
+        now: the current time in seconds; it never goes back.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[_Planned] = []
+        # What `at_each` has planned, the last first.
+        self._known: list[_Planned] = []
+        self._sequence = itertools.count()
+
+    def at(self, time: float, rank: Rank, action: Action) -> None:
+        """Plan `action` for `time`.
+
+        Raises:
+            ValueError: `time` has passed.
+        """
+        if time < self.now:
+            raise ValueError(f"cannot plan for {time!r}: it is {self.now!r} already")
+        heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
+
+    def at_each(self, rank: Rank, plans: Iterable[tuple[float, Action]]) -> None:
+        """Plan many actions at once, each for its own time, as `at` would one after the other.
+
+        They are sorted once, and kept out of the heap: it stays small, and all else is planned in it sooner.
+
+        Raises:
+            ValueError: one of the times has passed.
+        """
+        planned: list[_Planned] = [(time, rank, next(self._sequence), action) for time, action in plans]
+        first = min((each[0] for each in planned), default=self.now)
+        if first < self.now:
+            raise ValueError(f"cannot plan for {first!r}: it is {self.now!r} already")
+        self._known = sorted(self._known + planned, reverse=True)
+
+    def run(self, *, until: float | None = None) -> None:
+        """Carry out all planned actions, also those planned meanwhile, to the end or to `until`."""
+        heap = self._heap
+        while heap or self._known:
+            # Read anew each time, since an action may plan more.
+            known = self._known
+            is_known = bool(known) and not (heap and heap[0] < known[-1])
+            if until is not None and (known[-1] if is_known else heap[0])[0] > until:
+                return
+            self.now, _, _, action = known.pop() if is_known else heapq.heappop(heap)
+            action()
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._known)
+
+    def __repr__(self) -> str:
+        return f"<Timeline now={self.now:.6f} planned={len(self)}>"
+
+
+# Decoding iterations that one event may cover; the model ends a step at any change.
+_MAX_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """One replica to simulate.
+
+    Attributes:
+        tells_load: its reports say what waits and runs, and it states its batch and its KV cache; otherwise
+            it is like a server without metrics.
+    """
+
+    replica_id: str
+    pool: str
+    engine: EngineModelSettings
+    step_time: StepTimeModel
+    tells_load: bool = True
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """What the replica registers with."""
+        if not self.tells_load:
+            return ReplicaSpec(
+                replica_id=self.replica_id,
+                pool=self.pool,
+                max_model_len=self.engine.max_model_len,
+                kv_tokens=None,
+                max_num_seqs=None,
+            )
+        return ReplicaSpec(
+            replica_id=self.replica_id,
+            pool=self.pool,
+            max_model_len=self.engine.max_model_len,
+            kv_tokens=self.engine.kv_blocks * self.engine.block_size,
+            max_num_seqs=self.engine.max_num_seqs,
+            tpot_s=self.step_time.step_s(sequences=self.engine.max_num_seqs),
+            prefill_token_s=self.step_time.prefill_per_token_s,
+            max_num_batched_tokens=self.engine.max_num_batched_tokens,
+            long_prefill_token_threshold=self.engine.long_prefill_token_threshold,
+        )
+
+
+class SimulatedReplica:
+    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step.
+
+    Attributes:
+        draining: it takes no more requests.
+    """
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        timeline: Timeline,
+        on_outcome: Callable[[StepOutcome], None],
+    ) -> None:
+        self.spec = plan.spec
+        self.model = EngineModel(plan.engine, plan.step_time)
+        self.draining = False
+        self._tells_load = plan.tells_load
+        self._timeline = timeline
+        self._on_outcome = on_outcome
+        self._received = 0
+        self._tpot = RecentMean()
+        self._token_gaps = 0
+        self._token_gaps_s = 0.0
+        self._tpot.note(0.0, 0, timeline.now)
+        # The planned end of the step under way; another end in the model means that the step was cut short.
+        self._planned_end: float | None = None
+
+    def accept(self, sequence: EngineSequence) -> None:
+        """Add a request that has reached the engine."""
+        self._received += 1
+        self.model.add(sequence, self._timeline.now)
+        self._go_on()
+
+    def abort(self, sequence: EngineSequence) -> None:
+        """Abort a request whose client is gone."""
+        self.model.abort(sequence, self._timeline.now)
+        self._go_on()
+
+    def report(self) -> ReplicaReport:
+        """The state of the replica now."""
+        if not self._tells_load:
+            return ReplicaReport(
+                received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
+            )
+        snapshot = self.model.snapshot(self._timeline.now)
+        return ReplicaReport(
+            received=self._received,
+            waiting=snapshot.waiting,
+            running=snapshot.running,
+            kv_usage_ratio=snapshot.kv_usage_ratio,
+            tpot_s=self._tpot.mean(self._timeline.now),
+            draining=self.draining,
+        )
+
+    def _go_on(self) -> None:
+        now = self._timeline.now
+        ends_at = self.model.ends_at
+        if ends_at is None:
+            ends_at = self.model.begin_step(now, max_steps=_MAX_STEPS)
+        if ends_at is not None and ends_at != self._planned_end:
+            self._planned_end = ends_at
+            self._timeline.at(max(ends_at, now), Rank.ENGINE, lambda: self._step_ends(ends_at))
+
+    def _step_ends(self, planned: float) -> None:
+        if planned != self._planned_end:
+            return
+        self._planned_end = None
+        outcome = self.model.end_step()
+        gaps = outcome.iterations * outcome.sequences
+        self._token_gaps += gaps
+        self._token_gaps_s += gaps * outcome.duration_s
+        self._tpot.note(self._token_gaps_s, self._token_gaps, self._timeline.now)
+        self._on_outcome(outcome)
+        self._go_on()
+
+
+@settings
+class SimulationSettings:
+    """The surroundings of the scheduler.
+
+    Attributes:
+        control_latency_s: one way between the scheduler and an engine, through a gateway.
+        report_interval_s: between two reports of a replica.
+    """
+
+    control_latency_s: Annotated[float, NOT_NEGATIVE] = 0.001
+    report_interval_s: Annotated[float, POSITIVE] = 0.2
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """A request with what only an oracle knows, and what has happened to it so far.
+
+    Attributes:
+        prompt_tokens: as its engine counts them; None where the gateway knows them exactly.
+        cached_tokens: of its prompt, which its engine has computed before the run, wherever it goes.
+    """
+
+    request: Request
+    output_tokens: int
+    block_hashes: Sequence[int] = ()
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    dispatch: Dispatch | None = None
+    dispatched_at: float | None = None
+    sequence: EngineSequence | None = None
+
+    @property
+    def counted_tokens(self) -> int:
+        """The length of its prompt."""
+        known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+        assert known is not None, "either the gateway or the oracle knows it"
+        return known
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run.
+
+    Attributes:
+        records: one per concluded request, in the order of conclusion.
+        on_decision: called with every decision; None keeps no log, which is faster.
+        learner: of length queues; None leaves the policy those that it begins with.
+        estimator: instead of the one that the settings describe.
+        partitions: every partition that was put in force, with its time.
+    """
+
+    scheduler_settings: SchedulerSettings
+    plans: Sequence[ReplicaPlan]
+    settings: SimulationSettings = field(default_factory=SimulationSettings)
+    on_decision: Callable[[Decision], None] | None = None
+    learner: PartitionLearner | None = None
+    estimator: TokenEstimator | None = None
+    timeline: Timeline = field(init=False, default_factory=Timeline)
+    scheduler: Scheduler = field(init=False)
+    replicas: dict[str, SimulatedReplica] = field(init=False, default_factory=dict)
+    records: list[RequestRecord] = field(init=False, default_factory=list)
+    partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
+    _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
+    _to_come: int = field(init=False, default=0)
+    _wake_at: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(
+            self.scheduler_settings, policies=SIMULATED_POLICIES, estimator=self.estimator
+        )
+        self._partition_due()
+        for number, plan in enumerate(self.plans):
+            # Real replicas do not report in step either.
+            self.join(plan, self.settings.report_interval_s * number / len(self.plans))
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
+        """Play all requests to their end and return their records."""
+        self._to_come = len(requests)
+        arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
+        self.timeline.at_each(Rank.ARRIVAL, arrivals)
+        self.timeline.run()
+        return self.records
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last request has ended."""
+        return not self._to_come and not self._live
+
+    def live(self, request_id: str) -> SimulatedRequest:
+        """A request that has arrived and not ended, as it stands."""
+        return self._live[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """The client of a request has gone; without effect when the request is over."""
+        simulated = self._live.get(request_id)
+        if simulated is None:
+            return
+        if simulated.sequence is not None and simulated.dispatch is not None:
+            self.replicas[simulated.dispatch.replica_id].abort(simulated.sequence)
+        self.feed(ev.Cancelled(request_id))
+
+    # The scheduler
+
+    def feed(self, event: ev.Event) -> None:
+        """Feed an event to the scheduler now, and carry out its commands."""
+        now = self.timeline.now
+        commands = self.scheduler.handle(event, now)
+        if self.on_decision is not None:
+            self.on_decision(Decision(now, event, tuple(commands)))
+        for command in commands:
+            if isinstance(command, Dispatch):
+                self._dispatch(command)
+            elif isinstance(command, Conclude):
+                self._conclude(command)
+        self._plan_wake_up()
+
+    def _plan_wake_up(self) -> None:
+        wake_at = self.scheduler.next_wakeup()
+        # The simulation ends with its last request; reports would go on for ever.
+        if wake_at is None or self.is_over or (self._wake_at is not None and self._wake_at <= wake_at):
+            return
+        self._wake_at = wake_at
+        self.timeline.at(max(wake_at, self.timeline.now), Rank.WAKE_UP, lambda: self._wake_up(wake_at))
+
+    def _wake_up(self, planned: float) -> None:
+        if planned == self._wake_at:
+            self._wake_at = None
+            self.feed(ev.Woke())
+
+    def _after_latency(self, rank: Rank, action: Callable[[], None]) -> None:
+        self.timeline.at(self.timeline.now + self.settings.control_latency_s, rank, action)
+
+    # Requests
+
+    def _arrive(self, simulated: SimulatedRequest) -> None:
+        self._to_come -= 1
+        self._live[simulated.request.request_id] = simulated
+        self.feed(ev.Arrived(simulated.request))
+        if self.learner is not None:
+            scheduled = self.scheduler.find(simulated.request.request_id)
+            if scheduled is not None:
+                self.learner.observe(scheduled.prefill_tokens)
+            self._partition_due()
+
+    def _partition_due(self) -> None:
+        partition = self.learner.due(self.timeline.now) if self.learner is not None else None
+        if partition is not None:
+            self.partitions.append((self.timeline.now, partition))
+            self.feed(ev.PartitionChanged(partition))
+
+    def _dispatch(self, command: Dispatch) -> None:
+        simulated = self._live[command.request_id]
+        simulated.dispatch, simulated.dispatched_at = command, self.timeline.now
+        self._after_latency(
+            Rank.FEEDBACK, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
+        )
+
+    def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
+        request, dispatch = simulated.request, simulated.dispatch
+        prompt_tokens = simulated.counted_tokens
+        assert dispatch is not None
+        if request.request_id not in self._live:
+            # Cancelled on its way.
+            return
+        if replica.draining:
+            self._return(request, replica, ev.DispatchFailure.UNREACHABLE)
+            return
+        if prompt_tokens + simulated.output_tokens > replica.spec.max_model_len:
+            self._return(request, replica, ev.DispatchFailure.TOO_LONG)
+            return
+        simulated.sequence = EngineSequence(
+            request.request_id,
+            max(1, prompt_tokens - simulated.cached_tokens),
+            simulated.output_tokens,
+            self.timeline.now,
+            priority=dispatch.engine_priority or 0,
+            block_hashes=simulated.block_hashes,
+        )
+        replica.accept(simulated.sequence)
+
+    def _return(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
+        event = ev.DispatchFailed(request.request_id, replica.spec.replica_id, failure)
+        self._after_latency(Rank.FEEDBACK, lambda: self.feed(event))
+
+    def _conclude(self, command: Conclude) -> None:
+        simulated = self._live.pop(command.request_id)
+        request, sequence, dispatch = simulated.request, simulated.sequence, simulated.dispatch
+        finished_at = sequence.finished_at if sequence is not None else None
+        self.records.append(
+            RequestRecord(
+                request_id=request.request_id,
+                arrived_at=request.arrived_at,
+                finished_at=self.timeline.now if finished_at is None else finished_at,
+                outcome=command.conclusion.outcome,
+                prompt_tokens=simulated.counted_tokens,
+                output_tokens=simulated.output_tokens
+                if command.conclusion.outcome is Outcome.COMPLETED
+                else 0,
+                dispatched_at=simulated.dispatched_at,
+                first_token_at=sequence.first_token_at if sequence is not None else None,
+                tenant=request.tenant,
+                priority=request.priority,
+                pool=dispatch.pool if dispatch else "",
+                replica=dispatch.replica_id if dispatch else "",
+                length_queue=dispatch.length_queue if dispatch else "",
+                estimated_tokens=dispatch.estimated_tokens if dispatch else None,
+                preemptions=sequence.preemptions if sequence is not None else 0,
+                detail=command.conclusion.message,
+            )
+        )
+
+    # Replicas
+
+    def join(self, plan: ReplicaPlan, report_after_s: float = 0.0) -> None:
+        """A replica is ready now."""
+        replica = SimulatedReplica(plan, self.timeline, self._step_ended)
+        self.replicas[plan.replica_id] = replica
+        self.feed(ev.ReplicaJoined(replica.spec))
+        first_at = self.timeline.now + report_after_s
+        self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
+
+    def _step_ended(self, outcome: StepOutcome) -> None:
+        for sequence in outcome.first_tokens:
+            # A gateway sees the first token of a streamed answer only.
+            if self._live[sequence.sequence_id].request.spec.streamed:
+                first = ev.FirstToken(sequence.sequence_id)
+                self._after_latency(Rank.FEEDBACK, partial(self.feed, first))
+        for sequence in outcome.finished:
+            simulated = self._live[sequence.sequence_id]
+            usage = Usage(
+                prompt_tokens=simulated.counted_tokens,
+                output_tokens=sequence.target_tokens,
+                cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
+            )
+            finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
+            self._after_latency(Rank.FEEDBACK, partial(self.feed, finished))
+
+    def _report(self, replica: SimulatedReplica) -> None:
+        if self.replicas.get(replica.spec.replica_id) is not replica:
+            return
+        event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
+        self._after_latency(Rank.REPORT, lambda: self.feed(event))
+        if not self.is_over or self.timeline.now == 0.0:
+            self.timeline.at(
+                self.timeline.now + self.settings.report_interval_s,
+                Rank.REPORT,
+                lambda: self._report(replica),
+            )

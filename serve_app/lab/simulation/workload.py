@@ -1,0 +1,278 @@
+"""The workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from serve_app.core.routing.prefix import BLOCK_ENDS
+from serve_app.lab.simulation.simulation import SimulatedRequest
+from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
+from serve_app.lab.workloads.generators import (
+    Arrivals,
+    GammaArrivals,
+    OnOffArrivals,
+    assign_priorities,
+    assign_tenants,
+    parse_shares,
+    stream,
+)
+from serve_app.lab.workloads.trace import (
+    PREFIX_BLOCK_TOKENS,
+    Trace,
+    TraceError,
+    TraceRequest,
+    merge,
+    scale_to_rate,
+    take,
+)
+from serve_app.request import PromptShape, Request, RequestSpec, Submission
+
+
+def with_arrivals(trace: Trace, pattern: str, rng: np.random.Generator) -> Trace:
+    """The same requests in the same order, at other times of the same mean rate.
+
+    Args:
+        pattern: `poisson`; `gamma:CV` with a coefficient of variation of the gaps; or `on-off:ON,OFF` with
+            the mean lengths of busy and silent spells, counted in requests at the mean rate, so that a
+            pattern keeps its shape at any load.
+
+    Raises:
+        TraceError: there is no such pattern, or all requests arrive at once.
+    """
+    rate_per_s = trace.rate_per_s
+    if rate_per_s is None:
+        raise TraceError(f"all requests of {trace.name!r} arrive at once: there is no rate to keep")
+    times = _arrivals(pattern, rate_per_s).sample(len(trace.requests), rng)
+    requests = tuple(replace(one, arrival_s=float(at)) for one, at in zip(trace.requests, times, strict=True))
+    return replace(trace, requests=requests, source=f"{trace.source}, arrivals {pattern}")
+
+
+def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
+    kind, _, numbers = pattern.partition(":")
+    try:
+        if kind == "poisson" and not numbers:
+            return GammaArrivals(rate_per_s=rate_per_s)
+        if kind == "gamma":
+            return GammaArrivals(rate_per_s=rate_per_s, cv=float(numbers))
+        if kind == "on-off":
+            on, off = (float(number) / rate_per_s for number in numbers.split(","))
+            return OnOffArrivals(rate_per_s=rate_per_s, on_s=on, off_s=off)
+    except ValueError as exc:
+        raise TraceError(f"cannot read arrivals {pattern!r}: {exc}") from exc
+    raise TraceError(f"no arrivals {pattern!r}: write poisson, gamma:3.5 or on-off:400,300")
+
+
+def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generator) -> Trace:
+    """The same trace, with the shares of short and long prompts exchanged in its second half.
+
+    Args:
+        short_at_tokens: longest prompt that counts as short.
+
+    Raises:
+        TraceError: all prompts are of one kind.
+    """
+    short = [one for one in trace.requests if one.prompt_tokens <= short_at_tokens]
+    long = [one for one in trace.requests if one.prompt_tokens > short_at_tokens]
+    if not short or not long:
+        raise TraceError(
+            f"no mix to flip: all prompts of {trace.name!r} are on one side of {short_at_tokens} tokens"
+        )
+    middle = len(trace.requests) // 2
+    flipped = trace.requests[:middle] + tuple(
+        _sized_like(one, long if one.prompt_tokens <= short_at_tokens else short, rng)
+        for one in trace.requests[middle:]
+    )
+    return replace(trace, requests=flipped, source=f"{trace.source}, mix flipped from request {middle:,} on")
+
+
+def _sized_like(one: TraceRequest, models: list[TraceRequest], rng: np.random.Generator) -> TraceRequest:
+    model = models[int(rng.integers(len(models)))]
+    return replace(
+        one, prompt_tokens=model.prompt_tokens, output_tokens=model.output_tokens, prefix=model.prefix
+    )
+
+
+MODEL = "simulated"
+# Merged generators cover an hour, as the public traces do.
+_MERGED_SPAN_S = 3_600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceChoice:
+    """The choice of a trace, and how it is changed.
+
+    Attributes:
+        name: as in `lab.workloads.catalog`; several joined by `+` are merged on one clock.
+        requests: how many; None for all of a file, or the generator's default.
+        tenants, priorities: shares, as in `lab.workloads.catalog`.
+        folder: where trace files lie; None is the default folder.
+        arrivals: a pattern that replaces the trace's own, see `disturbances.traffic`.
+        flip_mix_at: longest short prompt, when the shares of short and long prompts are exchanged half-way;
+            None: they are not.
+    """
+
+    name: str
+    requests: int | None = None
+    tenants: str | None = None
+    priorities: str | None = None
+    folder: Path | None = None
+    arrivals: str | None = None
+    flip_mix_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTrace:
+    """A trace that fits the engines.
+
+    Attributes:
+        dropped: requests left out, because no engine can hold their prompt and one token.
+        clipped: requests whose answer ends at the engine's context limit, as in vLLM.
+    """
+
+    trace: Trace
+    dropped: int
+    clipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disclosure:
+    """What the scheduler is told about requests.
+
+    Attributes:
+        output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
+        queue_timeout_s: longest time in the queue; infinite by default, so all policies do the same work.
+        model: the name that requests ask for.
+        streamed: answers are streamed, so their first tokens are seen.
+    """
+
+    output_known: bool = False
+    queue_timeout_s: float = math.inf
+    model: str = MODEL
+    streamed: bool = True
+
+
+@lru_cache(maxsize=8)
+def choose_trace(choice: TraceChoice, seed: int) -> Trace:
+    """The requests of one seed, at the trace's own rate.
+
+    Raises:
+        TraceError: there is no such trace, or it cannot be read.
+    """
+    trace = _undisturbed(choice, seed)
+    if choice.flip_mix_at is not None:
+        trace = with_flipped_mix(trace, choice.flip_mix_at, stream(seed, "flip"))
+    if choice.arrivals is not None:
+        trace = with_arrivals(trace, choice.arrivals, stream(seed, "arrival pattern"))
+    return trace
+
+
+def _undisturbed(choice: TraceChoice, seed: int) -> Trace:
+    names = choice.name.split("+")
+    if len(names) == 1:
+        return resolve(_settings(choice, choice.name, seed, requests=choice.requests))
+    merged = merge([_whole(choice, name, seed) for name in names], choice.name)
+    trace = take(merged, choice.requests or len(merged.requests), stream(seed, "window"))
+    if choice.tenants is not None:
+        trace = assign_tenants(trace, parse_shares(choice.tenants), stream(seed, "tenants"))
+    if choice.priorities is not None:
+        trace = assign_priorities(trace, parse_shares(choice.priorities), stream(seed, "priorities"))
+    return trace
+
+
+def _settings(choice: TraceChoice, name: str, seed: int, *, requests: int | None) -> WorkloadSettings:
+    return WorkloadSettings(
+        trace=name,
+        requests=requests,
+        tenants=choice.tenants,
+        priorities=choice.priorities,
+        seed=seed,
+        folder=choice.folder,
+    )
+
+
+def _whole(choice: TraceChoice, name: str, seed: int) -> Trace:
+    """All of a file, so that requests that arrived together stay together; an hour of a generator."""
+    settings = replace(_settings(choice, name, seed, requests=None), tenants=None, priorities=None)
+    trace = resolve(settings)
+    is_from_file = trace.skipped is not None
+    return trace if is_from_file else resolve(replace(settings, duration_s=_MERGED_SPAN_S))
+
+
+def fit(trace: Trace, max_model_len: int) -> FittedTrace:
+    """Leave out requests that no engine could take, and end answers where the engine would.
+
+    Raises:
+        TraceError: nothing is left.
+    """
+    kept, clipped = [], 0
+    for one in trace.requests:
+        max_output_tokens = max_model_len - one.prompt_tokens
+        if max_output_tokens < 1:
+            continue
+        is_clipped = one.output_tokens > max_output_tokens
+        clipped += is_clipped
+        kept.append(replace(one, output_tokens=max_output_tokens) if is_clipped else one)
+    if not kept:
+        raise TraceError(
+            f"every prompt of {trace.name!r} is longer than the engines' context of {max_model_len:,} tokens"
+        )
+    dropped = len(trace.requests) - len(kept)
+    if dropped or clipped:
+        trace = replace(trace, requests=tuple(kept))
+    return FittedTrace(trace, dropped, clipped)
+
+
+def at_rate(trace: Trace, rate_per_s: float | None) -> Trace:
+    """The trace scaled in time to a rate; None keeps its own."""
+    return trace if rate_per_s is None else scale_to_rate(trace, rate_per_s)
+
+
+def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterator[SimulatedRequest]:
+    """The requests of a run, in the order of arrival.
+
+    Args:
+        block_size: of the engines' KV blocks, in tokens.
+    """
+    for number, one in enumerate(trace.requests):
+        yield SimulatedRequest(
+            Request(
+                submission=Submission(
+                    request_id=f"r{number}",
+                    spec=RequestSpec(
+                        model=disclosure.model,
+                        shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
+                        max_output_tokens=one.output_tokens if disclosure.output_known else None,
+                        streamed=disclosure.streamed,
+                    ),
+                    tenant=one.tenant,
+                    priority=one.priority,
+                    prefix=tuple(_gateway_blocks(one.prefix, one.prompt_tokens)),
+                ),
+                gateway_id="g1",
+                arrived_at=one.arrival_s,
+                expires_at=one.arrival_s + disclosure.queue_timeout_s,
+            ),
+            output_tokens=one.output_tokens,
+            block_hashes=tuple(_engine_blocks(one.prefix, one.prompt_tokens, block_size)),
+        )
+
+
+def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
+    """Hashes as a gateway makes them: where the trace's ids are equal, all text up to there is equal."""
+    if not prefix:
+        return
+    known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
+    for place, end in enumerate(itertools.takewhile(lambda end: end <= known_tokens, BLOCK_ENDS)):
+        yield prefix[(end - 1) // PREFIX_BLOCK_TOKENS] * len(BLOCK_ENDS) + place
+
+
+def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
+    """Hashes of the engine's full blocks; one id of the trace covers many."""
+    per_id = PREFIX_BLOCK_TOKENS // block_size
+    for place in range(min(len(prefix) * per_id, prompt_tokens // block_size)):
+        yield prefix[place // per_id] * per_id + place % per_id

@@ -1,0 +1,280 @@
+"""The catalog of workloads: what a name or a path stands for, for simulator, benchmark and planner.
+
+Generators built from published figures, for use where the traces themselves are not available.
+
+Azure 2023: percentiles of lengths, and gaps, computed from the two public traces (Azure/AzurePublicDataset,
+CC-BY 4.0). Prompt and answer are drawn independently, so their correlation is lost.
+LMSYS-Chat-1M: the distribution of total tokens (vllm-project/semantic-router, fleet-sim, Apache-2.0) and
+percentiles of answers.
+`paper-mix`: the workload of EWSJF (arXiv 2601.21758, section 5): 80 % short and 20 % long prompts, Poisson
+arrivals.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from serve_app.lab.workloads.generators import (
+    Arrivals,
+    GammaArrivals,
+    Lengths,
+    LognormalLengths,
+    MixedLengths,
+    OnOffArrivals,
+    QuantileLengths,
+    Tokens,
+    UniformLengths,
+    assign_priorities,
+    assign_tenants,
+    pair_within_totals,
+    parse_shares,
+    stream,
+)
+from serve_app.lab.workloads.loaders import describe_skipped, load_trace
+from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest, scale_to_rate, take
+
+LengthPairs = tuple[Tokens, Tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a named workload is generated.
+
+    Attributes:
+        figures: what it is built from, for the provenance of results.
+        rate_per_s: mean arrival rate when the caller gives none.
+        arrivals: the arrival process of a given mean rate.
+        lengths: draws prompt and output lengths.
+    """
+
+    figures: str
+    rate_per_s: float
+    arrivals: Callable[[float], Arrivals]
+    lengths: Callable[[int, np.random.Generator], LengthPairs]
+
+    def generate(self, name: str, count: int, seed: int, rate_per_s: float | None = None) -> Trace:
+        """Draw `count` requests; arrivals and lengths come from separate streams."""
+        rate = self.rate_per_s if rate_per_s is None else rate_per_s
+        times = self.arrivals(rate).sample(count, stream(seed, f"{name} arrivals"))
+        prompts, outputs = self.lengths(count, stream(seed, f"{name} lengths"))
+        return Trace(
+            name=name,
+            source=f"generated from {self.figures} at {rate:.4g} requests/s, seed {seed}",
+            requests=tuple(
+                TraceRequest(arrival_s=float(at), prompt_tokens=int(prompt), output_tokens=int(output))
+                for at, prompt, output in zip(times, prompts, outputs, strict=True)
+            ),
+        )
+
+
+def _independent(prompts: Lengths, outputs: Lengths) -> Callable[[int, np.random.Generator], LengthPairs]:
+    def draw(count: int, rng: np.random.Generator) -> LengthPairs:
+        return prompts.sample(count, rng), outputs.sample(count, rng)
+
+    return draw
+
+
+def _within(totals: Lengths, outputs: Lengths) -> Callable[[int, np.random.Generator], LengthPairs]:
+    def draw(count: int, rng: np.random.Generator) -> LengthPairs:
+        total = totals.sample(count, rng)
+        output = pair_within_totals(total, outputs.sample(count, rng), rng)
+        return np.maximum(1, total - output), output
+
+    return draw
+
+
+def _percentiles(*tokens: int) -> QuantileLengths:
+    """A distribution from its percentiles 0, 1, 5, 10, 25, 50, 75, 80, 90, 95, 99, 99.9 and 100."""
+    return QuantileLengths(tuple(zip(_SHARES, tokens, strict=True)))
+
+
+_SHARES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.8, 0.9, 0.95, 0.99, 0.999, 1)
+
+# Share of requests with at most so many tokens, prompt and answer together.
+_LMSYS_TOTALS = QuantileLengths(
+    (
+        *((0.0, 2), (0.1314, 64), (0.2359, 128), (0.3825, 256), (0.6383, 512), (0.7580, 768), (0.8307, 1024)),
+        *((0.9089, 1536), (0.9483, 2048), (0.9729, 3072), (0.9837, 4096), (0.9929, 6144), (0.9965, 8192)),
+        *((0.99863, 12288), (0.99926, 16384), (0.99966, 24576), (0.99979, 32768), (1.0, 65536)),
+    )
+)
+_LMSYS_OUTPUTS = QuantileLengths(
+    ((0, 1), (0.5, 140), (0.8, 325), (0.9, 397), (0.95, 447), (0.99, 502), (1, 512))
+)
+
+RECIPES: dict[str, Recipe] = {
+    "azure-code": Recipe(
+        figures="percentiles of the Azure 2023 code trace",
+        rate_per_s=2.57,
+        # These periods leave about 12 minutes of 58 without arrivals and a cv of about 13, as in the trace.
+        # At other rates they scale as the trace itself would.
+        arrivals=lambda rate: OnOffArrivals(rate_per_s=rate, on_s=92 * 2.57 / rate, off_s=75 * 2.57 / rate),
+        lengths=_independent(
+            _percentiles(3, 17, 75, 147, 578, 1469, 2744, 3192, 5188, 7303, 7436, 7437, 7437),
+            _percentiles(6, 6, 6, 7, 9, 13, 24, 29, 55, 90, 251, 825, 1899),
+        ),
+    ),
+    "azure-conv": Recipe(
+        figures="percentiles of the Azure 2023 conversation trace",
+        rate_per_s=5.53,
+        arrivals=lambda rate: GammaArrivals(rate_per_s=rate, cv=1.09),
+        lengths=_independent(
+            _percentiles(2, 29, 181, 207, 396, 1020, 1189, 1315, 2734, 4083, 4142, 6179, 14050),
+            _percentiles(7, 16, 41, 54, 85, 129, 395, 400, 424, 451, 601, 954, 1000),
+        ),
+    ),
+    "lmsys": Recipe(
+        figures="the token distribution of LMSYS-Chat-1M",
+        # The data set has no arrival times: a Poisson stream of this rate is our assumption.
+        rate_per_s=10.0,
+        arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
+        lengths=_within(_LMSYS_TOTALS, _LMSYS_OUTPUTS),
+    ),
+    "paper-mix": Recipe(
+        figures="the mix of the EWSJF paper (80 % of 32-256, 20 % of 1,024-4,096, answers around 100)",
+        rate_per_s=20.0,
+        arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
+        lengths=_independent(
+            MixedLengths(((0.8, UniformLengths(32, 256)), (0.2, UniformLengths(1024, 4096)))),
+            LognormalLengths(mean=100, cv=0.5, max_tokens=512),
+        ),
+    ),
+}
+
+
+TRACES_VARIABLE = "EWSJF_TRACES"
+"""Environment variable with the folder of trace files."""
+
+_ROOT = Path(__file__).resolve().parents[3]
+DOWNLOAD_FOLDER = _ROOT / ".cache" / "traces"
+"""Where `scripts/fetch_traces` stores them by default."""
+_SHARED_FOLDER = _ROOT.parent / "shared" / "traces"
+
+_FILES = {
+    "azure-code": "AzureLLMInferenceTrace_code.csv",
+    "azure-conv": "AzureLLMInferenceTrace_conv.csv",
+}
+_DEFAULT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSettings:
+    """A workload, as given on the command line.
+
+    Attributes:
+        trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file.
+        rate_per_s: mean arrival rate; None keeps the trace's own.
+        requests: how many; None for a thousand, or as many as `duration_s` takes.
+        duration_s: for how long requests arrive; only one of the two can be given.
+        tenants: see `tenants.parse_shares`; None keeps those of the file.
+        priorities: shares of priority classes, such as `interactive=1,batch=3`; None keeps those of the file.
+        folder: where trace files are; None looks in the usual places.
+    """
+
+    trace: str
+    rate_per_s: float | None = None
+    requests: int | None = None
+    duration_s: float | None = None
+    tenants: str | None = None
+    priorities: str | None = None
+    seed: int = 0
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rate_per_s", "requests", "duration_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise TraceError(f"{name} must be positive, got {value}")
+        if self.requests is not None and self.duration_s is not None:
+            raise TraceError(
+                f"give requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
+                "with a rate each follows from the other"
+            )
+        if self.seed < 0:
+            raise TraceError(f"seed must not be negative, got {self.seed}")
+
+
+def resolve(settings: WorkloadSettings) -> Trace:
+    """Read or generate the workload, cut to size, at its rate, with its tenants.
+
+    Raises:
+        TraceError: there is no such name or file, or it cannot be read.
+    """
+    path = trace_file(settings)
+    trace = _generated(settings) if path is None else _from_file(path, settings)
+    if settings.tenants is not None:
+        trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
+    if settings.priorities is not None:
+        trace = assign_priorities(
+            trace, parse_shares(settings.priorities), stream(settings.seed, "priorities")
+        )
+    return trace
+
+
+def notes_on(trace: Trace) -> Iterator[str]:
+    """What a user must know of the requests that are played, a line each: generated ones, rows left out."""
+    if names := trace.without_file:
+        files = "its file is" if len(names) == 1 else "their files are"
+        yield (
+            f"{' and '.join(names)}: {files} not here, so lengths and arrivals are generated from published "
+            "percentiles; scripts/fetch_traces downloads the traces"
+        )
+    if skipped := describe_skipped(trace):
+        yield f"{trace.name}: {skipped}"
+
+
+def trace_file(settings: WorkloadSettings) -> Path | None:
+    """The file that the workload is read from; None when it is to be generated.
+
+    Raises:
+        TraceError: there is no such name or file.
+    """
+    name = settings.trace
+    if name in _FILES:
+        return _find(_FILES[name], settings.folder)
+    if name in RECIPES:
+        return None
+    path = Path(name)
+    if not path.is_file():
+        raise TraceError(f"no trace {name!r}: give a file, or one of {', '.join(RECIPES)}")
+    return path
+
+
+def _find(filename: str, folder: Path | None) -> Path | None:
+    """A folder that was given must have the file; the usual places may have it."""
+    named = folder or (Path(os.environ[TRACES_VARIABLE]) if os.environ.get(TRACES_VARIABLE) else None)
+    if named is not None:
+        if not (named / filename).is_file():
+            raise TraceError(f"no {filename} in {named}: run scripts/fetch_traces --out {named}")
+        return named / filename
+    candidates = (place / filename for place in (DOWNLOAD_FOLDER, _SHARED_FOLDER))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
+    trace = load_trace(path)
+    if settings.trace in _FILES:
+        trace = replace(trace, name=settings.trace)
+    count = _count(settings, settings.rate_per_s or trace.rate_per_s, otherwise=len(trace.requests))
+    trace = take(trace, count, stream(settings.seed, "window"))
+    return trace if settings.rate_per_s is None else scale_to_rate(trace, settings.rate_per_s)
+
+
+def _generated(settings: WorkloadSettings) -> Trace:
+    recipe = RECIPES[settings.trace]
+    count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=_DEFAULT_REQUESTS)
+    trace = recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
+    return replace(trace, without_file=(settings.trace,)) if settings.trace in _FILES else trace
+
+
+def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int) -> int:
+    if settings.duration_s is None:
+        return settings.requests or otherwise
+    if rate_per_s is None:
+        raise TraceError(
+            f"all requests of {settings.trace} arrive at once: give requests instead of duration_s"
+        )
+    return max(1, round(rate_per_s * settings.duration_s))

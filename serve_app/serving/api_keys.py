@@ -1,0 +1,254 @@
+"""API keys: secrets that are shown once, salted hashes that are stored, what a key allows, and files of keys.
+
+A secret is `ewsjf_ID_RANDOM`. It is found by its id and compared by a salted hash. The id is not secret: it
+finds the record, and names the key in lists, limits and the ledger of usage. The rest is 256 bits of chance,
+too many to try, so one round of a fast hash is enough: the slow hashes of passwords defend words that people
+think of, and would cost a gateway more per request than everything else. The salt keeps two files from
+showing that they hold one secret.
+
+A file of keys is read as a whole and replaced as a whole. A reader sees the old file or the new one, never a
+part. Writers of one machine take turns by a lock on the folder. The file has the mode 0600: it holds no
+secrets, yet the permissions in it are private.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from serve_app.errors import SettingsError
+from serve_app.request import KeyLimits, KeyTerms, PriorityClass
+
+MAX_TENANT_CHARACTERS = 128
+
+_PREFIX = "ewsjf"
+_RANDOM_BYTES = 32
+_ID_BYTES = 6
+_SALT_BYTES = 16
+_DIGEST_BYTES = 32
+_FORMAT = "ewsjf-serve keys"
+_VERSION = 1
+
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+Limit = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class KeysFileError(SettingsError):
+    """A file of keys cannot be read or written; the message names the place in it."""
+
+
+def new_secret() -> tuple[str, str]:
+    """A new id, and the secret that contains it."""
+    key_id = secrets.token_hex(_ID_BYTES)
+    return key_id, f"{_PREFIX}_{key_id}_{secrets.token_urlsafe(_RANDOM_BYTES)}"
+
+
+def id_of(secret: bytes) -> str | None:
+    """The id in a secret; None when it has not the shape of one of ours."""
+    prefix, _, rest = secret.partition(b"_")
+    key_id, separator, _ = rest.partition(b"_")
+    if prefix != _PREFIX.encode() or not separator:
+        return None
+    return key_id.decode("latin-1")
+
+
+def hashed(secret: str) -> str:
+    """The salted hash of a secret, as files have it."""
+    salt = secrets.token_bytes(_SALT_BYTES)
+    return f"blake2b:{salt.hex()}:{_digest(secret.encode(), salt).hex()}"
+
+
+def parsed_hash(text: str) -> tuple[bytes, bytes]:
+    """Salt and digest of a hash in a file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind, _, rest = text.partition(":")
+    salt, _, digest = rest.partition(":")
+    found = bytes.fromhex(salt), bytes.fromhex(digest)
+    if kind != "blake2b" or len(found[0]) != _SALT_BYTES or len(found[1]) != _DIGEST_BYTES:
+        raise ValueError("a hash has the form blake2b:SALT:DIGEST, 16 and 32 bytes in hexadecimal digits")
+    return found
+
+
+def is_secret_of(secret: bytes, salt: bytes, digest: bytes) -> bool:
+    """Whether a secret has this hash; the time that it takes tells nothing of the digest."""
+    return hmac.compare_digest(_digest(secret, salt), digest)
+
+
+def _digest(secret: bytes, salt: bytes) -> bytes:
+    return hashlib.blake2b(secret, digest_size=_DIGEST_BYTES, salt=salt).digest()
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether a name is fit for a tenant: short, printable, without spaces."""
+    short = 0 < len(name) <= MAX_TENANT_CHARACTERS
+    return short and name.isascii() and name.isprintable() and " " not in name
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key without its secret, whether a file or a configuration gives it.
+
+    Attributes:
+        hash: of the whole secret, see `hashed`.
+        name: for people.
+        weight: of its tenant in the fair sharing; None leaves it to `fairness.weights`.
+        highest_class: no request of this key may be of a class above it.
+        default_class: of a request that names none; None is `default`, or the highest class if that is lower.
+        models: names that it may ask for; empty for all.
+        expires_at, revoked_at: from then on it is refused.
+        admin: may look at everybody's requests, and stop tuners.
+        may_act_for_tenants: `x-tenant` of its requests is believed.
+    """
+
+    id: str
+    hash: str
+    tenant: str
+    created_at: Moment
+    name: str = ""
+    weight: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    highest_class: PriorityClass = PriorityClass.INTERACTIVE
+    default_class: PriorityClass | None = None
+    models: tuple[str, ...] = ()
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    concurrent: Limit | None = None
+    queued: Limit | None = None
+    expires_at: Moment | None = None
+    revoked_at: Moment | None = None
+    admin: bool = False
+    may_act_for_tenants: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_tenant_name(self.tenant):
+            raise ValueError(f"tenant must be a short printable name without spaces, got {self.tenant!r}")
+        if self.default_class is not None and self.default_class not in self.classes:
+            raise ValueError(
+                f"default_class {self.default_class} is above highest_class {self.highest_class}: lower the "
+                "first or raise the second"
+            )
+        parsed_hash(self.hash)
+
+    @property
+    def terms(self) -> KeyTerms:
+        """The part of the key that schedulers receive with each request."""
+        limits = KeyLimits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            concurrent=self.concurrent,
+            queued=self.queued,
+        )
+        return KeyTerms(key_id=self.id, weight=self.weight, limits=limits)
+
+    @property
+    def classes(self) -> tuple[PriorityClass, ...]:
+        """The classes that it may use, the highest first."""
+        return tuple(each for each in PriorityClass if each.rank >= self.highest_class.rank)
+
+    @property
+    def class_of_unnamed(self) -> PriorityClass:
+        """The class of a request that names none."""
+        return self.default_class or max(
+            self.highest_class, PriorityClass.DEFAULT, key=lambda each: each.rank
+        )
+
+    def status(self, now: datetime | None = None) -> str:
+        """`valid`, `expired` or `revoked`."""
+        now = now or datetime.now(UTC)
+        if self.revoked_at is not None and self.revoked_at <= now:
+            return "revoked"
+        if self.expires_at is not None and self.expires_at <= now:
+            return "expired"
+        return "valid"
+
+
+class _KeysDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: str
+    version: int
+    keys: tuple[KeyRecord, ...]
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """The keys in a file, in its order.
+
+    Raises:
+        KeysFileError: there is no such file, or something in it is wrong.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise KeysFileError(
+            f"the keys in {path} cannot be read: {exc.strerror}; `python -m serve_app keys` writes them"
+        ) from exc
+    try:
+        document = msgspec.json.decode(data, type=_KeysDocument)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise KeysFileError(f"{path} is no file of keys: {exc}") from exc
+    if (document.format, document.version) != (_FORMAT, _VERSION):
+        found = f"format {document.format!r}, version {document.version}"
+        raise KeysFileError(f"{path} has {found} where {_FORMAT!r}, version {_VERSION} belongs")
+    ids = [key.id for key in document.keys]
+    if unfit := next((each for each in ids if not (each.isascii() and each.isalnum())), None):
+        raise KeysFileError(f"{path} has the id {unfit!r}: an id must consist of letters and digits")
+    if twice := next((each for each in ids if ids.count(each) > 1), None):
+        raise KeysFileError(f"{path} has the key {twice} twice, the second at `$.keys[{_last(ids, twice)}]`")
+    return document.keys
+
+
+def changed_keys(
+    path: Path, change: Callable[[tuple[KeyRecord, ...]], Sequence[KeyRecord]]
+) -> tuple[KeyRecord, ...]:
+    """Change the keys in a file, which is made where there is none, and return the new ones.
+
+    Raises:
+        KeysFileError: it cannot be read or written.
+    """
+    # What a link points to is replaced, and the link stays.
+    path = path.resolve()
+    try:
+        with _locked(path.parent):
+            keys = tuple(change(read_keys(path) if path.exists() else ()))
+            document = _KeysDocument(format=_FORMAT, version=_VERSION, keys=keys)
+            _replace(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    except OSError as exc:
+        raise KeysFileError(f"the keys in {path} cannot be written: {exc.strerror}") from exc
+    return keys
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _last(ids: Sequence[str], key_id: str) -> int:
+    return len(ids) - 1 - list(reversed(ids)).index(key_id)

@@ -1,0 +1,470 @@
+"""The pages under `/debug`: a look into every model's scheduler, for admins.
+
+GET   /debug/queue, /debug/status, /debug/usage, /debug/costs, /debug/tuner
+GET   /debug/costs.csv: the same as `/debug/costs`, as a table
+GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
+GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
+GET   /debug/requests/ID/what-if: what would have helped it, by replays beside this gateway
+GET   /debug/capture: the requests of that time as a trace without text, one JSON document a line
+POST  /debug/tuner/freeze, /debug/tuner/thaw
+"""
+
+import asyncio
+import csv
+import io
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Protocol
+from urllib.parse import unquote
+
+import msgspec
+
+from serve_app.errors import Outcome
+from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRefused, encode, send_body, send_json
+from serve_app.serving.gateway.request.incoming import IncomingRequest
+from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.tuning.counterfactuals.recording import named, request_of_tenant
+
+ENDPOINTS_PATH = "/admin/endpoints"
+ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
+_ACTIONS = {"POST": "add", "DELETE": "remove"}
+
+# An admin waits; a watcher that takes longer is being replaced.
+_TIMEOUT_S = 5.0
+
+
+class EndpointChange(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a change."""
+
+    url: str
+    model: str | None = None
+    pool: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWatcher:
+    """How to talk to the watcher of one pool.
+
+    Attributes:
+        described: what each endpoint is and does.
+        change: `add` or `remove` a URL; an answer with `error` refuses.
+    """
+
+    described: Callable[[], Awaitable[list[dict[str, object]]]]
+    change: Callable[[str, str], Awaitable[dict[str, object]]]
+
+
+class EndpointAdmin:
+    """Serves the admin API.
+
+    Args:
+        watchers: by model and pool.
+    """
+
+    def __init__(self, watchers: Mapping[tuple[str, str], PoolWatcher], reader: RequestReader) -> None:
+        self._watchers = watchers
+        self._reader = reader
+
+    async def serve(self, incoming: IncomingRequest) -> None:
+        """Show all endpoints, add one or give it back, or take one away: what runs there goes on."""
+        self._reader.authenticate(incoming).check_admin()
+        action = _ACTIONS.get(incoming.scope["method"])
+        await (self._show(incoming) if action is None else self._change(action, incoming))
+
+    async def _show(self, incoming: IncomingRequest) -> None:
+        endpoints: list[dict[str, object]] = []
+        for (model, pool), watcher in self._watchers.items():
+            try:
+                found = await asyncio.wait_for(watcher.described(), _TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
+                found = [{"pool": pool, "error": f"its watcher does not answer: {error!r}"}]
+            endpoints += [{"model": model, **one} for one in found]
+        await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
+
+    async def _change(self, action: str, incoming: IncomingRequest) -> None:
+        held = await self._reader.body(incoming)
+        try:
+            asked = msgspec.json.decode(held.data, type=EndpointChange)
+        except msgspec.DecodeError as exc:
+            raise RequestRefused(
+                Outcome.REJECTED_INVALID, f'the body must be like {{"url": "http://host:8000"}}: {exc}'
+            ) from exc
+        finally:
+            held.release()
+        model, pool = self._chosen(asked)
+        try:
+            answer = await asyncio.wait_for(self._watchers[model, pool].change(action, asked.url), _TIMEOUT_S)
+        except Exception as exc:
+            message = f"the watcher of pool {pool} does not answer: {exc!r}; try again"
+            raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
+        if "error" in answer:
+            raise RequestRefused(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
+        await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
+
+    def _chosen(self, asked: EndpointChange) -> tuple[str, str]:
+        fitting = [
+            (model, pool)
+            for model, pool in self._watchers
+            if asked.model in (None, model) and asked.pool in (None, pool)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        there = ", ".join(f"{pool} of {model}" for model, pool in self._watchers) or "none"
+        what = "several pools fit: give model and pool" if fitting else "no such pool of endpoints"
+        raise RequestRefused(Outcome.REJECTED_INVALID, f"{what}; there are: {there}", param="pool")
+
+
+# Questions of admins about the schedulers, which a gateway passes on over the control channel.
+
+
+# A person is waiting, and a scheduler that takes longer has other troubles.
+VIEW_TIMEOUT_S = 5.0
+
+
+class SchedulerViews(Protocol):
+    """One model's scheduler, as admins see it."""
+
+    async def ask(self, question: str, **arguments: Any) -> Any:
+        """Return the answer to a question of `scheduler.questions.AdminQuestions`.
+
+        Raises:
+            ChannelError: the scheduler is away, or cannot answer.
+        """
+        ...
+
+
+async def ask(
+    model: str, views: SchedulerViews, question: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
+) -> Any:
+    """Ask the scheduler of one model.
+
+    Raises:
+        RequestRefused: it does not answer.
+    """
+    try:
+        return await asyncio.wait_for(views.ask(question, **arguments), within_s)
+    except Exception as error:
+        message = f"the scheduler of {model} does not answer: {error!r}; try again"
+        raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
+
+
+Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
+"""A question to a model's scheduler, given the model's name."""
+
+
+async def ask_each(
+    views: Mapping[str, SchedulerViews],
+    question: Question,
+) -> list[Mapping[str, Any]]:
+    """Ask every model's scheduler; for one that does not answer, its model and why."""
+    answers: list[Mapping[str, Any]] = []
+    for model, each in views.items():
+        try:
+            answers.append(await asyncio.wait_for(question(model, each), VIEW_TIMEOUT_S))
+        except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
+            answers.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+    return answers
+
+
+# The admin API for the share of requests that is scheduled.
+#
+#     GET   /admin/mode
+#     POST  /admin/mode   {"active_share": 0.1, "model": "m"}
+#
+# Without a model it concerns all of them.
+
+
+MODE_PATH = "/admin/mode"
+MODE_METHODS = ("GET", "POST")
+
+
+class ModeChange(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a change."""
+
+    active_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    model: str | None = None
+
+
+class ModeAdmin:
+    """Serves the admin API.
+
+    Args:
+        views: by model.
+    """
+
+    def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
+        self._views = views
+        self._reader = reader
+
+    async def serve(self, incoming: IncomingRequest) -> None:
+        """Show the share of each model and what was waited, after a change if one was asked for."""
+        self._reader.authenticate(incoming).check_admin()
+        chosen = self._views
+        if incoming.scope["method"] == "POST":
+            chosen = await self._changed(incoming)
+        models = await ask_each(chosen, lambda _model, views: views.ask("mode"))
+        await send_json(incoming.send, 200, encode({"models": models}), [])
+
+    async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
+        held = await self._reader.body(incoming)
+        try:
+            asked = msgspec.json.decode(held.data, type=ModeChange)
+        except msgspec.DecodeError as exc:
+            message = f'the body must be like {{"active_share": 0.1}}, a share from 0 to 1: {exc}'
+            raise RequestRefused(Outcome.REJECTED_INVALID, message) from exc
+        finally:
+            held.release()
+        if asked.model is not None and asked.model not in self._views:
+            known = ", ".join(self._views)
+            raise RequestRefused(
+                Outcome.REJECTED_INVALID,
+                f"there is no model {asked.model!r}; there are: {known}",
+                param="model",
+            )
+        chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
+        for model, views in chosen.items():
+            await ask(model, views, "change_mode", active_share=asked.active_share)
+        return chosen
+
+
+# Replays of recorded minutes, in a process beside the gateway that takes only what others leave.
+
+
+# A replay takes about 0.7 ms of CPU time for each request, and there are two dozen.
+TIME_LIMIT_S = 120.0
+_RETRY_S = 10.0
+_MODULE = "serve_app.tuning.counterfactuals"
+
+
+class Replays:
+    """Runs one at a time.
+
+    Args:
+        module: what is run; it reads a recording and writes a JSON object.
+    """
+
+    def __init__(self, module: str = _MODULE, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._module, self._time_limit_s = module, time_limit_s
+        self._is_busy = False
+
+    async def what_if(self, recording: str) -> dict[str, Any]:
+        """What would have been.
+
+        Raises:
+            RequestRefused: another replay runs, this one takes too long, or nothing can be said.
+        """
+        if self._is_busy:
+            raise RequestRefused(
+                Outcome.REJECTED_QUEUE_FULL,
+                "this gateway replays another request now: ask again in some seconds",
+                retry_after_s=_RETRY_S,
+            )
+        self._is_busy = True
+        try:
+            answer = await self._run(recording.encode())
+        finally:
+            self._is_busy = False
+        if "error" in answer:
+            raise RequestRefused(Outcome.REJECTED_INVALID, answer["error"], code="not_replayable", status=409)
+        return answer
+
+    async def _run(self, recording: bytes) -> dict[str, Any]:
+        # Modules of a working directory that Ray has shipped are found by the path of this process alone.
+        path = os.pathsep.join(place for place in sys.path if place)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", self._module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        try:
+            async with asyncio.timeout(self._time_limit_s):
+                output, errors = await process.communicate(recording)
+        except TimeoutError as error:
+            raise RequestRefused(
+                Outcome.FAILED,
+                f"the replay takes longer than {self._time_limit_s:g} s: `python -m serve_app explain ID "
+                "--what-if` replays where you call it, without a limit",
+                code="replay_timeout",
+                status=504,
+            ) from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        try:
+            found: dict[str, Any] = msgspec.json.decode(output, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RequestRefused(
+                Outcome.FAILED, f"the replay failed: {last}", code="replay_failed", status=500
+            ) from error
+        return found
+
+
+# The costs of all models as comma-separated values, for spreadsheets and bills.
+
+
+_COLUMNS = ("pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds")
+# With these a cell begins that a spreadsheet would compute. Tenants may choose their own names.
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each pool, class and tenant, with a heading; seconds have milliseconds.
+
+    `since` is when counting began, in UTC; empty where a scheduler of an older release tells. `gpu_seconds`
+    is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets an apostrophe
+    in front.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("model", *_COLUMNS, "since"))
+    for model in models:
+        began = model.get("since")
+        since = "" if began is None else datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for row in model.get("rows", ()):
+            writer.writerow([_cell(model["model"]), *(_cell(row[name]) for name in _COLUMNS), since])
+    return text.getvalue()
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = "" if value is None else str(value)
+    return f"'{text}" if text.startswith(_FORMULAS) else text
+
+
+_FROZEN = (
+    "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
+    "POST /debug/tuner/thaw"
+)
+RECEIPTS_PATH = "/debug/requests/"
+RECORDING, WHAT_IF = "/recording", "/what-if"
+_RECORDING_TIMEOUT_S = 15.0
+_NO_RECEIPT = (
+    "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
+    "requests, and not across a restart of the scheduler. What a gateway refuses by itself has none, since "
+    "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
+    "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
+)
+_UNDER_WAY = (
+    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are "
+    "known once it has ended"
+)
+_LINES = (b"content-type", b"application/jsonl")
+_TABLE = (b"content-type", b"text/csv; charset=utf-8")
+_THAWED = "the tuner is thawed: other values may be tried again"
+
+
+class DebugPages:
+    """Serves the pages.
+
+    Args:
+        views: by model.
+    """
+
+    def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
+        self._views = views
+        self._reader = reader
+        self._replays = Replays()
+
+    @property
+    def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
+        """Method and handler of each path."""
+        pages: dict[str, tuple[str, Question]] = {
+            "/debug/queue": ("GET", lambda _model, views: views.ask("queue")),
+            "/debug/status": ("GET", lambda _model, views: views.ask("status")),
+            "/debug/scaling": ("GET", lambda _model, views: views.ask("scaling")),
+            "/debug/usage": ("GET", lambda _model, views: views.ask("usage")),
+            "/debug/costs": ("GET", lambda _model, views: views.ask("costs")),
+            "/debug/tuner": ("GET", _tuner),
+            "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
+            "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
+        }
+        shown = {path: (method, partial(self._show, question)) for path, (method, question) in pages.items()}
+        return {
+            **shown,
+            "/debug/capture": ("GET", self._capture),
+            "/debug/costs.csv": ("GET", self._cost_table),
+        }
+
+    async def receipt(self, incoming: IncomingRequest) -> None:
+        """The receipt of one request, whichever model it was for, or what its path asks for besides.
+
+        Raises:
+            RequestRefused: the caller is no admin, or no scheduler knows the request.
+        """
+        self._reader.authenticate(incoming).check_admin()
+        name = incoming.path.removeprefix(RECEIPTS_PATH)
+        if name.endswith((RECORDING, WHAT_IF)):
+            await self._replay(incoming, unquote(name.rpartition("/")[0]))
+            return
+        request_id = unquote(name)
+        found_by = await ask_each(self._views, lambda _, views: views.ask("receipt", request_id=request_id))
+        for found in found_by:
+            if "request_id" in found:
+                await send_json(incoming.send, 200, encode(found), [])
+                return
+        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+
+    async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
+        """The minutes around a request, or what would have helped it."""
+        for model, views in self._views.items():
+            recording = await ask(model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id)
+            if recording and incoming.path.endswith(RECORDING):
+                await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
+                return
+            if recording:
+                told = await _with_name(await self._replays.what_if(recording), model, views)
+                await send_json(incoming.send, 200, encode(told), [])
+                return
+            if "request_id" in await ask(model, views, "receipt", request_id=request_id):
+                raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
+        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+
+    async def _capture(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        lines = b""
+        for model, views in self._views.items():
+            for line in await ask(model, views, "capture"):
+                lines += encode({**line, "model": model}) + b"\n"
+        await send_body(incoming.send, 200, [_LINES], lines)
+
+    async def _cost_table(self, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        models = await ask_each(self._views, lambda _model, views: views.ask("costs"))
+        if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
+            # Half a table looks like a whole one.
+            message = "; ".join(errors)
+            raise RequestRefused(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
+        await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
+
+    async def _show(self, question: Question, incoming: IncomingRequest) -> None:
+        self._reader.authenticate(incoming).check_admin()
+        models = await ask_each(self._views, question)
+        await send_json(incoming.send, 200, encode({"models": models}), [])
+
+
+async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
+    """What would have helped, with the name of the tenant that is left out if its receipt is still there."""
+    example = request_of_tenant(told)
+    receipt = await ask(model, views, "receipt", request_id=example) if example else {}
+    return named(told, receipt["tenant"]) if "tenant" in receipt else told
+
+
+async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:
+    """The part of the status that is about the tuner."""
+    status = await views.ask("status")
+    return {"model": model, **status["tuner"]}
+
+
+async def _freeze(reason: str, model: str, views: SchedulerViews) -> Mapping[str, Any]:
+    """Stop the tuner for a reason, or let it go on without one, and say what that means."""
+    await views.ask("freeze", reason=reason)
+    return {"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED}

@@ -1,0 +1,429 @@
+"""Requests that refer to a response that some replica keeps: they go to that replica, or are refused."""
+
+import asyncio
+import contextvars
+import logging
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
+
+from serve_app.core.events import DispatchFailure
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
+from serve_app.serving.gateway.answer.engine_answer import failure_of
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
+from serve_app.serving.gateway.answer.stream import usage_of
+from serve_app.serving.gateway.keys import Caller
+from serve_app.serving.gateway.request.headers import engine_head, returned, upstream_head
+from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest, ResponseTerms
+from serve_app.serving.gateway.request.reader import RequestReader
+from serve_app.serving.gateway.upstream import (
+    EngineSilentError,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+)
+
+_OURS = re.compile(r"resp_([0-9a-f]{16})[0-9a-f]{24}")
+_RANDOM_BYTES = 12
+# Some 200 bytes each.
+_MOST_REMEMBERED = 10_000
+
+
+class AnsweredResponse(msgspec.Struct):
+    """The head of a response in an answer.
+
+    Attributes:
+        status: as `queued` or `completed`; empty where it has none.
+    """
+
+    id: str = ""
+    status: str = ""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its engine is still at work on it."""
+        return self.status in ("queued", "in_progress")
+
+
+class _AnnouncingEvent(msgspec.Struct):
+    response: AnsweredResponse | None = None
+
+
+_whole = msgspec.json.Decoder(AnsweredResponse)
+_event = msgspec.json.Decoder(_AnnouncingEvent)
+_DATA = re.compile(rb"^data:\s*(.+?)\s*$", re.MULTILINE)
+
+
+class ResponseHolders:
+    """Names responses, and finds the replicas that keep them."""
+
+    def __init__(self) -> None:
+        self._remembered: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ResponseHolders remembered={len(self._remembered)}>"
+
+    def name(self, owner: str, replica: ReplicaAddress) -> str:
+        """A name for a new response.
+
+        Args:
+            owner: the tenant that may refer to it.
+        """
+        return f"resp_{_digest(owner, replica.replica_id)}{secrets.token_hex(_RANDOM_BYTES)}"
+
+    def remember(self, response_id: str, owner: str, replica_id: str) -> None:
+        """An engine that names its responses has made one."""
+        self._remembered[response_id] = owner, replica_id
+        self._remembered.move_to_end(response_id)
+        while len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def find(self, response_id: str, owner: str, replicas: Iterable[ReplicaAddress]) -> ReplicaAddress | None:
+        """The replica that keeps this tenant's response; None where none of these does."""
+        kept = self._remembered.get(response_id)
+        if kept is not None:
+            whose, replica_id = kept
+            return next((each for each in replicas if each.replica_id == replica_id and whose == owner), None)
+        ours = _OURS.fullmatch(response_id)
+        if ours is None:
+            return None
+        return next((each for each in replicas if _digest(owner, each.replica_id) == ours[1]), None)
+
+
+def answered_response(body: bytes) -> AnsweredResponse:
+    """The response that a whole answer is; without an id where it is something else."""
+    try:
+        return _whole.decode(body)
+    except (ValueError, RecursionError):
+        return AnsweredResponse()
+
+
+def announced_response(events: bytes) -> AnsweredResponse:
+    """The response that the first events of a stream tell of."""
+    found = _DATA.search(events)
+    try:
+        event = _event.decode(found[1]) if found is not None else _AnnouncingEvent()
+    except (ValueError, RecursionError):
+        event = _AnnouncingEvent()
+    return event.response or AnsweredResponse()
+
+
+def _digest(owner: str, replica_id: str) -> str:
+    both = b"".join(len(part).to_bytes(4, "big") + part for part in (owner.encode(), replica_id.encode()))
+    return blake2b(both, digest_size=8, person=b"response holder").hexdigest()
+
+
+RESPONSES_PATH = "/v1/responses"
+# What they are called in descriptions: method and summary.
+STORED_PATHS: Mapping[str, tuple[str, str]] = {
+    RESPONSES_PATH + "/{response_id}": ("GET", "a response that was kept, or with `stream=true` its events"),
+    RESPONSES_PATH + "/{response_id}/cancel": ("POST", "the end of a response in the background"),
+}
+
+_PATH = re.compile(re.escape(RESPONSES_PATH) + r"/([A-Za-z0-9_.:-]{1,200})(/cancel)?")
+_RETRY_AFTER_S = 1.0
+_EVENT_STREAM = b"text/event-stream"
+
+
+def method_of(path: str) -> str | None:
+    """The method of a path of this kind; None for every other path."""
+    found = _PATH.fullmatch(path)
+    return None if found is None else "POST" if found[2] else "GET"
+
+
+class StoredResponses:
+    """Finds the replica that keeps a response, and asks it.
+
+    Args:
+        schedulers: of each model, by name.
+    """
+
+    def __init__(
+        self,
+        upstream: UpstreamPool,
+        schedulers: Mapping[str, SchedulerClient],
+        reader: RequestReader,
+        holders: ResponseHolders,
+    ) -> None:
+        self._upstream = upstream
+        self._schedulers = schedulers
+        self._reader = reader
+        self._holders = holders
+
+    def bound(self, job: ForwardJob) -> ForwardJob:
+        """A job that goes on from an earlier response, bound to the replica that keeps it; others unchanged.
+
+        Raises:
+            RequestRefused: no replica keeps the response for this tenant.
+        """
+        if job.response is None or job.response.previous is None:
+            return job
+        scheduler = self._schedulers[job.submission.spec.model]
+        param = "previous_response_id"
+        replica = self._holder(
+            job.response.previous, job.response.owner, scheduler.all_replicas(), param=param
+        )
+        return msgspec.structs.replace(job, submission=replace(job.submission, bound_to=replica.replica_id))
+
+    async def serve(self, incoming: IncomingRequest) -> None:
+        """Ask for a response, its events or its end.
+
+        Raises:
+            RequestRefused: no replica keeps it for this tenant, or that one does not answer.
+        """
+        caller = self._reader.authenticate(incoming)
+        owner = self._reader.owner(incoming, caller)
+        found = _PATH.fullmatch(incoming.path)
+        assert found is not None, "the router looks at the path"
+        held = await self._reader.body(incoming)
+        held.release()
+        replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
+        with incoming.watch():
+            await self._pass_on(replica, incoming)
+
+    def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
+        # Names of one model share a scheduler, and its adapters, too: a key may be for one of those alone.
+        schedulers = {
+            id(client): client
+            for name, client in self._schedulers.items()
+            if any(caller.may_use(each) for each in (name, *client.adapters()))
+        }
+        return [replica for client in schedulers.values() for replica in client.all_replicas()]
+
+    def _holder(
+        self, response_id: str, owner: str, replicas: Iterable[ReplicaAddress], *, param: str
+    ) -> ReplicaAddress:
+        known = tuple(replicas)
+        found = self._holders.find(response_id, owner, known)
+        if found is not None:
+            return found
+        if not known:
+            raise RequestRefused(
+                Outcome.REJECTED_NO_REPLICA,
+                "no replica is known yet, so none can be asked for this response: try again",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        raise RequestRefused(
+            Outcome.REJECTED_UNKNOWN_RESPONSE,
+            f"Response with id '{response_id[:200]}' not found: it was never kept, or is another tenant's, "
+            "or the replica that kept it is gone. Send the whole conversation instead",
+            param=param,
+        )
+
+    async def _pass_on(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
+        asked = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
+        head = upstream_head(asked, self._reader.forwarded(incoming), replica, 0)
+        try:
+            response = await self._upstream.send(replica.server, head, b"")
+            try:
+                await _answer(response, incoming, replica)
+            finally:
+                response.close()
+        except EngineSilentError as error:
+            raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
+        except UpstreamError as error:
+            raise RequestRefused(
+                Outcome.REJECTED_NO_REPLICA,
+                f"the replica that keeps this response does not answer: {error}; try again",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from error
+
+
+async def _answer(response: UpstreamResponse, incoming: IncomingRequest, replica: ReplicaAddress) -> None:
+    named = (b"x-replica", replica.replica_id.encode("latin-1", "replace"))
+    headers = [*returned(response.headers), *incoming.id_headers, named]
+    if response.header(b"content-type").startswith(_EVENT_STREAM):
+        await _stream(response, incoming, headers)
+        return
+    body = await response.read()
+    failure = failure_of(response.status, response.headers, body)
+    if failure is not None and failure.failure is not DispatchFailure.TOO_LONG:
+        raise failure
+    headers, body = incoming.api.engine_answer(response.status, incoming.path, headers, body)
+    await send_body(incoming.send, response.status, headers, body)
+
+
+async def _stream(
+    response: UpstreamResponse, incoming: IncomingRequest, headers: list[tuple[bytes, bytes]]
+) -> None:
+    start = {"type": "http.response.start", "status": response.status, "headers": headers}
+    events = await response.next()
+    await incoming.send(start)
+    while not response.at_end:
+        await incoming.send({"type": "http.response.body", "body": events, "more_body": True})
+        try:
+            events = await response.next()
+        except UpstreamError as error:
+            message = f"the engine stopped in the middle of these events: {error}"
+            events = incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
+            break
+    await incoming.send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+def _query(incoming: IncomingRequest) -> str:
+    """The query, written anew, with its question mark."""
+    written = incoming.scope.get("query_string", b"").decode("latin-1")
+    query = urlencode(parse_qsl(written, keep_blank_values=True))
+    return f"?{query}" if query else ""
+
+
+# One response while it is made: its name, where it is kept, and whether it goes on without its client.
+
+
+class KeptResponse:
+    """What is known of it.
+
+    Attributes:
+        response_id: empty until it is known.
+        is_under_way: its engine works on it in the background.
+    """
+
+    __slots__ = ("_holders", "_replica", "_terms", "is_under_way", "response_id")
+
+    def __init__(self, terms: ResponseTerms, holders: ResponseHolders) -> None:
+        self._terms = terms
+        self._holders = holders
+        self._replica: ReplicaAddress | None = None
+        self.response_id = ""
+        self.is_under_way = False
+
+    def name(self, replica: ReplicaAddress) -> str | None:
+        """The name that it gets on a replica; None where the engine names it."""
+        self._replica = replica
+        self.response_id = ""
+        if not (replica.names_responses or self._terms.is_named):
+            return None
+        self.response_id = self._holders.name(self._terms.owner, replica)
+        return self.response_id
+
+    def on_answer(self, body: bytes) -> None:
+        """The engine has answered in one piece."""
+        if self._terms.background or self._may_be_named_otherwise:
+            self._note(answered_response(body))
+
+    def on_first_events(self, events: bytes) -> None:
+        """The engine's stream has begun."""
+        if self._terms.background or self._may_be_named_otherwise:
+            self._note(announced_response(events))
+
+    @property
+    def _may_be_named_otherwise(self) -> bool:
+        return self._replica is not None and not self._replica.names_responses
+
+    def _note(self, response: AnsweredResponse) -> None:
+        if not response.id:
+            return
+        assert self._replica is not None, "it has been sent"
+        if response.id != self.response_id:
+            self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
+        # An engine may have named it otherwise.
+        self.response_id = response.id
+        self.is_under_way = self._terms.background and response.is_under_way
+
+
+# Work in the background: engines go on with a response when its request has been answered.
+#
+# Nothing tells of its end but the response itself. So the gateway asks for it now and then, and the place of
+# the request on its replica stays taken until it has ended. What cannot be known:
+#
+# - when its first token comes;
+# - anything at all, once the gateway has ended that passed the request on. Its work is not counted from then
+#   on, though the engine's reports still show its load.
+
+
+logger = logging.getLogger("ray.serve")
+
+# An engine finds it in a table, which costs it about as much as one page of metrics.
+_EVERY_S = 1.0
+_MOST_FAILURES = 5
+_OUTCOMES = {
+    "completed": Outcome.COMPLETED,
+    "incomplete": Outcome.COMPLETED,
+    "cancelled": Outcome.CANCELLED,
+}
+
+OnEnd = Callable[[Outcome, Usage | None, str], None]
+"""How the work ended, what it took, and a word on it for the log."""
+
+
+class BackgroundWork:
+    """Follows responses until their engines have finished them.
+
+    Args:
+        every_s: between two looks at a response, in seconds.
+    """
+
+    def __init__(self, upstream: UpstreamPool, every_s: float = _EVERY_S) -> None:
+        self._upstream = upstream
+        self._every_s = every_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<BackgroundWork {len(self._tasks)}>"
+
+    def __len__(self) -> int:
+        """Responses that are being followed."""
+        return len(self._tasks)
+
+    def follow(self, response_id: str, replica: ReplicaAddress, on_end: OnEnd) -> None:
+        """Ask for a response until it has ended."""
+        loop = asyncio.get_running_loop()
+        # In a context of its own: Serve cancels whatever it finds in that of a request.
+        task = loop.create_task(
+            self._follow(response_id, replica, on_end),
+            name=f"background {response_id}",
+            context=contextvars.Context(),
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Follow none any more; what they run is nobody's to give back then."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _follow(self, response_id: str, replica: ReplicaAddress, on_end: OnEnd) -> None:
+        try:
+            end = await self._end_of(response_id, replica)
+        except Exception as error:
+            # Whatever it is, the place must be given back.
+            logger.exception("event=background_fault response=%r", response_id)
+            end = Outcome.FAILED, None, f"in the background: {error!r}"
+        on_end(*end)
+
+    async def _end_of(self, response_id: str, replica: ReplicaAddress) -> tuple[Outcome, Usage | None, str]:
+        failures, why = 0, ""
+        while failures < _MOST_FAILURES:
+            await asyncio.sleep(self._every_s)
+            try:
+                status, body = await self._look(response_id, replica)
+            except UpstreamError as error:
+                failures, why = failures + 1, str(error)
+                continue
+            response = answered_response(body) if status == 200 else AnsweredResponse()
+            if response.is_under_way:
+                failures = 0
+            elif response.status in _OUTCOMES:
+                return _OUTCOMES[response.status], usage_of(body), f"in the background: {response.status}"
+            elif status == 404 or response.status:
+                why = f"the engine answered {status} {response.status}"
+                break
+            else:
+                failures, why = failures + 1, f"the engine answered {status}"
+        return Outcome.FAILED, None, f"in the background: {why}"
+
+    async def _look(self, response_id: str, replica: ReplicaAddress) -> tuple[int, bytes]:
+        head = engine_head(replica, f"/v1/responses/{response_id}")
+        response = await self._upstream.send(replica.server, head, b"")
+        try:
+            return response.status, await response.read()
+        finally:
+            response.close()

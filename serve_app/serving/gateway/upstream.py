@@ -1,0 +1,636 @@
+"""Kept connections to the replicas, and what happens when one cannot be had."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Annotated, Protocol, cast
+
+import httptools
+
+from serve_app.core.events import DispatchFailure
+from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE, settings
+from serve_app.errors import ServeAppError
+from serve_app.serving.channel.scheduler_client import ServerAddress
+from serve_app.serving.tls import ClientTls, Tls, connect, public_tls
+
+HeaderList = list[tuple[bytes, bytes]]
+
+# One slow client holds at most about this much of an answer in the gateway.
+BUFFER_HIGH_BYTES = 256 * 1024
+
+
+class UpstreamError(ServeAppError):
+    """A replica gave no complete answer; `failure` says how far it got."""
+
+    def __init__(self, failure: DispatchFailure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class EngineSilentError(UpstreamError):
+    """A replica sent nothing for too long. It may be at work still, so the request is not tried again."""
+
+
+class StaleConnectionError(UpstreamError):
+    """A kept connection was closed by the replica before it answered anything."""
+
+
+class Source(Protocol):
+    """The connection, as an answer sees it."""
+
+    def resume_reading(self) -> None:
+        """There is room for more."""
+        ...
+
+    def abort(self) -> None:
+        """The rest is not wanted."""
+        ...
+
+
+class UpstreamResponse:
+    """A replica's answer while it arrives. Read with `next` or `read`, and always `close`.
+
+    Attributes:
+        on_pieces: called when pieces have come and the answer is not at its end; `take` gives them.
+    """
+
+    __slots__ = (
+        "_buffered_bytes",
+        "_connection",
+        "_pieces",
+        "_waiter",
+        "complete",
+        "error",
+        "headers",
+        "on_pieces",
+        "status",
+    )
+
+    def __init__(self, connection: Source) -> None:
+        self.status = 0
+        self.headers: HeaderList = []
+        self.complete = False
+        self.error: UpstreamError | None = None
+        self.on_pieces: Callable[[], None] | None = None
+        self._connection: Source | None = connection
+        self._pieces: list[bytes] = []
+        self._buffered_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def at_end(self) -> bool:
+        """The body is complete and has been taken."""
+        return self.complete and not self._pieces
+
+    def header(self, name: bytes) -> bytes:
+        """The value of a header (lower-case name); empty when it is absent."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return b""
+
+    async def started(self) -> None:
+        """Wait for the status line and headers.
+
+        Raises:
+            UpstreamError: the connection broke before they were complete.
+        """
+        while not self.status:
+            if self.error is not None:
+                raise self.error
+            await self.waiter()
+
+    async def next(self) -> bytes:
+        """All body bytes that have come since the last call; waits for some, empty only at the end.
+
+        Raises:
+            UpstreamError: the connection broke before the body was complete.
+        """
+        while not self._pieces:
+            if self.complete:
+                return b""
+            if self.error is not None:
+                raise self.error
+            await self.waiter()
+        return self.take()
+
+    def take(self) -> bytes:
+        """All body bytes that have come since the last call, without waiting for any."""
+        pieces, self._pieces = self._pieces, []
+        self._buffered_bytes = 0
+        if self._connection is not None:
+            self._connection.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read(self) -> bytes:
+        """The whole body, however long: it comes from an engine of our own, after its work is done.
+
+        Raises:
+            UpstreamError: the connection broke before the body was complete.
+        """
+        first = await self.next()
+        if self.at_end:
+            return first
+        pieces = [first]
+        while piece := await self.next():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Give the connection up; cuts it when the answer is not complete, so that the engine stops."""
+        if self._connection is not None:
+            self._connection.abort()
+
+    def waiter(self) -> "asyncio.Future[None]":
+        """Done when there is something new; with `on_pieces`, at the end alone."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    # Called by the connection.
+
+    def push(self, piece: bytes) -> bool:
+        """Add body bytes; True when the buffer is full and reading must pause."""
+        self._pieces.append(piece)
+        self._buffered_bytes += len(piece)
+        return self._buffered_bytes >= BUFFER_HIGH_BYTES
+
+    def detach(self, error: UpstreamError | None = None) -> None:
+        """Nothing more will come: the answer is complete, or broken by `error`."""
+        self._connection = None
+        if error is None:
+            self.complete = True
+        elif self.error is None:
+            self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        if self.on_pieces is not None and not self.complete and self.error is None:
+            if self._pieces:
+                self.on_pieces()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+# One HTTP/1.1 connection from a gateway to a replica, at protocol level.
+#
+# A request is written in one piece (large bodies in slices, as fast as the replica takes them); the answer is
+# parsed by httptools as it comes in and waits in a small buffer until the forwarder takes it. The buffer is
+# bounded: a client that reads slowly stops the reading here, and TCP then slows the replica down.
+#
+# The rules that keep it honest:
+# - an answer must state its length (content-length or chunked), so that a cut connection is never taken for
+#   its end;
+# - a connection is used again only after a complete answer to a completely sent request;
+# - `close()` on an unfinished answer cuts the connection at once, which is how an engine learns to abort;
+# - bytes that nobody asked for end the connection.
+
+
+# Up to here head and body leave in one write, so that a small request is one segment and one wake-up.
+_ONE_WRITE_BYTES = 64 * 1024
+_SLICE_BYTES = 256 * 1024
+# A kept connection that the replica was just closing breaks within a round trip of our writing to it. One
+# that breaks later was at work on the request, and took it down with it.
+_STALE_WINDOW_S = 0.5
+_LOWEST_STATUS = 100
+_NO_BODY_STATUSES = frozenset({204, 304})
+
+
+class ConnectionOwner(Protocol):
+    """The pool, as a connection sees it."""
+
+    def on_idle(self, connection: "UpstreamConnection") -> None:
+        """The answer is complete and the connection may serve again."""
+        ...
+
+    def on_lost(self, connection: "UpstreamConnection") -> None:
+        """The connection is gone."""
+        ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One TCP connection to a replica; serves one request at a time.
+
+    Attributes:
+        address: where it leads, the pool's key.
+        silent_ticks: sweeps of the pool since the replica last sent something, or since it went idle.
+    """
+
+    __slots__ = (
+        "_asked_at",
+        "_closed",
+        "_first_use",
+        "_informational",
+        "_keep_alive",
+        "_owner",
+        "_parser",
+        "_paused",
+        "_response",
+        "_saw_byte",
+        "_sent",
+        "_transport",
+        "_writable",
+        "address",
+        "silent_ticks",
+    )
+
+    def __init__(self, owner: ConnectionOwner, address: ServerAddress) -> None:
+        self.address = address
+        self.silent_ticks = 0
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._response: UpstreamResponse | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._asked_at = 0.0
+        self._first_use = True
+        self._saw_byte = False
+        self._sent = False
+        self._keep_alive = False
+        self._informational = False
+        self._paused = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        host, port = self.address[:2]
+        state = "closed" if self._closed else "idle" if self.is_idle else "busy"
+        return f"<UpstreamConnection {host}:{port} {state}>"
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is on it."""
+        return self._response is None
+
+    @property
+    def is_usable(self) -> bool:
+        """It can take another request, as far as this side knows."""
+        transport = self._transport
+        return not self._closed and transport is not None and not transport.is_closing()
+
+    @property
+    def is_paused(self) -> bool:
+        """Its answer waits for a slow client."""
+        return self._paused
+
+    async def exchange(self, head: bytes, body: bytes) -> UpstreamResponse:
+        """Send a request and wait for the head of its answer.
+
+        Args:
+            head: request line and headers, with the empty line.
+            body: the request's body; its length is in `head`.
+
+        Raises:
+            StaleConnectionError: this was a kept connection and the replica had closed it.
+            UpstreamError: the connection broke, or what came back is not HTTP.
+        """
+        assert self._transport is not None
+        assert self._response is None
+        response = self._response = UpstreamResponse(self)
+        self._saw_byte = self._sent = False
+        self._asked_at = asyncio.get_running_loop().time()
+        self.silent_ticks = 0
+        try:
+            if len(body) <= _ONE_WRITE_BYTES:
+                self._transport.write(head + body)
+                self._sent = True
+            else:
+                await self._write_slices(response, head, body)
+            await response.started()
+        except BaseException:
+            # Also when the waiting task is cancelled: an engine must not work for nobody.
+            response.close()
+            raise
+        return response
+
+    async def _write_slices(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
+        """Write a large body without piling it up in the transport; stop when the answer is there first."""
+        assert self._transport is not None
+        self._transport.write(head)
+        view = memoryview(body)
+        for start in range(0, len(body), _SLICE_BYTES):
+            if response.status or response.error is not None:
+                return
+            self._transport.write(view[start : start + _SLICE_BYTES])
+            if self._writable is not None:
+                await self._writable
+        self._sent = True
+
+    def abort(self) -> None:
+        """Cut the connection now, whatever is still under way."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._lose("the gateway closed the connection")
+
+    def fail(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
+        """Cut the connection because the replica misbehaves or is silent."""
+        self._lose(message, kind)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resume_reading(self) -> None:
+        """The buffer has room again."""
+        if self._paused:
+            self._paused = False
+            self.silent_ticks = 0
+            if self._transport is not None and not self._closed:
+                self._transport.resume_reading()
+
+    def _lose(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
+        """Conclude the answer under way as broken and leave the pool; only the first call counts."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        response, self._response = self._response, None
+        if response is not None:
+            response.detach(kind(DispatchFailure.LOST, message))
+        self._owner.on_lost(self)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        # A cast, not a check: uvloop's transports do not inherit from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, by either side."""
+        reason = f": {exc}" if exc is not None else ""
+        unanswered_s = asyncio.get_running_loop().time() - self._asked_at
+        stale = not self._first_use and not self._saw_byte and unanswered_s < _STALE_WINDOW_S
+        kind = StaleConnectionError if stale else UpstreamError
+        self._lose(f"the replica closed the connection before its answer was complete{reason}", kind)
+
+    def pause_writing(self) -> None:
+        """The transport holds enough of the request's body for now."""
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """The transport takes more."""
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the answer."""
+        response = self._response
+        if response is None:
+            self.fail("the replica sent bytes that nobody asked for")
+            return
+        self._saw_byte = True
+        self.silent_ticks = 0
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self.fail(f"the replica's answer is not valid HTTP/1.1: {exc}")
+        else:
+            response.wake()
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        """An answer begins."""
+        if self._response is None:
+            # A second answer in one piece with the first: taken as the next request's, it would be someone
+            # else's.
+            self.fail("the replica sent an answer that nobody asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the answer."""
+        response = self._response
+        if response is not None:
+            response.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The answer's head is complete."""
+        response = self._response
+        if response is None:
+            return
+        status = self._parser.get_status_code()
+        self._informational = 100 <= status < 200
+        if self._informational:
+            # 100 Continue and 103 Early Hints announce the answer, they are not it.
+            response.headers.clear()
+            return
+        if status < _LOWEST_STATUS:
+            self.fail(f"the replica's answer has the status {status:03}, which no answer has")
+            return
+        if not _states_its_length(status, response):
+            self.fail("the replica's answer states no length, so its end could not be told from a cut")
+            return
+        self._keep_alive = self._parser.should_keep_alive()
+        response.status = status
+
+    def on_body(self, body: bytes) -> None:
+        """Some of the answer's body, without its chunk framing."""
+        response = self._response
+        if response is not None and response.push(body) and not self._paused:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """The answer is complete; the connection may serve again."""
+        response = self._response
+        if response is None or self._informational:
+            return
+        self.resume_reading()
+        self._response = None
+        self._first_use = False
+        self.silent_ticks = 0
+        response.detach()
+        if self._keep_alive and self._sent:
+            self._owner.on_idle(self)
+        else:
+            self.abort()
+
+
+def _states_its_length(status: int, response: UpstreamResponse) -> bool:
+    if status in _NO_BODY_STATUSES or response.header(b"content-length"):
+        return True
+    return b"chunked" in response.header(b"transfer-encoding").lower()
+
+
+# Servers that we did not start close idle connections sooner than ours do: vLLM after 5 s.
+_ENDPOINT_IDLE_EXPIRY_S = 4.0
+
+# A host that vanished without a word is noticed after idle + interval x count = 20 s, also while an engine
+# thinks.
+_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))
+_UNACKNOWLEDGED_MS = 20_000
+
+
+@settings(block="upstream")
+class UpstreamSettings:
+    """How a gateway talks to replicas; all times in seconds."""
+
+    # Replicas are near: one that takes longer to accept is gone, and its request is better served elsewhere.
+    connect_timeout_s: Annotated[float, POSITIVE] = 3.0
+    # Longest silence of an engine inside one answer. A long answer that is not streamed is silent until its
+    # end, so this bounds generation time there; dead hosts are found by TCP keep-alive, not by this.
+    silence_timeout_s: Annotated[float, POSITIVE] = 900.0
+    # A client that takes nothing of what it is sent for this long loses the rest. Its engine is freed then,
+    # or as soon as it has finished.
+    stalled_client_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 120.0
+    # Must stay well below the replica server's own keep-alive (300 s): the side that sends requests is the
+    # one that closes, or a request meets a closing connection.
+    idle_expiry_s: Annotated[float, POSITIVE, INTERNAL] = 60.0
+    # Kept connections per replica; more are closed after use. Costs one descriptor on both sides each.
+    max_idle_per_replica: Annotated[int, NOT_NEGATIVE, INTERNAL] = 256
+
+
+class UpstreamPool:
+    """All connections of one gateway to its replicas; lives on one event loop.
+
+    Args:
+        tls: for replicas of our own; None connects to them without.
+        https: for servers that speak HTTPS; None trusts what this machine trusts.
+
+    Attributes:
+        connects: TCP connections opened so far.
+        stale_retries: requests that met a kept connection closed by its replica and went out on a new one.
+    """
+
+    def __init__(
+        self, settings: UpstreamSettings, tls: Tls | None = None, https: ClientTls | None = None
+    ) -> None:
+        self._tls = None if tls is None else tls.as_client
+        self._https = https
+        self.connects = 0
+        self.stale_retries = 0
+        self._settings = settings
+        self._idle: dict[ServerAddress, list[UpstreamConnection]] = {}
+        self._all: set[UpstreamConnection] = set()
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        times = (settings.silence_timeout_s, settings.idle_expiry_s)
+        # One timer for all connections; a limit is kept to within about a third of itself.
+        self._sweep_s = min(1.0, min(times) / 3)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        idle = sum(len(kept) for kept in self._idle.values())
+        return f"<UpstreamPool busy={len(self._all) - idle} idle={idle} connects={self.connects}>"
+
+    async def send(self, address: ServerAddress, head: bytes, body: bytes) -> UpstreamResponse:
+        """Send a request to a replica and wait for the head of its answer.
+
+        Raises:
+            UpstreamError: UNREACHABLE when the replica never saw the request, LOST when it may have.
+        """
+        kept = self._take_idle(address)
+        if kept is not None:
+            try:
+                return await kept.exchange(head, body)
+            except StaleConnectionError as stale:
+                # The usual race with the replica's own keep-alive limit.
+                self.stale_retries += 1
+                try:
+                    connection = await self._connect(address)
+                except UpstreamError:
+                    # It died as the request came in, and may have died of it: LOST, not UNREACHABLE.
+                    raise stale from None
+                return await connection.exchange(head, body)
+        connection = await self._connect(address)
+        return await connection.exchange(head, body)
+
+    def close(self) -> None:
+        """Cut every connection."""
+        self._closed = True
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+            self._sweep_timer = None
+        for connection in tuple(self._all):
+            connection.abort()
+
+    # ConnectionOwner
+
+    def on_idle(self, connection: UpstreamConnection) -> None:
+        """Keep a connection for the next request to its replica, or close it when enough are kept."""
+        kept = self._idle.setdefault(connection.address, [])
+        if len(kept) < self._settings.max_idle_per_replica and connection.is_usable:
+            kept.append(connection)
+        else:
+            connection.abort()
+
+    def on_lost(self, connection: UpstreamConnection) -> None:
+        """Forget a connection."""
+        self._all.discard(connection)
+        kept = self._idle.get(connection.address)
+        if kept is not None:
+            with contextlib.suppress(ValueError):
+                kept.remove(connection)
+            if not kept:
+                del self._idle[connection.address]
+
+    def _take_idle(self, address: ServerAddress) -> UpstreamConnection | None:
+        """The most recently used connection, the least likely to have been closed meanwhile."""
+        kept = self._idle.get(address)
+        while kept:
+            connection = kept.pop()
+            if connection.is_usable:
+                return connection
+        return None
+
+    async def _connect(self, address: ServerAddress) -> UpstreamConnection:
+        host, port = address[:2]
+        loop = asyncio.get_running_loop()
+        connection = UpstreamConnection(self, address)
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                transport, _ = await connect(lambda: connection, host, port, self._tls_for(address))
+        except TimeoutError as exc:
+            message = f"replica {host}:{port} accepted no connection in {self._settings.connect_timeout_s} s"
+            raise UpstreamError(DispatchFailure.UNREACHABLE, message) from exc
+        except OSError as exc:
+            raise UpstreamError(DispatchFailure.UNREACHABLE, f"replica {host}:{port}: {exc}") from exc
+        _tune(transport.get_extra_info("socket"))
+        self.connects += 1
+        self._all.add(connection)
+        if self._sweep_timer is None and not self._closed:
+            self._sweep_timer = loop.call_later(self._sweep_s, self._sweep)
+        return connection
+
+    def _idle_expiry_s(self, address: ServerAddress) -> float:
+        longest_s = self._settings.idle_expiry_s
+        return min(longest_s, _ENDPOINT_IDLE_EXPIRY_S) if address.scheme else longest_s
+
+    def _tls_for(self, address: ServerAddress) -> ClientTls | None:
+        match address.scheme:
+            case "":
+                return self._tls
+            case "http":
+                return None
+        if self._https is None:
+            # Reads the system's certificates, which takes some milliseconds.
+            self._https = public_tls()
+        return self._https._replace(name=address.name or None)
+
+    def _sweep(self) -> None:
+        """Close what has been idle or silent for too long."""
+        settings, loop = self._settings, asyncio.get_running_loop()
+        for connection in tuple(self._all):
+            connection.silent_ticks += 1
+            silent_s = connection.silent_ticks * self._sweep_s
+            if connection.is_idle:
+                if silent_s > self._idle_expiry_s(connection.address):
+                    connection.abort()
+            elif silent_s > settings.silence_timeout_s and not connection.is_paused:
+                # A paused one waits for its client, whose time is limited in `answer.stalls`.
+                message = f"the replica sent nothing for {settings.silence_timeout_s} s"
+                connection.fail(message, EngineSilentError)
+        self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None
+
+
+def _tune(sock: socket.socket | None) -> None:
+    """No Nagle delay, and dead hosts are noticed."""
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = (*_KEEPALIVE, ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS))
+    for name, value in options:
+        # Linux has all of them; other systems keep their own defaults.
+        if (option := getattr(socket, name, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,172 @@
+"""What every process exports of itself: its build, and the processor time and memory that it takes."""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import subprocess
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import uvloop
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import serve_app
+
+_STARTED_AT = time.time()
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class ProcessMetrics(Collector):
+    """The process's own metrics.
+
+    Args:
+        labels: which process it is, of every series.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._names, self._values = tuple(labels), tuple(labels.values())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families; prometheus_client asks for them at each page."""
+        used = os.times()
+        cpu = CounterMetricFamily("ewsjf_process_cpu_seconds", "Processor time.", labels=self._names)
+        cpu.add_metric(self._values, used.user + used.system)
+        yield cpu
+        text = "Memory that a process holds; none where the system does not tell."
+        memory = GaugeMetricFamily("ewsjf_process_resident_memory_bytes", text, labels=self._names)
+        if (held := _resident_bytes()) is not None:
+            memory.add_metric(self._values, held)
+        yield memory
+        text = "When a process was started, in seconds since 1970."
+        started = GaugeMetricFamily("ewsjf_process_start_time_seconds", text, labels=self._names)
+        started.add_metric(self._values, _STARTED_AT)
+        yield started
+        versions = build_info()
+        names = (*self._names, *versions)
+        build = GaugeMetricFamily(
+            "ewsjf_build_info", "What runs: 1, with its versions as labels.", labels=names
+        )
+        build.add_metric((*self._values, *versions.values()), 1)
+        yield build
+
+
+@cache
+def build_info() -> Mapping[str, str]:
+    """Version and commit of this project, and the versions of Ray and vLLM; empty where there is none."""
+    return {
+        "version": serve_app.__version__,
+        "commit": _commit(),
+        "ray": _version("ray"),
+        "vllm": _version("vllm"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """Of the checkout that runs, or of that from which the package was installed."""
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        command = ("git", "-C", str(root), "rev-parse", "HEAD")
+        try:
+            # The arguments are constants, and git is that of the user.
+            done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603
+            return done.stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+    try:
+        origin = distribution("ewsjf-serve").read_text("direct_url.json")
+    except PackageNotFoundError:
+        origin = None
+    return _Origin.of(origin).vcs_info.commit_id if origin else ""
+
+
+class _Vcs(msgspec.Struct):
+    commit_id: str = ""
+
+
+class _Origin(msgspec.Struct):
+    """Where an installed package came from (PEP 610)."""
+
+    vcs_info: _Vcs = msgspec.field(default_factory=_Vcs)
+
+    @classmethod
+    def of(cls, text: str) -> "_Origin":
+        return msgspec.json.decode(text, type=cls)
+
+
+def _resident_bytes() -> int | None:
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * _PAGE_BYTES
+
+
+# How a process that serves many requests keeps its memory: gives little back, and looks for few cycles.
+
+
+# Python looks for cycles whenever so many more objects have been made than freed; its own 700 are made by two
+# requests, which hardly ever leave a cycle. Looks at older objects come as much later.
+_YOUNG_OBJECTS, _OLDER_PER_YOUNG, _OLDEST_PER_OLDER = 20_000, 20, 20
+# Of glibc's `mallopt`, as its header numbers them.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# glibc would give the memory of a long body back to the system, and take it again page by page for the next.
+_KEPT_BYTES = 64 * 1024 * 1024
+# The most that glibc takes for this.
+_LONGEST_KEPT_BYTES = 32 * 1024 * 1024
+
+
+def keep_memory() -> None:
+    """Tune this process; to be called once, when all modules have been imported.
+
+    It may keep 64 MiB more than it needs. On systems without glibc only Python is tuned.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, _OLDER_PER_YOUNG, _OLDEST_PER_OLDER)
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _LONGEST_KEPT_BYTES)
+
+
+# The clock that durations are measured on.
+
+
+def precise_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """The clock of a loop's timers, in seconds, and precise also where the loop tells whole milliseconds.
+
+    That is uvloop. Its timers and this clock both follow the system's monotonic one.
+    """
+    return time.monotonic if isinstance(loop, uvloop.Loop) else loop.time
+
+
+# Long looks in parts, so that whoever needs the event loop meanwhile waits for one part at most.
+
+
+Found = TypeVar("Found")
+
+
+async def in_parts(look: Generator[None, None, Found]) -> Found:
+    """What a look finds; others have their turn wherever it yields."""
+    while True:
+        try:
+            next(look)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+        await asyncio.sleep(0)

@@ -1,0 +1,64 @@
+"""The watcher of a pool's endpoints as a Ray Serve deployment: one small process, however many there are."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.serving.channel.messages import Role
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.discovery import locator
+from serve_app.serving.remote.settings import RemoteSettings
+from serve_app.serving.remote.watcher import EndpointWatcher, KeptChoices
+from serve_app.serving.state import StateStore
+
+# One, or two would stand for the same endpoint. A new one is started as soon as this one is found dead;
+# until it is there, gateways finish what they have begun, and new requests wait.
+WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
+    "num_replicas": 1,
+    "health_check_period_s": 1.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "graceful_shutdown_timeout_s": 10.0,
+}
+
+
+class EndpointsDeployment:
+    """Runs one `EndpointWatcher` in a Serve replica.
+
+    Args:
+        scope: model and pool, for what is kept.
+        state_uri: where it is kept; None keeps nothing.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
+        self,
+        scope: str,
+        pool: str,
+        settings: RemoteSettings,
+        channel: ChannelSettings,
+        scheduler: DeploymentHandle[Any],
+        state_uri: str | None,
+    ) -> None:
+        application = serve.get_replica_context().app_name
+        store = None if state_uri is None else StateStore(state_uri, "endpoints", f"{application}/{scope}")
+        self._watcher = EndpointWatcher(
+            pool, settings, channel, locator(scheduler, Role.REPLICA), KeptChoices(store)
+        )
+        await self._watcher.start()
+
+    async def check_health(self) -> None:
+        """Raise when the watcher must be replaced."""
+        self._watcher.check_health()
+
+    async def described(self) -> list[dict[str, object]]:
+        """Each endpoint, for people."""
+        return self._watcher.described()
+
+    async def change(self, action: str, url: str) -> dict[str, object]:
+        """See `EndpointWatcher.change`."""
+        return await self._watcher.change(action, url)
+
+    async def __del__(self) -> None:
+        # Serve awaits this once before it ends the process; Python itself would not await it.
+        if hasattr(self, "_watcher"):
+            await self._watcher.close()

@@ -1,0 +1,323 @@
+"""All endpoints of one pool: follows the places where they are found, and watches each that is there."""
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from serve_app.errors import EngineError, SettingsError
+from serve_app.serving.channel.connector import Locate
+from serve_app.serving.channel.messages import SchedulerEndpoint
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway.upstream import UpstreamPool, UpstreamSettings
+from serve_app.serving.remote.endpoint import Endpoint, EndpointContext
+from serve_app.serving.remote.settings import RemoteSettings
+from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, source_of
+from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
+
+# What admins have chosen of a pool's endpoints, kept over restarts.
+
+
+logger = logging.getLogger("ray.serve")
+
+
+# Between two attempts to read what is kept, while the store does not answer.
+_RETRY_S = 10.0
+
+
+class KeptChoices:
+    """Endpoints that were added and taken away by hand.
+
+    While the store cannot be read, nothing is written over what it holds. Choices of that time are added to
+    those that are read in the end, and count more.
+
+    Args:
+        store: None keeps nothing after the end of this process.
+
+    Attributes:
+        added: URLs besides those that are found.
+        removed: URLs that get no requests though they are found.
+    """
+
+    def __init__(self, store: StateStore | None) -> None:
+        self._store = store
+        self._calls = None if store is None else StoreCalls(store)
+        self._restored = store is None
+        # What was chosen before that.
+        self._chosen: set[str] = set()
+        self._retry: asyncio.Task[None] | None = None
+        self.added: set[str] = set()
+        self.removed: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<KeptChoices added={len(self.added)} removed={len(self.removed)} {self._store}>"
+
+    async def load(self) -> None:
+        """Read what was kept; while the store does not answer, the watcher goes on without it."""
+        if self._store is None or self._restored or self._retry is not None:
+            return
+        try:
+            await self._restore()
+        except StateError as exc:
+            logger.warning("event=endpoints_not_restored reason=%r", str(exc))
+            loop = asyncio.get_running_loop()
+            self._retry = loop.create_task(self._try_again(), context=contextvars.Context())
+
+    def close(self) -> None:
+        """Try no more to read."""
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def add(self, url: str, *, found: bool) -> None:
+        """An endpoint is wanted; `found` says that it need not be added for that."""
+        self._note(url)
+        self.removed.discard(url)
+        if not found:
+            self.added.add(url)
+
+    def remove(self, url: str, *, found: bool) -> None:
+        """An endpoint is not wanted; `found` says that it would come back by itself."""
+        self._note(url)
+        self.added.discard(url)
+        if found:
+            self.removed.add(url)
+
+    async def save(self) -> bool:
+        """Keep it; return whether it is kept."""
+        if self._store is None or self._calls is None:
+            return False
+        store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
+        if not self._restored:
+            logger.warning("event=endpoints_not_kept reason=%r", f"{store.path} has not been read yet")
+            return False
+        try:
+            await self._calls.answer(lambda: store.save(document), SAVE_TIMEOUT_S)
+        except StateError as exc:
+            logger.warning("event=endpoints_not_kept reason=%r", str(exc))
+            return False
+        return True
+
+    def _note(self, url: str) -> None:
+        if not self._restored:
+            self._chosen.add(url)
+
+    async def _restore(self) -> None:
+        assert self._store is not None, "asked for with a store only"
+        assert self._calls is not None, "as above"
+        document = await self._calls.answer(self._store.load, LOAD_TIMEOUT_S)
+        self._restored = True
+        if document is None:
+            return
+        added, removed = _read(document)
+        self.added |= added - self._chosen
+        self.removed |= removed - self._chosen
+
+    async def _try_again(self) -> None:
+        while not self._restored:
+            await asyncio.sleep(_RETRY_S)
+            with contextlib.suppress(StateError):
+                await self._restore()
+        logger.info("event=endpoints_restored added=%d removed=%d", len(self.added), len(self.removed))
+        await self.save()
+
+
+def _read(document: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    return {str(url) for url in document["added"]}, {str(url) for url in document["removed"]}
+
+
+# All endpoints of one pool: follows the places where they are found, and watches each that is there.
+#
+# An admin may add endpoints, and take any away, while it runs. Both are kept with the other learned state, so
+# that they hold after a restart.
+
+
+_START_POLL_S = 0.05
+
+
+class EndpointWatcher:
+    """Stands for the endpoints of one pool at the scheduler.
+
+    Args:
+        locate: finds the scheduler.
+        kept: what admins have chosen before.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        settings: RemoteSettings,
+        channel: ChannelSettings,
+        locate: Locate,
+        kept: KeptChoices,
+    ) -> None:
+        self._settings = settings
+        self._sources: list[EndpointSource] = [source_of(text) for text in settings.endpoints]
+        self._found: list[frozenset[EndpointUrl]] = [frozenset() for _ in self._sources]
+        self._kept = kept
+        self._endpoints: dict[EndpointUrl, Endpoint] = {}
+        upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
+        self._shared = EndpointContext(
+            pool=pool,
+            settings=settings,
+            api_key=settings.key(),
+            upstream=upstream,
+            locate=_shared(locate),
+            channel=channel,
+        )
+        self._following: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<EndpointWatcher {self._shared.pool} {self._serving} of {len(self._endpoints)} serve>"
+
+    @property
+    def _serving(self) -> int:
+        return sum(not endpoint.failure for endpoint in self._endpoints.values())
+
+    async def start(self) -> None:
+        """Begin; where all endpoints are written down, return once one of them answers.
+
+        Raises:
+            EngineError: none answers in time; the message says why each does not.
+        """
+        await self._kept.load()
+        for index, source in enumerate(self._sources):
+            self._following.append(asyncio.create_task(self._follow(index, source), name=f"follow {source}"))
+        await asyncio.sleep(0)
+        self._reconcile()
+        if self._sources and all(source.is_fixed for source in self._sources):
+            try:
+                await self._one_identified()
+            except BaseException:
+                await self.close()
+                raise
+
+    async def close(self) -> None:
+        """Take all endpoints from the scheduler. What runs there goes on."""
+        self._kept.close()
+        for task in self._following:
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following)
+        for url in tuple(self._endpoints):
+            self._drop(url)
+        while self._closing:
+            await asyncio.wait(self._closing)
+        self._shared.upstream.close()
+
+    def check_health(self) -> None:
+        """Raise when a place is not followed any more, which is a fault of ours."""
+        for task in self._following:
+            if task.done() and (fault := task.exception()) is not None:
+                raise EngineError(f"{task.get_name()} has ended") from fault
+
+    def described(self) -> list[dict[str, object]]:
+        """Each endpoint, for people."""
+        chosen = [self._endpoints[url].described() for url in sorted(self._endpoints)]
+        for one in chosen:
+            one["added"] = one["url"] in self._kept.added
+        taken: list[dict[str, object]] = [
+            {"url": url, "pool": self._shared.pool, "state": "removed", "reason": "an admin took it away"}
+            for url in sorted(self._kept.removed)
+        ]
+        return [*chosen, *taken]
+
+    async def change(self, action: str, text: str) -> dict[str, object]:
+        """Add or remove an endpoint; a URL that cannot be is told as `error`."""
+        try:
+            return await (self.add(text) if action == "add" else self.remove(text))
+        except SettingsError as exc:
+            return {"error": str(exc)}
+
+    async def add(self, text: str) -> dict[str, object]:
+        """Add an endpoint, or give back one that was taken away.
+
+        Raises:
+            SettingsError: it is no URL.
+        """
+        url = _url(text)
+        self._kept.add(str(url), found=self._is_found(str(url)))
+        self._reconcile()
+        return {"url": str(url), "kept": await self._kept.save()}
+
+    async def remove(self, text: str) -> dict[str, object]:
+        """Send nothing more to an endpoint; what runs there goes on.
+
+        Raises:
+            SettingsError: there is none with this URL.
+        """
+        url = _url(text)
+        if all(str(url) != str(one) for one in self._endpoints):
+            raise SettingsError(f"pool {self._shared.pool} has no endpoint {url}")
+        self._kept.remove(str(url), found=self._is_found(str(url)))
+        self._reconcile()
+        return {"url": str(url), "kept": await self._kept.save()}
+
+    def _is_found(self, url: str) -> bool:
+        return any(str(one) == url for found in self._found for one in found)
+
+    async def _follow(self, index: int, source: EndpointSource) -> None:
+        def tell(urls: frozenset[EndpointUrl]) -> None:
+            self._found[index] = urls
+            self._reconcile()
+
+        await source.follow(tell, self._settings.refresh_s)
+
+    def _reconcile(self) -> None:
+        """Watch what is there and wanted, and nothing else."""
+        wanted = {url for found in self._found for url in found}
+        known = {str(url) for url in wanted}
+        wanted |= {_url(text) for text in self._kept.added if text not in known}
+        wanted = {url for url in wanted if str(url) not in self._kept.removed}
+        for url in self._endpoints.keys() - wanted:
+            logger.info("event=endpoint_gone pool=%s endpoint=%s", self._shared.pool, url)
+            self._drop(url)
+        for url in sorted(wanted - self._endpoints.keys()):
+            logger.info("event=endpoint_found pool=%s endpoint=%s", self._shared.pool, url)
+            endpoint = self._endpoints[url] = Endpoint(url, self._shared)
+            endpoint.start()
+
+    def _drop(self, url: EndpointUrl) -> None:
+        task = asyncio.create_task(self._endpoints.pop(url).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _one_identified(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.start_timeout_s
+        while not any(endpoint.is_known for endpoint in self._endpoints.values()):
+            asked = self._endpoints.values()
+            refused = bool(asked) and all(endpoint.is_refused for endpoint in asked)
+            if refused or loop.time() > deadline:
+                raise EngineError(f"no endpoint can be used: {_reasons(self._endpoints.values())}")
+            await asyncio.sleep(_START_POLL_S)
+
+
+def _reasons(endpoints: Iterable[Endpoint]) -> str:
+    return "; ".join(dict.fromkeys(endpoint.failure for endpoint in endpoints))
+
+
+def _url(text: str) -> EndpointUrl:
+    try:
+        return EndpointUrl.parse(text)
+    except ValueError as exc:
+        raise SettingsError(str(exc)) from exc
+
+
+def _shared(locate: Locate) -> Locate:
+    """One search at a time for all who ask: some hundred connections look for a lost scheduler at once."""
+    searching: asyncio.Task[SchedulerEndpoint] | None = None
+
+    async def search() -> SchedulerEndpoint:
+        return await locate()
+
+    async def located() -> SchedulerEndpoint:
+        nonlocal searching
+        if searching is None or searching.done():
+            searching = asyncio.create_task(search())
+        # One that gives up must not end the search of the others.
+        return await asyncio.shield(searching)
+
+    return located

@@ -1,0 +1,119 @@
+"""All checks of a configuration, in order: file, Ray Serve's keys, our settings, engines, this machine."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from serve_app.errors import SettingsError
+from serve_app.settings.application import AppSettings
+from serve_app.settings.checking.engines import check_capacity, check_engines
+from serve_app.settings.checking.machine import check_machine, http_address, only_card
+from serve_app.settings.checking.serve_file import Document, Mistake, UnreadableError, check_serve_keys
+from serve_app.settings.loading import IMPORT_PATH, settings_of
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found.
+
+    Attributes:
+        warnings: targets that an engine cannot reach by our reckoning, which stop nothing.
+        content: the whole file as plain values; empty when it cannot be read.
+        settings: the settings of our application; None when there are mistakes in them.
+    """
+
+    mistakes: list[Mistake] = field(default_factory=list)
+    warnings: list[Mistake] = field(default_factory=list)
+    content: Mapping[str, Any] = field(default_factory=dict)
+    settings: AppSettings | None = None
+
+
+def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> Checked:
+    """Everything that is wrong with a configuration, as far as it can be known before Ray starts.
+
+    Args:
+        on_this_machine: also ask whether ports, cores, GPUs, memory and model folders are there; false for a
+            configuration that another machine or a cluster is to run.
+        gpu: the card of its engines; None takes that of this machine, if it is to run it.
+    """
+    found = Checked()
+    try:
+        document = Document(path)
+    except UnreadableError as exc:
+        found.mistakes.append(exc.mistake)
+        return found
+    found.mistakes += [*document.mistakes, *check_serve_keys(document, IMPORT_PATH)]
+    if not isinstance(document.content, Mapping):
+        return found
+    found.content = document.content
+    number, application = _ours(document.content)
+    if application is None:
+        return found
+    where: tuple[str | int, ...] = ("applications", number, "args")
+    try:
+        found.settings = settings_of(application.get("args", {}))
+    except SettingsError as exc:
+        found.mistakes += [document.mistake(where, sentence) for sentence in str(exc).splitlines()]
+        return found
+    found.mistakes += [
+        document.mistake(where, sentence)
+        for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
+    ]
+    found.mistakes += _exposure(document, found.settings)
+    card = gpu or (only_card() if on_this_machine else None)
+    found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
+    if on_this_machine:
+        found.mistakes += _machine_mistakes(document, found.settings)
+        asked = (*_state(found.settings), *_tracing(found.settings))
+        found.mistakes += [document.mistake(where, sentence) for sentence in asked]
+    return found
+
+
+def _state(settings: AppSettings) -> Iterator[str]:
+    """Whether this machine has the client of the store of learned state."""
+    if settings.state_uri is None:
+        return
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(settings.state_uri))
+    except (ImportError, ValueError) as exc:
+        # fsspec names the package.
+        yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
+
+
+def _tracing(settings: AppSettings) -> Iterator[str]:
+    """Whether this machine has what traces need."""
+    try:
+        settings.gateway.check_tracing()
+    except SettingsError as exc:
+        yield str(exc)
+
+
+def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+    try:
+        host, _ = http_address(document.content)
+    except (TypeError, ValueError):
+        return  # told by the check of Serve's keys
+    try:
+        settings.gateway.check_exposure(host)
+    except SettingsError as exc:
+        yield Mistake(str(exc), document.line(("http_options", "host")))
+
+
+def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+    for path, sentence in check_machine(document.content, settings):
+        yield Mistake(sentence, document.line(path))
+
+
+def _ours(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
+    """The application of our import path; or the only one there is, which may extend ours."""
+    applications = content.get("applications")
+    if isinstance(applications, list):
+        if len(applications) == 1 and isinstance(applications[0], Mapping):
+            return 0, applications[0]
+        for number, application in enumerate(applications):
+            if isinstance(application, Mapping) and application.get("import_path") == IMPORT_PATH:
+                return number, application
+    return 0, None

@@ -1,0 +1,285 @@
+"""Engines of a configuration: arguments, model folders, and what they can hold."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from serve_app.engines.model.hardware import Gpu, ModelArchitecture, find_gpu, known_architecture, load_gpu
+from serve_app.engines.model.roofline import (
+    EngineCapacity,
+    EngineSetup,
+    capacity,
+    context_that_fits,
+    enough_gpus,
+    memory_share,
+    usual_tokens,
+)
+from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
+from serve_app.errors import EngineError, SettingsError
+from serve_app.settings.application import AppSettings, PoolSettings
+
+# A vLLM engine of a configuration as the roofline sees it: model, cards, and arguments that need memory.
+
+
+# Defaults of vLLM 0.32 and 0.33: the share of the memory, and tokens and sequences of a batch by the card.
+_MEMORY_UTILIZATION = 0.92
+_HUGE_GIB, _LARGE_GIB = 160, 70
+_HUGE_BATCH, _LARGE_BATCH, _USUAL_BATCH = (16_384, 1_024), (8_192, 1_024), (2_048, 256)
+
+_WEIGHT_BYTES: Mapping[str, float] = {
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2.0),
+    **dict.fromkeys(("float32", "float"), 4.0),
+}
+_KV_BYTES: Mapping[str, float] = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 1.0),
+    **dict.fromkeys(("bfloat16", "float16"), 2.0),
+}
+# Arguments that change what memory is needed, or how it is divided, in ways that are not modelled.
+_NOT_MODELLED = (
+    *("quantization", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+    *("prefill_context_parallel_size", "cpu_offload_gb", "speculative_config", "enable_lora"),
+    *("num_gpu_blocks_override", "hf_overrides", "kv_offloading_size"),
+)
+
+
+def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
+    """A model on its cards, with the arguments that memory depends on; None where something is not known."""
+    if any(engine.args.get(name) not in (None, False, 0, 1) for name in _NOT_MODELLED):
+        return None
+    card = load_gpu(gpu)
+    model = _model(engine)
+    tokens, sequences = _batch(gpu, card)
+    share = engine.args.get("gpu_memory_utilization", _MEMORY_UTILIZATION)
+    counts = {
+        "tensor_parallel": stated(engine, "tensor_parallel_size", 1),
+        "max_num_seqs": stated(engine, "max_num_seqs", sequences),
+        "max_num_batched_tokens": stated(engine, "max_num_batched_tokens", tokens),
+    }
+    if model is None or not isinstance(share, float | int):
+        return None
+    given = {name: count for name, count in counts.items() if count is not None}
+    if len(given) < len(counts):
+        return None
+    try:
+        return EngineSetup(
+            model=model,
+            gpu=card,
+            gpu_memory_utilization=float(share),
+            kv_cache_memory_bytes=stated(engine, "kv_cache_memory_bytes", None),
+            **given,
+        )
+    except ValueError:
+        # vLLM refuses these as well, in its own words.
+        return None
+
+
+def stated(engine: VllmEngineSettings, name: str, default: int | None) -> int | None:
+    """A number among the arguments; the default where it is absent, None where vLLM chooses (`auto`, -1)."""
+    value = engine.args.get(name, default)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and value > 0 else None
+
+
+def _model(engine: VllmEngineSettings) -> ModelArchitecture | None:
+    model = known_architecture(engine.model)
+    if model is None:
+        return None
+    dtype, kv_dtype = str(engine.args.get("dtype", "auto")), str(engine.args.get("kv_cache_dtype", "auto"))
+    weight_bytes = model.weight_bytes if dtype == "auto" else _WEIGHT_BYTES.get(dtype)
+    kv_bytes = weight_bytes if kv_dtype == "auto" else _KV_BYTES.get(kv_dtype)
+    if weight_bytes is None or kv_bytes is None:
+        return None
+    return replace(model, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+
+
+def _batch(name: str, card: Gpu) -> tuple[int, int]:
+    """Tokens and sequences of a batch that vLLM's server takes where none are given."""
+    if card.memory_gib >= _HUGE_GIB:
+        return _HUGE_BATCH
+    if card.memory_gib >= _LARGE_GIB and name != "a100":
+        return _LARGE_BATCH
+    return _USUAL_BATCH
+
+
+# What engines can hold, against what a configuration asks of them: context, sequences.
+#
+# The figures are those of `engine_model.capacity`: computed, not measured. So these are warnings, which stop
+# nothing. Nothing is said where the model, the card or the memory that an argument takes is not known.
+
+
+_FP8_BYTES = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """A pool, and the path of its settings."""
+
+    where: str
+    settings: PoolSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VllmPool:
+    """A pool of vLLM engines whose model and card are known.
+
+    Attributes:
+        on: the cards in words.
+    """
+
+    pool: _Pool
+    engine: VllmEngineSettings
+    setup: EngineSetup
+    held: EngineCapacity
+    on: str
+
+
+def check_capacity(settings: AppSettings, card: str | None = None) -> Iterator[str]:
+    """One sentence for each target that an engine cannot reach, beginning with the path of the setting.
+
+    Args:
+        card: the GPU of pools that name none in `resources.accelerator_type`; None when it is not known.
+    """
+    for number, model in enumerate(settings.models):
+        for place, pool in enumerate(model.pools):
+            if pool.engine.vllm is not None:
+                here = _Pool(where=f"models[{number}].pools[{place}]", settings=pool)
+                yield from _check_vllm(here, pool.resources.accelerator_type or card)
+
+
+def _check_vllm(pool: _Pool, card: str | None) -> Iterator[str]:
+    engine = pool.settings.engine.vllm
+    assert engine is not None, "see check_capacity"
+    name = find_gpu(card) if card is not None and pool.settings.resources.num_gpus else None
+    setup = known_setup(engine, name) if name is not None else None
+    if setup is None:
+        return
+    on = f"{setup.tensor_parallel} x {name}"
+    try:
+        held = capacity(setup)
+    except SettingsError as exc:
+        yield f"{pool.where}.engine.vllm.args: on {on} {exc}"
+        return
+    here = _VllmPool(pool=pool, engine=engine, setup=setup, held=held, on=on)
+    yield from _check_sharing(here)
+    yield from _check_context(here)
+    yield from _check_sequences(here)
+
+
+def _check_sharing(here: _VllmPool) -> Iterator[str]:
+    """Engines with fractions of `num_gpus` must not claim more memory than that."""
+    share, claimed = here.pool.settings.resources.num_gpus, memory_share(here.setup)
+    if share < 1 and claimed > share:
+        yield (
+            f"{here.pool.where}.resources.num_gpus: an engine with {share:g} of a GPU takes about "
+            f"{claimed:.0%} of its memory ({here.on}), so engines that share one may not fit: lower "
+            "gpu_memory_utilization or kv_cache_memory_bytes, or raise num_gpus"
+        )
+
+
+def _check_context(here: _VllmPool) -> Iterator[str]:
+    """A context larger than the KV cache is refused by vLLM itself, minutes after the start."""
+    setup, held = here.setup, here.held
+    wanted = stated(here.engine, "max_model_len", setup.model.longest_len)
+    if wanted is None or wanted <= held.kv_tokens:
+        return
+    remedies = []
+    if (gpus := enough_gpus(setup, wanted)) is not None:
+        remedies.append(f"tensor_parallel_size {gpus} holds it")
+    halved = replace(setup, model=replace(setup.model, kv_bytes=_FP8_BYTES))
+    if setup.model.kv_bytes > _FP8_BYTES and capacity(halved).kv_tokens >= wanted:
+        remedies.append("kv_cache_dtype fp8 holds it")
+    remedies.append(f"or lower it to {context_that_fits(held)}")
+    yield (
+        f"{here.pool.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
+        f"cache of about {held.kv_tokens:,} tokens that {here.on} have beside the weights, and vLLM does not "
+        f"start then: {', '.join(remedies)}"
+    )
+
+
+def _check_sequences(here: _VllmPool) -> Iterator[str]:
+    """Sequences of usual length, also in a pool of longer ones, which gets them by spill."""
+    wanted = stated(here.engine, "max_num_seqs", None)
+    usual = usual_tokens(at_most=stated(here.engine, "max_model_len", None))
+    most = max(1, here.held.sequences(usual))
+    if wanted is not None and wanted > most:
+        yield (
+            f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of a usual {usual:,} "
+            f"tokens need {wanted * usual:,} tokens of KV cache, and {here.on} have about "
+            f"{here.held.kv_tokens:,} beside the weights: lower it to {most}, or give the engine more GPUs"
+        )
+
+
+# Engines of a configuration: vLLM's arguments by vLLM's own parser, and model folders that are not there.
+
+
+# A name on the model hub has an owner and a name.
+_HUB_STEPS = 2
+
+
+def check_engines(settings: AppSettings, *, on_this_machine: bool) -> Iterator[str]:
+    """One sentence for each engine that cannot start, beginning with the path of the setting at fault."""
+    seen: set[str] = set()
+    for where, engine in _vllm_engines(settings):
+        if on_this_machine:
+            yield from _check_model(where, engine)
+        for sentence in _check_args(where, engine):
+            # Pools often share their arguments; one refusal is enough.
+            if sentence.partition(": ")[2] not in seen:
+                seen.add(sentence.partition(": ")[2])
+                yield sentence
+
+
+def _vllm_engines(settings: AppSettings) -> Iterator[tuple[str, VllmEngineSettings]]:
+    for number, model in enumerate(settings.models):
+        for place, pool in enumerate(model.pools):
+            if pool.engine.vllm is not None:
+                yield f"models[{number}].pools[{place}].engine.vllm", pool.engine.vllm
+
+
+def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
+    """A folder that is missing; a name of the hub is taken on trust, unless the hub is switched off."""
+    model = engine.model
+    folder = Path(model).expanduser()
+    if folder.exists():
+        if folder.is_dir() and not any(folder.glob("*.json")) and not any(folder.glob("*.gguf")):
+            yield f"{where}.model: the folder {model} holds no model: it has no config.json"
+        return
+    first = Path(model).parts[0]
+    looks_like_a_path = model.startswith(("/", ".", "~")) or len(Path(model).parts) != _HUB_STEPS
+    if looks_like_a_path or Path(first).is_dir():
+        yield f"{where}.model: there is no folder {model} here ({Path.cwd()}){_beside(folder)}"
+    elif _is_offline(engine) and not _is_cached(model):
+        yield (
+            f"{where}.model: {model} is no folder, and the model hub is switched off by HF_HUB_OFFLINE: "
+            "download it first, or take HF_HUB_OFFLINE out"
+        )
+
+
+def _beside(folder: Path) -> str:
+    parent = folder.parent
+    if not parent.is_dir():
+        return ""
+    names = sorted(each.name for each in parent.iterdir() if each.is_dir())
+    return f"; {parent} has {', '.join(names)}" if names else f"; {parent} is empty"
+
+
+def _is_offline(engine: VllmEngineSettings) -> bool:
+    value = str(engine.env.get("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "")))
+    return value.lower() in {"1", "true", "yes", "on"}
+
+
+def _is_cached(model: str) -> bool:
+    """Whether the hub's own cache on this machine has the model."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{model.replace('/', '--')}").is_dir()
+
+
+def _check_args(where: str, engine: VllmEngineSettings) -> Iterator[str]:
+    try:
+        check_vllm_args(engine)
+    except (SettingsError, EngineError) as exc:
+        sentence = str(exc)
+        separator = "." if sentence.startswith("args.") else ": "
+        yield f"{where}{separator}{sentence}"

@@ -1,0 +1,208 @@
+"""What this machine must have for a configuration: free ports, cores, GPUs and memory."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from serve_app.engines.vllm.engine import VllmEngineSettings
+from serve_app.settings.application import AppSettings, PoolSettings
+from serve_app.settings.checking.serve_file import Step
+
+DEFAULT_PORT = 8000
+DEFAULT_HOST = "0.0.0.0"  # noqa: S104 - Ray Serve's own default, which is only looked at here
+
+# Ray's reservations for what `serve_app.app` adds: a scheduler and a tuner per model.
+_CPUS_PER_MODEL = 0.2
+# What an engine of vLLM takes beside weights and KV cache: three Python processes with torch.
+_VLLM_PROCESSES_GIB = 2.5
+_GIB = 2**30
+
+Found = tuple[tuple[Step, ...], str]
+
+
+def check_machine(content: Mapping[str, Any], settings: AppSettings) -> Iterator[Found]:
+    """What is missing, each with the path of the setting that asks for it."""
+    yield from check_port(content)
+    yield from _check_cpus(settings)
+    yield from _check_gpus(settings)
+    yield from _check_nodes(settings)
+    yield from _check_memory(settings)
+
+
+def http_address(content: Mapping[str, Any]) -> tuple[str, int]:
+    """Host and port on which an application is to listen."""
+    options = content.get("http_options") or {}
+    return str(options.get("host", DEFAULT_HOST)), int(options.get("port", DEFAULT_PORT))
+
+
+def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
+    """Whether the application's port is free."""
+    try:
+        host, port = http_address(content)
+    except (TypeError, ValueError):
+        return  # told by the check of the keys
+    where = ("http_options", "port")
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except socket.gaierror as exc:
+        yield ("http_options", "host"), f"http_options.host {host!r} is no address of this machine: {exc}"
+    except PermissionError:
+        yield where, f"http_options.port {port} needs more rights: choose a port above 1023"
+    except OSError as exc:
+        if is_taken(exc):
+            yield (
+                where,
+                f"http_options.port {port} is taken{holder(port)}: end that program or choose another port",
+            )
+        else:
+            yield ("http_options", "host"), f"cannot listen on http_options.host {host!r}: {exc.strerror}"
+
+
+def is_taken(error: OSError) -> bool:
+    """Whether an address is in use already."""
+    return error.errno in {98, 48}  # EADDRINUSE of Linux and of macOS
+
+
+def holder(port: int) -> str:
+    """Who listens on a port, as the end of a sentence; empty where nobody does or this user may not know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            is_it = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+            if is_it and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    except (psutil.Error, OSError):
+        return ""
+    return ""
+
+
+def _check_cpus(settings: AppSettings) -> Iterator[Found]:
+    there = os.cpu_count() or 1
+    asked = settings.gateways.first_replicas * settings.gateways.num_cpus
+    asked += _CPUS_PER_MODEL * len(settings.models)
+    asked += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
+    if asked > there + 1e-9:
+        yield (
+            ("applications",),
+            (
+                f"the deployments reserve {asked:g} CPU cores and this machine has {there}: lower num_cpus "
+                "of pools (resources.num_cpus) or gateways; it only reserves and limits nothing"
+            ),
+        )
+
+
+def _check_gpus(settings: AppSettings) -> Iterator[Found]:
+    asked = sum(pool.gpus_of_a_replica * _replicas(pool) for _, pool in _pools(settings))
+    if not asked:
+        return
+    there = gpu_names()
+    if asked > len(there) + 1e-9:
+        first = next(where for where, pool in _pools(settings) if pool.gpus_of_a_replica)
+        yield (
+            (*first, "resources", "num_gpus"),
+            (
+                f"the pools need {asked:g} GPUs and this machine has {len(there) or 'none'}: fewer replicas, "
+                "fractions of num_gpus, or a cluster (`--address`)"
+            ),
+        )
+
+
+def _check_nodes(settings: AppSettings) -> Iterator[Found]:
+    for where, pool in _pools(settings):
+        bundles = len(pool.resources.placement_bundles)
+        if bundles > 1 and pool.resources.placement_strategy == "STRICT_SPREAD":
+            yield (
+                (*where, "resources", "advanced", "placement_strategy"),
+                (
+                    f"STRICT_SPREAD needs {bundles} nodes for each replica, and this is one machine: use a "
+                    "cluster (`--address`)"
+                ),
+            )
+
+
+def gpu_names() -> list[str]:
+    """The GPUs that NVIDIA's driver lists on this machine."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        # The driver's own program, as found on the path.
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+
+
+def only_card() -> str | None:
+    """The GPU of this machine, as its driver calls it; None if there is none, or not one kind."""
+    cards = set(gpu_names())
+    return cards.pop() if len(cards) == 1 else None
+
+
+def _check_memory(settings: AppSettings) -> Iterator[Found]:
+    """Engines without a GPU take their memory here; those with one leave little on the host."""
+    needed, unlimited = 0.0, None
+    for where, pool in _pools(settings):
+        engine = pool.engine.vllm
+        if engine is None or pool.resources.num_gpus:
+            continue
+        kv_gib = _kv_gib(engine)
+        if kv_gib is None:
+            unlimited = unlimited or where
+        else:
+            needed += _replicas(pool) * (kv_gib + _weights_gib(engine) + _VLLM_PROCESSES_GIB)
+    there = psutil.virtual_memory().total / _GIB
+    if unlimited is not None:
+        path = (*unlimited, "engine", "vllm", "env")
+        yield (
+            path,
+            (
+                'engines without a GPU need env: {VLLM_CPU_KVCACHE_SPACE: "1"} (GiB of KV cache): '
+                f"vLLM takes most of the {there:.0f} GiB of this machine otherwise"
+            ),
+        )
+    if needed > there:
+        yield (
+            ("applications",),
+            (
+                f"vLLM's engines need about {needed:.0f} GiB of memory and this machine has {there:.0f}: "
+                "fewer engines, a smaller model or less VLLM_CPU_KVCACHE_SPACE"
+            ),
+        )
+
+
+def _kv_gib(engine: VllmEngineSettings) -> float | None:
+    value = engine.env.get("VLLM_CPU_KVCACHE_SPACE", os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None
+
+
+def _weights_gib(engine: VllmEngineSettings) -> float:
+    folder = Path(engine.model)
+    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    # Weights are stored with two bytes each as a rule.
+    return stored * (2 if engine.args.get("dtype") == "float32" else 1) / _GIB
+
+
+def _pools(settings: AppSettings) -> Iterator[tuple[tuple[Step, ...], PoolSettings]]:
+    for number, model in enumerate(settings.models):
+        for place, pool in enumerate(model.pools):
+            yield ("applications", 0, "args", "models", number, "pools", place), pool
+
+
+def _replicas(pool: PoolSettings) -> int:
+    """As many as must run from the start."""
+    if pool.autoscaling is not None:
+        return max(pool.autoscaling.min_replicas, 1)
+    return pool.replicas or 1

@@ -1,0 +1,304 @@
+"""The replay of a recording: its requests at their times, at the production scheduler, on simulated engines.
+
+The scheduler begins with the settings, the length queues and the learned state of the recording. Answers have
+the lengths that engines counted. Those that nobody counted have the expected length, as the scheduler saw it.
+A client that went away goes away as long after its arrival as it did, unless its answer is complete by then.
+
+Not replayed: limits of API keys, prefix affinity (what was cached counts as cached wherever a request goes),
+requests that came back from replicas, and crashes of engines: a replica that leaves finishes what it has.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from serve_app.core import events as ev
+from serve_app.core.learned_state import take_over
+from serve_app.core.metrics.targets import NOT_OURS
+from serve_app.core.routing.replica import ReplicaSpec
+from serve_app.errors import Outcome
+from serve_app.lab.simulation.partitions import FixedPartition
+from serve_app.lab.simulation.simulation import (
+    Rank,
+    ReplicaPlan,
+    SimulatedRequest,
+    Simulation,
+    SimulationSettings,
+)
+from serve_app.request import PriorityClass, Request
+from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedRequest, Recording
+from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
+
+_LEFT_OUT = NOT_OURS | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
+_GATEWAY = "replay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedReplica(ReplicaPlan):
+    """A replica that states what the real one stated."""
+
+    stated: ReplicaSpec
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """As the real one registered."""
+        return self.stated
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of a request in a replay.
+
+    Attributes:
+        wait_s: in the queue; to its end, when it was never sent.
+        ttft_s: None when it had no first token, or its answer is not streamed.
+    """
+
+    wait_s: float
+    ttft_s: float | None
+    outcome: Outcome
+
+
+def is_played(request: RecordedRequest) -> bool:
+    """Whether a replay has the request: not when it was refused for what it is."""
+    return request.outcome not in _LEFT_OUT
+
+
+def replay_recording(
+    recording: Recording, step_times: Mapping[str, Mapping[str, float]]
+) -> dict[str, Played]:
+    """What became of each request that is played, by its id.
+
+    Args:
+        step_times: of the engines, as in a recording.
+
+    Raises:
+        ValueError: the step times, or what was learned, are broken.
+    """
+    return _Replay(recording, step_times).run()
+
+
+class _Replay:
+    def __init__(self, recording: Recording, step_times: Mapping[str, Mapping[str, float]]) -> None:
+        self._recording = recording
+        self._calibration = TwinCalibration(CalibrationSettings(), None)
+        self._calibration.restore(step_times)
+        # The simulator's clock begins at 0, with what was under way already.
+        self._offset_s = -min([0.0, *(each.arrived_s for each in recording.requests)])
+        learner = None if recording.partition is None else FixedPartition(recording.partition).learner()
+        self._simulation = Simulation(
+            recording.settings,
+            self._plans(recording.fleet),
+            SimulationSettings(control_latency_s=self._calibration.latency_s),
+            learner=learner,
+        )
+
+    def run(self) -> dict[str, Played]:
+        recording, simulation = self._recording, self._simulation
+        take_over(simulation.scheduler, recording.learned, 0.0)
+        for tokens in recording.earlier_prompt_tokens:
+            simulation.scheduler.isolation.observe(tokens)
+        for change in recording.changes:
+            simulation.timeline.at(change.at_s + self._offset_s, Rank.REPORT, partial(self._change, change))
+        played = [each for each in recording.requests if is_played(each)]
+        for each in played:
+            if each.outcome is Outcome.CANCELLED and each.ended_s is not None:
+                gone = partial(simulation.cancel, each.request_id)
+                simulation.timeline.at(each.ended_s + self._offset_s, Rank.ARRIVAL, gone)
+        streamed = {each.request_id for each in played if each.submission.spec.streamed}
+        records = simulation.run([self._simulated(each) for each in played])
+        return {
+            record.request_id: Played(
+                record.e2e_s if record.queue_wait_s is None else record.queue_wait_s,
+                record.ttft_s if record.request_id in streamed else None,
+                record.outcome,
+            )
+            for record in records
+        }
+
+    def _plans(self, fleet: tuple[ReplicaSpec, ...]) -> list[RecordedReplica]:
+        plans = self._calibration.engines(fleet) or ()
+        return [
+            RecordedReplica(
+                replica_id=plan.replica_id,
+                pool=plan.pool,
+                engine=plan.engine,
+                step_time=plan.step_time,
+                tells_load=spec.max_num_seqs is not None,
+                stated=spec,
+            )
+            for plan, spec in zip(plans, fleet, strict=True)
+        ]
+
+    def _simulated(self, recorded: RecordedRequest) -> SimulatedRequest:
+        arrived_at = recorded.arrived_s + self._offset_s
+        expires_after_s = math.inf if recorded.expires_after_s is None else recorded.expires_after_s
+        usage, choices = recorded.usage, max(1, recorded.submission.spec.choices)
+        output = recorded.expected_output_tokens if usage is None else usage.output_tokens
+        return SimulatedRequest(
+            Request(
+                submission=recorded.submission,
+                gateway_id=_GATEWAY,
+                arrived_at=arrived_at,
+                expires_at=arrived_at + expires_after_s,
+            ),
+            # Choices run beside each other.
+            output_tokens=math.ceil(output / choices),
+            prompt_tokens=recorded.prompt_tokens,
+            cached_tokens=0 if usage is None else usage.cached_tokens,
+        )
+
+    def _change(self, change: RecordedChange) -> None:
+        simulation = self._simulation
+        if change.joined is not None:
+            simulation.join(self._plans((change.joined,))[0])
+        elif change.left is not None:
+            replica = simulation.replicas.get(change.left)
+            if replica is not None:
+                replica.draining = True
+                simulation.feed(ev.ReplicaReported(change.left, replica.report()))
+        elif change.partition is not None:
+            simulation.feed(ev.PartitionChanged(change.partition))
+        elif change.settings is not None:
+            settings = replace(change.settings, policy=self._recording.settings.policy)
+            simulation.feed(ev.Retuned(settings))
+
+
+POLICIES_ASKED = ("ewsjf", "fcfs", "sjf", "hrrn", "wspt-drr", "two-queue")
+"""Of `core.policies`, those that are no variant of another one."""
+
+POLICY = "policy"
+"""The kind of a change to another policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedRecording:
+    """A recording in which one thing is different.
+
+    Attributes:
+        kind: class, replica, policy, long_prefills, tenant or own_requests.
+        value: what of that kind: the class, the pool, the policy or the tenant.
+        label: in words, for a person.
+        left_out: client ids of the requests that are left out.
+        example: the scheduler's own id of one of them; empty where none is.
+    """
+
+    kind: str
+    value: str
+    label: str
+    recording: Recording
+    left_out: tuple[str, ...] = ()
+    example: str = ""
+
+
+def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
+    """Every change that makes sense for the request."""
+    for priority in PriorityClass:
+        if priority is not recording.asked.submission.priority:
+            yield with_class(recording, priority)
+    if recording.fleet:
+        yield with_replica(recording)
+    for policy in POLICIES_ASKED:
+        if policy != recording.settings.policy:
+            yield with_policy(recording, policy)
+    yield from _without_others(recording)
+
+
+def with_class(recording: Recording, priority: PriorityClass) -> ChangedRecording:
+    """The request has another class, and may wait as long as that class may."""
+    asked = recording.asked
+    submission = replace(asked.submission, priority=priority)
+    expires_after_s = asked.expires_after_s
+    if submission.queue_timeout_s is None:
+        expires_after_s = recording.settings.queue_timeout_s.of(priority)
+    changed = replace(asked, submission=submission, expires_after_s=expires_after_s)
+    requests = tuple(changed if each is asked else each for each in recording.requests)
+    return ChangedRecording(
+        kind="class",
+        value=priority.value,
+        label=f"as {priority.value}",
+        recording=replace(recording, requests=requests),
+    )
+
+
+def with_replica(recording: Recording) -> ChangedRecording:
+    """One replica more from the beginning on, in the pool that served the request."""
+    pool = pool_of(recording)
+    alike = next((each for each in recording.fleet if each.pool == pool), recording.fleet[0])
+    more = replace(alike, replica_id=f"{alike.pool}+1")
+    return ChangedRecording(
+        kind="replica",
+        value=alike.pool,
+        label=f"one replica more in pool {alike.pool}",
+        recording=replace(recording, fleet=(*recording.fleet, more)),
+    )
+
+
+def with_policy(recording: Recording, policy: str) -> ChangedRecording:
+    """Another policy orders all requests."""
+    settings = replace(recording.settings, policy=policy)
+    return ChangedRecording(
+        kind=POLICY, value=policy, label=f"policy {policy}", recording=replace(recording, settings=settings)
+    )
+
+
+def pool_of(recording: Recording) -> str:
+    """The pool that served the request; where none did, that of most requests."""
+    if recording.asked.pool:
+        return recording.asked.pool
+    pools = Counter(each.pool for each in recording.requests if each.pool)
+    return pools.most_common(1)[0][0] if pools else recording.fleet[0].pool
+
+
+def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
+    asked = recording.asked
+    beside = [
+        each for each in recording.requests if each is not asked and is_played(each) and overlaps(each, asked)
+    ]
+    long = [each for each in beside if each.prompt_tokens > recording.long_prompt_tokens]
+    if long:
+        yield without(
+            recording, long, "long_prefills", f"without {_counted(len(long), 'long prefill')} beside it"
+        )
+    tenant = asked.submission.tenant
+    others: Counter[str] = Counter()
+    for each in beside:
+        if each.submission.tenant != tenant:
+            others[each.submission.tenant] += each.prompt_tokens + each.expected_output_tokens
+    if others:
+        most = others.most_common(1)[0][0]
+        theirs = [each for each in beside if each.submission.tenant == most]
+        yield without(
+            recording, theirs, "tenant", f"without {_counted(len(theirs), 'request')} of tenant {most}"
+        )
+        own = [each for each in beside if each.submission.tenant == tenant]
+        if own:
+            yield without(
+                recording, own, "own_requests", f"without {_counted(len(own), 'other request')} of its tenant"
+            )
+
+
+def _counted(count: int, one: str) -> str:
+    return f"the {one}" if count == 1 else f"the {count:,} {one}s"
+
+
+def without(recording: Recording, others: list[RecordedRequest], kind: str, label: str) -> ChangedRecording:
+    """Some requests never came."""
+    gone = {each.request_id for each in others}
+    kept = tuple(each for each in recording.requests if each.request_id not in gone)
+    return ChangedRecording(
+        kind=kind,
+        value=others[0].submission.tenant if kind == "tenant" else "",
+        label=label,
+        recording=replace(recording, requests=kept),
+        left_out=tuple(each.client_id for each in others),
+        example=others[0].request_id,
+    )
+
+
+def overlaps(other: RecordedRequest, asked: RecordedRequest) -> bool:
+    """Whether the other waited or ran while the request waited."""
+    until = asked.arrived_s + (asked.wait_s or 0.0)
+    return other.arrived_s < until and (other.ended_s is None or other.ended_s > asked.arrived_s)

@@ -1,0 +1,471 @@
+"""What would have helped a request: each change of its recording replayed, told with the replay's error.
+
+The error of a replay, from what it got wrong where nothing was changed.
+
+The unchanged replay gives each recorded request a wait, beside the one that it had. A changed replay gives
+the request in question another wait. What it would really have been is
+
+    replayed with the change + carried * (recorded - replayed without it)
+
+where `carried` is the smaller of the two replayed waits over the larger. So a change without effect gives the
+recorded wait, and one after which the request meets quite another queue gives what the replay has. Nothing is
+carried where the replay does not have the wait of the request at all, since it met another queue already.
+
+The bar is made of what the unchanged replay gets wrong in nine of ten comparable requests: of those that wait
+about as long as the request would, and, as far as its own error is carried, of those that wait about as long
+as it did. Both are taken as independent; errors that they share would make it smaller.
+
+That is too little where a change moves all requests, as another policy does. Under another order other
+requests depend on small delays, which the unchanged replay does not show. Who replays such a change tells
+besides how much the wait depends on them, and that widens the bar.
+
+How fast the recorded engines were: step times that are told, or fitted to the recorded requests.
+
+Told are those that the tuner has fitted, or those of a profile. Where they are wrong for the recorded
+requests by more than a few percent, the fit of `twin.engine_fit` is tried as well. Whichever replays the
+recorded waits better is used.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from serve_app.tuning.counterfactuals.recording import RecordedRequest, Recording, RecordingError
+from serve_app.tuning.counterfactuals.replay import (
+    POLICY,
+    ChangedRecording,
+    Played,
+    all_changes,
+    pool_of,
+    replay_recording,
+)
+from serve_app.tuning.engine_fit import EngineFitTask, Engines, fit_engines
+from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
+
+LEAST_COMPARABLE = 12
+"""Comparable requests without which there is no bar, and so no figure."""
+_MOST_COMPARABLE = 40
+_SHARE = 0.9
+# Waits that differ by less are alike.
+_ALIKE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What the unchanged replay said of a request, and what happened, in seconds."""
+
+    request_id: str
+    priority: PriorityClass
+    replayed_s: float
+    recorded_s: float
+
+    @property
+    def error_s(self) -> float:
+        """Positive where the replay is too fast."""
+        return self.recorded_s - self.replayed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A time that is told: about `seconds`, and in nine of ten cases between `low` and `high`."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+class ErrorBars:
+    """What a replay gets wrong.
+
+    Args:
+        residuals: of all requests but the one in question.
+        own: of that one.
+    """
+
+    def __init__(self, residuals: Sequence[Residual], own: Residual) -> None:
+        self._residuals, self._own = residuals, own
+
+    @property
+    def comparable(self) -> int:
+        """Requests that the replay can be held against."""
+        return len(self._residuals)
+
+    @property
+    def bar_s(self) -> float:
+        """What the unchanged replay is off by, for nine in ten requests like the one in question."""
+        return self._off_by(self._own.replayed_s, self._own.priority)
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether the unchanged replay has the wait of the request itself, within its own bar."""
+        return abs(self._own.error_s) <= self.bar_s
+
+    @property
+    def median_error_s(self) -> float:
+        """What it is off by in half of all cases."""
+        errors = sorted(abs(each.error_s) for each in (*self._residuals, self._own))
+        return errors[len(errors) // 2]
+
+    def told(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Told:
+        """The time of the request after a change.
+
+        Args:
+            changed_s: as the changed replay has it.
+            priority: the class that the request has after the change.
+            sensitivity_s: by how much small delays move that time, where the change moves all requests.
+        """
+        own = self._own
+        shorter, longer = sorted((changed_s, own.replayed_s))
+        carried = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
+        seconds = max(0.0, changed_s + carried * own.error_s)
+        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s, sensitivity_s)
+        if not self.reproduces:
+            bar = max(bar, abs(own.error_s))
+        return Told(seconds, max(0.0, seconds - bar), seconds + bar)
+
+    def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
+        """What the unchanged replay gets wrong in nine of ten requests with about this wait in it.
+
+        Those are of the same class where there are enough.
+        """
+        alike = [each for each in self._residuals if each.priority is priority]
+        if len(alike) < LEAST_COMPARABLE:
+            alike = list(self._residuals)
+
+        def distance(each: Residual) -> float:
+            return abs(math.log((each.replayed_s + _ALIKE_S) / (replayed_s + _ALIKE_S)))
+
+        most = min(_MOST_COMPARABLE, max(LEAST_COMPARABLE, len(alike) // 3))
+        near = sorted(alike, key=distance)[:most]
+        return _quantile([abs(each.error_s) for each in near])
+
+
+def _quantile(values: Sequence[float]) -> float:
+    """The smallest value that `_SHARE` of all do not exceed; 0 without any."""
+    ordered = sorted(values)
+    return ordered[math.ceil(_SHARE * len(ordered)) - 1] if ordered else 0.0
+
+
+StepTimes = Mapping[str, Mapping[str, float]]
+
+_LATENCY = "latency_s"
+# Limits of an engine are told, and its step times are about to be fitted.
+_ANY = {
+    _LATENCY: 0.0,
+    "decode_base_s": 0.02,
+    "decode_per_sequence_s": 0.0001,
+    "prefill_base_s": 0.02,
+    "prefill_per_token_s": 0.0001,
+}
+# Of mean TTFT from dispatch, and of TPOT: step times that are told stay while they are as right as that.
+_KEPT_WITHIN = 0.05
+FITTED = "fitted to these requests"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEngines:
+    """Step times by pool, and where they come from, in words."""
+
+    step_times: StepTimes
+    source: str
+
+
+def engines_of(recording: Recording) -> Iterator[KnownEngines]:
+    """The step times that may be the right ones: those that were told, and those that fit."""
+    if recording.step_times:
+        yield KnownEngines(recording.step_times, recording.step_times_from)
+    fitted = _fitted(recording)
+    if fitted:
+        yield KnownEngines(fitted, FITTED)
+
+
+def slowed(step_times: StepTimes, factor: float) -> StepTimes:
+    """Engines each step of which takes so many times as long."""
+    return {
+        pool: {name: value if name == _LATENCY else factor * value for name, value in times.items()}
+        for pool, times in step_times.items()
+    }
+
+
+def _fitted(recording: Recording) -> StepTimes:
+    fleet = [*recording.fleet, *(each.joined for each in recording.changes if each.joined is not None)]
+    if not fleet:
+        return {}
+    plans = _calibrated({spec.pool: _ANY for spec in fleet}).engines(fleet)
+    records = [record for each in recording.requests if (record := _record(each)) is not None]
+    task = EngineFitTask(
+        records=records,
+        plans=plans or (),
+        until=max((each.finished_at for each in records), default=0.0),
+        known=_known(recording),
+        keep_within=_KEPT_WITHIN,
+    )
+    return _plain(fit_engines(task).engines or {})
+
+
+def _known(recording: Recording) -> Engines:
+    if not recording.step_times:
+        return {}
+    return _calibrated(recording.step_times).known
+
+
+def _plain(engines: Engines) -> StepTimes:
+    return {pool: {_LATENCY: each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
+
+
+def _calibrated(step_times: StepTimes) -> TwinCalibration:
+    calibration = TwinCalibration(CalibrationSettings(), None)
+    calibration.restore(step_times)
+    return calibration
+
+
+def _record(recorded: RecordedRequest) -> RequestRecord | None:
+    """The request as its engine saw it; None where it had none, or has not ended."""
+    if recorded.dispatched_s is None or recorded.ended_s is None or recorded.outcome is None:
+        return None
+    usage = recorded.usage
+    cached = usage.cached_tokens if usage is not None else 0
+    return RequestRecord(
+        request_id=recorded.request_id,
+        arrived_at=recorded.arrived_s,
+        dispatched_at=recorded.dispatched_s,
+        first_token_at=recorded.first_token_s,
+        finished_at=recorded.ended_s,
+        outcome=recorded.outcome,
+        prompt_tokens=max(1, recorded.prompt_tokens - cached),
+        output_tokens=usage.output_tokens if usage is not None else 0,
+        pool=recorded.pool,
+        replica=recorded.replica,
+    )
+
+
+_REFUSED_IN_THE_REPLAY = "the replay refuses it"
+# Another order moves all requests. How much a wait depends on small delays in it is seen on engines a little
+# faster and slower: as much as step times are off when they count as right.
+_OTHER_ENGINES = (0.97, 1.03)
+
+
+class UnchangedReplay:
+    """The replay of a recording as it is, beside what happened.
+
+    Args:
+        engines: the step times that it is played with.
+
+    Attributes:
+        played: what became of each request in it.
+    """
+
+    def __init__(self, recording: Recording, engines: KnownEngines) -> None:
+        self.engines = engines
+        self.played: Mapping[str, Played] = replay_recording(recording, engines.step_times)
+        self._waits, self._ttfts = list[Residual](), list[Residual]()
+        for each in recording.requests:
+            played = self.played.get(each.request_id)
+            if played is None or each.outcome is not Outcome.COMPLETED or played.outcome is not each.outcome:
+                continue
+            told = each.request_id, each.submission.priority
+            if each.wait_s is not None:
+                self._waits.append(Residual(*told, played.wait_s, each.wait_s))
+            if each.ttft_s is not None and played.ttft_s is not None:
+                self._ttfts.append(Residual(*told, played.ttft_s, each.ttft_s))
+
+    def waits(self, asked: RecordedRequest) -> ErrorBars:
+        """What it gets wrong of waits, for a request that has waited."""
+        assert asked.wait_s is not None, "it has waited, to its end or to its dispatch"
+        replayed_s = self.played[asked.request_id].wait_s
+        own = Residual(asked.request_id, asked.submission.priority, replayed_s, asked.wait_s)
+        return ErrorBars([each for each in self._waits if each.request_id != asked.request_id], own)
+
+    def ttfts(self, asked: RecordedRequest) -> ErrorBars | None:
+        """The same of times to first token; None where it has none, or too few others have."""
+        own = next((each for each in self._ttfts if each.request_id == asked.request_id), None)
+        others = [each for each in self._ttfts if each is not own]
+        return None if own is None or len(others) < LEAST_COMPARABLE else ErrorBars(others, own)
+
+
+class ChangedReplay:
+    """The replay of a recording with one thing changed.
+
+    Args:
+        baseline: of the same recording as it is.
+        on_replay: called after each replay.
+    """
+
+    def __init__(
+        self,
+        change: ChangedRecording,
+        baseline: UnchangedReplay,
+        on_replay: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._baseline = baseline
+        engines = [baseline.engines.step_times]
+        if change.kind == POLICY:
+            engines += [slowed(engines[0], factor) for factor in _OTHER_ENGINES]
+        found = []
+        for step_times in engines:
+            found.append(replay_recording(change.recording, step_times))
+            on_replay()
+        self.played: Mapping[str, Played] = found[0]
+        self._others = found[1:]
+
+    def wait(self, asked: RecordedRequest, priority: PriorityClass) -> Told:
+        """The wait of a request of the recording.
+
+        Args:
+            priority: the class that it has after the change.
+        """
+        own_s = self.played[asked.request_id].wait_s
+        others = [played[asked.request_id].wait_s for played in self._others]
+        return self._baseline.waits(asked).told(own_s, priority, _furthest(own_s, others))
+
+    def ttft(self, asked: RecordedRequest, priority: PriorityClass) -> Told | None:
+        """The same of its time to first token; None where nothing can be said."""
+        own_s, bars = self.played[asked.request_id].ttft_s, self._baseline.ttfts(asked)
+        if own_s is None or bars is None:
+            return None
+        others = [played[asked.request_id].ttft_s for played in self._others]
+        return bars.told(own_s, priority, _furthest(own_s, [each for each in others if each is not None]))
+
+
+def _furthest(own_s: float, others: Sequence[float]) -> float:
+    return max((abs(each - own_s) for each in others), default=0.0)
+
+
+def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """The document of what would have been; times are milliseconds.
+
+    Args:
+        on_replay: called after each replay.
+
+    Raises:
+        RecordingError: nothing can be said about this request; the message says why.
+    """
+    _check(recording)
+    baseline = unchanged(recording)
+    on_replay()
+    changes = [
+        _told(change, recording.asked, ChangedReplay(change, baseline, on_replay))
+        for change in all_changes(recording)
+    ]
+    return {
+        "request_id": recording.request_id,
+        "client_request_id": recording.asked.client_id,
+        "class": recording.asked.submission.priority.value,
+        "pool": pool_of(recording),
+        "policy": recording.settings.policy,
+        "recorded": {"wait_ms": _ms(recording.asked.wait_s), "ttft_ms": _ms(recording.asked.ttft_s)},
+        "replay": _replay_document(recording, baseline),
+        "changes": changes,
+        "best": _best(changes),
+    }
+
+
+def replays_of(recording: Recording) -> int:
+    """How many replays `what_if` counts, for a progress bar."""
+    more = len(_OTHER_ENGINES)
+    return 1 + sum(1 + more * (change.kind == POLICY) for change in all_changes(recording))
+
+
+def _check(recording: Recording) -> None:
+    asked = recording.asked
+    if asked.outcome is not None and asked.outcome.is_rejection:
+        raise RecordingError(
+            f"{asked.client_id} was refused ({asked.outcome.value}) and has not waited: `explain` without "
+            "--what-if says why"
+        )
+    if asked.wait_s is None or asked.outcome is None:
+        raise RecordingError(f"{asked.client_id} is still under way: ask again when it has ended")
+    if not recording.fleet:
+        raise RecordingError(
+            "no replica was connected when these minutes began, so there is nothing to replay"
+        )
+
+
+def unchanged(recording: Recording) -> UnchangedReplay:
+    """The replay of a recording as it is, with the step times that suit it best.
+
+    Raises:
+        RecordingError: nothing is known of the engines, or too few requests are.
+    """
+    asked = recording.asked
+    found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
+    if not found:
+        raise RecordingError(
+            "nothing is known of how fast the engines are: give the tuner a `profile`, or let it see 200 "
+            "streamed answers; at least 20 streamed answers in these minutes would do, too"
+        )
+    best = min(found, key=lambda each: each.waits(asked).median_error_s)
+    if (comparable := best.waits(asked).comparable) < LEAST_COMPARABLE:
+        raise RecordingError(
+            f"only {comparable} other requests are known of these minutes, and the replay's error "
+            f"is told from {LEAST_COMPARABLE} or more: there is no figure without it"
+        )
+    return best
+
+
+def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedReplay) -> dict[str, Any]:
+    played = replay.played[asked.request_id]
+    priority = change.recording.asked.submission.priority
+    document: dict[str, Any] = {
+        "kind": change.kind,
+        "value": change.value,
+        "label": change.label,
+        "left_out": list(change.left_out),
+        "example": change.example,
+        "note": "",
+        "wait": None,
+        "ttft": None,
+    }
+    if played.outcome.is_rejection:
+        return {**document, "note": f"{_REFUSED_IN_THE_REPLAY} ({played.outcome.value})"}
+    if played.outcome is Outcome.EXPIRED:
+        document["note"] = "the replay lets it expire in the queue"
+    assert asked.wait_s is not None, "_check has seen to it"
+    document["wait"] = _interval(replay.wait(asked, priority), played.wait_s, asked.wait_s)
+    ttft = replay.ttft(asked, priority)
+    if ttft is not None and played.ttft_s is not None and asked.ttft_s is not None:
+        document["ttft"] = _interval(ttft, played.ttft_s, asked.ttft_s)
+    return document
+
+
+def _interval(told: Told, changed_s: float, recorded_s: float) -> dict[str, float | None]:
+    return {
+        "ms": _ms(told.seconds),
+        "low_ms": _ms(told.low),
+        "high_ms": _ms(told.high),
+        "difference_ms": _ms(told.seconds - recorded_s),
+        "replayed_ms": _ms(changed_s),
+    }
+
+
+def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
+    """How good the unchanged replay is, and what it began with."""
+    own, waits = baseline.played[recording.request_id], baseline.waits(recording.asked)
+    first, last = recording.requests[0], recording.requests[-1]
+    return {
+        "wait_ms": _ms(own.wait_s),
+        "bar_ms": _ms(waits.bar_s),
+        "reproduces": waits.reproduces,
+        "median_error_ms": _ms(waits.median_error_s),
+        "requests": len(recording.requests),
+        "seconds": round(last.arrived_s - first.arrived_s, 3),
+        "begins_idle": recording.begins_idle,
+        "engines": baseline.engines.source,
+    }
+
+
+def _best(changes: list[dict[str, Any]]) -> str:
+    """The change after which it waits least, if that is less than its wait beyond the bar; else nothing."""
+    told = [each for each in changes if each["wait"] is not None]
+    helpful = [
+        each for each in told if each["wait"]["high_ms"] < each["wait"]["ms"] - each["wait"]["difference_ms"]
+    ]
+    return min(helpful, key=lambda each: each["wait"]["ms"])["label"] if helpful else ""
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -1,0 +1,400 @@
+"""The command `doctor` against applications with one thing wrong each, as they tell it over HTTP."""
+
+import asyncio
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from serve_app.cli import doctor as command
+from serve_app.cli import main, status
+from serve_app.cli.init.document import PACKAGED_CONFIG
+from serve_app.cli.serve.instance import Instance
+from serve_app.core import SchedulerSettings
+from serve_app.errors import Outcome
+from serve_app.serving.channel.settings import ChannelSettings
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.scheduler.decision_log import DecisionLogSettings
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
+from serve_app.serving.state import StateKeeper, StateStore
+from tests.serving.gateway.builders import Answers, FakeDispatcher
+
+REPORT = {"received": 1, "running": 1, "waiting": 0, "kv_usage_ratio": 0.1, "tpot_s": 0.01, "draining": False}
+REPLICA = {"pool": "short", "max_num_seqs": 16, "in_flight": 1, "stale": False, "report": REPORT}
+HEALTHY: dict[str, Any] = {
+    "/health": {"status": "ok"},
+    "/ready": {"status": "ready", "models_without_replica": []},
+    "/debug/status": {
+        "models": [
+            {
+                "model": "demo",
+                "ended": "",
+                "waiting": {"interactive": 0, "default": 0},
+                "replicas": {"s1": REPLICA, "s2": REPLICA},
+                "tuner": {"mode": "off", "frozen": ""},
+                "decision_log_ended": "",
+            }
+        ]
+    },
+    "/debug/queue": {
+        "models": [
+            {
+                "model": "demo",
+                "waiting": 0,
+                "max_waiting": 2000,
+                "queue_timeout_s": {"interactive": 60.0, "default": 300.0, "batch": 43200.0},
+                "sub_queues": [],
+            }
+        ]
+    },
+    "/metrics": 'ewsjf_requests_concluded_total{model="demo",class="default",outcome="completed"} 100\n',
+}
+Change = Callable[[dict[str, Any]], object]
+
+
+class Application(ThreadingHTTPServer):
+    """Answers with documents; the key is the path, and under `status:PATH` there may be another status."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = answers
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Application
+
+    def do_GET(self) -> None:
+        answers = self.server.answers
+        content = answers.get(self.path, "not found")
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response_only(answers.get(f"status:{self.path}", 200 if self.path in answers else 404))
+        self.send_header("date", formatdate(time.time() + answers.get("skew_s", 0.0), usegmt=True))
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Keep the log out of the test's output."""
+
+
+@contextmanager
+def running(change: Change | None = None) -> Iterator[str]:
+    # Through JSON, so that replicas share nothing.
+    answers = json.loads(json.dumps(HEALTHY))
+    if change is not None:
+        change(answers)
+    server = Application(answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "running_instances", lambda: iter(()))
+
+
+def model(answers: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = answers["/debug/status"]["models"][0]
+    return found
+
+
+def queue(answers: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = answers["/debug/queue"]["models"][0]
+    return found
+
+
+def has_no_replica(answers: dict[str, Any]) -> None:
+    answers["/ready"] = {"status": "waiting", "models_without_replica": ["demo"]}
+    answers["status:/ready"] = 503
+
+
+def is_stopping(answers: dict[str, Any]) -> None:
+    answers["/ready"] = {"status": "stopping", "models_without_replica": []}
+    answers["status:/ready"] = 503
+
+
+def has_a_stale_report(answers: dict[str, Any]) -> None:
+    model(answers)["replicas"]["s2"]["stale"] = True
+
+
+def has_no_report_at_all(answers: dict[str, Any]) -> None:
+    for replica in model(answers)["replicas"].values():
+        replica["report"] = None
+
+
+def wants_a_key(answers: dict[str, Any]) -> None:
+    answers["status:/debug/status"] = answers["status:/debug/queue"] = 401
+
+
+def has_a_long_wait(answers: dict[str, Any]) -> None:
+    for wait_s in (2.0, 45.0):
+        queue(answers)["sub_queues"].append(
+            {"priority": "interactive", "wait_s": wait_s, "why": "short: no capacity"}
+        )
+
+
+def is_saturated(answers: dict[str, Any]) -> None:
+    model(answers)["waiting"]["default"] = 7
+    model(answers)["replicas"]["s1"]["report"]["waiting"] = 3
+    model(answers)["replicas"]["s2"]["report"]["running"] = 16
+
+
+def speaks_otherwise(answers: dict[str, Any]) -> None:
+    del model(answers)["replicas"]
+
+
+def counts(sample: str, value: int) -> Change:
+    def change(answers: dict[str, Any]) -> None:
+        name, _, labels = sample.partition(" ")
+        answers["/metrics"] += f'{name}{{model="demo"{"," if labels else ""}{labels}}} {value}\n'
+
+    return change
+
+
+def concluded(outcome: Outcome, value: int) -> Change:
+    return counts(f'ewsjf_requests_concluded_total class="default",outcome="{outcome}"', value)
+
+
+def put_back(answers: dict[str, Any]) -> None:
+    counts('ewsjf_dispatches_total pool="short"', 100)(answers)
+    counts('ewsjf_put_backs_total failure="lost"', 5)(answers)
+
+
+FINDINGS: dict[str, tuple[Change, str]] = {
+    "no replica": (has_no_replica, "DOWN: model demo has no replica"),
+    "stopping": (is_stopping, "DOWN: the application is stopping"),
+    "no scheduler": (
+        lambda answers: model(answers).update(error="its scheduler does not answer: gone"),
+        "DOWN: model demo: its scheduler does not answer",
+    ),
+    "scheduler ended": (
+        lambda answers: model(answers).update(ended="superseded"),
+        "degraded: model demo: its scheduler has ended: superseded",
+    ),
+    "empty pool": (
+        lambda answers: model(answers).update(pools=["short", "long"]),
+        "degraded: model demo: pool long has no replica",
+    ),
+    "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no fresh report"),
+    "no report": (has_no_report_at_all, "DOWN: model demo: 2 of 2 replicas have no fresh report"),
+    "no key": (
+        wants_a_key,
+        "note: the queues and replicas cannot be looked at: the application answered 401",
+    ),
+    "no views": (
+        lambda answers: answers.update({"status:/debug/queue": 500}),
+        "degraded: the application does not show its queues",
+    ),
+    "queue full": (
+        lambda answers: queue(answers).update(waiting=2000),
+        "degraded: model demo: 2,000 of at most",
+    ),
+    "queue nearly full": (
+        lambda answers: queue(answers).update(waiting=1700),
+        "risk: model demo: 1,700 of at most",
+    ),
+    "long wait": (
+        has_a_long_wait,
+        "degraded: model demo: a request of class interactive has waited 45 s of at most",
+    ),
+    "saturated": (is_saturated, "risk: model demo: 7 requests wait, and all 2 replicas are full"),
+    "failed": (concluded(Outcome.FAILED, 5), "5 of 105 requests failed in an engine"),
+    "expired": (concluded(Outcome.EXPIRED, 5), "5 of 105 requests ended in the queue"),
+    "refused": (
+        concluded(Outcome.REJECTED_QUEUE_FULL, 5),
+        "5 of 105 requests were refused because the queue",
+    ),
+    "nobody alive": (concluded(Outcome.REJECTED_NO_REPLICA, 1), "1 of 101 requests were refused because no"),
+    "put back": (put_back, "5 of 100 dispatches came back"),
+    "scheduler errors": (
+        counts("ewsjf_scheduler_errors_total", 2),
+        "its scheduler could not handle 2 events",
+    ),
+    "state": (
+        counts('ewsjf_state_failures_total operation="save"', 3),
+        "risk: model demo: 3 times learned state could not be written",
+    ),
+    "frozen": (
+        lambda answers: model(answers).update(tuner={"frozen": "frozen by an admin"}),
+        "note: model demo: the tuner is frozen by an admin",
+    ),
+    "decision log": (
+        lambda answers: model(answers).update(decision_log_ended="max_events reached"),
+        "note: model demo: the decision log has ended: max_events reached",
+    ),
+    "clock": (lambda answers: answers.update(skew_s=-900.0), "note: its clock is 90"),
+    "other release": (speaks_otherwise, "note: the application speaks of itself in another way"),
+    "foreign": (
+        lambda answers: answers.update({"/ready": "hello"}),
+        "is no application of this project (/ready: 200)",
+    ),
+    "front end alone": (
+        lambda answers: answers.update({"/ready": "no server", "status:/ready": 503, "status:/health": 503}),
+        "with 503, and no gateway behind it does",
+    ),
+}
+
+
+def test_a_healthy_application_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as url:
+        assert main(["doctor", "--url", f"{url}/v1"]) == 0
+    assert capsys.readouterr().out == f"{url}: nothing found\n"
+
+
+@pytest.mark.parametrize(("change", "told"), FINDINGS.values(), ids=FINDINGS)
+def test_each_trouble_is_told_alone_with_a_next_step(
+    change: Change, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(change) as url:
+        assert main(["doctor", "--url", url]) == 1
+    finding, step = capsys.readouterr().out.splitlines()
+    assert finding.startswith("1. ")
+    assert told in finding
+    assert step.startswith("   next: ")
+
+
+def test_the_worst_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    def several(answers: dict[str, Any]) -> None:
+        for name in ("clock", "put back", "queue full", "no replica"):
+            FINDINGS[name][0](answers)
+
+    with running(several) as url:
+        assert main(["doctor", "--url", url]) == 1
+    findings = capsys.readouterr().out.splitlines()[::2]
+    assert [line.split()[1] for line in findings] == ["DOWN:", "degraded:", "risk:", "note:"]
+
+
+def instance(url: str, folder: Path, config: str = "a.yaml") -> Instance:
+    return Instance(pid=1, started_at=0.0, url=url, config=config, folder=str(folder))
+
+
+def test_where_nothing_answers_the_applications_of_this_machine_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        silent = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert main(["doctor", "--url", silent]) == 1
+    assert "start it: python -m serve_app serve CONFIG" in capsys.readouterr().out
+    other = instance("http://127.0.0.1:7", tmp_path)
+    monkeypatch.setattr(command, "running_instances", lambda: iter([other]))
+    assert main(["doctor", "--url", silent]) == 1
+    assert "applications run here at http://127.0.0.1:7 (a.yaml)" in capsys.readouterr().out
+    starting = instance(silent, tmp_path)
+    monkeypatch.setattr(command, "running_instances", lambda: iter([other, starting]))
+    assert main(["doctor", "--url", silent]) == 1
+    told = capsys.readouterr().out
+    assert "the application of a.yaml starts there" in told
+    assert str(tmp_path) in told
+
+
+def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up() -> None:
+            other.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert main(["doctor", "--url", f"http://127.0.0.1:{other.getsockname()[1]}"]) == 1
+        thread.join()
+    # What runs tests in parallel may have renamed this process.
+    assert re.search(rf"though its port is taken by \S.*\(process {os.getpid()}\)", capsys.readouterr().out)
+
+
+def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "ray/session_latest/logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1-01000000-1.err").write_text(
+        ":actor_name:ServeReplica:ewsjf:short-demo\n"
+        "(EngineCore_DP0 pid=7) ERROR 11-22 21:00:00 [core.py:1] ValueError: weights are missing\n"
+    )
+    with running(has_no_replica) as url:
+        mine = instance(url, tmp_path, str(PACKAGED_CONFIG))
+        monkeypatch.setattr(command, "running_instances", lambda: iter([mine]))
+        assert main(["doctor", "--url", url]) == 1
+    told = capsys.readouterr().out
+    assert "the last error of an engine: ValueError: weights are missing" in told
+    assert str(tmp_path) in told
+
+
+def test_the_one_application_of_this_machine_needs_no_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running() as url:
+        monkeypatch.setattr(status, "running_instances", lambda: iter([instance(url, tmp_path)]))
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out == f"{url}: nothing found\n"
+    two = [instance(f"http://127.0.0.1:{port}", tmp_path) for port in (1, 2)]
+    monkeypatch.setattr(status, "running_instances", lambda: iter(two))
+    assert main(["doctor"]) == 2
+    assert "choose one by --url: http://127.0.0.1:1 (a.yaml), http://127.0.0.1:2" in capsys.readouterr().err
+
+
+async def test_a_real_gateway_and_scheduler_are_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = DecisionLogSettings(path=str(tmp_path / "decisions.jsonl"))
+    options = LiveSchedulerOptions(incarnation=1, channel=ChannelSettings(), decision_log=log)
+    scheduler = LiveScheduler(SchedulerSettings(model="demo"), options)
+
+    async def shown() -> dict[str, Any]:
+        return scheduler.status()
+
+    async def queued() -> dict[str, Any]:
+        return scheduler.queue()
+
+    async def frozen(_: str) -> None:
+        raise AssertionError
+
+    dispatcher = FakeDispatcher([1])
+    keeper = StateKeeper(StateStore("memory://doctor", "scheduler", "demo"), "demo", lambda: None, 1.0)
+    dispatcher.page = await scheduler.exposition() + keeper.exposition()
+    views = {"demo": Answers(queue=queued, status=shown, freeze=frozen)}
+    settings = GatewaySettings(
+        models=(ServedModel(name="demo"),), keys=(ApiKey(tenant="ops", key="k1", admin=True),)
+    )
+    app = Gateway(settings, {"demo": dispatcher}, "gw", views)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
+    sock = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    async def asked(*more: str) -> tuple[int, str]:
+        found = await asyncio.to_thread(main, ["doctor", "--url", url, *more])
+        return found, capsys.readouterr().out
+
+    try:
+        assert await asked("--api-key", "k1") == (0, f"{url}: nothing found\n")
+        assert scheduler.status()["pools"] == ["short", "long"]
+        found, told = await asked()
+        assert found == 1
+        assert "answered 401" in told
+        scheduler.stop("superseded")
+        _, told = await asked("--api-key", "k1")
+        assert "its scheduler has ended: superseded" in told
+        dispatcher.ports.clear()
+        _, told = await asked("--api-key", "k1")
+        assert told.startswith("1. DOWN: model demo has no replica")
+    finally:
+        server.should_exit = True
+        await serving
+        scheduler.stop()

@@ -1,0 +1,336 @@
+"""The command `init`: whatever it writes passes `check`, is explained, and is never written over a file."""
+
+import asyncio
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve_app.cli import main
+from serve_app.cli.init.document import PACKAGED_CONFIG, default_config
+from serve_app.engines.emulated.engine import EmulatedEngineSettings
+from serve_app.settings.application import ModelSettings
+from serve_app.settings.checking import check_file
+from serve_app.settings.loading import load_settings
+from tests.engines.servers import free_port, served
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Options, and the contexts and engines of the pools that they give.
+GPUS = {
+    "two pools": (["--gpus", "8", "--max-model-len", "65536"], [(8_192, 6), (65_536, 2)]),
+    "tensor parallel": (
+        ["--gpus", "8", "--max-model-len", "131072", "--gpus-per-engine", "2"],
+        [(8_192, 3), (131_072, 1)],
+    ),
+    "short context": (["--gpus", "4", "--max-model-len", "8192"], [(8_192, 4)]),
+    "one engine": (["--gpus", "1"], [(32_768, 1)]),
+}
+
+
+def written(path: Path) -> ModelSettings:
+    """The one model of a file, which must be free of mistakes wherever it is to run, and explained."""
+    assert check_file(path, on_this_machine=False).mistakes == []
+    comments = [line for line in path.read_text().splitlines() if line.strip().startswith("#")]
+    assert len(comments) >= 8
+    (model,) = load_settings(path).models
+    return model
+
+
+def test_emulated_engines_are_what_configs_local_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, port = tmp_path / "x.yaml", free_port()
+    assert main(["init", str(path), "--emulated", "--port", str(port)]) == 0
+    assert [pool.name for pool in written(path).pools] == ["short", "long"]
+    content, local = (yaml.safe_load(text.read_text()) for text in (path, ROOT / "configs/local.yaml"))
+    assert content["http_options"].pop("port") == port
+    assert local["http_options"].pop("port") == 8000
+    assert content == local
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: python -m serve_app serve {path}"
+    assert "scripts/serve" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "fleet", [["--emulated"], ["--gpus", "2", "--model", "meta-llama/Llama-3.1-8B-Instruct"]]
+)
+def test_an_address_that_others_reach_gets_keys_unless_it_is_to_be_open(
+    fleet: list[str], tmp_path: Path
+) -> None:
+    keys, none = tmp_path / "keys.yaml", tmp_path / "none.yaml"
+    here = ["--port", str(free_port()), "--host", "0.0.0.0"]
+    assert main(["init", str(keys), *fleet, *here]) == 0
+    assert main(["init", str(none), *fleet, *here, "--insecure"]) == 0
+    assert [key.env for key in load_settings(keys).gateway.keys] == ["EWSJF_API_KEY_APP"]
+    assert load_settings(none).gateway.insecure
+    assert load_settings(none).gateway.keys == ()
+    for path in (keys, none):
+        assert check_file(path, on_this_machine=False).mistakes == []
+
+
+def test_the_installed_copy_is_the_file_of_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copied = "cp configs/local.yaml serve_app/cli/init/local.yaml"
+    assert PACKAGED_CONFIG.read_text() == (ROOT / "configs/local.yaml").read_text(), copied
+    monkeypatch.chdir(ROOT)
+    assert default_config() == Path("configs/local.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert default_config() == PACKAGED_CONFIG
+
+
+@pytest.mark.parametrize(("options", "pools"), GPUS.values(), ids=GPUS)
+def test_gpus_are_divided_among_pools(
+    options: list[str],
+    pools: list[tuple[int, int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "x.yaml"
+    assert main(["init", str(path), *options, "--model", "meta-llama/Llama-3.1-8B-Instruct"]) == 0
+    model = written(path)
+    assert model.name == "Llama-3.1-8B-Instruct"
+    gpus = sum(pool.resources.num_gpus * (pool.replicas or 1) for pool in model.pools)
+    assert gpus == int(options[1])
+    assert [(pool.engine.max_model_len, pool.replicas) for pool in model.pools] == pools
+    told = capsys.readouterr()
+    # No machine that runs these tests has as many GPUs, or none at all.
+    if "machine lacks" in told.out:
+        assert f"{path}:" in told.err
+        assert told.out.splitlines()[-1].startswith("next, once that is settled: ")
+
+
+def test_the_driver_is_asked_for_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    given = ["init", str(tmp_path / "x.yaml"), "--gpus", "--model", "owner/model"]
+    for listed, status in (("", 2), ("NVIDIA H100 80GB HBM3\n" * 3, 0)):
+        driver.write_text(f"#!/bin/sh\nprintf '%s' '{listed}'\n")
+        driver.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert main(given) == status
+    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
+    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
+
+
+def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:
+    """A driver that lists these cards."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\nprintf '%s\\n' {' '.join(repr(card) for card in cards)}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_engines_on_a_known_card_get_what_their_cache_carries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing(tmp_path, monkeypatch, ["NVIDIA H100 80GB HBM3"] * 4)
+    path = tmp_path / "x.yaml"
+    large = ["--gpus", "--model", "meta-llama/Llama-3.3-70B-Instruct", "--gpus-per-engine", "2"]
+    assert main(["init", str(path), *large]) == 0
+    short, long = written(path).pools
+    for pool in (short, long):
+        assert pool.engine.vllm is not None
+        assert pool.engine.vllm.args["max_num_seqs"] < 30
+        assert pool.engine.vllm.args["long_prefill_token_threshold"] == 192
+    assert short.engine.max_model_len == 8_192
+    assert 16_384 < (long.engine.max_model_len or 0) <= 32_768
+    assert check_file(path, on_this_machine=False, gpu="h100").warnings == []
+    capsys.readouterr()
+    # A context that was asked for is written, and what is wrong with it is told.
+    assert main(["init", str(path), *large, "--max-model-len", "131072", "--force"]) == 0
+    assert written(path).pools[1].engine.max_model_len == 131_072
+    assert "a context of 131,072 tokens exceeds the KV cache" in capsys.readouterr().err
+
+
+def test_a_model_folder_states_its_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 2048}')
+    given = ["--gpus", "2", "--model", str(folder)]
+    assert main(["init", str(tmp_path / "x.yaml"), *given]) == 0
+    assert written(tmp_path / "x.yaml").pools[0].engine.max_model_len == 2048
+    assert main(["init", str(tmp_path / "y.yaml"), *given, "--max-model-len", "4096"]) == 2
+    assert "exceeds the 2,048 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "y.yaml").exists()
+
+
+def test_a_file_is_not_overwritten_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("mine")
+    assert main(["init", str(path), "--emulated"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert main(["init", str(path), "--emulated", "--force", "--port", str(free_port())]) == 0
+    assert written(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "2"], "--gpus needs --model"),
+        (["--gpus", "2", "--model", "m", "--gpus-per-engine", "4"], "needs more than 2"),
+        (["--servers", "http://127.0.0.1:9"], "does not answer"),
+        (["--servers", "127.0.0.1:9"], "begin it with http://"),
+        (["--servers", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+        (["--emulated", "--port", "70000"], "at most 65535"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.yaml"
+    assert main(["init", str(path), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_without_options_and_without_a_terminal_the_options_are_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "serve_app", "init", str(tmp_path / "x.yaml")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--emulated" in done.stderr
+    assert not (tmp_path / "x.yaml").exists()
+
+
+@contextlib.contextmanager
+def servers(*engines: EmulatedEngineSettings) -> Iterator[list[str]]:
+    """Emulated engines behind real servers, on a thread of their own; yields their addresses."""
+    loop, ready, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    urls: list[str] = []
+
+    async def serve() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for engine in engines:
+                one = await stack.enter_async_context(served(engine))
+                urls.append(str(one.http.base_url).rstrip("/"))
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield urls
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def engine(context: int, *names: str) -> EmulatedEngineSettings:
+    return EmulatedEngineSettings(profile="laptop", max_model_len=context, served_model_names=names)
+
+
+def test_servers_are_asked_and_become_pools(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    with servers(engine(8192, "a", "b"), engine(2048, "a", "b"), engine(4096, "c")) as urls:
+        given = ["--servers", *(f"{url}/v1" for url in urls), "--port", str(free_port())]
+        assert main(["init", str(path), *given]) == 0
+    assert check_file(path, on_this_machine=False).mistakes == []
+    first, second = load_settings(path).models
+    assert (first.name, first.aliases, second.name) == ("a", ("b",), "c")
+    found = [pool.engine.remote.endpoints for pool in first.pools if pool.engine.remote]
+    assert found == [(urls[1],), (urls[0],)], "the shorter context comes first"
+    assert first.scheduler.routing.b_short_tokens == 2048
+    assert "context now: 8,192 tokens" in path.read_text()
+
+
+def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    with servers(engine(4096, "a"), engine(4096, "a"), engine(2048, "a"), engine(1024, "a")) as urls:
+        assert main(["init", str(path), "--servers", *urls[:3]]) == 0
+        short, long = written(path).pools
+        assert short.engine.remote is not None
+        assert long.engine.remote is not None
+        assert (short.engine.remote.endpoints, long.engine.remote.endpoints) == ((urls[2],), tuple(urls[:2]))
+        assert main(["init", str(path), "--force", "--servers", *urls]) == 0
+    assert check_file(path, on_this_machine=False).mistakes == []
+    (model,) = load_settings(path).models
+    assert [pool.name for pool in model.pools] == ["up-to-1024", "up-to-2048", "up-to-4096"]
+    found = [pool.engine.remote.endpoints for pool in model.pools if pool.engine.remote]
+    assert found == [(urls[3],), (urls[2],), tuple(urls[:2])]
+    assert model.scheduler.routing.b_short_tokens == 1024
+
+
+class Conversation:
+    """`init` on a terminal, and a person who types."""
+
+    def __init__(self, path: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        os.set_blocking(self._ours, False)
+        self.shown = ""
+        self.program = subprocess.Popen(
+            [sys.executable, "-m", "serve_app", "init", str(path)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
+        )
+        os.close(theirs)
+
+    def answer(self, question: str, text: str) -> None:
+        """Wait for a question, and type."""
+        self._until(lambda: question in self.shown)
+        self.shown = ""
+        os.write(self._ours, f"{text}\n".encode())
+
+    def end(self) -> int:
+        """The exit status."""
+        self._until(lambda: self.program.poll() is not None)
+        os.close(self._ours)
+        return self.program.wait()
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            with contextlib.suppress(OSError):
+                self.shown += os.read(self._ours, 65_536).decode()
+            assert time.monotonic() < deadline, self.shown
+            time.sleep(0.02)
+
+
+def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
+    talk = Conversation(tmp_path / "x.yaml")
+    talk.answer("What answers requests?", "gpus")
+    talk.answer("How many GPUs", "4")
+    talk.answer("Model", "owner/model")
+    talk.answer("GPUs of one engine", "")
+    talk.answer("Longest context", "")
+    talk.answer("Port", str(free_port()))
+    assert talk.end() == 0, talk.shown
+    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [3, 1]
+
+
+def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
+    with servers(engine(2048, "a")) as urls:
+        talk = Conversation(tmp_path / "x.yaml")
+        talk.answer("What answers requests?", "servers")
+        talk.answer("Addresses", urls[0])
+        talk.answer("Environment variable", "")
+        talk.answer("Port", str(free_port()))
+        assert talk.end() == 0, talk.shown
+    (pool,) = written(tmp_path / "x.yaml").pools
+    assert pool.engine.remote is not None
+    assert pool.engine.remote.endpoints == (urls[0],)
+
+
+def test_a_person_may_accept_every_proposal(tmp_path: Path) -> None:
+    talk = Conversation(tmp_path / "x.yaml")
+    talk.answer("What answers requests?", "emulated")
+    talk.answer("Port", str(port := free_port()))
+    assert talk.end() == 0, talk.shown
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text())["http_options"]["port"] == port

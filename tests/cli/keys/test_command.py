@@ -1,0 +1,87 @@
+"""`python -m serve_app keys`: what a user does with keys, from the first to its revocation."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.serving.api_keys import read_keys
+from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.keys import FileKeys
+
+CONFIG = """
+applications:
+  - name: app
+    import_path: serve_app.app:build_app
+    args:
+      gateway: {{keys_file: {path}}}
+      models:
+        - name: demo
+          pools: [{{name: short, engine: {{emulated: {{}}}}}}]
+"""
+
+
+def created(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+    """The secret of a new key."""
+    assert main(["keys", "create", "--file", str(path), "--tenant", "app", *options]) == 0
+    out = capsys.readouterr()
+    assert out.out.count("\n") == 1
+    assert str(path) in out.err
+    return out.out.strip()
+
+
+def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.json"
+    options = ("--requests-per-minute", "60", "--model", "demo", "--highest-class", "batch", "--admin")
+    secret = created(capsys, path, *options, "--weight", "2", "--expires-in-days", "30", "--name", "night")
+    keys = FileKeys(path)
+    caller = keys.caller(secret.encode())
+    assert caller is not None
+    assert caller.is_admin
+    assert (caller.may_use("demo"), caller.may_use("other")) == (True, False)
+
+    assert main(["keys", "list", "--file", str(path), "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert secret not in shown
+    (listed,) = json.loads(shown)
+    assert (listed["status"], listed["requests_per_minute"], listed["name"]) == ("valid", 60, "night")
+    assert "hash" not in listed
+    assert main(["keys", "list", "--file", str(path)]) == 0
+    assert "requests_per_minute=60" in capsys.readouterr().out
+
+    assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
+    keys._look()
+    with pytest.raises(RequestRefused, match="was revoked"):
+        keys.caller(secret.encode())
+    keys.close()
+    assert [key.status() for key in read_keys(path)] == ["revoked"]
+
+
+def test_the_file_is_the_one_that_a_configuration_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config = tmp_path / "keys.json", tmp_path / "app.yaml"
+    config.write_text(CONFIG.format(path=path))
+    assert main(["keys", "create", "--config", str(config), "--tenant", "app"]) == 0
+    assert len(read_keys(path)) == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["create", "--file", "FILE"], "name it by --tenant"),
+        (["create", "--file", "FILE", "--tenant", "a b"], "tenant must be"),
+        (["revoke", "--file", "FILE"], "name the key to revoke"),
+        (["revoke", "abc", "--file", "FILE"], "cannot be read"),
+        (["list", "--file", "FILE"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    given = [str(tmp_path / "keys.json") if each == "FILE" else each for each in arguments]
+    assert main(["keys", *given]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,201 @@
+"""`explain` and `capture` against a real gateway, whose scheduler is played by fixed answers."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.tuning.counterfactuals.recording import encode_recording, named, request_of_tenant
+from serve_app.tuning.counterfactuals.what_if import what_if
+from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, serving
+from tests.tuning.counterfactuals.production import burst, produce
+
+RECEIPT: dict[str, Any] = {
+    "request_id": "gw-1",
+    "client_request_id": "mine",
+    "endpoint": "/v1/chat/completions",
+    "model": MODEL,
+    "tenant": "acme",
+    "class": "batch",
+    "outcome": "completed",
+    "message": "",
+    "arrived_at": 0.0,
+    "stages": [
+        {"stage": "gateway", "ms": 0.5},
+        {"stage": "channel", "ms": 0.25},
+        {"stage": "queue", "ms": 3_000.0},
+        {
+            "stage": "until_first_token",
+            "ms": 1_000.0,
+            "parts": [
+                {"part": "engine_queue", "ms": 960.0, "estimated": True},
+                {"part": "prefill", "ms": 40.0, "estimated": True},
+            ],
+        },
+    ],
+    "queue": {
+        "ms": 3_000.0,
+        "predicted_ms": 2_500.0,
+        "causes": [
+            {"cause": "higher_class", "ms": 2_000.0, "meaning": "requests of a higher class took the places"},
+            {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine took more requests"},
+        ],
+        "ahead": {"higher_class": 12},
+        "served": {
+            "pool": "short",
+            "requests": 14,
+            "by": [{"class": "interactive", "tenant": "rival", "requests": 12}],
+            "others": 2,
+            "is_complete": False,
+        },
+    },
+    "attempts": [{"pool": "short", "replica": "r1", "length_queue": "q0", "expected_prefill_ms": 40.0}],
+    "tokens": {
+        "prompt": 50,
+        "expected_prompt": 48,
+        "cached": 0,
+        "output": 5,
+        "expected_output": 7.5,
+    },
+}
+WAITING: dict[str, Any] = {
+    **RECEIPT,
+    "request_id": "gw-2",
+    "outcome": None,
+    "state": "waiting",
+    "stages": [{"stage": "queue", "ms": 3_000.0}],
+    "queue": {
+        **RECEIPT["queue"],
+        "meaning": "no engine took more requests",
+        "pool": "short",
+        "position": 3,
+        "waiting": 12,
+        "expected_ms": 400.0,
+        "expected_between_ms": [150.0, 1_900.0],
+        "expires_in_ms": 57_000.0,
+    },
+    "attempts": [],
+    "tokens": {**RECEIPT["tokens"], "prompt": None, "cached": None, "output": None},
+}
+RECORDING = produce(burst(40, 0)).recording("r35")
+TOLD = what_if(RECORDING)
+LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
+
+
+async def ask(*args: str, lines: int = 1) -> int:
+    """Run a command in a thread beside the gateway that it asks."""
+
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    async def freeze(_reason: str) -> None:
+        return None
+
+    async def receipt(request_id: str) -> dict[str, Any]:
+        if request_id == "gw-2":
+            return WAITING
+        return RECEIPT if request_id in ("gw-1", "a/b c", request_of_tenant(TOLD)) else {}
+
+    async def recording(request_id: str) -> str:
+        return encode_recording(RECORDING) if request_id == "client-r35" else ""
+
+    async def capture() -> list[dict[str, Any]]:
+        return [LINE] * lines
+
+    views = Answers(
+        queue=nothing, status=nothing, freeze=freeze, receipt=receipt, recording=recording, capture=capture
+    )
+    settings = GatewaySettings(
+        models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="t", key="k1", admin=True),)
+    )
+    gateway = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
+    async with serving(gateway) as port:
+        url = ("--url", f"http://127.0.0.1:{port}")
+        code = await asyncio.to_thread(main, [*args, *url])
+    gateway.close()
+    return code
+
+
+@pytest.mark.parametrize("request_id", ["gw-1", "a/b c"])
+async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", request_id, "--api-key", "k1") == 0
+
+    told = capsys.readouterr().out
+    assert "gw-1: completed, batch of tenant acme" in told
+    assert "4,000.8 ms" in told
+    assert "75%" in told
+    assert "12 (higher class)" in told
+    assert "of this: engine queue (estimated)" in told
+    assert "meanwhile: at least 12 interactive of tenant rival, 2 of others" in told
+    assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
+    assert told.index("requests of a higher class") < told.index("no engine took more")
+
+
+async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "gw-2", "--api-key", "k1") == 0
+
+    told = capsys.readouterr().out
+    assert "gw-2: waiting now, batch of tenant acme" in told
+    assert "number 3 of 12 in pool short, since no engine took more requests" in told
+    assert "expected to start in 400 ms, in four of five cases between 150 and 1,900; gives up" in told
+    assert "gives up in 57,000 ms" in told
+    assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in told
+
+
+async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "gw-1", "--json", "--api-key", "k1") == 0
+
+    assert json.loads(capsys.readouterr().out) == RECEIPT
+
+
+async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
+    told = capsys.readouterr().out
+    assert "one replica more in pool only" in told
+    assert "would have helped" in told
+    # Whose requests they are is no secret to an admin.
+    assert " of tenant acme " in told
+
+    assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
+    assert json.loads(capsys.readouterr().out) == named(TOLD, "acme")
+
+    assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
+    assert "no receipt of 'unknown'" in capsys.readouterr().err
+
+
+async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await ask("explain", "unknown", "--api-key", "k1") != 0
+    assert "no receipt of 'unknown'" in capsys.readouterr().err
+
+    assert await ask("explain", "gw-1", "--api-key", "wrong") != 0
+    assert "--api-key" in capsys.readouterr().err
+
+
+async def test_capture_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "not" / "yet" / "captured.jsonl"
+
+    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=3) == 0
+
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{**LINE, "model": MODEL}] * 3
+    assert "3 requests" in capsys.readouterr().out
+
+
+async def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await ask("capture", "--out", str(tmp_path), "--api-key", "k1") != 0
+
+    assert f"{tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
+async def test_an_empty_capture_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "captured.jsonl"
+
+    assert await ask("capture", "--out", str(out), "--api-key", "k1", lines=0) != 0
+
+    assert "no request has completed" in capsys.readouterr().err
+    assert not out.exists()

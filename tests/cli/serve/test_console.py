@@ -1,0 +1,87 @@
+"""What `serve` writes where nobody looks at a terminal: plain lines, each once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from serve_app.cli.serve.messages import Progress
+from serve_app.cli.serve.terminal import Console, WayIn
+
+WAY_IN = WayIn(
+    url="http://127.0.0.1:8000",
+    listens="http://0.0.0.0:8000",
+    models=("demo", "alias"),
+    keys=True,
+    logs="/tmp/logs",
+    output="/tmp/serve.log",
+    key_file="/tmp/instance/admin-key",
+    drain_s=600.0,
+    dashboard="http://127.0.0.1:8265",
+)
+
+
+def test_each_deployment_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.step("engines")
+    console.progress(Progress(["short"], ["long 0/1 starting"]))
+    console.progress(Progress(["short", "long"], []))
+    console.progress(Progress(["short", "long"], []))
+    console.end_step()
+    lines = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["short", "long", "engines"]
+
+
+def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().ready(WAY_IN)
+    told = capsys.readouterr().err
+    assert "address  http://127.0.0.1:8000/v1   (listens on http://0.0.0.0:8000)" in told
+    assert "models   demo, alias" in told
+    assert "page     http://127.0.0.1:8000/dashboard   (its key: /tmp/instance/admin-key)" in told
+    assert "-H 'authorization: Bearer YOUR_KEY'" in told
+    assert '"model": "demo"' in told
+    assert "logs     /tmp/logs" in told
+    assert "output   /tmp/serve.log" in told
+    assert "for 600 s at most" in told
+    assert "http://127.0.0.1:8265   (its token: ray get-auth-token)" in told
+    assert "\x1b" not in told
+
+
+def test_an_answer_that_is_awaited_is_told_of_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("serve_app.cli.serve.terminal.time.monotonic", lambda: now)
+    console = Console()
+    console.draining(3, 600.0)
+    now += 6
+    console.draining(1, 594.0)
+    now += 1
+    console.draining(1, 593.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "stopping: 1 answer is open, 594 s left; again to end at once"
+    ]
+
+
+def test_an_output_that_nobody_reads_stops_nothing() -> None:
+    code = (
+        "from serve_app.cli.serve.terminal import Console\n"
+        "from serve_app.cli.serve.messages import Progress\n"
+        "console = Console()\n"
+        "for _ in range(3):\n"
+        "    console.line('nobody reads this')\n"
+        "    console.step('engines')\n"
+        "    console.progress(Progress(['short'], []))\n"
+        "print('still here')\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        # The arguments are our own.
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writing, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.stdout == b"still here\n"

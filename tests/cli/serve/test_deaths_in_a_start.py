@@ -1,0 +1,101 @@
+"""Processes that die while an application starts: Serve replaces them, and the start goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ray import serve
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatusOverview,
+    ServeStatus,
+)
+
+from serve_app.cli.serve.cluster import Cluster
+from serve_app.cli.serve.messages import HostJob
+from serve_app.errors import ServeAppError
+
+# What Serve says of a replica that got SIGKILL in its constructor, and of one whose constructor raised.
+KILLED = """A replica failed to start with exception. Retrying 2 more time(s). Error:
+Traceback (most recent call last):
+  File "deployment_state.py", line 1, in check_ready
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+    class_name: ServeReplica:app:short-demo
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR
+"""
+RAISED = """A replica failed to start with exception. Retrying 2 more time(s). Error:
+Traceback (most recent call last):
+ray.exceptions.RayTaskError(EngineError): ray::ServeReplica:app:short-demo.initialize_and_get_metadata()
+serve_app.errors.EngineError: vLLM could not start m: no such model
+"""
+DIED = "A replica's health check failed. Deployment will be recovered."
+
+Tell = Callable[[DeploymentStatus, str], None]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+    """Sets what Serve says of the one deployment of the application."""
+
+    def told(status: DeploymentStatus, message: str = "") -> None:
+        trigger = DeploymentStatusTrigger.UNSPECIFIED
+        deployment = DeploymentStatusOverview(status, trigger, {}, message)
+        of_application = {
+            DeploymentStatus.UNHEALTHY: ApplicationStatus.UNHEALTHY,
+            DeploymentStatus.DEPLOY_FAILED: ApplicationStatus.DEPLOY_FAILED,
+        }.get(status, ApplicationStatus.DEPLOYING)
+        found = ApplicationStatusOverview(of_application, "", 0.0, {"short-demo": deployment})
+        monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"app": found}))
+
+    return told
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    content = {"applications": [{"name": "app", "import_path": "serve_app.app:build_app"}]}
+    job = HostJob(
+        config="c", folder=str(tmp_path), url="http://127.0.0.1:1", engines={"short-demo": "emulated"}
+    )
+    return Cluster(job, content)
+
+
+def test_a_process_that_was_killed_in_its_start_is_waited_for(cluster: Cluster, tell: Tell) -> None:
+    tell(DeploymentStatus.UPDATING, KILLED)
+    assert cluster.progress().lines == ["short-demo 0/1 waiting for resources"]
+    tell(DeploymentStatus.HEALTHY, "")
+    assert cluster.progress().ready == ["short-demo"]
+
+
+def test_a_process_that_dies_after_its_start_is_waited_for(cluster: Cluster, tell: Tell) -> None:
+    tell(DeploymentStatus.HEALTHY, "")
+    cluster.progress()
+    tell(DeploymentStatus.UNHEALTHY, DIED)
+    assert cluster.progress().lines
+    assert cluster.progress().lines
+    tell(DeploymentStatus.HEALTHY, "")
+    assert not cluster.progress().lines
+
+
+def test_one_that_dies_again_and_again_fails_the_start(cluster: Cluster, tell: Tell) -> None:
+    for _ in range(3):
+        tell(DeploymentStatus.UNHEALTHY, DIED)
+        cluster.progress()
+        tell(DeploymentStatus.HEALTHY, "")
+        cluster.progress()
+    tell(DeploymentStatus.UNHEALTHY, DIED)
+    with pytest.raises(ServeAppError, match="short-demo has died 4 times"):
+        cluster.progress()
+
+
+def test_an_engine_that_does_not_start_fails_the_start_at_once(cluster: Cluster, tell: Tell) -> None:
+    tell(DeploymentStatus.UPDATING, RAISED)
+    with pytest.raises(ServeAppError, match="short-demo did not start: vLLM could not start m: no such"):
+        cluster.progress()
+
+
+def test_what_serve_gives_up_fails_the_start(cluster: Cluster, tell: Tell) -> None:
+    tell(DeploymentStatus.DEPLOY_FAILED, KILLED)
+    with pytest.raises(ServeAppError, match="short-demo did not start: The actor died unexpectedly"):
+        cluster.progress()

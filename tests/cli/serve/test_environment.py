@@ -1,0 +1,32 @@
+"""The environment that the processes of Ray inherit."""
+
+import subprocess
+from pathlib import Path
+
+from serve_app.cli.serve.environment import default_settings, environment, instance_folder
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_settings_of_the_user_count_more_than_ours() -> None:
+    found = environment({"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1", "HOME": "/h"})
+    assert found["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "1"
+    assert found["HOME"] == "/h"
+    assert default_settings().keys() <= found.keys()
+
+
+def test_modules_are_compiled_once_for_all_processes() -> None:
+    assert "PYTHONDONTWRITEBYTECODE" not in environment({"PYTHONDONTWRITEBYTECODE": "1"})
+
+
+def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
+    # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
+    assert len(str(instance_folder(65_535))) < 35
+
+
+def test_a_shell_reads_the_settings_of_serve_as_we_do() -> None:
+    # Clusters source the file before `ray start`.
+    command = "set -a; . serve_app/cli/serve/serve.env; exec env -0"
+    found = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, check=True, text=True)
+    variables = dict(entry.split("=", 1) for entry in found.stdout.split("\0") if entry)
+    assert default_settings().items() <= variables.items()

@@ -1,0 +1,50 @@
+"""Applications find each other on a machine by small files."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.cli.serve.environment import instance_folder
+from serve_app.cli.serve.instance import publish, running_instances, withdraw
+
+
+@pytest.fixture(autouse=True)
+def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def published(port: int) -> Path:
+    folder = instance_folder(port)
+    folder.mkdir(parents=True)
+    publish(f"http://127.0.0.1:{port}", Path("config.yaml"), folder)
+    return folder
+
+
+def test_a_running_application_is_found_until_it_withdraws() -> None:
+    folder = published(8000)
+    (found,) = running_instances()
+    assert (found.url, found.pid, found.folder) == ("http://127.0.0.1:8000", os.getpid(), str(folder))
+    withdraw(folder)
+    assert list(running_instances()) == []
+
+
+def test_the_file_of_a_process_that_is_gone_counts_for_nothing() -> None:
+    folder = published(8000)
+    file = folder / "instance.json"
+    file.write_text(file.read_text().replace(f'"pid":{os.getpid()}', '"pid":999999999'))
+    (instance_folder(8001)).mkdir()
+    (instance_folder(8001) / "instance.json").write_text("{")
+    assert list(running_instances()) == []
+
+
+def test_stop_says_what_it_could_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop"]) == 2
+    assert "no application of this user runs on this machine" in capsys.readouterr().err
+    published(8000)
+    published(8001)
+    assert main(["stop"]) == 2
+    assert "choose one by --url: http://127.0.0.1:8000, http://127.0.0.1:8001" in capsys.readouterr().err
+    assert main(["stop", "--url", "http://localhost:9"]) == 2
+    assert "no application of this user runs at http://localhost:9" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import serve_app
+from serve_app.cli import COMMANDS, CommandEntry, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help_with_an_example(
+    command: CommandEntry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command.name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"  python -m serve_app {command.name} " in out.partition("example:\n")[2]
+
+
+def test_the_module_runs_and_prints_its_version() -> None:
+    done = run("-m", "serve_app", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, serve_app.__version__)
+
+
+def test_the_help_lists_the_commands() -> None:
+    done = run("-m", "serve_app", "--help")
+    assert all(command.name in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [(), ("fly",), ("bench",), ("bench", "--rate", "-1")])
+def test_wrong_usage_ends_with_status_2_and_a_message(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "help_of"),
+    [
+        (("bench", "--url", "http://x"), "the following arguments are required: --trace", " bench"),
+        (("bench", "--rate", "-1"), "argument --rate: must be a number above 0, got '-1'", " bench"),
+        (("simulate", "--trace", "lmsys", "--relicas=3"), "(did you mean --replicas?)", " simulate"),
+        (("fly",), "invalid choice: 'fly'", ""),
+        ((), "COMMAND", ""),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_line_that_names_the_help(
+    arguments: tuple[str, ...], message: str, help_of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert line.endswith(f"{help_of} --help")
+
+
+def test_asking_for_help_loads_no_heavy_library() -> None:
+    script = (
+        "import sys\n"
+        "from serve_app.cli import _parser\n"
+        "_parser().format_help()\n"
+        "print(sorted({'ray', 'vllm', 'torch', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    )
+    assert run("-c", script).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_the_table_of_commands_says_what_the_commands_say(entry: CommandEntry) -> None:
+    command = entry.load()
+    assert (command.name, command.summary) == (entry.name, entry.summary)
+
+
+def test_a_command_imports_no_other_command() -> None:
+    script = (
+        "import sys\n"
+        "from serve_app.cli import COMMANDS, main\n"
+        "assert main(['completion', 'bash']) == 0\n"
+        "print([entry.name for entry in COMMANDS if entry.module in sys.modules])"
+    )
+    assert run("-c", script).stdout.splitlines()[-1] == "['completion']"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the program that an installation makes."""
+    path = tmp_path / "ewsjf"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from serve_app.cli import main\nsys.exit(main())\n",
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+    return tmp_path
+
+
+def test_messages_and_examples_name_the_program_as_it_was_called(installed: Path) -> None:
+    helped = subprocess.run(
+        [installed / "ewsjf", "check", "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert helped.stdout.startswith("usage: ewsjf check ")
+    assert "  ewsjf check configs/local.yaml" in helped.stdout
+    assert "python -m" not in helped.stdout
+    wrong = subprocess.run([installed / "ewsjf"], capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.stderr.endswith("see ewsjf --help\n")
+    assert run("-m", "serve_app", "check", "--help").stdout.startswith("usage: python -m serve_app check ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ewsjf cal", ["calibrate"]),
+        ("ewsjf completion ", ["bash", "zsh", "fish"]),
+        ("ewsjf status --fr", ["--freeze-tuner"]),
+        ("ewsjf check conf", ["config.yaml"]),
+    ],
+)
+def test_the_script_for_bash_completes_commands_options_and_files(
+    installed: Path, typed: str, offered: list[str]
+) -> None:
+    (installed / "config.yaml").touch()
+    asked = (
+        'eval "$(ewsjf completion bash)"\n'
+        "COMP_LINE=$1 COMP_POINT=${#1} COMP_TYPE=9\n"
+        'read -r -a COMP_WORDS <<<"$1"; [ "${1: -1}" != " " ] || COMP_WORDS+=("")\n'
+        "COMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
+        "complete -p ewsjf >complete; [[ $(cat complete) =~ -F\\ ([^ ]+) ]] || exit 1\n"
+        '${BASH_REMATCH[1]} ewsjf "${COMP_WORDS[COMP_CWORD]}" ""\n'
+        'printf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(
+        ["bash", "-c", asked, "bash", typed],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=installed,
+        env={**os.environ, "PATH": f"{installed}:{os.environ['PATH']}"},
+    )
+    assert [line.strip() for line in done.stdout.splitlines()] == offered, done.stderr
+
+
+@pytest.mark.parametrize(("shell", "marker"), [("zsh", "compdef"), ("fish", "complete --command ewsjf")])
+def test_other_shells_have_a_script_in_their_own_words(
+    shell: str, marker: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    assert marker in capsys.readouterr().out

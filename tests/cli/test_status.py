@@ -1,0 +1,241 @@
+"""`python -m serve_app status` against documents with the fields of a live scheduler's."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.cli import main, status
+from serve_app.cli.serve.instance import Instance
+from serve_app.cli.status import StatusError, api_key_for, ask
+
+STATUS: dict[str, Any] = {
+    "models": [
+        {
+            "model": "demo",
+            "incarnation": 2,
+            "gateways": 1,
+            "queues": {"learned": 7, "age_s": 12.3},
+            "waiting": {"interactive": 0, "default": 4, "batch": 0},
+            "replicas": {
+                "s1": {
+                    "pool": "short",
+                    "in_flight": 3,
+                    "stale": False,
+                    "report": {"running": 2, "waiting": 1, "kv_usage_ratio": 0.25, "tpot_s": 0.0123},
+                },
+                "l1": {
+                    "pool": "long",
+                    "in_flight": 0,
+                    "stale": True,
+                    "report": None,
+                    "max_model_len": None,
+                    "learned_context_tokens": 8_192,
+                },
+            },
+            "tuner": {
+                "mode": "advise",
+                "state": "watching",
+                "twin": {
+                    "step_times": "fitted to the engines (once)",
+                    "error": {"ttft_ratio": 0.031, "tpot_ratio": -0.012, "requests": 120},
+                    "max_error_ratio": 0.15,
+                },
+                "values": {"b_u": 0.12},
+                "audit": [{"age_s": 31.0, "what": "rolled back", "why": "short attainment fell by 4 %"}],
+            },
+        },
+        {"model": "lost", "error": "its scheduler does not answer"},
+    ]
+}
+QUEUE: dict[str, Any] = {
+    "models": [
+        {
+            "model": "demo",
+            "policy": "ewsjf",
+            "sub_queues": [
+                {
+                    "priority": "default",
+                    "tenant": f"t{number}",
+                    "length_queue": "17-40",
+                    "waiting": 2,
+                    "wait_s": 9.5 - number,
+                    "score": 0.5,
+                    "why": "short: others go first",
+                }
+                for number in range(3)
+            ],
+            "sub_queues_left_out": 1,
+            "served": {"default": {"t0": 1_200.0}, "batch": {}},
+        }
+    ]
+}
+
+
+COSTS = {
+    "models": [
+        {
+            "model": "demo",
+            "since": 1_700_000_000.0,
+            "counted_s": 3_600.0,
+            "engine_seconds": 5_000.0,
+            "rows": [
+                {
+                    "pool": "short",
+                    "class": "batch",
+                    "tenant": f"payer{number}",
+                    "engine_seconds": 4_321.0 / (number + 1),
+                    "gpu_seconds": None,
+                    "share": 0.77 / (number + 1),
+                    "imposed_delay_seconds": 98.7,
+                }
+                for number in range(12)
+            ],
+        }
+    ]
+}
+
+
+POSTED: list[str] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.headers.get("authorization") != "Bearer k1":
+            self.send_error(401)
+            return
+        documents = {
+            "/debug/status": STATUS,
+            "/debug/queue": QUEUE,
+            "/debug/costs": COSTS,
+            "/other/debug/status": {"hello": 1},
+        }
+        if self.path not in documents:
+            self.send_error(404)
+            return
+        self.answer(documents[self.path])
+
+    def do_POST(self) -> None:
+        POSTED.append(self.path)
+        message = f"the tuner was asked to {self.path.rpartition('/')[2]}"
+        self.answer({"models": [{"model": "demo", "message": message}]})
+
+    def answer(self, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Keep the log out of the test's output."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k1", "--sub-queues", "2"]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "waiting: 4 default; length queues: 7 learned, 12 s ago",
+        "12.3",
+        "25%",
+        "stale",
+        "l1 does not tell its context limit; learned from refusals: 8,192 tokens",
+        "t1",
+        "others go first",
+        "2 more",
+        "1,200",
+        "tuner: advise, watching",
+        "b_u 0.12",
+        "short attainment fell by 4 %",
+        "its scheduler does not answer",
+        "who pays, since 2023-11-14 22:13 UTC; 2 more in /debug/costs",
+        "4,321.0 s",
+        "77%",
+        "98.7 s",
+    ):
+        assert text in shown
+    assert "t2" not in shown
+    assert "payer10" not in shown
+
+
+def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE, "costs": COSTS}
+
+
+def test_a_key_without_admin_is_refused_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--api-key", "k2"]) == 2
+    assert "401" in (message := capsys.readouterr().err)
+    assert "admin" in message
+
+
+def test_an_address_without_a_gateway_is_refused(url: str) -> None:
+    with pytest.raises(StatusError, match="not a gateway of this project"):
+        ask(f"{url}/other", "/debug/status", "k1")
+    with pytest.raises(StatusError, match="http://"):
+        ask("file:///etc/passwd", "/x", None)
+    with pytest.raises(StatusError, match="does not answer"):
+        ask("http://127.0.0.1:9", "/debug/status", None)
+
+
+def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    POSTED.clear()
+    assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
+    assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
+    assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
+    said = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
+    assert tuple(capsys.readouterr().out.splitlines()) == said
+
+
+def test_the_key_that_serve_made_is_used_for_its_application_alone(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EWSJF_API_KEY", raising=False)
+    (tmp_path / "admin-key").write_text("k1")
+    here = Instance(pid=1, started_at=0.0, url=url, config="x.yaml", folder=str(tmp_path))
+    monkeypatch.setattr("serve_app.cli.status.running_instances", lambda: iter([here]))
+    assert main(["status", "--url", url]) == 0
+    assert main(["status", "--url", url.replace("127.0.0.1", "localhost") + "/"]) == 0
+    assert main(["status", "--url", url, "--api-key", "k2"]) == 2
+    assert api_key_for("http://127.0.0.1:1", None) is None
+
+
+def test_without_an_address_the_local_application_is_asked(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "default_url", lambda: url)
+    assert main(["status", "--api-key", "k1"]) == 0
+    assert "others go first" in capsys.readouterr().out
+
+
+def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr(status, "default_url", lambda: nowhere)
+        assert main(["status"]) == 2
+        (guessed,) = capsys.readouterr().err.splitlines()
+        assert main(["status", "--url", nowhere]) == 2
+        (given,) = capsys.readouterr().err.splitlines()
+    assert given == f"status: {nowhere} does not answer: [Errno 111] Connection refused"
+    assert guessed == (
+        f"{given}; this address is tried without --url: start the application there, or give --url"
+    )

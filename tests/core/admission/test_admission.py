@@ -1,0 +1,120 @@
+import pytest
+
+from serve_app.core.commands import Conclude
+from serve_app.core.events import Finished
+from serve_app.core.settings import AdmissionSettings
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass
+from tests.builders import ManualDriver, concluded, dispatched, one_replica, retry_after_s, the_conclusion
+
+
+def saturated(**changes: object) -> ManualDriver:
+    """One replica whose engine has a full queue."""
+    driver = one_replica("s1", limits={"max_num_seqs": 1}, **changes)
+    for number in range(3):
+        driver.arrive(f"f{number}", tenant="filler")
+    return driver
+
+
+def settled() -> ManualDriver:
+    """A steady backlog of eight requests, one of which is dispatched each second."""
+    driver = saturated()
+    for number in range(8):
+        driver.arrive(f"w{number}", tenant="filler")
+    for number in range(8, 60):
+        driver.arrive(f"w{number}", tenant="filler")
+        finish_oldest(driver)
+    return driver
+
+
+def finish_oldest(driver: ManualDriver) -> None:
+    """A second later one request has been served, and another is dispatched."""
+    running = [scheduled for scheduled in driver.scheduler.requests_of("g1") if not scheduled.queued]
+    oldest = min(running, key=lambda scheduled: scheduled.sequence)
+    driver.report(waiting=3, after_s=1.0)
+    assert len(dispatched(driver.feed(Finished(oldest.request.request_id, Outcome.COMPLETED)))) == 1
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_on_arrival_with_a_retry_after() -> None:
+    driver = settled()
+    waiting = len(driver.scheduler.queue)
+    assert waiting == 8
+    refusal = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
+    assert refusal.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
+    assert "may wait 4.0 s" in refusal.message
+    # Eight seconds of work have to drain to four, less the margin.
+    assert refusal.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
+    assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []
+
+
+def test_no_deadline_is_refused_before_waits_have_been_observed() -> None:
+    driver = saturated()
+    for number in range(40):
+        assert driver.arrive(f"w{number}", expires_at=0.5) == []
+
+
+def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None:
+    driver = settled()
+    refused = driver.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0)
+    until, number = driver.now + retry_after_s(refused), 0
+    while driver.now + 1.0 < until:
+        finish_oldest(driver)
+        number += 1
+        newcomer = driver.arrive(f"n{number}", tenant="filler", expires_at=driver.now + 4.0)
+        assert driver.now + retry_after_s(newcomer) > until
+    driver.now = until
+    assert driver.arrive("r1 again", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0) == []
+
+
+def test_a_request_that_asked_not_to_wait_is_refused_when_it_would_have_to() -> None:
+    refused = saturated().arrive("r", no_wait=True)
+    assert concluded(refused) == [("r", "rejected_queue_full")]
+    assert retry_after_s(refused) > 0
+
+
+def test_a_full_queue_does_not_refuse_a_request_that_fits_a_replica_at_once() -> None:
+    driver = ManualDriver(max_waiting=1)
+    driver.join("s1", "short", max_num_seqs=1)
+    driver.join("l1", "long", max_model_len=4_000)
+    for number in range(3):
+        driver.arrive(f"long{number}", prompt_tokens=2_000)
+    driver.arrive("waits", prompt_tokens=2_000)
+    assert concluded(driver.arrive("long", prompt_tokens=2_000)) == [("long", "rejected_queue_full")]
+    assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
+
+
+def test_a_heavy_tenant_is_refused_while_a_light_one_is_admitted() -> None:
+    driver = saturated(max_waiting=20)
+    heavy = [driver.arrive(f"h{number}", tenant="heavy") for number in range(30)]
+    assert sum(commands == [] for commands in heavy) == 15
+    assert concluded(heavy[-1]) == [("h29", "rejected_queue_full")]
+    assert "of this tenant" in the_conclusion(heavy[-1]).message
+    assert driver.arrive("light", tenant="light") == []
+
+
+def test_a_light_tenant_is_admitted_however_many_are_heavy() -> None:
+    driver = saturated(max_waiting=40)
+    for number in range(200):
+        driver.arrive(f"h{number}", tenant=f"heavy{number % 3}")
+    assert driver.arrive("light", tenant="light") == []
+
+
+@pytest.mark.parametrize(
+    ("priority", "places"),
+    [(PriorityClass.BATCH, 16), (PriorityClass.DEFAULT, 18), (PriorityClass.INTERACTIVE, 20)],
+)
+def test_lower_classes_leave_a_share_of_the_queue_to_higher_ones(
+    priority: PriorityClass, places: int
+) -> None:
+    driver = saturated(max_waiting=20, admission=AdmissionSettings(tenant_share=1.0))
+    answers = [driver.arrive(f"r{number}", priority=priority) for number in range(25)]
+    assert sum(commands == [] for commands in answers) == places
+
+
+def test_an_expired_request_is_told_when_to_return() -> None:
+    driver = settled()
+    driver.arrive("r", tenant="filler", expires_at=driver.now + 20.0)
+    commands = [command for _ in range(20) for command in driver.report(waiting=3, after_s=1.0)]
+    expired = [command for command in commands if isinstance(command, Conclude)]
+    assert concluded(expired) == [("r", "expired")]
+    assert retry_after_s(expired) > 0

@@ -1,0 +1,144 @@
+"""Requests while no replica that could take them is alive."""
+
+import pytest
+
+from serve_app.core.commands import Conclude
+from serve_app.core.events import DispatchFailed, DispatchFailure, ReplicaJoined, ReplicaLost, Woke
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.errors import Outcome
+from tests.builders import (
+    ManualDriver,
+    concluded,
+    dispatched,
+    fill,
+    one_replica,
+    retry_after_s,
+    spec,
+    the_conclusion,
+    two_pools,
+)
+
+GRACE_S = 5.0
+
+
+def waiting_when_the_last_replica_dies() -> ManualDriver:
+    driver = one_replica()
+    fill(driver)
+    driver.arrive("waits", expires_at=driver.now + 300.0)
+    driver.feed(ReplicaLost("r1"))
+    return driver
+
+
+def test_a_request_that_waits_when_the_last_replica_dies_is_refused_after_the_grace() -> None:
+    driver = waiting_when_the_last_replica_dies()
+    assert driver.scheduler.next_wakeup() == driver.now + GRACE_S
+    commands = driver.feed(Woke(), after_s=GRACE_S)
+    assert concluded(commands) == [("waits", "rejected_no_replica")]
+    assert "no replica of m is alive" in the_conclusion(commands).message
+
+
+def test_one_that_joins_within_the_grace_takes_it() -> None:
+    driver = waiting_when_the_last_replica_dies()
+    driver.now += GRACE_S - 0.1
+    assert dispatched(driver.join("r2", "only")) == [("waits", "r2")]
+
+
+def test_a_request_that_a_dead_replica_returns_late_is_refused_too() -> None:
+    driver = waiting_when_the_last_replica_dies()
+    driver.feed(Woke(), after_s=GRACE_S)
+    commands = driver.feed(DispatchFailed("f0", "r1", DispatchFailure.LOST), after_s=1.0)
+    assert concluded(commands) == [("f0", "rejected_no_replica")]
+
+
+def test_a_request_whose_timeout_ends_within_the_grace_hears_of_the_outage() -> None:
+    driver = one_replica()
+    driver.feed(ReplicaLost("r1"))
+    driver.arrive("r", expires_at=driver.now + 1.0)
+    commands = driver.feed(Woke(), after_s=1.0)
+    assert concluded(commands) == [("r", "rejected_no_replica")]
+
+
+def test_one_that_does_not_wait_is_refused_at_once() -> None:
+    driver = one_replica()
+    driver.feed(ReplicaLost("r1"))
+    assert concluded(driver.arrive("r", no_wait=True)) == [("r", "rejected_no_replica")]
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_replica_that_drains_or_does_not_report_is_not_alive(draining: bool) -> None:
+    driver = one_replica()
+    if draining:
+        driver.report("r1", draining=True)
+    else:
+        driver.feed(Woke(), after_s=2.5)
+    refused = []
+    driver.arrive("r", expires_at=driver.now + 300.0)
+    for _ in range(10):
+        refused += (
+            driver.report("r1", draining=True, after_s=0.5) if draining else driver.feed(Woke(), after_s=0.5)
+        )
+    assert concluded(refused) == [("r", "rejected_no_replica")]
+
+
+def test_a_replica_that_never_reports_is_not_alive() -> None:
+    driver = ManualDriver()
+    driver.feed(ReplicaJoined(spec()))
+    driver.arrive("r")
+    assert concluded(driver.feed(Woke(), after_s=GRACE_S)) == [("r", "rejected_no_replica")]
+
+
+def test_a_request_that_fits_only_the_dead_pool_is_refused_and_others_are_served() -> None:
+    driver = two_pools()
+    driver.feed(ReplicaLost("l1"))
+    driver.arrive("long", prompt_tokens=2_000)
+    commands = [command for _ in range(12) for command in driver.report("s1", after_s=0.5)]
+    refusal = next(command for command in commands if isinstance(command, Conclude))
+    assert (refusal.request_id, refusal.conclusion.outcome) == ("long", Outcome.REJECTED_NO_REPLICA)
+    assert "no replica of m that can take this request is alive" in refusal.conclusion.message
+    assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
+
+
+def test_a_request_at_home_in_the_dead_pool_spills() -> None:
+    driver = two_pools()
+    driver.feed(ReplicaLost("s1"))
+    for _ in range(12):
+        driver.report("l1", after_s=0.5)
+    assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "l1")]
+
+
+def test_without_spill_it_is_refused() -> None:
+    driver = two_pools(routing=RoutingSettings(b_short_tokens=500, spill=False))
+    driver.feed(ReplicaLost("s1"))
+    for _ in range(12):
+        driver.report("l1", after_s=0.5)
+    assert concluded(driver.arrive("short", prompt_tokens=20)) == [("short", "rejected_no_replica")]
+
+
+def test_retry_after_is_what_earlier_starts_took_less_the_age_of_the_outage() -> None:
+    driver = ManualDriver()
+    driver.now = 40.0
+    driver.join("s1", "short")
+    driver.feed(ReplicaLost("s1"))
+    driver.now += 10.0
+    assert retry_after_s(driver.arrive("r")) == pytest.approx(30.0, abs=1.0)
+
+
+def test_retry_after_of_the_first_start_grows_with_its_age_up_to_the_cap() -> None:
+    driver = ManualDriver()
+    driver.now = 12.0
+    assert retry_after_s(driver.arrive("r1")) == pytest.approx(12.0, abs=1.0)
+    driver.now = 400.0
+    assert retry_after_s(driver.arrive("r2")) == driver.scheduler.settings.retry_after_cap_s
+
+
+def test_a_replica_that_reconnects_teaches_nothing_about_the_start_of_engines() -> None:
+    driver = ManualDriver()
+    driver.now = 40.0
+    driver.join("s1", "short")
+    for _ in range(5):
+        driver.feed(ReplicaLost("s1"))
+        driver.now += 0.5
+        driver.join("s1", "short")
+    driver.feed(ReplicaLost("s1"))
+    driver.now += 10.0
+    assert retry_after_s(driver.arrive("r")) == pytest.approx(30.0, abs=1.0)

@@ -1,0 +1,125 @@
+"""The deadline of requests that arrive before any drain rate was measured."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serve_app.core.events import ReplicaJoined
+from serve_app.core.routing.pools import RoutingSettings
+from tests.builders import ManualDriver, concluded, retry_after_s, spec
+
+SLOTS, BEYOND_BATCH, TPOT_S = 4, 3, 0.01
+# The mean of the assumed lengths, cut at 60 tokens, is 54: a slot serves a request in about half a second.
+OUTPUT, EXPECTED_OUTPUT = 60, 54
+PER_S = SLOTS / (EXPECTED_OUTPUT * TPOT_S)
+TIMEOUT_S = 2.0
+ADMITTED = SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S
+
+
+def cold(*pools: str, spill: bool = True, **limits: Any) -> ManualDriver:
+    """Idle replicas whose engines state their pace."""
+    pools = pools or ("only",)
+    driver = ManualDriver(routing=RoutingSettings(pools=pools, b_short_tokens=500, spill=spill))
+    for pool in pools:
+        usual = spec(f"{pool}-1", pool, max_num_seqs=SLOTS, max_model_len=4_000, kv_tokens=100_000)
+        driver.feed(ReplicaJoined(replace(usual, **{"tpot_s": TPOT_S, **limits})))
+        driver.report(f"{pool}-1")
+    return driver
+
+
+def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
+    """The Retry-After of each refusal among requests of one instant."""
+    told = []
+    for number in range(count):
+        usual = {"max_output_tokens": OUTPUT, "prompt_tokens": 1, "expires_at": driver.now + TIMEOUT_S}
+        commands = driver.arrive(f"b{number}", **{**usual, **fields})
+        if ends := concluded(commands):
+            assert ends == [(f"b{number}", "rejected_deadline_unmeetable")]
+            told.append(retry_after_s(commands))
+    return told
+
+
+def test_those_who_cannot_get_a_slot_before_their_deadline_are_refused_at_once() -> None:
+    assert 100 - len(burst(cold(), 100)) == pytest.approx(ADMITTED, abs=2)
+
+
+def test_each_is_told_when_those_before_it_have_gone() -> None:
+    told = burst(cold(), 100)
+    # They return one after the other, at the pace of the slots.
+    assert told[-1] == pytest.approx(len(told) / PER_S, rel=0.4)
+    assert told[0] < 1.0 < told[len(told) // 2] < told[-1]
+
+
+@pytest.mark.parametrize("count", [1, SLOTS, SLOTS + BEYOND_BATCH + int(TIMEOUT_S * PER_S) - 1])
+def test_an_idle_fleet_refuses_nothing_that_it_can_serve(count: int) -> None:
+    assert burst(cold(), count) == []
+
+
+def test_requests_with_time_are_admitted() -> None:
+    assert burst(cold(), 100, expires_at=60.0) == []
+
+
+def test_nothing_is_refused_where_the_pace_of_an_engine_is_unknown() -> None:
+    assert burst(cold(tpot_s=None), 100) == []
+
+
+def test_a_reported_pace_replaces_the_stated_one() -> None:
+    driver = cold(tpot_s=None)
+    driver.report("only-1", tpot_s=4 * TPOT_S, running=1)
+    driver.report("only-1")
+    expected = SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S / 4
+    assert 100 - len(burst(driver, 100)) == pytest.approx(expected, abs=2)
+
+
+def test_a_small_cache_has_fewer_slots() -> None:
+    # It holds two requests of 3,000 tokens, and the prompts cost nothing here.
+    driver = cold(kv_tokens=6_200)
+    admitted = 100 - len(burst(driver, 100, prompt_tokens=3_000))
+    assert admitted == pytest.approx(2 + BEYOND_BATCH + TIMEOUT_S * PER_S / 2, abs=2)
+
+
+def test_prompts_limit_the_rate_where_they_take_longer_than_decoding() -> None:
+    driver = cold(prefill_token_s=0.001)
+    admitted = 100 - len(burst(driver, 100, prompt_tokens=1_000))
+    assert admitted == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S, abs=2)
+
+
+def test_lengths_that_nobody_knows_are_taken_low() -> None:
+    stated = 100 - len(burst(cold(), 100, max_output_tokens=1_000))
+    # 0.4 of the assumed mean of 256 tokens.
+    assert stated == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S * SLOTS / (0.4 * 256 * TPOT_S), abs=2)
+
+
+def test_requests_without_output_are_never_refused_by_the_slots() -> None:
+    assert burst(cold(), 100, max_output_tokens=0) == []
+
+
+def test_work_for_another_pool_is_not_ahead() -> None:
+    driver = cold("short", "long", spill=False)
+    for number in range(40):
+        driver.arrive(f"l{number}", prompt_tokens=2_000, max_output_tokens=OUTPUT)
+    assert 60 - len(burst(driver, 60)) == pytest.approx(ADMITTED, abs=2)
+
+
+def test_pools_that_share_their_work_drain_it_together() -> None:
+    assert 100 - len(burst(cold("short", "long"), 100)) == pytest.approx(2 * ADMITTED - TIMEOUT_S, abs=4)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, TIMEOUT_S, 10.0, 100.0])
+def test_what_surely_drains_in_time_does_so_by_the_full_count(seconds: float) -> None:
+    driver, found = cold("short", "long"), set()
+    for number in range(60):
+        driver.arrive(f"w{number}", prompt_tokens=1, max_output_tokens=OUTPUT, expires_at=1_000.0)
+        slots, ahead = driver.scheduler.admission._slots, driver.scheduler.queue.waiting_tokens
+        drain, surely = (
+            slots.drain(("short", "long"), ahead),
+            slots.surely_drains(("short", "long"), ahead, seconds),
+        )
+        in_time = math.inf if drain is None else seconds * drain.tokens_per_s + drain.free_tokens
+        needed = 0.0 if drain is None else drain.tokens_ahead
+        # Where both are the same it may say either.
+        assert needed <= in_time if surely else needed >= in_time * (1 - 1e-6)
+        found.add(surely)
+    assert found == ({True, False} if seconds < TIMEOUT_S else found)

@@ -1,0 +1,131 @@
+"""What requests are charged of an engine's time; that the sum is right, random histories show elsewhere."""
+
+import pytest
+
+from serve_app.core import events as ev
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.routing.prefill_cost import PrefillCostSettings
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
+from tests.builders import ManualDriver, one_replica
+
+# 10 ms to read the weights, 1 ms for a token of a prompt; nearly all weight on it.
+COST = PrefillCostSettings(prior_base_s=0.01, prior_per_token_s=0.001, prior_weight=1e9)
+
+
+def steady() -> ManualDriver:
+    return one_replica(prefill_cost=COST, backpressure=BackpressureSettings(report_limit_s=1_000.0))
+
+
+def used(driver: ManualDriver) -> dict[str, float]:
+    return {tenant: seconds for _, _, tenant, seconds in driver.scheduler.in_flight.engine_time.used}
+
+
+def finish(driver: ManualDriver, request_id: str, *, after_s: float = 0.0) -> None:
+    usage = Usage(prompt_tokens=50, output_tokens=5)
+    driver.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
+
+
+def begun(driver: ManualDriver, name: str, **fields: object) -> None:
+    """A request whose prompt costs nothing beyond a step, and whose answer begins at once."""
+    driver.arrive(name, tenant=name, prompt_tokens=1, **fields)
+    driver.feed(ev.FirstToken(name))
+
+
+def test_one_that_is_alone_has_all_the_time() -> None:
+    driver = steady()
+    begun(driver, "alone")
+    finish(driver, "alone", after_s=2.0)
+
+    assert used(driver) == {"alone": pytest.approx(2.0)}
+
+
+def test_answers_share_the_time_equally() -> None:
+    driver = steady()
+    begun(driver, "first")
+    driver.feed(ev.Woke(), after_s=1.0)
+    begun(driver, "second")
+    finish(driver, "first", after_s=2.0)
+    finish(driver, "second", after_s=3.0)
+
+    assert used(driver) == {"first": pytest.approx(1.0 + 1.0), "second": pytest.approx(1.0 + 3.0)}
+
+
+def test_a_long_prompt_pays_what_it_adds_to_the_step() -> None:
+    driver = steady()
+    begun(driver, "answer")
+    driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
+    # It costs 0.51 s, of which one reading of the weights, 0.01 s, would have passed without it.
+    driver.feed(ev.FirstToken("prompt"), after_s=0.7)
+    finish(driver, "prompt")
+    finish(driver, "answer")
+
+    assert used(driver) == {"prompt": pytest.approx(0.5 + 0.1), "answer": pytest.approx(0.1)}
+
+
+def test_prompts_that_are_computed_together_share_the_room_of_a_step() -> None:
+    driver = steady()
+    for name in ("one", "other"):
+        driver.arrive(name, tenant=name, prompt_tokens=510)
+    driver.feed(ev.FirstToken("one"), after_s=2.0)
+
+    finish(driver, "one")
+
+    # Two were under way at its first token, one when it came: its part of a reading is 10 ms / 1.5. What both
+    # were expected to need was kept, the rest of the two seconds is shared.
+    shared_s = 2.0 - (0.51 - 0.01) - (0.51 - 0.01 / 2)
+    assert used(driver) == {"one": pytest.approx(0.51 - 0.01 / 1.5 + shared_s / 2)}
+
+
+def test_a_prompt_pays_no_more_than_the_time_there_was() -> None:
+    driver = steady()
+    begun(driver, "answer")
+    driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
+    driver.feed(ev.FirstToken("prompt"), after_s=0.2)
+    finish(driver, "prompt")
+
+    assert used(driver) == {"prompt": pytest.approx(0.2)}
+
+
+def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
+    driver = steady()
+    begun(driver, "answer")
+    driver.arrive("whole", tenant="whole", prompt_tokens=510, streamed=False)
+    finish(driver, "whole", after_s=0.7)
+    finish(driver, "answer")
+
+    assert used(driver) == {"whole": pytest.approx(0.5 + 0.1), "answer": pytest.approx(0.1)}
+
+
+def test_a_request_that_its_engine_did_not_take_pays_no_prompt() -> None:
+    driver = steady()
+    begun(driver, "answer")
+    driver.arrive("refused", tenant="refused", prompt_tokens=510)
+    failure = ev.DispatchFailed("refused", "r1", ev.DispatchFailure.UNREACHABLE)
+    driver.feed(failure, after_s=0.2)
+
+    assert used(driver).get("refused", 0.0) <= 0.1
+    finish(driver, "answer")
+    assert sum(used(driver).values()) == pytest.approx(0.2)
+
+
+def test_time_is_charged_by_pool_and_class() -> None:
+    driver = steady()
+    begun(driver, "mine", priority=PriorityClass.INTERACTIVE)
+    finish(driver, "mine", after_s=1.0)
+
+    assert [row[:3] for row in driver.scheduler.in_flight.engine_time.used] == [
+        ("only", PriorityClass.INTERACTIVE, "mine")
+    ]
+
+
+def test_one_that_an_earlier_scheduler_sent_shares_from_now_on() -> None:
+    driver = steady()
+    driver.arrive("known", tenant="known", prompt_tokens=1)
+    driver.feed(ev.FirstToken("known"))
+    request = driver.find("known").request
+    later = steady()
+    later.feed(ev.Resumed(request, "r1", started=True))
+    finish(later, "known", after_s=0.5)
+
+    assert used(later) == {"known": pytest.approx(0.5)}

@@ -1,0 +1,125 @@
+from typing import Any
+
+from serve_app.core.commands import Command
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.events import Finished, FirstToken, Woke
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from tests.builders import ManualDriver, dispatched, one_replica
+
+
+def make_driver(**changes: Any) -> ManualDriver:
+    backpressure = BackpressureSettings(**{"lag_factor": 0.0, **changes})
+    return one_replica(limits={"kv_tokens": 500_000, "max_model_len": 100_000}, backpressure=backpressure)
+
+
+def test_a_replica_that_generates_too_slowly_gets_no_more_until_it_has_clearly_recovered() -> None:
+    driver = make_driver(tpot_gate_s=0.15, tpot_reopen_ratio=0.9)
+    driver.report("r1", running=5, tpot_s=0.16)
+    assert driver.arrive("a") == []
+    driver.report("r1", running=5, tpot_s=0.14)
+    assert driver.find("a").queued
+    assert dispatched(driver.report("r1", running=5, tpot_s=0.13)) == [("a", "r1")]
+    driver.report("r1", running=5, tpot_s=0.14)
+    assert dispatched(driver.arrive("b")) == [("b", "r1")]
+
+
+def test_an_idle_engine_is_never_gated() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    driver.report("r1", running=0, tpot_s=0.9, kv_usage_ratio=1.0)
+    assert dispatched(driver.arrive("a")) == [("a", "r1")]
+
+
+def test_without_a_gate_nothing_is_held_back() -> None:
+    driver = make_driver(tpot_gate_s=None)
+    driver.report("r1", running=5, tpot_s=9.0)
+    assert dispatched(driver.arrive("a")) == [("a", "r1")]
+
+
+def test_a_replica_with_a_nearly_full_cache_gets_nothing_more() -> None:
+    driver = make_driver(kv_gate_ratio=0.95)
+    driver.report("r1", running=5, kv_usage_ratio=0.96)
+    assert driver.arrive("a") == []
+    assert dispatched(driver.report("r1", running=5, kv_usage_ratio=0.9)) == [("a", "r1")]
+
+
+def test_prefill_work_under_way_counts_though_the_cache_is_nearly_empty() -> None:
+    driver = make_driver(max_prefill_backlog_s=4.0)
+    # Six seconds at the prior of 0.1 ms per token.
+    assert dispatched(driver.arrive("huge", prompt_tokens=60_000)) == [("huge", "r1")]
+    assert driver.arrive("small") == []
+    assert dispatched(driver.feed(FirstToken("huge"))) == [("small", "r1")]
+
+
+def test_unobserved_prefills_do_not_count_as_under_way_until_the_answer_ends() -> None:
+    driver = make_driver(max_prefill_backlog_s=4.0, target_waiting=1_000)
+    driver.join("r1", "only", kv_tokens=500_000, max_model_len=100_000, max_num_seqs=500)
+    # In all twelve seconds of prefill at 0.1 ms per token; the answers take longer than all of them.
+    for number in range(200):
+        driver.report("r1", after_s=0.3, received=number)
+        assert dispatched(driver.arrive(f"r{number}", prompt_tokens=600, streamed=False))
+
+
+def test_an_unobserved_prefill_of_a_huge_prompt_counts_for_its_usual_time() -> None:
+    driver = make_driver(max_prefill_backlog_s=4.0)
+    driver.arrive("huge", prompt_tokens=60_000, streamed=False)
+    assert driver.arrive("small") == []
+    for _ in range(6):
+        assert driver.find("small").queued
+        driver.report("r1", after_s=2.0, received=1)
+    # Twice its usual six seconds.
+    driver.feed(Woke(), after_s=0.1)
+    assert not driver.find("small").queued
+
+
+def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
+    driver = make_driver()
+    driver.arrive("r", prompt_tokens=100, streamed=False)
+    driver.feed(FirstToken("r"), after_s=30.0)
+    assert driver.scheduler.prefill_costs.shared.observations == 0
+
+
+def stream(driver: ManualDriver, request_id: str, seconds: float, output_tokens: int = 3) -> None:
+    """An answer whose tokens after the first take so long together."""
+    assert dispatched(driver.arrive(request_id)) == [(request_id, "r1")]
+    driver.feed(FirstToken(request_id))
+    usage = Usage(prompt_tokens=40, output_tokens=output_tokens)
+    driver.feed(Finished(request_id, Outcome.COMPLETED, usage), after_s=seconds)
+
+
+def without_metrics(driver: ManualDriver) -> list[Command]:
+    return driver.report("r1", received=None, waiting=None, running=None, kv_usage_ratio=None)
+
+
+def test_the_pace_of_an_engine_that_does_not_tell_it_is_measured_from_its_streams() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    assert dispatched(driver.arrive("runs")) == [("runs", "r1")]
+    without_metrics(driver)
+    # 0.2 s for each token.
+    assert driver.arrive("waits") == []
+    # Once nothing runs there, it may show that it is faster now.
+    driver.feed(Finished("runs", Outcome.CANCELLED))
+    assert dispatched(without_metrics(driver)) == [("waits", "r1")]
+
+
+def test_a_measured_pace_is_forgotten_when_no_answer_has_ended_for_long() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    driver.arrive("runs")
+    without_metrics(driver)
+    assert driver.arrive("waits") == []
+    driver.now += 10.0
+    assert dispatched(without_metrics(driver)) == [("waits", "r1")]
+
+
+def test_what_an_engine_reports_counts_more_than_what_is_measured() -> None:
+    driver = make_driver(tpot_gate_s=0.15)
+    driver.report("r1", running=1, tpot_s=0.05)
+    for number in range(3):
+        stream(driver, f"slow{number}", 0.4)
+    driver.arrive("runs")
+    driver.report("r1", running=1, tpot_s=None)
+    assert dispatched(driver.arrive("next")) == [("next", "r1")]

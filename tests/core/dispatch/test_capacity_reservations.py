@@ -1,0 +1,182 @@
+"""A request that needs most of an engine's KV cache, beside a stream of small ones that take what is free."""
+
+import pytest
+
+from serve_app.core.commands import Command
+from serve_app.core.dispatch import dispatcher as openings
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.dispatch.promotion import PromotionSettings
+from serve_app.core.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
+from serve_app.core.isolation import IsolationSettings
+from serve_app.errors import Outcome
+from tests.builders import ONE_POOL, ManualDriver, dispatched
+
+KV, SMALL = 10_000, 1_000
+
+
+class Crowd(ManualDriver):
+    """One pool that is always full of small requests, each of which ends ten seconds after its dispatch."""
+
+    def __init__(
+        self,
+        replicas: int = 1,
+        *,
+        policy: str = "ewsjf",
+        promoted_after_s: float = 20.0,
+        max_long_prefills: int = 0,
+    ) -> None:
+        super().__init__(
+            policy=policy,
+            routing=ONE_POOL,
+            isolation=IsolationSettings(max_long_prefills=max_long_prefills),
+            backpressure=BackpressureSettings(target_waiting=4),
+            promotion=PromotionSettings(default_s=promoted_after_s),
+        )
+        self.names = [f"s{number}" for number in range(replicas)]
+        self.sent_at: dict[str, float] = {}
+        self.ends_at: dict[str, float] = {}
+        self.number = 0
+        for name in self.names:
+            self.join(name, "only", max_model_len=KV, kv_tokens=KV, max_num_seqs=64)
+
+    def feed(self, event: Event, *, after_s: float = 0.0) -> list[Command]:
+        commands = super().feed(event, after_s=after_s)
+        for request_id, _ in dispatched(commands):
+            self.sent_at[request_id] = self.now
+            self.ends_at[request_id] = self.now + 10.0
+        return commands
+
+    def second(self, arrivals: int = 1) -> None:
+        """A second passes: some requests end, others arrive."""
+        self.now += 1.0
+        for request_id in [each for each, at in self.ends_at.items() if at <= self.now]:
+            del self.ends_at[request_id]
+            self.feed(Finished(request_id, Outcome.COMPLETED))
+        for _ in range(arrivals):
+            self.number += 1
+            self.arrive(f"small {self.number}", prompt_tokens=SMALL - 10, max_output_tokens=10)
+        for request_id in list(self.ends_at):
+            self.feed(FirstToken(request_id))
+        for name in self.names:
+            if self.scheduler.ledger.get(name) is not None:
+                self.report(name, received=10_000)
+
+    def seconds(self, count: int, arrivals: int = 1) -> None:
+        for _ in range(count):
+            self.second(arrivals)
+
+    @property
+    def reserved(self) -> list[int]:
+        return [state.reserved_tokens for state in self.scheduler.ledger]
+
+
+def huge(crowd: Crowd, request_id: str = "huge", tokens: int = 9_000) -> None:
+    crowd.arrive(request_id, prompt_tokens=tokens - 10, max_output_tokens=10)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_request_that_fits_nowhere_is_dispatched_soon_after_its_promotion(replicas: int) -> None:
+    crowd = Crowd(replicas)
+    crowd.seconds(15, replicas)
+    huge(crowd)
+    arrived_at = crowd.now
+    crowd.seconds(20, replicas)
+    assert "huge" not in crowd.sent_at
+    crowd.seconds(13, replicas)
+    # Within the time in which all that ran at its promotion has ended.
+    assert arrived_at + 20.0 < crowd.sent_at["huge"] <= arrived_at + 33.0
+    assert crowd.reserved == [0] * replicas
+
+
+def test_without_promotion_it_would_wait_for_ever() -> None:
+    crowd = Crowd(promoted_after_s=1e9)
+    crowd.seconds(15)
+    huge(crowd)
+    crowd.seconds(120)
+    assert "huge" not in crowd.sent_at
+
+
+def test_capacity_is_reserved_on_one_replica_and_the_others_continue() -> None:
+    crowd = Crowd(3)
+    crowd.seconds(15, 3)
+    huge(crowd)
+    crowd.seconds(24, 3)
+    assert sorted(crowd.reserved) == [0, 0, 9_000]
+    before = len(crowd.sent_at)
+    crowd.seconds(5, 3)
+    assert len(crowd.sent_at) > before
+
+
+def test_a_reservation_is_dropped_when_its_request_is_cancelled() -> None:
+    crowd = Crowd()
+    crowd.seconds(15)
+    huge(crowd)
+    crowd.seconds(24)
+    assert crowd.reserved == [9_000]
+    assert "room is being kept for it" in crowd.why_waiting("huge")
+    crowd.feed(Cancelled("huge"))
+    assert crowd.reserved == [0]
+    before = len(crowd.sent_at)
+    crowd.seconds(3)
+    assert len(crowd.sent_at) > before
+
+
+def test_when_its_replica_is_lost_a_request_gets_a_reservation_on_another() -> None:
+    crowd = Crowd(2)
+    crowd.seconds(15, 2)
+    huge(crowd)
+    crowd.seconds(24, 2)
+    (lost,) = [state.spec.replica_id for state in crowd.scheduler.ledger if state.reserved_tokens]
+    crowd.names.remove(lost)
+    for request_id in [each for each in crowd.ends_at if crowd.find(each).replica_id == lost]:
+        del crowd.ends_at[request_id]
+    crowd.feed(ReplicaLost(lost))
+    crowd.seconds(25)
+    assert "huge" in crowd.sent_at
+    assert not any(crowd.reserved)
+
+
+def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -> None:
+    crowd = Crowd()
+    crowd.seconds(15)
+    for number in range(3):
+        huge(crowd, f"huge {number}")
+    crowd.seconds(90)
+    times = [crowd.sent_at[f"huge {number}"] for number in range(3)]
+    assert times == sorted(times)
+    # Small ones were dispatched between them.
+    between = [
+        at for name, at in crowd.sent_at.items() if name.startswith("small") and times[0] < at < times[2]
+    ]
+    assert between
+
+
+def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -> None:
+    crowd = Crowd(promoted_after_s=1_000.0)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
+    arrived_at = crowd.now
+    crowd.seconds(20, 2)
+    # All that ran when it came has ended by then, and what the flood was served since puts it behind.
+    assert crowd.sent_at["huge"] <= arrived_at + 15.0
+    assert crowd.reserved == [0]
+
+
+def test_capacity_is_kept_for_it_also_where_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the only long prompt, so the heads that are looked at because they may fit do not include it."""
+    monkeypatch.setattr(openings, "_FEW_HEADS", 0)
+    crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
+    arrived_at = crowd.now
+    crowd.seconds(20, 2)
+    assert crowd.sent_at["huge"] <= arrived_at + 15.0
+
+
+def test_among_equal_shares_no_capacity_is_kept_idle() -> None:
+    crowd = Crowd(promoted_after_s=1_000.0)
+    crowd.seconds(15)
+    crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10)
+    for _ in range(20):
+        crowd.second(2)
+        assert crowd.reserved == [0]

@@ -1,0 +1,151 @@
+"""Engine priorities: the numbers, and where the scheduler counts requests in and out."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from serve_app.core import SchedulerSettings
+from serve_app.core.commands import Command, Dispatch
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.dispatch.engine_priority import BAND, EnginePriorities, EnginePrioritySettings
+from serve_app.core.events import Cancelled, DispatchFailed, DispatchFailure, Finished, Resumed
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Request
+from tests.builders import ManualDriver, dispatched, request
+
+INTERACTIVE, DEFAULT, BATCH = PriorityClass
+ON = EnginePrioritySettings(enabled=True, target_waiting=100)
+
+
+def priorities(commands: list[Command]) -> list[int | None]:
+    return [command.engine_priority for command in commands if isinstance(command, Dispatch)]
+
+
+def make_driver() -> ManualDriver:
+    driver = ManualDriver(engine_priority=ON)
+    driver.join()
+    return driver
+
+
+def test_a_tenants_first_pending_request_is_numbered_zero_and_the_next_from_there() -> None:
+    pending = EnginePriorities(ON)
+    heavy = [pending.on_dispatch(request(f"a{n}", tenant="a", priority=INTERACTIVE)) for n in range(4)]
+    assert heavy == [0, 1, 2, 3]
+    assert pending.on_dispatch(request("b0", tenant="b", priority=INTERACTIVE)) == 0
+
+
+def test_the_end_of_a_request_lowers_the_next_number() -> None:
+    pending = EnginePriorities(ON)
+    sent = [request(f"a{n}") for n in range(3)]
+    assert [pending.on_dispatch(one) for one in sent] == [BAND, BAND + 1, BAND + 2]
+    pending.on_departure(sent[1])
+    assert pending.on_dispatch(request("a3")) == BAND + 2
+    for one in [sent[0], sent[2], request("a3")]:
+        pending.on_departure(one)
+    assert repr(pending) == "<EnginePriorities 0 of 0 tenants and classes>"
+
+
+def test_the_last_of_a_class_comes_before_the_first_of_the_next() -> None:
+    pending = EnginePriorities(ON)
+    # As if a tenant had more in flight than any fleet holds.
+    pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND
+    last = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass]
+    assert last == [BAND - 1, 2 * BAND - 1, 2 * BAND]
+
+
+def test_a_tenants_batch_does_not_delay_its_chat() -> None:
+    pending = EnginePriorities(ON)
+    for n in range(50):
+        pending.on_dispatch(request(f"b{n}", priority=BATCH))
+    assert pending.on_dispatch(request("chat", priority=INTERACTIVE)) == 0
+
+
+def test_exactly_the_requests_in_engines_are_pending_in_any_order_of_events() -> None:
+    rng = random.Random(7)
+    pending = EnginePriorities(ON)
+    driver: list[Request] = []
+    for n in range(500):
+        if driver and rng.random() < 0.45:
+            pending.on_departure(driver.pop(rng.randrange(len(driver))))
+        else:
+            one = request(f"r{n}", tenant=rng.choice("abc"), priority=rng.choice(list(PriorityClass)))
+            same = sum((other.tenant, other.priority) == (one.tenant, one.priority) for other in driver)
+            assert pending.on_dispatch(one) == one.priority.rank * BAND + same
+            driver.append(one)
+
+
+def test_without_the_mode_no_priority_is_sent() -> None:
+    driver = ManualDriver()
+    driver.join()
+    assert priorities(driver.arrive(priority=BATCH)) == [None]
+
+
+def test_a_dispatch_has_a_priority_by_class_and_pending_requests_of_the_tenant() -> None:
+    driver = make_driver()
+    first = [priorities(driver.arrive(f"a{n}", tenant="a")) for n in range(3)]
+    assert first == [[BAND], [BAND + 1], [BAND + 2]]
+    assert priorities(driver.arrive("b0", tenant="b")) == [BAND]
+    assert priorities(driver.arrive("a3", tenant="a", priority=INTERACTIVE)) == [0]
+    assert priorities(driver.arrive("a4", tenant="a", priority=BATCH)) == [2 * BAND]
+
+
+@pytest.mark.parametrize(
+    "end", [Finished("r1", Outcome.COMPLETED), Cancelled("r1"), Finished("r1", Outcome.FAILED)]
+)
+def test_an_ended_request_is_pending_no_more(end: Finished | Cancelled) -> None:
+    driver = make_driver()
+    driver.arrive("r1")
+    driver.feed(end)
+    assert priorities(driver.arrive("r2")) == [BAND]
+
+
+def test_a_returned_request_is_numbered_again() -> None:
+    driver = make_driver()
+    driver.join("s2")
+    [(_, where)] = dispatched(driver.arrive("r1"))
+    driver.arrive("r2")
+    again = driver.feed(DispatchFailed("r1", where, DispatchFailure.LOST))
+    # One other is pending; it itself is not.
+    assert priorities(again) == [BAND + 1]
+
+
+def test_a_new_scheduler_counts_what_runs_already() -> None:
+    driver = make_driver()
+    for n in range(2):
+        driver.feed(Resumed(request(f"r{n}"), "s1", started=True))
+    assert priorities(driver.arrive("r2")) == [BAND + 2]
+
+
+def test_the_mode_sets_the_length_of_the_engines_queue() -> None:
+    tight = {"backpressure": BackpressureSettings(target_waiting=2, lag_factor=0.0)}
+    sent = {}
+    for mode in (
+        EnginePrioritySettings(target_waiting=6),
+        EnginePrioritySettings(enabled=True, target_waiting=6),
+    ):
+        driver = ManualDriver(engine_priority=mode, **tight)
+        driver.join(max_num_seqs=1)
+        sent[mode.enabled] = sum(len(priorities(driver.arrive(f"r{n}"))) for n in range(20))
+    assert sent == {False: 2, True: 6}
+
+
+def test_batch_work_leaves_a_part_of_the_engines_queue_to_requests_that_pass_it() -> None:
+    driver = ManualDriver(engine_priority=EnginePrioritySettings(enabled=True, target_waiting=8))
+    driver.join(max_num_seqs=1)
+    for n in range(20):
+        driver.arrive(f"b{n}", priority=BATCH)
+    assert 4 <= driver.scheduler.ledger["s1"].in_flight <= 5
+    assert priorities(driver.arrive("chat", priority=INTERACTIVE)) == [0]
+
+
+def test_the_modes_limits_replace_those_of_backpressure() -> None:
+    mode = EnginePrioritySettings(
+        enabled=True, target_waiting=20, batch_share=0.25, max_prefill_backlog_s=9.0
+    )
+    usual = SchedulerSettings(model="m", engine_priority=replace(mode, enabled=False))
+    assert usual.backpressure_in_force is usual.backpressure
+    in_force = replace(usual, engine_priority=mode).backpressure_in_force
+    assert in_force == replace(
+        usual.backpressure, target_waiting=20, batch_target_waiting=5, max_prefill_backlog_s=9.0
+    )

@@ -1,0 +1,70 @@
+from serve_app.core.dispatch.backpressure import LONE_BATCH_FACTOR, LULL_S, BackpressureSettings
+from serve_app.core.dispatch.class_floors import ClassFloorSettings
+from serve_app.core.events import Cancelled, Woke
+from serve_app.request import PriorityClass
+from tests.builders import ManualDriver, dispatched, one_replica
+
+BATCH = PriorityClass.BATCH
+# Without growth by pace; many may wait in the engine, so only the rules for batch work count.
+BACKPRESSURE = BackpressureSettings(lag_factor=0.0, target_waiting=1_000)
+PROMPT = 100
+
+
+def make_driver(backpressure: BackpressureSettings = BACKPRESSURE) -> ManualDriver:
+    return one_replica(
+        limits={"kv_tokens": 500_000, "max_num_seqs": 1_000},
+        class_floors=ClassFloorSettings(batch_share=0.0),
+        backpressure=backpressure,
+    )
+
+
+def batch_sent(driver: ManualDriver, name: str) -> int:
+    """How many of many batch requests go to the engine at once."""
+    return sum(
+        len(dispatched(driver.arrive(f"{name}{number}", priority=BATCH, prompt_tokens=PROMPT)))
+        for number in range(100)
+    )
+
+
+def expected(driver: ManualDriver, times: int) -> int:
+    """Until more prefill is under way than the limit: that one is sent, too."""
+    per_request_s = PROMPT * driver.scheduler.prefill_costs.shared.per_token_s
+    return int(times * BACKPRESSURE.batch_prefill_s / per_request_s + 1e-9) + 1
+
+
+def test_alone_it_fills_iterations() -> None:
+    driver = make_driver()
+    assert batch_sent(driver, "b") == expected(driver, LONE_BATCH_FACTOR) > expected(driver, 1)
+
+
+def test_beside_a_request_above_it_gets_less() -> None:
+    driver = make_driver()
+    driver.arrive("i", prompt_tokens=1)
+    assert batch_sent(driver, "b") <= expected(driver, 1)
+    assert repr(driver.scheduler._lone_batch) == "<LoneBatch off>"
+
+
+def test_it_gets_more_once_none_has_come_for_a_while() -> None:
+    driver = make_driver()
+    driver.arrive("i", prompt_tokens=1)
+    driver.feed(Cancelled("i"))
+    before = batch_sent(driver, "b")
+    driver.now += LULL_S - 0.5
+    driver.report("r1", received=before, waiting=before)
+    assert dispatched(driver.feed(Woke())) == []
+    driver.now += 0.6
+    more = dispatched(driver.feed(Woke()))
+    assert before + len(more) == expected(driver, LONE_BATCH_FACTOR)
+
+
+def test_a_request_that_runs_for_long_keeps_it_back() -> None:
+    driver = make_driver()
+    driver.arrive("i", prompt_tokens=1)
+    driver.now += 10 * LULL_S
+    driver.report("r1", received=1)
+    assert batch_sent(driver, "b") <= expected(driver, 1)
+
+
+def test_who_allows_none_beside_others_allows_none_alone() -> None:
+    driver = make_driver(BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0))
+    assert batch_sent(driver, "b") == 1

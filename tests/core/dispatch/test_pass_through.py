@@ -1,0 +1,149 @@
+"""Requests that pass the scheduler by, and those beside them that do not."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.decision_log import Decision, LoggedRun, RunHeader, replay
+from serve_app.core.events import (
+    ActiveShareChanged,
+    Arrived,
+    DispatchFailed,
+    DispatchFailure,
+    Event,
+    Finished,
+    ReplicaLost,
+)
+from serve_app.errors import Outcome
+from tests.builders import ONE_POOL, ManualDriver, request, settings
+
+
+def fleet(active_share: float, replicas: int = 3, **limits: int) -> ManualDriver:
+    driver = ManualDriver(routing=ONE_POOL, active_share=active_share)
+    for number in range(replicas):
+        driver.join(f"s{number}", "only", **limits)
+    return driver
+
+
+def sent(driver: ManualDriver, count: int) -> list[Dispatch]:
+    found = []
+    for number in range(count):
+        commands = driver.arrive(f"r{number}")
+        found += [command for command in commands if isinstance(command, Dispatch)]
+    return found
+
+
+def test_while_only_observing_every_request_goes_at_once_where_the_fewest_are() -> None:
+    driver = fleet(0.0, max_num_seqs=2)
+    found = sent(driver, 30)
+    assert len(found) == 30
+    assert all(each.passed and each.queue_wait_s == 0 for each in found)
+    assert Counter(each.replica_id for each in found) == {"s0": 10, "s1": 10, "s2": 10}
+    # The ledger knows them all the same.
+    assert sum(state.in_flight for state in driver.scheduler.ledger) == 30
+    driver.feed(Finished(found[0].request_id, Outcome.COMPLETED))
+    assert driver.scheduler.ledger["s0"].in_flight == 9
+
+
+def test_while_all_is_scheduled_nothing_passes() -> None:
+    driver = fleet(1.0, max_num_seqs=1)
+    found = sent(driver, 60)
+    assert 0 < len(found) < 60
+    assert not any(each.passed for each in found)
+
+
+def test_a_share_is_scheduled_and_the_same_requests_each_time() -> None:
+    passed = {each.request_id for each in sent(fleet(0.3, replicas=1, max_num_seqs=2), 1000) if each.passed}
+    assert 650 <= len(passed) <= 750
+    again = {each.request_id for each in sent(fleet(0.3, replicas=2), 1000) if each.passed}
+    assert again == passed
+
+
+def test_a_larger_share_takes_requests_from_those_that_passed_and_from_no_others() -> None:
+    of_share = {
+        share: {each.request_id for each in sent(fleet(share, 1), 300) if each.passed} for share in (0.2, 0.6)
+    }
+    assert of_share[0.6] < of_share[0.2]
+
+
+def test_one_command_changes_the_share_and_one_takes_it_back() -> None:
+    driver = fleet(1.0, replicas=1, max_num_seqs=1)
+    sent(driver, 20)
+    waiting = len(driver.scheduler.queue)
+    assert waiting
+    driver.feed(ActiveShareChanged(0.0))
+    (went,) = driver.arrive("later")
+    assert isinstance(went, Dispatch)
+    assert went.passed
+    # Those that wait are not concerned.
+    assert len(driver.scheduler.queue) == waiting
+    driver.feed(ActiveShareChanged(1.0))
+    assert driver.arrive("last") == []
+
+
+def test_without_a_replica_that_lives_a_request_waits_like_any_other() -> None:
+    driver = fleet(0.0, replicas=1)
+    driver.feed(ReplicaLost("s0"))
+    assert driver.arrive("r") == []
+    driver.join("s1", "only")
+    assert driver.find("r").replica_id == "s1"
+
+
+def test_a_request_too_long_for_every_replica_is_refused_all_the_same() -> None:
+    driver = fleet(0.0)
+    (refused,) = driver.arrive("r", prompt_tokens=10_000_000)
+    assert isinstance(refused, Conclude)
+    assert refused.conclusion.outcome is Outcome.REJECTED_TOO_LONG
+
+
+def test_one_that_a_replica_loses_is_tried_on_another() -> None:
+    driver = fleet(0.0)
+    (went,) = sent(driver, 1)
+    commands = driver.feed(DispatchFailed("r0", went.replica_id, DispatchFailure.UNREACHABLE))
+    again = [each for each in commands if isinstance(each, Dispatch)]
+    assert [each.replica_id != went.replica_id for each in again] == [True]
+
+
+@given(
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    arrivals=st.lists(st.integers(1, 500), min_size=1, max_size=60),
+)
+def test_every_request_is_sent_or_waits_and_the_log_replays(shares: list[float], arrivals: list[int]) -> None:
+    driver = fleet(shares[0], replicas=2, max_num_seqs=3)
+    decisions: list[tuple[int, Decision]] = []
+    before = driver.scheduler
+
+    def feed(event: Event) -> None:
+        decisions.append((len(decisions), Decision(driver.now, event, tuple(driver.feed(event)))))
+
+    for number, tokens in enumerate(arrivals):
+        feed(ActiveShareChanged(shares[number % len(shares)]))
+        feed(Arrived(request(f"r{number}", prompt_tokens=tokens)))
+        running = sum(state.in_flight for state in before.ledger)
+        assert running + len(before.queue) == len(before)
+        for state in before.ledger:
+            held = [before.find(f"r{one}") for one in range(number + 1)]
+            mine = [each for each in held if each and each.replica_id == state.spec.replica_id]
+            assert state.held_tokens == sum(each.hold.tokens for each in mine)
+
+
+def test_changes_of_the_share_are_part_of_the_decision_log() -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    logged: list[tuple[int, Decision]] = []
+    plain_feed = driver.feed
+
+    def feed(event: Event, *, after_s: float = 0.0) -> list:  # type: ignore[type-arg]
+        commands = plain_feed(event, after_s=after_s)
+        logged.append((len(logged), Decision(driver.now, event, tuple(commands))))
+        return commands
+
+    driver.feed = feed  # type: ignore[method-assign]
+    driver.join("s0", "only", max_num_seqs=1)
+    for number in range(40):
+        if number % 10 == 0:
+            driver.feed(ActiveShareChanged(number / 40))
+        driver.arrive(f"r{number}")
+    assert any(isinstance(c, Dispatch) and c.passed for _, d in logged for c in d.commands)
+    assert replay(LoggedRun(RunHeader(settings=settings(routing=ONE_POOL)), logged)) is None

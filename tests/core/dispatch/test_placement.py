@@ -1,0 +1,101 @@
+"""Prefix affinity inside the scheduler: the replica of each request, and the length that it counts with."""
+
+from typing import Any
+
+from serve_app.core.commands import Command
+from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken, ReplicaLost, Resumed
+from serve_app.core.routing.prefix import AffinitySettings
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from tests.builders import ManualDriver, dispatched, request
+
+SESSION = tuple(range(1, 26))  # 25 blocks, 3,200 tokens
+
+
+class Sessions(ManualDriver):
+    """Two replicas in one pool, and requests with given prefixes."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.join("s1", max_model_len=16_000, kv_tokens=100_000)
+        self.join("s2", max_model_len=16_000, kv_tokens=100_000)
+
+    def started(self, request_id: str) -> None:
+        self.feed(FirstToken(request_id), after_s=0.5)
+
+    def ask(
+        self, request_id: str, prefix: tuple[int, ...] = SESSION, prompt_tokens: int = 3_300
+    ) -> list[Command]:
+        return self.arrive(request_id, prompt_tokens=prompt_tokens, prefix=prefix)
+
+    def done(self, request_id: str) -> list[Command]:
+        usage = Usage(prompt_tokens=3_300, output_tokens=10)
+        return self.feed(Finished(request_id, Outcome.COMPLETED, usage), after_s=0.5)
+
+    def replica_of(self, request_id: str, prefix: tuple[int, ...] = SESSION) -> str:
+        return dict(dispatched(self.ask(request_id, prefix)))[request_id]
+
+
+def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None:
+    for enabled, expected in ((True, "s1"), (False, "s2")):
+        sessions = Sessions(affinity=AffinitySettings(enabled=enabled))
+        assert sessions.replica_of("first") == "s1"
+        sessions.done("first")
+        assert sessions.replica_of("another", (90, 91)) == "s1"
+        sessions.started("another")
+        assert sessions.replica_of("second", (*SESSION, 77)) == expected
+
+
+def test_only_what_is_left_to_compute_is_reserved_and_charged() -> None:
+    sessions = Sessions(policy="ewsjf")
+    sessions.ask("first")
+    sessions.done("first")
+    sessions.ask("second")
+    assert sessions.find("second").hold.prefill_tokens == 100
+    assert sessions.find("second").prefill_tokens == 100
+    assert sessions.scheduler.ledger["s1"].pending_prefill_tokens == 100
+    sessions.ask("fresh", (90, 91))
+    assert sessions.find("fresh").charged - sessions.find("second").charged == 3_200
+
+
+def test_a_mostly_cached_long_prompt_is_a_short_prefill_on_that_replica() -> None:
+    sessions = Sessions(policy="ewsjf")
+    sessions.ask("first")
+    sessions.done("first")
+    longs = [f"long {number}" for number in range(1, 6)]
+    for number, name in enumerate(longs, 1):
+        sessions.ask(name, tuple(range(100 * number, 100 * number + 25)))
+    assert all(sessions.find(name).prefill_class for name in longs)
+    # Each replica has as many long prefills under way as it may have.
+    assert sessions.find(longs[-1]).queued
+    assert dispatched(sessions.ask("second")) == [("second", "s1")]
+    assert sessions.find("second").hold.prefill_class == 0
+
+
+def test_a_replica_that_was_lost_is_no_longer_preferred() -> None:
+    sessions = Sessions()
+    assert sessions.replica_of("first") == "s1"
+    sessions.feed(ReplicaLost("s1"))
+    sessions.ask("second")
+    assert sessions.find("second").cached_tokens == 0
+    assert sessions.find("second").replica_id == "s2"
+
+
+def test_a_returned_request_counts_by_what_is_cached_elsewhere() -> None:
+    sessions = Sessions()
+    sessions.ask("first")
+    sessions.started("first")
+    sessions.ask("second")
+    assert sessions.find("second").cached_tokens == 3_200
+    sessions.feed(ReplicaLost("s1"))
+    sessions.feed(DispatchFailed("second", "s1", DispatchFailure.LOST))
+    assert sessions.find("second").replica_id == "s2"
+    assert sessions.find("second").cached_tokens == 0
+
+
+def test_a_new_scheduler_learns_prefixes_from_resumed_requests() -> None:
+    sessions = Sessions()
+    running = request("first", prompt_tokens=3_300, prefix=SESSION)
+    sessions.feed(Resumed(running, "s2", started=True))
+    sessions.feed(Finished("first", Outcome.COMPLETED, None))
+    assert sessions.replica_of("second") == "s2"

@@ -1,0 +1,32 @@
+from serve_app.core.dispatch.promotion import Promotion, PromotionSettings
+from serve_app.request import PriorityClass
+from tests.builders import scheduled_request
+
+
+def test_of_the_requests_that_have_waited_too_long_the_oldest_is_promoted() -> None:
+    promotion = Promotion(PromotionSettings(default_s=10.0))
+    heads = [scheduled_request(arrived_at=at) for at in (95.0, 80.0, 70.0)]
+    assert promotion.first(heads, 100.0) is heads[2]
+    assert promotion.first(heads, 79.0) is None
+
+
+def test_each_class_has_its_own_limit() -> None:
+    promotion = Promotion(PromotionSettings(interactive_s=1.0, default_s=50.0))
+    heads = [
+        scheduled_request(arrived_at=80.0),
+        scheduled_request(arrived_at=98.0, priority=PriorityClass.INTERACTIVE),
+    ]
+    assert promotion.first(heads, 100.0) is heads[1]
+
+
+def test_under_overload_promotions_are_a_share_of_all_dispatches() -> None:
+    promotion = Promotion(PromotionSettings(default_s=1.0, promoted_share=0.2))
+    promoted = 0
+    for _ in range(1_000):
+        preferred, overdue = scheduled_request(arrived_at=0.5), scheduled_request(arrived_at=0.0)
+        first = promotion.first([preferred, overdue], 100.0) if promotion.is_due else preferred
+        assert first is not None
+        promoted += first is overdue
+        promotion.on_dispatch(first, 100.0)
+    # Both heads are overdue: whichever goes first while a promotion is due uses it up.
+    assert 190 <= promoted <= 260

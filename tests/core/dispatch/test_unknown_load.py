@@ -1,0 +1,96 @@
+"""Engines that do not tell their load or their limits, in front of the scheduler."""
+
+from typing import Any
+
+import pytest
+
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.core.events import Finished, FirstToken
+from serve_app.errors import Outcome
+from serve_app.request import Usage
+from tests.builders import ManualDriver, dispatched, one_replica
+
+SILENT: dict[str, Any] = {"received": None, "waiting": None, "running": None, "kv_usage_ratio": None}
+
+
+def silent_replica(**limits: int | None) -> ManualDriver:
+    """An engine without metrics, that states no limit but those given."""
+    unknown: dict[str, int | None] = {"kv_tokens": None, "max_num_seqs": None, "max_model_len": 100_000}
+    driver = one_replica(limits={**unknown, **limits}, backpressure=BackpressureSettings(lag_factor=0.0))
+    driver.report("r1", **SILENT)
+    return driver
+
+
+def sent(driver: ManualDriver, names: range, **fields: object) -> list[str]:
+    """Which of these requests are sent at once."""
+    went: list[str] = []
+    for name in names:
+        went += [request_id for request_id, _ in dispatched(driver.arrive(f"q{name}", **fields))]
+    return went
+
+
+def test_eight_go_at_once_to_an_engine_of_which_nothing_is_known() -> None:
+    assert len(sent(silent_replica(), range(30))) == 8
+
+
+def test_its_limit_grows_while_answers_begin_in_time() -> None:
+    driver = silent_replica()
+    names = sent(driver, range(100))
+    in_flight = 0
+    for _ in range(10):
+        fresh = []
+        for name in names:
+            driver.now += 0.001
+            fresh += [request_id for request_id, _ in dispatched(driver.feed(FirstToken(name)))]
+        names = fresh
+        in_flight += len(fresh)
+        driver.report("r1", after_s=0.2, **SILENT)
+    assert 8 + in_flight > 30
+
+
+def test_answers_that_are_not_streamed_move_the_limit_when_they_end() -> None:
+    driver = silent_replica()
+    first = sent(driver, range(60), streamed=False)
+    went = []
+    driver.report("r1", after_s=0.5, **SILENT)
+    for name in first:
+        end = Finished(name, Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=50, cached_tokens=0))
+        went += [request_id for request_id, _ in dispatched(driver.feed(end))]
+    # Each that ends makes room for itself and for one more.
+    assert len(went) == 2 * len(first)
+
+
+def test_a_known_batch_is_the_limit_of_a_silent_engine() -> None:
+    # Four slots, and `target_waiting` beyond them.
+    assert len(sent(silent_replica(max_num_seqs=4), range(30))) == 4 + 3
+
+
+def test_an_unknown_cache_is_no_limit() -> None:
+    driver = silent_replica(max_num_seqs=4)
+    assert dispatched(driver.arrive("huge", prompt_tokens=30_000)) == [("huge", "r1")]
+    assert driver.scheduler.ledger["r1"].free_tokens > 1 << 39
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_an_engine_that_tells_its_queue_needs_no_limit_in_flight(waiting: int) -> None:
+    driver = silent_replica()
+    driver.report("r1", received=0, waiting=waiting, running=5, kv_usage_ratio=0.1)
+    state = driver.scheduler.ledger["r1"]
+    assert state.in_flight_limit is None
+    assert state.max_num_seqs is None
+
+
+def test_the_batch_of_a_talkative_engine_is_learned_from_its_plateau() -> None:
+    driver = silent_replica()
+    for _ in range(5):
+        driver.report("r1", after_s=0.2, received=0, waiting=2, running=6, kv_usage_ratio=0.1)
+    assert driver.scheduler.ledger["r1"].max_num_seqs == 6
+    driver.join("r1", "only", kv_tokens=None, max_num_seqs=None)
+    assert driver.scheduler.ledger["r1"].max_num_seqs is None
+
+
+def test_a_silent_engine_is_gated_by_nothing() -> None:
+    driver = silent_replica()
+    assert sent(driver, range(1)) == ["q0"]
+    driver.report("r1", after_s=0.2, **SILENT)
+    assert not driver.scheduler.ledger["r1"].gated

@@ -1,0 +1,29 @@
+"""What tests of the outlook share."""
+
+from collections.abc import Sequence
+
+from serve_app.core import Scheduler
+from serve_app.core.outlook.order import expected_order
+from serve_app.core.outlook.watched import Outlook, WatchedRequests
+from serve_app.core.request import ScheduledRequest
+
+
+def ordered(scheduler: Scheduler, now: float, home: str = "only") -> list[str]:
+    """The ids of those that wait at home in a pool, in their expected order."""
+    return [scheduled.request.request_id for scheduled in ordered_requests(scheduler, now, home)]
+
+
+def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Sequence[ScheduledRequest]:
+    """Those that wait at home in a pool, in their expected order."""
+    parts = expected_order(scheduler.queue, scheduler.settings.class_floors, now)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            found: Sequence[ScheduledRequest] = end.value.get(home, ())
+            return found
+
+
+def told(watched: WatchedRequests, now: float) -> dict[str, Outlook]:
+    """What one look tells, by request."""
+    return {outlook.request_id: outlook for part in watched.look(now) for outlook in part}

@@ -1,0 +1,170 @@
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serve_app.core.events import Finished, FirstToken, PartitionChanged
+from serve_app.core.policies.ewsjf import density_weighted_score, queue_weights
+from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, GivenWeights, ScoreWeights
+from serve_app.errors import Outcome
+from tests.builders import ManualDriver, dispatched, one_replica
+
+
+def score(tokens: int, *, waited_s: float, queue_weight: float, prefill_s: float = 1.0) -> float:
+    weights = queue_weights(ScoreWeights(), mean_tokens=float(tokens), queue_weight=queue_weight)
+    return density_weighted_score(weights, tokens, waited_s, prefill_s)
+
+
+def test_the_score_of_a_hand_worked_example() -> None:
+    # b = 99, q = 4: 4/100 * (1 + (1e-4*99 + 1) * 2/0.5 + (-5e-5*99 + 0.5) * ln 100)
+    expected = 0.04 * (1 + 1.0099 * 4 + 0.49505 * math.log(100))
+    assert score(99, waited_s=2.0, queue_weight=4.0, prefill_s=0.5) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy_weights", [OWN_WEIGHTS, PAPER_WEIGHTS])
+def test_a_weight_that_is_set_leaves_the_others_to_the_policy(
+    policy_weights: ScoreWeights,
+) -> None:
+    given = EwsjfSettings(weights=GivenWeights(a_f=0.25)).weights
+    assert given.over(policy_weights) == replace(policy_weights, a_f=0.25)
+    assert GivenWeights.all_of(given.over(policy_weights)).over(ScoreWeights()) == replace(
+        policy_weights, a_f=0.25
+    )
+
+
+def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
+    # a_f * b + b_f is negative from 10,000 tokens on.
+    fresh = score(20_000, waited_s=0.0, queue_weight=1.0)
+    assert fresh == pytest.approx((1 + 1e-3 * math.log(20_001)) / 20_001, rel=1e-9)
+
+
+def test_without_a_bound_a_long_head_starves_for_more_than_an_hour() -> None:
+    # The reason for promotion: 30 queues, a 4,096-token head against an endless supply of fresh 32-token
+    # heads.
+    fresh = score(32, waited_s=0.0, queue_weight=30.0)
+    assert score(4_096, waited_s=3_600.0, queue_weight=1.0) < fresh
+
+
+def partition(*bounds: tuple[int, int]) -> Partition:
+    return Partition(
+        tuple(
+            LengthInterval(min_tokens=low, max_tokens=high, mean_tokens=(low + high) / 2, count=10)
+            for low, high in bounds
+        )
+    )
+
+
+def saturated(policy: str, **changes: Any) -> ManualDriver:
+    """One replica whose engine has a full queue, so that every arrival waits."""
+    driver = one_replica(limits={"max_model_len": 8_000, "kv_tokens": 50_000}, policy=policy, **changes)
+    for number in range(3):
+        driver.arrive(f"f{number}", prompt_tokens=10)
+    return driver
+
+
+def in_order(driver: ManualDriver, count: int) -> list[str]:
+    """The order of dispatch, one request in each round."""
+    sent: list[str] = []
+    running = ["f0", "f1", "f2"]
+    while len(sent) < count:
+        for request_id, _ in dispatched(driver.feed(Finished(running.pop(0), Outcome.COMPLETED))):
+            sent.append(request_id)
+            running.append(request_id)
+    return sent
+
+
+@pytest.mark.parametrize("policy", ["ewsjf-paper", "ewsjf"])
+def test_short_heads_are_dispatched_first_while_none_has_waited(policy: str) -> None:
+    driver = saturated(policy)
+    for tokens in (900, 100, 40):
+        driver.arrive(f"r{tokens}", prompt_tokens=tokens)
+    assert in_order(driver, 3) == ["r40", "r100", "r900"]
+
+
+def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() -> None:
+    driver = saturated("ewsjf-paper")
+    driver.feed(PartitionChanged(partition((1, 50), (51, 100), (101, 500))))
+    for name, tokens in (("c", 200), ("b", 80), ("a1", 40), ("a2", 45)):
+        driver.arrive(name, prompt_tokens=tokens)
+    # All three starts are in one report, so three are dispatched in one round.
+    sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.2))
+    assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
+
+
+PUBLISHED = EwsjfSettings(weights=GivenWeights.all_of(PAPER_WEIGHTS))
+ORDER = ("best", "near", "far")
+FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
+
+
+def score_of(driver: ManualDriver, request_id: str) -> float:
+    return driver.scheduler._policy.score(driver.find(request_id), driver.now)
+
+
+@pytest.mark.parametrize(("waited_s", "first"), [(0.0, "short"), (0.14, "short"), (0.4, "longer")])
+def test_a_shorter_queue_weighs_more_until_the_other_head_has_waited(waited_s: float, first: str) -> None:
+    # Twice as long and 0.14 s old, the longer head would win in queues of equal weight: a value of 6.9 / 81
+    # against 2.9 / 41. With 4 and 3 queues from the end it does not, but after 0.4 s it does.
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    driver.arrive("longer", prompt_tokens=80)
+    driver.now += waited_s
+    driver.arrive("short", prompt_tokens=40)
+    assert in_order(driver, 1) == [first]
+
+
+def test_the_weights_of_two_queues_are_those_of_their_places() -> None:
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    scores = {}
+    for tokens in (40, 80, 400, 900):
+        driver.arrive(f"r{tokens}", prompt_tokens=tokens)
+        scores[tokens] = score_of(driver, f"r{tokens}")
+    # Fresh heads: q / (b + 1) * (1 + w_fair * ln(b + 1)), w_fair of the mean length of the queue.
+    for place, (tokens, mean) in enumerate(((40, 25.5), (80, 75.5), (400, 300.5), (900, 750.5))):
+        value = 1 + (0.5 - 5e-5 * mean) * math.log(tokens + 1)
+        assert scores[tokens] == pytest.approx((4 - place) / (tokens + 1) * value), tokens
+
+
+def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_higher_score() -> None:
+    driver = saturated("ewsjf-paper", ewsjf=PUBLISHED)
+    driver.feed(PartitionChanged(FOUR_QUEUES))
+    driver.arrive("far", prompt_tokens=900)
+    driver.now += 20.0
+    driver.arrive("best", prompt_tokens=40)
+    driver.arrive("near", prompt_tokens=80)
+    scores = [score_of(driver, name) for name in ORDER]
+    assert scores[0] > scores[2] > scores[1], "by score alone, the far one would be second"
+    # All three starts are in one report, so three are dispatched in one round.
+    sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.01))
+    assert tuple(request_id for request_id, _ in sent) == ORDER
+
+
+def test_a_new_partition_loses_no_request_and_keeps_the_order_of_arrival_inside_a_queue() -> None:
+    driver = saturated("ewsjf")
+    for number in range(20):
+        driver.arrive(f"r{number}", prompt_tokens=60 + number % 3, arrived_at=driver.now)
+        driver.now += 0.001
+    before = {scheduled.request.request_id for scheduled in driver.scheduler.queue}
+    driver.feed(PartitionChanged(partition((1, 500))))
+    assert {scheduled.request.request_id for scheduled in driver.scheduler.queue} == before
+    assert {scheduled.length_queue for scheduled in driver.scheduler.queue} == {"1-500"}
+    assert in_order(driver, 20) == [f"r{number}" for number in range(20)]
+
+
+def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty() -> None:
+    driver = saturated("ewsjf", ewsjf=EwsjfSettings(bubble_rounds=3))
+    driver.feed(PartitionChanged(partition((1, 100), (2_000, 3_000))))
+    driver.arrive("gap", prompt_tokens=1_000)
+    (scheduled,) = driver.scheduler.queue
+    assert scheduled.length_queue == "~951-1049"
+    queues = driver.scheduler._policy.queues  # type: ignore[attr-defined]
+    assert len(queues) == 3
+    assert dispatched(driver.feed(FirstToken("f0"))) == [("gap", "r1")]
+    for number in range(6):
+        driver.arrive(f"later{number}", prompt_tokens=50)
+        driver.feed(FirstToken(f"later{number}"))
+        if number < 3:
+            driver.feed(FirstToken(f"f{number}"))
+    assert len(queues) == 2

@@ -1,0 +1,155 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.queueing.fairness import FairnessMode, FairnessSettings, FairShares
+from serve_app.request import Usage
+from tests.builders import scheduled_request
+
+
+def fair_shares(**changes: object) -> FairShares:
+    return FairShares(FairnessSettings(**changes))  # type: ignore[arg-type]
+
+
+def serve(shares: FairShares, cost: float = 1.0) -> str:
+    """Serve the first tenant, which stays backlogged."""
+    name = next(shares.order())[0]
+    shares.charge(name, cost)
+    return name
+
+
+def test_a_new_tenant_is_served_before_any_tenant_is_served_twice() -> None:
+    shares = fair_shares(mode="requests")
+    shares.on_backlog("heavy")
+    for _ in range(50):
+        serve(shares)
+    shares.on_backlog("light")
+    shares.on_backlog("lighter")
+    assert sorted(next(shares.order())) == ["light", "lighter"]
+    assert [serve(shares), serve(shares)] == ["light", "lighter"]
+
+
+def test_shares_follow_the_weights() -> None:
+    shares = fair_shares(mode="tokens", weights={"b": 2.0, "c": 4.0})
+    for name in ("a", "b", "c"):
+        shares.on_backlog(name)
+    cost = {"a": 300.0, "b": 50.0, "c": 1_000.0}
+    got = dict.fromkeys(cost, 0.0)
+    for _ in range(5_000):
+        name = next(shares.order())[0]
+        shares.charge(name, cost[name])
+        got[name] += cost[name]
+    assert got["b"] / got["a"] == pytest.approx(2.0, rel=0.02)
+    assert got["c"] / got["a"] == pytest.approx(4.0, rel=0.02)
+
+
+def test_a_charge_is_corrected() -> None:
+    shares = fair_shares()
+    shares.on_backlog("a")
+    shares.charge("a", 100.0)
+    shares.correct("a", -60.0)
+    assert shares.counters() == {"a": 40.0}
+
+
+def test_idling_earns_no_claim() -> None:
+    shares = fair_shares(mode="requests", quantum_requests=0.0)
+    shares.on_backlog("busy")
+    for _ in range(10):
+        serve(shares)
+    shares.on_backlog("back")
+    # Once for the lift, then alternately.
+    assert [serve(shares) for _ in range(6)].count("back") == 3
+
+
+@given(
+    costs=st.lists(st.sampled_from([10.0, 100.0, 700.0]), min_size=4, max_size=4),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=4, max_size=4),
+)
+def test_service_by_weight_stays_within_a_quantum_and_a_request(
+    costs: list[float], weights: list[float]
+) -> None:
+    names = [f"t{number}" for number in range(4)]
+    shares = fair_shares(weights=dict(zip(names, weights, strict=True)))
+    for name in names:
+        shares.on_backlog(name)
+    for _ in range(300):
+        name = next(shares.order())[-1]
+        shares.charge(name, costs[names.index(name)])
+    counters = shares.counters().values()
+    # The quantum is a mean cost, which is never above the largest.
+    assert max(counters) - min(counters) <= 2 * max(costs)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["backlog", "idle", "charge", "correct"])), max_size=80
+    )
+)
+def test_every_backlogged_tenant_is_listed_exactly_once(steps: list[tuple[int, str]]) -> None:
+    shares, waiting = fair_shares(), set[str]()
+    for number, step in steps:
+        name = f"t{number}"
+        if step == "backlog" and name not in waiting:
+            shares.on_backlog(name)
+            waiting.add(name)
+        elif step == "idle" and name in waiting:
+            shares.on_idle(name)
+            waiting.remove(name)
+        elif step == "charge":
+            shares.charge(name, 7.0)
+        elif step == "correct":
+            shares.correct(name, -3.0)
+        listed = [name for group in shares.order() for name in group]
+        assert sorted(listed) == sorted(waiting)
+
+
+def test_idle_tenants_are_dropped() -> None:
+    shares = fair_shares(mode="requests")
+    for number in range(20_000):
+        shares.on_backlog(f"t{number}")
+        shares.charge(f"t{number}", 1.0)
+        shares.on_idle(f"t{number}")
+    assert len(shares.counters()) < 5_000
+
+
+def test_costs_are_those_of_the_mode() -> None:
+    estimate = scheduled_request(prompt_tokens=100, max_output_tokens=50).estimate
+    tokens = FairnessSettings(decode_weight=3.0)
+    output = estimate.expected_tokens - estimate.expected_prompt_tokens
+    assert tokens.expected_cost(estimate) == estimate.expected_prompt_tokens + 3.0 * output
+    assert tokens.real_cost(Usage(prompt_tokens=100, output_tokens=10, cached_tokens=64)) == 36 + 30
+    requests = FairnessSettings(mode=FairnessMode.REQUESTS)
+    assert (
+        requests.expected_cost(estimate) == requests.real_cost(Usage(prompt_tokens=9, output_tokens=9)) == 1
+    )
+
+
+def test_service_taken_while_no_one_queued_is_not_charged() -> None:
+    shares = fair_shares(mode="requests", quantum_requests=0.0)
+    for _ in range(500):
+        shares.on_backlog("early")
+        shares.charge("early", 1.0)
+        shares.on_idle("early")
+    shares.on_backlog("early")
+    shares.on_backlog("late")
+    assert [serve(shares) for _ in range(10)].count("early") == 5
+
+
+def test_a_lead_over_a_tenant_whose_requests_do_not_fit_is_bounded() -> None:
+    shares = fair_shares(mode="requests", quantum_requests=0.0, max_lead_requests=10.0)
+    shares.on_backlog("stuck")
+    shares.on_backlog("fits")
+    for _ in range(200):
+        shares.charge("fits", 1.0)
+    assert shares.behind_requests("stuck") == pytest.approx(10.0)
+    assert shares.behind_requests("fits") == 0.0
+    served = [serve(shares) for _ in range(14)]
+    assert served.count("fits") == 2
+
+
+def test_no_tenant_is_behind_when_it_waits_alone() -> None:
+    shares = fair_shares()
+    shares.on_backlog("a")
+    shares.charge("a", 5.0)
+    assert shares.behind_requests("a") == 0.0
+    assert shares.behind_requests("nobody") == 0.0

@@ -1,0 +1,107 @@
+import base64
+import json
+import random
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.core.routing.estimation.text_category import classify
+from serve_app.request import TextCategory
+from tests.core.routing.prompts import CHINESE, CODE, GERMAN, KOREAN, PROSE, RUSSIAN
+
+RNG = random.Random(3)
+BASE64 = base64.b64encode(RNG.randbytes(3000))
+FLOATS = json.dumps([round(RNG.gauss(0, 3), 4) for _ in range(400)]).encode()
+UUIDS = "\n".join(str(uuid.UUID(int=RNG.getrandbits(128))) for _ in range(60)).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "category"),
+    [
+        (b"", TextCategory.PROSE),
+        (PROSE, TextCategory.PROSE),
+        (CODE, TextCategory.CODE),
+        (json.dumps({"name": "search", "type": "object", "required": ["query"]}).encode(), TextCategory.CODE),
+        (CHINESE, TextCategory.CJK),
+        (KOREAN, TextCategory.CJK),
+        (RUSSIAN, TextCategory.CJK),
+        (GERMAN, TextCategory.MIXED),
+        (PROSE.upper(), TextCategory.MIXED),
+        (FLOATS, TextCategory.NUMERIC),
+        (BASE64, TextCategory.NUMERIC),
+        (base64.encodebytes(RNG.randbytes(3000)), TextCategory.NUMERIC),
+        (RNG.randbytes(1000).hex().encode(), TextCategory.NUMERIC),
+        (UUIDS, TextCategory.NUMERIC),
+        (PROSE * 2 + BASE64[: len(PROSE)], TextCategory.MIXED),
+        (PROSE * 4 + CHINESE, TextCategory.MIXED),
+    ],
+)
+def test_each_kind_of_text_is_recognised(text: bytes, category: TextCategory) -> None:
+    assert classify(text) is category
+
+
+@pytest.mark.parametrize("text", [PROSE, CODE, CHINESE, FLOATS], ids=["prose", "code", "chinese", "floats"])
+def test_a_text_of_any_length_is_of_the_kind_of_its_pieces(text: bytes) -> None:
+    assert classify(text * (2_000_000 // len(text))) is classify(text)
+
+
+def test_a_long_text_is_judged_by_all_of_it_and_not_by_its_start() -> None:
+    assert classify(PROSE * 50 + BASE64 * 100) is TextCategory.NUMERIC
+    assert classify(BASE64 * 2 + PROSE * 3000) is TextCategory.PROSE
+
+
+def test_the_sample_reaches_from_the_first_byte_to_the_last() -> None:
+    from serve_app.core.routing.estimation.text_category import _evenly_spread
+
+    text = b"a" * 50 + b"b" * 100_000 + b"c" * 50
+    sample = _evenly_spread(text)
+    assert len(sample) == 8192
+    assert sample.startswith(b"a" * 50)
+    assert sample.endswith(b"c" * 50)
+
+
+@given(st.binary(max_size=20_000))
+def test_any_bytes_have_a_category(text: bytes) -> None:
+    assert classify(text) in TextCategory
+
+
+@given(st.text(max_size=500), st.integers(2, 40))
+def test_repeating_a_short_text_does_not_change_its_category(text: str, times: int) -> None:
+    raw = text.encode()
+    if len(raw) * times <= 8192:
+        assert classify(raw * times) is classify(raw)
+
+
+MINIFIED = b"function(){return(a.length>b.length)&&this.render(c,d);};const e=[a,b].map(f=>f.id);" * 12
+
+
+@pytest.mark.parametrize(
+    ("text", "category"),
+    [
+        # English with a few names, and with typographic quotes: 0.5 % and 3 % of the bytes.
+        (PROSE[:995].rstrip() + " José".encode(), TextCategory.PROSE),
+        (PROSE[:900] + "“quoted” … so".encode() * 2, TextCategory.PROSE),
+        # Scarcely a blank or a digit: neither plain code nor encoded bytes.
+        (MINIFIED, TextCategory.MIXED),
+        (MINIFIED.replace(b",", b", ").replace(b">", b" > ").replace(b"&&", b" && "), TextCategory.CODE),
+    ],
+    ids=["names", "quotes", "minified", "spaced"],
+)
+def test_the_shares_that_decide_are_shares_of_the_text(text: bytes, category: TextCategory) -> None:
+    assert classify(text) is category
+    assert classify(text * 3) is category
+
+
+@given(st.text(max_size=60), st.sampled_from([1, 300, 2_000]))
+def test_a_text_has_the_category_of_its_utf8(text: str, times: int) -> None:
+    assert classify(text * times) is classify((text * times).encode())
+
+
+@pytest.mark.parametrize(
+    "text", [PROSE, CODE, CHINESE, FLOATS, BASE64], ids=["prose", "code", "chinese", "floats", "base64"]
+)
+def test_a_long_text_has_the_category_of_its_utf8(text: bytes) -> None:
+    long = (text * (100_000 // len(text))).decode()
+    assert classify(long) is classify(long.encode())

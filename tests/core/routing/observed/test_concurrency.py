@@ -1,0 +1,94 @@
+from serve_app.core.routing.observed import ConcurrencyLimit, ConcurrencyRule
+
+RULE = ConcurrencyRule(start=10, late_factor=2.0, slack_s=0.5, increase_ratio=0.01, least_increase=0.2)
+
+
+class Engine:
+    """Answers with the times that a test gives, at a limit that is always in use."""
+
+    def __init__(self, rule: ConcurrencyRule = RULE) -> None:
+        self.limit = ConcurrencyLimit(rule)
+        self.now = 0.0
+
+    def answer(self, seconds: float, *, times: int = 1, tokens: int = 500, in_flight: int = 0) -> float:
+        for _ in range(times):
+            self.now += 10.0 + seconds
+            sent = in_flight or int(self.limit.limit)
+            self.limit.observe(tokens, seconds, self.now, in_flight=sent)
+        return self.limit.limit
+
+
+def test_the_first_late_answer_ends_the_fast_growth() -> None:
+    engine = Engine()
+    assert engine.answer(1.0, times=10) == 20.0
+    # 2 x 1 s + 0.5 s are not exceeded.
+    assert engine.answer(2.5) == 21.0
+    assert engine.answer(2.6) == 0.9 * 21
+    assert engine.answer(1.0) == 0.9 * 21 + 0.2
+
+
+def test_the_growth_is_in_proportion_for_large_engines() -> None:
+    engine = Engine(ConcurrencyRule(start=100, increase_ratio=0.01))
+    engine.answer(1.0, times=4)
+    lowered = engine.answer(9.0)
+    assert engine.answer(1.0) == lowered * 1.01
+
+
+def test_a_limit_that_is_not_used_does_not_grow() -> None:
+    assert Engine().answer(1.0, times=10, in_flight=7) == 10.0
+
+
+def test_a_small_limit_is_in_use_when_no_other_request_fits() -> None:
+    # Of 3.8 only three can be in flight, which are less than 80 %.
+    engine = Engine(ConcurrencyRule(start=3))
+    engine.limit.limit = 3.8
+    assert engine.answer(1.0) > 3.8
+
+
+def test_late_answers_that_were_sent_together_count_once() -> None:
+    limit = ConcurrencyLimit(RULE)
+    for _ in range(4):
+        limit.observe(500, 1.0, 10.0, in_flight=1)
+    for _ in range(5):
+        # Sent at 10 s, all of them.
+        limit.observe(500, 10.0, 20.0, in_flight=10)
+    assert limit.limit == 9.0
+
+
+def test_the_limit_follows_what_is_in_flight_and_never_ends_below_one() -> None:
+    engine = Engine()
+    engine.answer(1.0, times=8, in_flight=1)
+    assert engine.answer(9.0, in_flight=5) == 4.5
+    # Each time later than the usual, which rises.
+    for power in range(1, 12):
+        engine.answer(9.0 * 4**power, in_flight=1)
+    assert engine.limit.limit == 1.0
+
+
+def test_a_long_prompt_is_not_late_beside_short_ones() -> None:
+    engine = Engine()
+    engine.answer(0.1, times=8, tokens=100)
+    before = engine.limit.limit
+    assert engine.answer(8.0, tokens=30_000) > before
+
+
+def test_an_engine_that_became_slower_is_usual_after_a_while() -> None:
+    engine = Engine()
+    engine.answer(1.0, times=40)
+    engine.answer(5.0, times=40)
+    lowest = engine.limit.limit
+    assert engine.answer(5.0, times=40) > lowest
+
+
+def test_answers_that_come_as_a_whole_are_compared_among_themselves() -> None:
+    limit = ConcurrencyLimit(RULE)
+    for at in range(8):
+        limit.observe(500, 0.1, 10.0 * at, in_flight=10, streamed=True)
+    before = limit.limit
+    for at in range(8, 12):
+        limit.observe(500, 30.0, 10.0 * at, in_flight=20, streamed=False)
+    assert limit.limit > before
+
+
+def test_it_can_be_shown() -> None:
+    assert repr(ConcurrencyLimit(RULE)) == "<ConcurrencyLimit 10.0 sizes=0>"

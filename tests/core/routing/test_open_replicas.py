@@ -1,0 +1,96 @@
+"""Which replica a request may take: each condition by itself, and `fits` beside `best`."""
+
+import itertools
+
+import pytest
+
+from serve_app.core.routing.ledger import AdapterHolders, CapacityQuery, OpenReplicas
+from serve_app.core.routing.rate import DecayingRate
+from serve_app.core.routing.replica_state import ReplicaState
+from tests.builders import report, spec
+
+
+class GivenBackpressure:
+    """Backpressure as a test sets it."""
+
+    def __init__(self) -> None:
+        self.has_room, self.is_empty = True, True
+        self.asked_at: float | None = None
+
+    def admits(self, replica: ReplicaState, now: float) -> bool:
+        self.asked_at = now
+        return self.has_room and replica.joined
+
+    def has_empty_queue(self, replica: ReplicaState) -> bool:
+        return self.is_empty and replica.joined
+
+    def gates(self, replica: ReplicaState) -> bool:
+        return replica.gated
+
+
+def replica(*, free_tokens: int = 100, long_prefills: tuple[int, int] = (0, 0)) -> ReplicaState:
+    starts = DecayingRate(10.0, 0.0)
+    made = ReplicaState(spec("a"), 0, starts, kv_budget=free_tokens, long_prefills=long_prefills)
+    made.report = report()
+    return made
+
+
+def query(
+    *, pool: str = "short", tokens: int = 100, limits: tuple[int, ...] = (), empty: bool = False
+) -> CapacityQuery:
+    return CapacityQuery(pool=pool, tokens=tokens, long_limits=limits, needs_empty_engine_queue=empty)
+
+
+def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:
+    """Whether the replica fits; the best of all must say the same when it is the only one."""
+    holders = AdapterHolders()
+    holders.add(state)
+    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, holders)
+    found.update(state, 7.0)
+    fits = found.fits(state, asked, 7.0)
+    assert (found.best(asked, 7.0) is state) == fits
+    return fits
+
+
+def test_a_request_fits_a_replica_of_its_pool_with_as_many_free_tokens_as_it_needs() -> None:
+    assert both(query(), replica())
+    assert not both(query(tokens=101), replica())
+    assert not both(query(pool="long"), replica())
+
+
+def test_a_replica_that_is_closed_fits_nothing() -> None:
+    full = GivenBackpressure()
+    full.has_room = False
+    assert not both(query(), replica(), full)
+    assert full.asked_at == 7.0
+    gated, suspended = replica(), replica()
+    gated.gated, suspended.suspended = True, True
+    assert not both(query(), gated)
+    assert not both(query(), suspended)
+
+
+@pytest.mark.parametrize(("limits", "fits"), [((), True), ((3,), True), ((2,), False), ((3, 1), False)])
+def test_long_prefills_under_way_close_a_replica_to_more_of_them(limits: tuple[int, ...], fits: bool) -> None:
+    assert both(query(limits=limits), replica(long_prefills=(2, 1))) is fits
+
+
+def test_a_request_that_needs_an_empty_engine_queue_is_sent_to_no_other() -> None:
+    busy = GivenBackpressure()
+    busy.is_empty = False
+    assert both(query(empty=True), replica())
+    assert not both(query(empty=True), replica(), busy)
+    assert both(query(), replica(), busy)
+
+
+@pytest.mark.parametrize(
+    ("pool", "tokens", "limits", "room", "empty", "needs"),
+    list(itertools.product(("short", "long"), (100, 101), ((), (1,)), *[(True, False)] * 3)),
+)
+def test_no_condition_makes_up_for_another(
+    pool: str, tokens: int, limits: tuple[int, ...], room: bool, empty: bool, needs: bool
+) -> None:
+    backpressure = GivenBackpressure()
+    backpressure.has_room, backpressure.is_empty = room, empty
+    state = replica(long_prefills=(1, 0))
+    expected = pool == "short" and tokens == 100 and limits == () and room and (empty or not needs)
+    assert both(query(pool=pool, tokens=tokens, limits=limits, empty=needs), state, backpressure) is expected

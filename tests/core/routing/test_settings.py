@@ -1,0 +1,68 @@
+"""Values that make no sense are refused, with the name of the setting and the value."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
+from serve_app.core.routing.estimation.bytes_per_token import RatioSettings
+from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.core.routing.estimation.overhead import OverheadSettings
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.routing.prefix import AffinitySettings
+from serve_app.request import TextCategory
+
+BELOW_LOWEST = {
+    "b_short_tokens": 50,
+    "adaptive_b_short": AdaptiveBShortSettings(enabled=True, b_short_min=64),
+}
+WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "message"),
+    [
+        (AdaptiveBShortSettings, {"b_short_min": 0}, "b_short_min must be at least 1, got 0"),
+        (
+            AdaptiveBShortSettings,
+            {"b_short_min": 5, "b_short_max": 4},
+            "b_short_min of 5 is above b_short_max of 4",
+        ),
+        (AdaptiveBShortSettings, {"memory_s": 0.0}, "memory_s must be a positive number, got 0.0"),
+        (AdaptiveBShortSettings, {"interval_s": math.inf}, "interval_s must be a positive number, got inf"),
+        (AdaptiveBShortSettings, {"tolerance_ratio": 1.0}, "tolerance_ratio must be above 0 and below 1"),
+        (AdaptiveBShortSettings, {"max_step_octaves": 0.1}, "max_step_octaves must be at least 0.125"),
+        (AdaptiveBShortSettings, {"dwell_s": -1.0}, "dwell_s must not be negative, got -1.0"),
+        (AffinitySettings, {"capacity_ratio": 0.0}, "affinity.capacity_ratio must .*0.0"),
+        (AffinitySettings, {"capacity_ratio": 1.5}, "affinity.capacity_ratio must .*1.5"),
+        (AffinitySettings, {"max_blocks": 0}, "affinity.max_blocks must .*0"),
+        (AffinitySettings, {"step_cost_tokens": -1.0}, "affinity.step_cost_tokens must .*-1.0"),
+        (OutputSettings, {"quantile": 1.0}, "quantile .*1.0"),
+        (OutputSettings, {"min_observations": 0}, "min_observations .*0"),
+        (OutputSettings, {"max_tenants": 0}, "max_tenants .*0"),
+        (OverheadSettings, {"message_tokens": -1.0}, "message_tokens .*-1.0"),
+        (OverheadSettings, {"request_deviation_tokens": 0.0}, "request_deviation_tokens .*0.0"),
+        (RatioSettings, {"beta": 1.0}, "beta .*1.0"),
+        (RatioSettings, {"gamma": -1.0}, "gamma .*-1.0"),
+        (RatioSettings, {"full_weight_tokens": 0}, "full_weight_tokens .*0"),
+        (RatioSettings, {"outlier_factor": 1.0}, "outlier_factor .*1.0"),
+        (RatioSettings, {"optimistic_factor": 0.5}, "optimistic_factor .*0.5"),
+        (RatioSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
+        (
+            RoutingSettings,
+            BELOW_LOWEST,
+            "b_short_tokens of 50 is the initial value, so it must lie between .* got 64 and None",
+        ),
+        (RoutingSettings, {"pools": ()}, "at least one pool"),
+        (RoutingSettings, {"pools": ("a", "a")}, "must differ"),
+        (RoutingSettings, {"b_short_tokens": 0}, "b_short_tokens must be at least 1, got 0"),
+        (RoutingSettings, {"cut_margin_ratio": 1.0}, "cut_margin_ratio must be at least 0 and below 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(
+    settings: Callable[..., object], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**values)

@@ -1,0 +1,102 @@
+"""Learned state: what was written is restored, and what is damaged is refused and changes nothing."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import pytest
+
+from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
+from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
+from serve_app.core.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
+from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts, PrefillCostSettings
+from serve_app.request import Usage
+from tests.core.routing.prompts import request
+
+
+class Learner(Protocol):
+    def state(self) -> dict[str, object]: ...
+
+    def restore(self, state: Mapping[str, object]) -> None: ...
+
+
+def fresh() -> dict[str, Learner]:
+    return {
+        "ratio": BytesPerToken(RatioSettings(), 4.0),
+        "overhead": TemplateOverhead(OverheadSettings()),
+        "media": MediaTokens(OverheadSettings()),
+        "output": OutputLengthEstimator(OutputSettings()),
+        "cost": PrefillCost(PrefillCostSettings()),
+        "costs": PrefillCosts(PrefillCostSettings()),
+        "estimator": TokenEstimator(EstimatorSettings()),
+    }
+
+
+def taught() -> dict[str, Any]:
+    learners: dict[str, Any] = fresh()
+    usage = Usage(prompt_tokens=90, output_tokens=30)
+    for _ in range(60):
+        learners["ratio"].observe(1_300, 400)
+        learners["overhead"].observe(2, 31.0, 2.0)
+        learners["media"].observe(1, 700.0)
+        learners["output"].observe(request(), usage)
+        learners["cost"].observe(400, 0.2)
+        learners["costs"].observe("short", 400, 0.2)
+        learners["estimator"].observe(request(messages=1), usage)
+    return learners
+
+
+@pytest.mark.parametrize("name", sorted(fresh()))
+def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
+    original, copy = taught()[name], fresh()[name]
+    assert copy.state() != original.state()
+    copy.restore(json.loads(json.dumps(original.state())))
+    assert copy.state() == original.state()
+
+
+def test_what_impossible_reports_have_taught_can_be_restored() -> None:
+    absurd, copy = (BytesPerToken(RatioSettings(), 4.0) for _ in range(2))
+    for _ in range(500):
+        absurd.observe(size_bytes=1, tokens=200)
+    copy.restore(absurd.state())
+    assert copy.state() == absurd.state()
+
+
+def lengths(**changes: object) -> dict[str, object]:
+    """A state of one category whose curve is changed."""
+    curve = {"seen": 1, "scale": 1, "ended": {}, "cut": {}, **changes}
+    return {"categories": {"prose": curve}, "tenants": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("ratio", {"mean": 0.0}),
+        ("ratio", {"mean": math.nan}),
+        ("ratio", {"deviation": -1.0}),
+        ("ratio", {"weight": "many"}),
+        ("overhead", {"covariance": 1e9}),
+        ("media", {"mean": -1.0}),
+        ("media", {"deviation": -1.0}),
+        ("media", {"weight": -1.0}),
+        ("output", {"tenants": "none"}),
+        ("output", {"categories": {"poetry": {}}}),
+        ("output", lengths(ended={"99999": 1.0})),
+        ("output", lengths(ended={"3": -1.0})),
+        ("output", {"tenants": [{"tenant": 7, "category": "prose", "curve": {}}]}),
+        ("costs", {"shared": {}}),
+        ("costs", {"pools": {"short": {}}}),
+        ("estimator", {"version": 7}),
+        *(("estimator", {part: None}) for part in ("version", "text", "tools", "overhead", "output")),
+        *((name, None) for name in sorted(fresh())),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(name: str, change: dict[str, object] | None) -> None:
+    learner = taught()[name]
+    before = learner.state()
+    with pytest.raises(ValueError, match=r"learned state|poetry"):
+        learner.restore({} if change is None else {**before, **change})
+    assert learner.state() == before

@@ -1,0 +1,69 @@
+from serve_app.core.scaling.observation import StartTime
+
+
+def replicas(count: int) -> list[str]:
+    return [f"r{number}" for number in range(count)]
+
+
+def test_the_first_start_replaces_the_guess_and_later_ones_are_averaged() -> None:
+    start = StartTime()
+    assert (start.seconds, start.learned_s()) == (60.0, None)
+    start.on_ready(replicas(1), 0.0)
+    start.on_order(2, 10.0)
+    start.on_ready(replicas(2), 30.0)
+    assert start.seconds == start.learned_s() == 20.0
+    start.on_ready(replicas(3), 40.0)
+    assert start.seconds == 20.0 + 0.3 * (30.0 - 20.0)
+
+
+def test_replicas_that_nobody_ordered_teach_nothing() -> None:
+    start = StartTime()
+    start.on_ready((), 0.0)
+    start.on_ready(replicas(3), 1.0)
+    assert start.seconds == 60.0
+
+
+def test_an_order_that_is_taken_back_is_not_waited_for() -> None:
+    start = StartTime()
+    start.on_ready(replicas(1), 0.0)
+    start.on_order(2, 10.0)
+    start.on_order(-1, 20.0)
+    start.on_ready(replicas(2), 50.0)
+    start.on_ready(replicas(3), 500.0)
+    assert start.seconds == 40.0
+
+
+def test_a_replica_that_was_gone_for_a_moment_has_not_started() -> None:
+    start = StartTime()
+    start.on_ready(replicas(2), 0.0)
+    start.on_order(1, 10.0)
+    start.on_ready(replicas(1), 11.0)
+    start.on_ready(replicas(2), 12.0)
+    assert start.learned_s() is None
+    # The scheduler is another one: all are gone, and come back.
+    start.on_ready((), 13.0)
+    start.on_ready(replicas(2), 14.0)
+    assert start.learned_s() is None
+    start.on_ready(replicas(3), 50.0)
+    assert start.learned_s() == 40.0
+
+
+def test_what_an_earlier_one_has_learned_is_a_beginning_and_later_starts_are_averaged_into_it() -> None:
+    start = StartTime()
+    start.restore(100.0)
+    start.on_ready((), 0.0)
+    start.on_order(1, 0.0)
+    start.on_ready(replicas(1), 50.0)
+    assert start.seconds == 100.0 + 0.3 * (50.0 - 100.0)
+
+
+def test_replicas_long_gone_are_forgotten_and_those_that_stay_are_not() -> None:
+    start = StartTime()
+    start.on_ready(("stays",), 0.0)
+    for number in range(20_000):
+        start.on_ready(("stays", f"comes-and-goes-{number}"), float(number))
+    start.on_ready((), 20_000.0)
+    start.on_order(2, 20_000.0)
+    start.on_ready(("stays", "comes-and-goes-0"), 20_030.0)
+    assert start.learned_s() == 30.0
+    assert "1 ordered" in repr(start)

@@ -1,0 +1,118 @@
+"""Requests that refer to what one replica keeps: they go there, or nowhere."""
+
+from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
+from serve_app.errors import Outcome
+from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, request, the_conclusion
+
+GRACE_S = 5.0
+
+
+def two_replicas() -> ManualDriver:
+    driver = one_replica("s1")
+    driver.join("s2", "only")
+    return driver
+
+
+def test_it_goes_to_its_replica_whatever_the_load() -> None:
+    driver = two_replicas()
+    driver.arrive("large", prompt_tokens=800, bound_to="s1")
+    assert dispatched(driver.arrive("next", bound_to="s1")) == [("next", "s1")]
+
+
+def test_it_waits_for_its_replica_while_others_idle_and_holds_nobody_up() -> None:
+    driver = two_replicas()
+    fill(driver, bound_to="s1")
+    assert driver.arrive("waits", bound_to="s1") == []
+    assert "it refers to what replica s1 keeps" in driver.why_waiting("waits")
+    assert dispatched(driver.arrive("other")) == [("other", "s2")]
+    assert dispatched(driver.arrive("bound elsewhere", bound_to="s2")) == [("bound elsewhere", "s2")]
+    assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("waits", "s1")]
+
+
+def test_it_comes_back_to_its_replica_after_a_failure_there() -> None:
+    driver = two_replicas()
+    driver.arrive("r", bound_to="s1")
+    again = driver.feed(DispatchFailed("r", "s1", DispatchFailure.ENGINE_ERROR, "it failed"))
+    assert all(replica == "s1" for _, replica in dispatched(again))
+    commands = [*again, *driver.feed(Woke(), after_s=1.0), *driver.report("s1")]
+    assert dispatched(commands) == [("r", "s1")]
+
+
+def test_a_lost_replica_may_come_back_within_the_grace() -> None:
+    driver = two_replicas()
+    fill(driver, bound_to="s1")
+    driver.arrive("waits", bound_to="s1")
+    assert driver.feed(ReplicaLost("s1")) == []
+    driver.report("s2", after_s=GRACE_S - 1)
+    assert driver.scheduler.find("waits") is not None
+    driver.join("s1", "only")
+    driver.feed(Finished("f0", Outcome.COMPLETED))
+    assert driver.find("waits").replica_id == "s1"
+
+
+def test_when_its_replica_stays_away_it_is_told_what_is_gone_and_sent_nowhere_else() -> None:
+    driver = two_replicas()
+    fill(driver, bound_to="s1")
+    driver.arrive("waits", bound_to="s1")
+    driver.feed(ReplicaLost("s1"))
+    assert driver.scheduler.next_wakeup() is not None
+    assert dispatched(driver.report("s2", after_s=GRACE_S - 0.5)) == []
+    commands = driver.feed(Woke(), after_s=0.5)
+    assert concluded(commands) == [("waits", "rejected_unknown_response")]
+    refusal = the_conclusion(commands)
+    assert "kept by replica s1 alone, which is gone: send the whole conversation" in refusal.message
+    assert refusal.retry_after_s is None
+
+
+def test_a_new_scheduler_waits_for_the_replica_to_register() -> None:
+    driver = one_replica("s2")
+    assert driver.arrive("r", bound_to="s1") == []
+    assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
+
+
+def test_a_replica_that_only_runs_what_an_earlier_scheduler_sent_it_is_waited_for() -> None:
+    driver = one_replica("s2")
+    driver.feed(Resumed(request("before"), "s1", started=True))
+    assert driver.arrive("r", bound_to="s1") == []
+    assert driver.find("r").pools == ("only",)
+    assert dispatched(driver.join("s1", "only")) == [("r", "s1")]
+
+
+def test_it_is_too_long_by_the_limit_of_its_own_replica() -> None:
+    driver = one_replica("s1", limits={"max_model_len": 500})
+    driver.join("s2", "only", max_model_len=4_000)
+    refusal = the_conclusion(driver.arrive("r", prompt_tokens=900, bound_to="s1"))
+    assert refusal.outcome is Outcome.REJECTED_TOO_LONG
+    assert "maximum context length is 500 tokens" in refusal.message
+
+
+def test_traffic_that_is_not_scheduled_is_bound_as_well() -> None:
+    driver = one_replica("s1", active_share=0.0)
+    driver.join("s2", "only")
+    for number in range(4):
+        assert dispatched(driver.arrive(f"r{number}", bound_to="s2")) == [(f"r{number}", "s2")]
+
+
+def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
+    driver = one_replica("s1", limits={"kv_tokens": 1_500}, policy="ewsjf")
+    driver.join("s2", "only", kv_tokens=1_500)
+    for number in range(2):
+        driver.arrive(f"small{number}", prompt_tokens=300, bound_to="s1", tenant="busy")
+    driver.arrive("large", prompt_tokens=900, bound_to="s1", tenant="new")
+    kept = list(driver.scheduler.dispatcher.reservations)
+    assert [each.replica.spec.replica_id for each in kept if each.scheduled.request.bound_to] in ([], ["s1"])
+    driver.feed(Finished("small0", Outcome.COMPLETED))
+    assert driver.find("large").replica_id == "s1"
+
+
+def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can_be_had() -> None:
+    """As one that still drains after the application was deployed with other pools."""
+    driver = two_replicas()
+    driver.join("old", "removed", adapters=("sql",))
+    end = the_conclusion(driver.arrive("r", bound_to="old"))
+    assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
+    assert "which is gone" in end.message
+    # What it lists is no adapter of this application any more: the request waits as for one that nobody has.
+    assert driver.arrive("adapted", adapter="sql") == []
+    assert driver.scheduler.find("adapted") is not None
+    assert dispatched(driver.arrive("other")) != []

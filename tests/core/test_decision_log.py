@@ -1,0 +1,142 @@
+"""The decision log: what is written is read again exactly, and a replay gives the same commands."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from serve_app import cli
+from serve_app.core.commands import Conclude, Dispatch
+from serve_app.core.decision_log import (
+    Decision,
+    DecisionLogError,
+    RunHeader,
+    encode_decision,
+    encode_end,
+    encode_header,
+    read_runs,
+    replay,
+)
+from serve_app.core.events import Arrived, Event, Finished, ReplicaJoined, ReplicaReported, Woke
+from serve_app.errors import Conclusion, Outcome
+from serve_app.request import Usage
+from tests import builders
+
+DISPATCH = Dispatch(
+    request_id="r1",
+    gateway_id="g1",
+    replica_id="s1",
+    pool="short",
+    length_queue="all",
+    estimated_tokens=50,
+    queue_wait_s=0.1,
+)
+HEADER = RunHeader(settings=builders.settings(), now=0.5, learned={"a": 1.5}, run={"seed": 7})
+STEPS = (
+    Decision(0.1, ReplicaJoined(builders.spec()), ()),
+    Decision(1 / 3, Arrived(builders.request(expires_at=math.inf)), (DISPATCH,)),
+    Decision(
+        2.5,
+        Finished("r1", Outcome.COMPLETED, Usage(prompt_tokens=1, output_tokens=2)),
+        (
+            Conclude(
+                request_id="r1",
+                gateway_id="g1",
+                conclusion=Conclusion(Outcome.COMPLETED),
+                dispatched=True,
+            ),
+        ),
+    ),
+    Decision(3.0, Woke(), ()),
+)
+
+
+def played() -> list[str]:
+    """The lines of a scheduler that was fed three requests."""
+    driver = builders.ManualDriver()
+    lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
+    events: list[Event] = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]
+    events += [Arrived(builders.request(f"r{number}")) for number in range(3)]
+    decisions = (Decision(driver.now, event, tuple(driver.feed(event))) for event in events)
+    return lines + [encode_decision(decision) for decision in decisions]
+
+
+def test_what_is_written_is_read_again_exactly() -> None:
+    lines = [encode_header(HEADER), *map(encode_decision, STEPS), encode_end("max_events reached")]
+    (run,) = read_runs(lines)
+    assert run.header == HEADER
+    assert [decision for _, decision in run.decisions] == list(STEPS)
+    assert [number for number, _ in run.decisions] == [2, 3, 4, 5]
+
+
+def test_a_file_may_hold_several_runs() -> None:
+    first, second = read_runs([*played(), *played()])
+    assert first == dataclasses.replace(second, decisions=first.decisions)
+    assert len(first.decisions) == len(second.decisions) == 5
+
+
+def test_a_replay_gives_the_same_commands() -> None:
+    (run,) = read_runs(played())
+    assert any(decision.commands for _, decision in run.decisions)
+    assert replay(run) is None
+
+
+def test_a_replay_tells_the_first_line_that_differs() -> None:
+    lines = played()
+    lines[3] = lines[3].replace('"pool":"short"', '"pool":"long"')
+    (run,) = read_runs(lines)
+    difference = replay(run)
+    assert difference is not None
+    assert difference.line == 4
+    assert "pool='long'" in str(difference)
+    assert "pool='short'" in str(difference)
+
+
+def test_a_run_that_cannot_be_replayed_says_why() -> None:
+    header = dataclasses.replace(HEADER, not_replayable="lengths were noisy")
+    (run,) = read_runs([encode_header(header)])
+    with pytest.raises(DecisionLogError, match="lengths were noisy"):
+        replay(run)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["nonsense"], "line 1 is not JSON"),
+        ([encode_decision(STEPS[3])], "line 1 is neither a header nor a decision of a run"),
+        ([encode_header(HEADER), '[1.0,"Flew",{},[]]'], "line 2 is no decision of this version"),
+        ([encode_header(HEADER), '[1.0,"Arrived",{},[]]'], "line 2 is no Arrived of this version"),
+        (['{"settings":{"modell":"m"}}'], "line 1 is no RunHeader of this version"),
+    ],
+)
+def test_lines_of_another_format_are_refused_by_number(lines: list[str], words: str) -> None:
+    with pytest.raises(DecisionLogError, match=words):
+        list(read_runs(lines))
+
+
+@pytest.mark.parametrize("trace", ["paper-mix", "lmsys", "azure-code"])
+def test_a_simulated_log_replays_through_the_command(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "out" / "decisions.jsonl"
+    run = ["simulate", "--trace", trace, "--policy", "direct,fcfs,ewsjf", "--requests", "150"]
+    more = ["--pools", "short:1,long:1", "--b-short", "4096", "--load", "1.1", "--tenants", "3"]
+    assert cli.main([*run, *more, "--jobs", "1", "--log", str(log)]) == 0
+    assert cli.main(["replay", str(log), "--json", str(tmp_path / "replay.json")]) == 0
+    rows = json.loads((tmp_path / "replay.json").read_text())["runs"]
+    assert [row["run"]["policy"] for row in rows] == ["fcfs", "ewsjf"]
+    assert all(row["same"] and row["commands"] >= 300 for row in rows)
+
+    log.write_text(log.read_text().replace('"pool":"short"', '"pool":"long"', 1))
+    assert cli.main(["replay", str(log)]) == 1
+    assert "the replay Dispatch" in capsys.readouterr().out
+
+
+def test_a_log_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["replay", str(tmp_path / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    (tmp_path / "empty").touch()
+    assert cli.main(["replay", str(tmp_path / "empty")]) == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Cancelled requests, lost replicas and gateways, and what a new scheduler is told."""
+
+import pytest
+
+from serve_app.core.events import (
+    Arrived,
+    Cancelled,
+    DispatchFailed,
+    DispatchFailure,
+    Finished,
+    FirstToken,
+    GatewayLost,
+    ReplicaLost,
+    Resumed,
+)
+from serve_app.errors import Outcome
+from tests.builders import (
+    ONE_POOL,
+    ManualDriver,
+    concluded,
+    dispatched,
+    fill,
+    request,
+    the_conclusion,
+    two_pools,
+)
+
+
+@pytest.fixture
+def driver() -> ManualDriver:
+    return two_pools()
+
+
+def test_a_cancelled_request_returns_its_tokens(driver: ManualDriver) -> None:
+    fill(driver)
+    assert concluded(driver.feed(Cancelled("f0"))) == [("f0", "cancelled")]
+    assert driver.scheduler.ledger["s1"].in_flight == 2
+    assert driver.feed(Cancelled("f0")) == []
+
+
+def test_requests_of_a_lost_replica_return_to_the_front(driver: ManualDriver) -> None:
+    fill(driver)
+    fill(driver, "long", prompt_tokens=2_000)
+    driver.arrive("waiting")
+    driver.feed(ReplicaLost("s1"))
+    assert driver.feed(DispatchFailed("f1", "s1", DispatchFailure.UNREACHABLE)) == []
+    driver.feed(DispatchFailed("f2", "s1", DispatchFailure.UNREACHABLE))
+    for number, following in enumerate(["f1", "f2", "waiting"]):
+        assert dispatched(driver.feed(FirstToken(f"long{number}"))) == [(following, "l1")]
+
+
+def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(driver: ManualDriver) -> None:
+    driver.arrive("r")
+    driver.feed(ReplicaLost("s1"))
+    assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["s1", "l1"]
+    driver.feed(Finished("r", Outcome.COMPLETED))
+    assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["l1"]
+
+
+def test_a_request_that_the_short_engine_finds_too_long_is_sent_to_the_long_pool(
+    driver: ManualDriver,
+) -> None:
+    driver.arrive("r")
+    assert dispatched(driver.feed(DispatchFailed("r", "s1", DispatchFailure.TOO_LONG))) == [("r", "l1")]
+    message = "maximum context length is 4000"
+    refusal = the_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
+    assert (refusal.outcome, refusal.message) == (Outcome.REJECTED_TOO_LONG, message)
+
+
+def test_a_lost_gateway_releases_what_waits_and_keeps_what_runs_charged(driver: ManualDriver) -> None:
+    for number in range(40):
+        driver.arrive(f"r{number}", prompt_tokens=2_000, gateway_id="g2")
+    running = {r.request.request_id for r in driver.scheduler.requests_of("g2") if r.replica_id is not None}
+    assert 0 < len(running) < 40
+    commands = driver.feed(GatewayLost("g2"))
+    assert {request_id for request_id, _ in concluded(commands)} == {f"r{n}" for n in range(40)} - running
+    assert {outcome for _, outcome in concluded(commands)} == {"cancelled"}
+    assert driver.scheduler.ledger["l1"].in_flight == len(running)
+    for request_id in running:
+        driver.feed(Cancelled(request_id))
+    assert driver.scheduler.ledger["l1"].in_flight == len(driver.scheduler) == 0
+
+
+def test_a_new_scheduler_is_told_of_running_requests_before_their_replica_joins() -> None:
+    driver = ManualDriver()
+    driver.feed(Resumed(request("r"), "s1", started=True))
+    assert driver.scheduler.ledger["s1"].held_tokens > 0
+    driver.join("s1", "short")
+    assert driver.scheduler.ledger["s1"].in_flight == 1
+    assert concluded(driver.feed(Finished("r", Outcome.COMPLETED))) == [("r", "completed")]
+    assert driver.scheduler.ledger["s1"].held_tokens == 0
+
+
+def test_a_request_that_an_earlier_scheduler_had_dispatched_is_queued_at_the_front() -> None:
+    driver = ManualDriver(routing=ONE_POOL)
+    driver.arrive("new")
+    driver.feed(Arrived(request("back", attempts=1, arrived_at=1.0)), after_s=1.0)
+    assert dispatched(driver.join("s1", "only")) == [("back", "s1"), ("new", "s1")]
+
+
+def test_a_request_submitted_twice_is_admitted_once(driver: ManualDriver) -> None:
+    assert len(driver.arrive("r")) == 1
+    assert driver.arrive("r") == []
+    assert len(driver.scheduler) == 1
+
+
+def test_the_gateway_is_right_about_where_a_request_runs(driver: ManualDriver) -> None:
+    driver.arrive("r")
+    driver.feed(Resumed(request("r"), "l1", started=False))
+    assert driver.scheduler.ledger["s1"].in_flight == 0
+    assert driver.scheduler.ledger["l1"].in_flight == 1
+
+
+def test_events_about_requests_that_have_ended_change_nothing(driver: ManualDriver) -> None:
+    assert driver.feed(FirstToken("x")) == []
+    assert driver.feed(Finished("x", Outcome.COMPLETED)) == []
+    assert driver.feed(DispatchFailed("x", "s1", DispatchFailure.LOST)) == []
+    driver.arrive("r")
+    assert driver.feed(DispatchFailed("r", "l1", DispatchFailure.LOST)) == []

@@ -1,0 +1,266 @@
+"""Examples worked out by hand.
+
+Steps take 10 ms (2 ms without decoding), or 0.1 ms per prompt token where that is more, and 1 ms per decoding
+sequence.
+"""
+
+import pytest
+
+from serve_app.engines.model import SchedulingPolicy, SequenceState
+from tests.engines.model.builders import model, names, run_until_idle, sequence, step
+
+
+def test_a_sequence_prefills_decodes_and_ends() -> None:
+    engine = model()
+    only = sequence(prompt=32, output=3)
+    engine.add(only, 1.0)
+
+    # 32 tokens: the prompt is computed, and the first token is generated in the same step.
+    assert engine.begin_step(1.0) == pytest.approx(1.0032)
+    first = engine.end_step()
+    assert (first.prefill_tokens, first.sequences) == (32, 0)
+    assert names(first.first_tokens) == ["s"]
+    # Two more tokens, one per step of 10 + 1 ms.
+    assert engine.begin_step(1.0032) == pytest.approx(1.0142)
+    assert names(engine.end_step().finished) == []
+    assert engine.output_tokens(only) == 2
+    assert engine.begin_step(1.0142) == pytest.approx(1.0252)
+    assert names(engine.end_step().finished) == ["s"]
+
+    assert (only.scheduled_at, only.output_tokens) == (1.0, 3)
+    assert only.first_token_at == pytest.approx(1.0032)
+    assert only.finished_at == pytest.approx(1.0252)
+    assert engine.begin_step(2.0) is None
+
+
+def test_prefills_get_the_budget_that_decoding_leaves() -> None:
+    engine = model(max_num_batched_tokens=100, max_num_seqs=4)
+    for name, prompt in (("a", 60), ("b", 90), ("c", 30)):
+        engine.add(sequence(name, prompt, 9), 0.0)
+
+    steps = [step(engine) for _ in range(4)]
+
+    # 1: a whole and 40 of b. 2: a decodes, the other 50 of b, all 30 of c. 3 and 4: all decode.
+    assert [(each.prefill_tokens, each.sequences) for each in steps] == [(100, 0), (80, 1), (0, 3), (0, 3)]
+    assert [names(each.first_tokens) for each in steps] == [["a"], ["b", "c"], [], []]
+    assert [each.duration_s for each in steps] == pytest.approx([0.010, 0.011, 0.013, 0.013])
+
+
+def test_short_prefills_overtake_a_long_one_when_a_threshold_is_set() -> None:
+    engine = model(max_num_batched_tokens=100, max_num_seqs=4, long_prefill_token_threshold=40)
+    engine.add(sequence("long", 200, 2), 0.0)
+    engine.add(sequence("short", 30, 2), 0.0)
+
+    first, second = step(engine), step(engine)
+    assert (first.prefill_tokens, names(first.first_tokens)) == (70, ["short"])
+    assert (second.prefill_tokens, second.sequences) == (40, 1)
+    # Alone in the engine, it takes the whole budget: 120 tokens are left.
+    assert [step(engine).prefill_tokens for _ in range(2)] == [100, 20]
+
+
+def test_a_sequence_waits_while_prefills_before_it_take_the_budget() -> None:
+    engine = model(max_num_batched_tokens=8, max_num_seqs=3, long_prefill_token_threshold=4)
+    engine.add(sequence("first", 40, 2), 0.0)
+    engine.add(sequence("second", 40, 2), 0.0)
+    both = step(engine)
+    assert (both.prefill_tokens, both.sequences) == (8, 0)
+    # Nothing is left for a third one while two long prefills run.
+    third = sequence("third", 1, 2)
+    engine.add(third, 0.0)
+    assert step(engine).prefill_tokens == 8
+    assert third.state is SequenceState.WAITING
+
+
+def test_the_last_admitted_is_preempted_and_computes_everything_anew() -> None:
+    # 8 blocks of 16: both prompts of 3 blocks fit, and each may take one more block.
+    engine = model(max_model_len=128, kv_tokens=128)
+    old, young = sequence("old", 48, 40), sequence("young", 48, 40)
+    engine.add(old, 0.0)
+    engine.add(young, 0.0)
+
+    outcomes = [step(engine) for _ in range(17)]
+    # Prefill, then 16 decode steps: at the first of them both open their fourth block, which the 16th fills.
+    assert not any(each.preempted for each in outcomes)
+    assert engine.snapshot(0.0).kv_usage_ratio == 1.0
+
+    lost = step(engine)
+    assert names(lost.preempted) == ["young"]
+    assert lost.sequences == 1
+    assert (young.state, young.output_tokens, young.preemptions) == (SequenceState.WAITING, 17, 1)
+    # `old` ends after 40 tokens; then 48 + 17 tokens of `young` are computed again, save what is still
+    # cached.
+    run_until_idle(engine)
+    assert (old.output_tokens, young.output_tokens) == (40, 40)
+    assert young.finished_at is not None
+    assert engine.snapshot(0.0).kv_usage_ratio == 0.0
+
+
+def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached() -> None:
+    def prefilled(*, caching: bool) -> int:
+        engine = model(max_model_len=128, kv_tokens=128, prefix_caching=caching)
+        engine.add(sequence("old", 48, 40), 0.0)
+        engine.add(sequence("young", 48, 40), 0.0)
+        return sum(each.prefill_tokens for each in run_until_idle(engine))
+
+    # Without the cache: 96 tokens, and 65 again. With it: `old` grows by 2 blocks of the victim's 4, the last
+    # first.
+    assert prefilled(caching=False) == 96 + 65
+    assert prefilled(caching=True) == 96 + 65 - 32
+
+
+def test_equal_prefixes_are_computed_once() -> None:
+    engine = model()
+    shared = tuple(range(10))
+    first, second = sequence("a", 165, 2, hashes=shared), sequence("b", 165, 2, hashes=shared)
+    engine.add(first, 0.0)
+    assert step(engine).prefill_tokens == 165
+    engine.add(second, 0.0)
+    assert step(engine).prefill_tokens == 5
+    assert (first.cached_tokens, second.cached_tokens) == (0, 160)
+    assert engine.snapshot(0.0).prefix_hits_tokens == 160
+
+
+def test_a_fully_cached_prompt_computes_its_last_block_again() -> None:
+    engine = model()
+    for name in ("a", "b"):
+        engine.add(sequence(name, 160, 2, hashes=tuple(range(10))), 0.0)
+        prefilled = step(engine).prefill_tokens
+    assert prefilled == 16
+
+
+def test_priority_orders_the_waiting_sequences() -> None:
+    engine = model(max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY)
+    order = []
+    for name, priority in (("low", 5), ("high", -1), ("middle", 0), ("later", 0)):
+        engine.add(sequence(name, 16, 1, priority=priority), 0.0)
+    while engine.has_work:
+        order += names(step(engine).finished)
+    assert order == ["high", "middle", "later", "low"]
+
+
+def test_a_head_that_does_not_fit_blocks_the_sequences_behind_it() -> None:
+    engine = model(max_model_len=128, kv_tokens=128)
+    for name, prompt in (("running", 100), ("big", 64), ("small", 16)):
+        engine.add(sequence(name, prompt, 2), 0.0)
+    assert step(engine).prefill_tokens == 100
+    snapshot = engine.snapshot(0.0)
+    assert (snapshot.running, snapshot.waiting) == (1, 2)
+
+
+@pytest.mark.parametrize("full_prompt_must_fit", [True, False])
+def test_a_prompt_may_be_admitted_by_its_first_chunk_alone(full_prompt_must_fit: bool) -> None:
+    engine = model(
+        max_model_len=128,
+        kv_tokens=128,
+        max_num_batched_tokens=80,
+        max_num_seqs=4,
+        full_prompt_must_fit=full_prompt_must_fit,
+    )
+    engine.add(sequence("a", 64, 9), 0.0)
+    engine.add(sequence("b", 80, 9), 0.0)
+    assert step(engine).prefill_tokens == (64 if full_prompt_must_fit else 80)
+
+
+def test_embeddings_end_with_their_prompt() -> None:
+    engine = model()
+    only = sequence(output=0)
+    engine.add(only, 0.0)
+    outcome = step(engine)
+    assert names(outcome.finished) == ["s"]
+    assert outcome.first_tokens == []
+    assert (only.output_tokens, only.first_token_at) == (0, None)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_an_aborted_sequence_frees_its_blocks_at_once(steps_before: int) -> None:
+    engine = model(max_num_batched_tokens=48, max_num_seqs=4)
+    gone = sequence("gone", 80, 50)
+    engine.add(gone, 0.0)
+    for _ in range(steps_before):
+        step(engine)
+    engine.begin_step(0.0)
+    assert engine.snapshot(0.0).kv_usage_ratio > 0
+    assert engine.abort(gone, 0.0)
+    assert engine.snapshot(0.0).kv_usage_ratio == 0
+    assert engine.end_step().finished == []
+    assert not engine.abort(gone, 0.0)
+    assert engine.begin_step(0.0) is None
+
+
+def test_a_run_lasts_until_the_first_sequence_ends() -> None:
+    engine = model()
+    engine.add(sequence("short", 16, 11), 0.0)
+    engine.add(sequence("long", 16, 21), 0.0)
+    step(engine)
+    # 10 tokens to go for the first to end, at 12 ms each.
+    assert engine.begin_step(1.0, max_steps=1_000) == pytest.approx(1.12)
+    outcome = engine.end_step()
+    assert (outcome.iterations, names(outcome.finished)) == (10, ["short"])
+    assert engine.begin_step(1.12, max_steps=1_000) == pytest.approx(1.12 + 10 * 0.011)
+
+
+def test_an_arrival_cuts_a_run_at_the_end_of_the_iteration_under_way() -> None:
+    engine = model()
+    engine.add(sequence("a", 16, 100), 0.0)
+    step(engine)
+    engine.begin_step(1.0, max_steps=1_000)
+    newcomer = sequence("b", 16, 1, at=1.025)
+    engine.add(newcomer, 1.025)
+    # Iterations of 11 ms: the third is under way.
+    assert engine.ends_at == pytest.approx(1.033)
+    engine.end_step()
+    engine.begin_step(1.033)
+    assert newcomer.scheduled_at == 1.033
+
+
+def test_an_arrival_at_the_very_end_of_an_iteration_is_in_time_for_the_next() -> None:
+    engine = model()
+    engine.add(sequence("a", 16, 100), 0.0)
+    step(engine)
+    ends_at = engine.begin_step(1.0)
+    assert ends_at is not None
+    engine.end_step()
+    engine.begin_step(1.0, max_steps=1_000)
+    engine.add(sequence("b", 16, 1, at=ends_at), ends_at)
+    assert engine.ends_at == pytest.approx(ends_at)
+
+
+def test_a_run_shows_its_progress_while_it_is_under_way() -> None:
+    engine = model()
+    only = sequence("a", 16, 100)
+    engine.add(only, 0.0)
+    step(engine)
+    engine.begin_step(1.0, max_steps=1_000)
+    before = engine.snapshot(1.0)
+    assert engine.snapshot(1.5).kv_usage_ratio > before.kv_usage_ratio
+    # 45 iterations of 11 ms have ended by then, and the first token came before.
+    assert engine.output_tokens(only) == 46
+
+
+def test_sequences_that_can_never_run_are_refused() -> None:
+    engine = model(max_model_len=100, kv_tokens=1_600)
+    with pytest.raises(ValueError, match="90 \\+ 11 tokens"):
+        engine.add(sequence(prompt=90, output=11), 0.0)
+    with pytest.raises(ValueError, match="at least 1"):
+        engine.add(sequence(prompt=0), 0.0)
+    accepted = sequence(prompt=90, output=10)
+    engine.add(accepted, 0.0)
+    with pytest.raises(ValueError, match="is waiting"):
+        engine.add(accepted, 0.0)
+
+
+def test_steps_are_begun_and_ended_in_turn() -> None:
+    engine = model()
+    with pytest.raises(RuntimeError, match="begin one first"):
+        engine.end_step()
+    engine.add(sequence(), 0.0)
+    engine.begin_step(0.0)
+    with pytest.raises(RuntimeError, match="end it first"):
+        engine.begin_step(0.0)
+
+
+def test_the_model_shows_its_counts() -> None:
+    engine = model(max_model_len=128, kv_tokens=128)
+    engine.add(sequence(prompt=20), 0.0)
+    engine.begin_step(0.0)
+    assert repr(engine) == "<EngineModel waiting=0 running=1 kv=<KVBlocks total=8 free=6 cached=0 named=0>>"

@@ -1,0 +1,237 @@
+"""The roofline against measurements, the memory of real GPUs, and the profiles in the package."""
+
+import csv
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import roofline_profiles
+from roofline_profiles import SETUPS, engine_setup, profile_name, profile_path, profile_text
+from serve_app.engines.model.hardware import GIB, gpu_names, load_gpu, load_model, model_names
+from serve_app.engines.model.profiles import load_profile
+from serve_app.engines.model.roofline import EngineSetup, kv_tokens, roofline_profile, step_time
+from serve_app.errors import SettingsError
+from serve_app.lab.calibration.measurements import read_measurements
+from serve_app.lab.calibration.replay import compare, measured, replay
+
+MEASUREMENTS = Path(__file__).parents[4] / "shared" / "measurements"
+SPLITWISE = MEASUREMENTS / "splitwise_h100_a100_llama2_70b.csv"
+RTX4090 = MEASUREMENTS / "rtx4090_llama31_8b" / "requests.jsonl"
+
+# By GPU: largest relative error of a prefill and their root mean square; the range of those of decode steps.
+# The comments of gpus.yaml and of the profiles say the same.
+PREFILL_ERROR = {"a100": (0.212, 0.097), "h100": (0.308, 0.114)}
+DECODE_ERROR = {"a100": (-0.607, -0.110), "h100": (-0.630, -0.190)}
+
+
+def setup(model: str = "llama3-70b", gpu: str = "a100", tensor_parallel: int = 4) -> EngineSetup:
+    return engine_setup(model, gpu, tensor_parallel)
+
+
+def splitwise(gpu: str, column: str) -> dict[tuple[int, int], float]:
+    """Median seconds by tensor-parallel degree and prompt, of one prompt of 512 tokens or more at a time."""
+    if not SPLITWISE.exists():
+        pytest.skip("the measurements lie beside the project, not in it")
+    found = defaultdict(list)
+    with SPLITWISE.open() as file:
+        for row in csv.DictReader(file):
+            if row["model"] == "llama2-70b" and row["hardware"] == f"{gpu}-80gb" and row["batch_size"] == "1":
+                key = (int(row["tensor_parallel"]), int(row["prompt_size"]))
+                found[key].append(float(row[column]) / 1e3)
+    return {key: statistics.median(times) for key, times in found.items() if key[1] >= 512}
+
+
+@pytest.mark.parametrize("gpu", PREFILL_ERROR)
+def test_prefills_are_as_far_from_the_measured_ones_as_stated(gpu: str) -> None:
+    largest, root_mean_square = PREFILL_ERROR[gpu]
+    errors = []
+    for (tensor_parallel, prompt), seconds in splitwise(gpu, "prompt_time").items():
+        model = step_time(setup("llama2-70b", gpu, tensor_parallel))
+        errors.append(model.prefill_s(prompt, max_num_batched_tokens=prompt) / seconds - 1)
+    assert len(errors) == 15
+    assert max(map(abs, errors)) == pytest.approx(largest, abs=0.005)
+    assert statistics.fmean(error**2 for error in errors) ** 0.5 == pytest.approx(root_mean_square, abs=0.005)
+
+
+@pytest.mark.parametrize("gpu", DECODE_ERROR)
+def test_decode_steps_stay_below_those_of_an_engine_that_waits_for_its_host(gpu: str) -> None:
+    lowest, highest = DECODE_ERROR[gpu]
+    errors = [
+        step_time(setup("llama2-70b", gpu, tensor_parallel)).step_s(sequences=1, context_tokens=prompt)
+        / seconds
+        - 1
+        for (tensor_parallel, prompt), seconds in splitwise(gpu, "token_time").items()
+    ]
+    assert min(errors) == pytest.approx(lowest, abs=0.005)
+    assert max(errors) == pytest.approx(highest, abs=0.005)
+
+
+def test_a_real_run_on_an_rtx_4090_is_replayed_within_the_stated_error() -> None:
+    if not RTX4090.exists():
+        pytest.skip("the measured run lies beside the project, not in it")
+    requests = read_measurements(RTX4090).requests
+    engine = load_profile("llama31-8b-rtx4090-tp1").model_settings()
+    played = replay(requests, engine, step_time(setup("llama31-8b", "rtx4090", 1)))
+    found = compare(played, measured(requests))
+    for metric, error in (("ttft_s", 0.013), ("tpot_s", 0.0), ("e2e_s", 0.010)):
+        assert found[metric].errors.mean == pytest.approx(error, abs=0.005)
+        assert abs(found[metric].errors.p90) < 0.04
+
+
+# Published single streams: seconds per token, and the error that gpus.yaml states.
+SINGLE_STREAMS = [
+    ("qwen3-1.7b", "a100", 0.0046, 0.01),
+    ("qwen3-30b-a3b", "a100", 0.0096, -0.20),
+    ("qwen3-4b", "rtx4090", 0.0104, 0.01),
+]
+
+
+@pytest.mark.parametrize(("model", "gpu", "seconds", "error"), SINGLE_STREAMS)
+def test_published_single_streams_are_met_as_stated(
+    model: str, gpu: str, seconds: float, error: float
+) -> None:
+    tpot_s = step_time(setup(model, gpu, 1)).step_s(sequences=1, context_tokens=192)
+    assert tpot_s / seconds - 1 == pytest.approx(error, abs=0.01)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_layers_add_up_to_the_published_parameters(name: str) -> None:
+    model = load_model(name)
+    assert model.parameters == pytest.approx(model.published_parameters, rel=0.02)
+    active = model.published_active_parameters or model.published_parameters
+    # As model cards count: what one token is multiplied with, and both embeddings.
+    used = model.layer_parameters_per_token + 2 * model.embedding_parameters
+    if model.tied_embeddings:
+        used -= model.embedding_parameters
+    assert used == pytest.approx(active, rel=0.02)
+
+
+def test_the_kv_cache_that_a_real_engine_reported_is_computed() -> None:
+    # vLLM 0.19 on an RTX 4090: 41,408 tokens.
+    assert kv_tokens(setup("llama31-8b", "rtx4090", 1)) == 41_000
+
+
+@pytest.mark.parametrize("names", SETUPS, ids=lambda names: profile_name(*names))
+def test_weights_and_kv_cache_of_every_profile_fit_into_its_gpus(names: tuple[str, str, int]) -> None:
+    wanted = setup(*names)
+    profile = load_profile(profile_name(*names))
+    held = wanted.model.weights_size + profile.gpus * profile.kv_tokens * wanted.model.kv_size_per_gpu(
+        profile.gpus
+    )
+    assert held < 0.9 * profile.gpus * wanted.gpu.memory_gib * GIB
+    assert profile.gpus == wanted.tensor_parallel
+    assert profile.max_model_len <= profile.kv_tokens
+
+
+def test_the_papers_own_setup_does_not_fit() -> None:
+    papers = setup("llama3-70b", "a100", 2)
+    cache = 65_536 * 16 * papers.model.kv_size_per_gpu(2) * 2
+    assert papers.model.weights_size == pytest.approx(141e9, rel=0.01)
+    assert cache == pytest.approx(344e9, rel=0.01)
+    assert papers.model.weights_size + cache > 2 * 2 * papers.gpu.memory_gib * GIB
+    assert 25_000 < kv_tokens(papers) < 30_000
+    # 34 ms to read the weights at the peak; their model of a step says 8.
+    assert papers.model.weights_size / (2 * papers.gpu.bandwidth_per_s) > 0.034
+
+
+def test_what_does_not_fit_is_refused_with_the_sum() -> None:
+    with pytest.raises(
+        SettingsError, match=r"1 GPUs would hold 141\.1 GB of weights.*offers 90% of 85\.0 GB"
+    ):
+        roofline_profile(setup("llama3-70b", "a100", 1))
+
+
+@pytest.mark.parametrize("names", SETUPS, ids=lambda names: profile_name(*names))
+def test_the_profile_in_the_package_is_what_the_roofline_gives(names: tuple[str, str, int]) -> None:
+    assert profile_path(*names).read_text(encoding="utf-8") == profile_text(*names)
+    ours, theirs = load_profile(profile_name(*names)), roofline_profile(setup(*names))
+    assert replace(ours, step_time=theirs.step_time) == theirs
+    assert ours.step_time.step_s(sequences=8, context_tokens=9_000) == pytest.approx(
+        theirs.step_time.step_s(sequences=8, context_tokens=9_000), rel=1e-3
+    )
+
+
+def test_the_files_are_written_with_the_command_in_their_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roofline_profiles, "_FOLDER", tmp_path)
+    roofline_profiles.main(["--write"])
+    written = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*/*.yaml")}
+    assert written == {profile_name(*names): profile_text(*names) for names in SETUPS}
+
+
+def test_every_expert_is_read_once_the_batch_is_large() -> None:
+    model = setup("qwen3-235b-a22b", "mi300x", 8)
+    dense = replace(step_time(model), expert_read_s=0.0, expert_share=0.0, decode_compute_s=0.0)
+    mixture = replace(step_time(model), decode_compute_s=0.0)
+    read = {n: mixture.step_s(sequences=n) - dense.step_s(sequences=n) for n in (1, 64, 10_000)}
+    everything_s = step_time(model).expert_read_s
+    assert read[1] == pytest.approx(everything_s * 8 / 128)
+    assert read[64] == pytest.approx(everything_s * 0.984, rel=0.001)
+    assert read[10_000] == pytest.approx(everything_s)
+
+
+def test_kv_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
+    model = load_model("qwen3-235b-a22b")
+    assert model.kv_size_per_gpu(4) == model.kv_size_per_gpu(8) == 2 * 94 * 128 * 2
+    assert 4 * model.kv_size_per_gpu(4) == 192_512
+
+
+@given(
+    sequences=st.integers(1, 256),
+    context=st.integers(1, 4_000),
+    prompt=st.integers(0, 2_048),
+    gpu=st.sampled_from(gpu_names()),
+)
+def test_no_step_beats_the_peaks_of_the_gpu(sequences: int, context: int, prompt: int, gpu: str) -> None:
+    wanted = setup("llama31-8b", gpu, 1)
+    seconds = step_time(wanted).step_s(
+        sequences=sequences, context_tokens=sequences * context, prefill_tokens=prompt
+    )
+    model, peak = wanted.model, wanted.gpu
+    read = (model.dense_parameters + model.embedding_parameters) * 2 + sequences * context * 131_072
+    assert seconds > read / peak.bandwidth_per_s
+    assert seconds > 2 * model.dense_parameters * (sequences + prompt) / peak.flops
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "mi300x"])
+def test_more_gpus_are_faster_but_less_than_in_proportion(gpu: str) -> None:
+    few, many = (step_time(setup("llama3-70b", gpu, degree)) for degree in (4, 8))
+    for work in ({"sequences": 32, "context_tokens": 32_000}, {"prefill_tokens": 2_048}):
+        assert 1 < few.step_s(**work) / many.step_s(**work) < 2
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="must divide the model's 64 attention heads, got 3"):
+        setup(tensor_parallel=3)
+
+
+@pytest.mark.parametrize("utilization", [0.0, 1.1])
+def test_a_share_of_memory_is_a_share(utilization: float) -> None:
+    with pytest.raises(
+        ValueError, match=f"gpu_memory_utilization must lie between 0 and 1, got {utilization}"
+    ):
+        replace(setup(), gpu_memory_utilization=utilization)
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(SettingsError, match=r"no figures for GPU 'v100'.*a100"):
+        load_gpu("v100")
+    with pytest.raises(SettingsError, match=r"no figures for model 'gpt'.*llama31-8b"):
+        load_model("gpt")
+
+
+def test_figures_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"compute_efficiency must be above 0 and at most 1, got 1\.5"):
+        replace(load_gpu("a100"), compute_efficiency=1.5)
+    with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):
+        replace(load_gpu("a100"), memory_gib=0)
+    with pytest.raises(ValueError, match=r"experts_per_token must lie between 1 and experts \(1\), got 2"):
+        replace(load_model("llama31-8b"), experts_per_token=2)
+    with pytest.raises(ValueError, match=r"heads \(32\) must be a multiple of kv_heads \(5\)"):
+        replace(load_model("llama31-8b"), kv_heads=5)

@@ -1,0 +1,147 @@
+import asyncio
+from collections import Counter
+
+import pytest
+
+from serve_app.errors import Outcome
+from serve_app.lab.bench.connection import ConnectionPool, Target
+from serve_app.lab.bench.load import BodyFactory, BodySettings, LoadResult, LoadSettings, OpenLoop
+from serve_app.lab.workloads.trace import Trace, TraceRequest
+from tests.lab.bench.scripted import (
+    Script,
+    document,
+    raw,
+    role_event,
+    scripted,
+    silence,
+    stream_of,
+    streaming,
+    then_closed,
+    token_event,
+)
+
+
+def trace(*arrivals_s: float) -> Trace:
+    requests = tuple(TraceRequest(arrival_s=at, prompt_tokens=20, output_tokens=3) for at in arrivals_s)
+    return Trace(name="t", source="made for a test", requests=requests)
+
+
+async def drive(target: Target, of: Trace, **settings: float) -> LoadResult:
+    pool = ConnectionPool(target)
+    bodies = BodyFactory(BodySettings(model="m"), target.authority)
+    try:
+        return await OpenLoop(pool, bodies, LoadSettings(**settings)).run(of)  # type: ignore[arg-type]
+    finally:
+        pool.close()
+
+
+async def test_a_record_carries_counts_times_and_what_the_gateway_says() -> None:
+    headers = b"x-pool: short\r\nx-replica: r1\r\nx-queue-wait-ms: 12.5\r\n"
+    headers += b"x-length-queue: q0\r\nx-estimated-tokens: 31\r\n"
+    async with scripted(streaming(stream_of(20, 3), headers=headers)) as server:
+        result = await drive(server.target, trace(0.0))
+    (record,) = result.records
+    assert record.completed
+    assert (record.prompt_tokens, record.output_tokens, record.estimated_tokens) == (20, 3, 31)
+    assert (record.pool, record.replica, record.length_queue) == ("short", "r1", "q0")
+    assert record.sent_at is not None
+    assert record.first_token_at is not None
+    assert record.dispatched_at == pytest.approx(record.sent_at + 0.0125)
+    assert record.arrived_at <= record.sent_at <= record.first_token_at <= record.finished_at
+
+
+async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> None:
+    scripts: list[tuple[Script, Outcome]] = [
+        (streaming(stream_of()), Outcome.COMPLETED),
+        (document(429, {"error": {"message": "full", "code": "queue_full"}}), Outcome.REJECTED_QUEUE_FULL),
+        (then_closed(streaming([role_event(), token_event()], end=b"")), Outcome.FAILED),
+        (streaming([role_event(), token_event()]), Outcome.FAILED),
+        (raw(b"SSH-2.0-OpenSSH\r\n\r\n"), Outcome.FAILED),
+        (then_closed(raw(b"")), Outcome.FAILED),
+        (silence, Outcome.CANCELLED),
+        (streaming(stream_of()), Outcome.COMPLETED),
+    ]
+    async with scripted(*[script for script, _ in scripts]) as server:
+        # Far enough apart that the n-th request meets the n-th script.
+        result = await drive(server.target, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
+    ended = {record.request_id: record.outcome for record in result.records}
+    assert len(result.records) == len(ended) == 8
+    assert ended == {f"bench-{place}": outcome for place, (_, outcome) in enumerate(scripts)}
+
+
+async def test_connections_are_kept_and_used_again() -> None:
+    async with scripted(streaming(stream_of())) as server:
+        result = await drive(server.target, trace(*[0.02 * place for place in range(10)]))
+        assert server.connections == result.client.connections
+    assert Counter(record.outcome for record in result.records) == {Outcome.COMPLETED: 10}
+    assert result.client.connections < 10
+
+
+async def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
+    closing = then_closed(streaming(stream_of(), headers=b"connection: close\r\n"))
+    async with scripted(closing) as server:
+        result = await drive(server.target, trace(*[0.02 * place for place in range(5)]))
+    assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
+    assert result.client.connections == 5
+
+
+async def test_arrivals_do_not_wait_for_answers() -> None:
+    async with scripted(silence) as server:
+        result = await drive(server.target, trace(*[0.0] * 20), timeout_s=3.0)
+        assert len(server.heads) == 20
+    assert result.client.peak_in_flight == 20
+
+
+async def test_requests_over_the_cap_wait_are_counted_and_count_their_wait() -> None:
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        await streaming(stream_of())(writer)
+
+    async with scripted(slow) as server:
+        result = await drive(server.target, trace(0.0, 0.0, 0.0), max_in_flight=1)
+    assert result.client.held_back == 2
+    assert result.client.peak_in_flight == 1
+    assert result.client.late == 2
+    last = result.records[-1]
+    assert last.schedule_lag_s > 0.15
+    assert last.ttft_s is not None
+    assert last.ttft_s > last.schedule_lag_s
+
+
+async def test_an_endpoint_that_is_not_there_fails_every_request() -> None:
+    async with scripted(silence) as server:
+        target = server.target
+    result = await drive(target, trace(0.0, 0.0))
+    assert [record.outcome for record in result.records] == [Outcome.FAILED] * 2
+    assert "cannot connect" in result.records[0].detail
+
+
+async def test_an_interrupted_run_concludes_what_it_has_sent() -> None:
+    met = asyncio.Event()
+
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        met.set()
+        await silence(writer)
+
+    async with scripted(streaming(stream_of()), silent) as server:
+        running = asyncio.ensure_future(drive(server.target, trace(0.0, 0.1, 3600.0)))
+        await met.wait()
+        running.cancel()
+        result = await running
+    assert result.client.interrupted
+    assert [record.outcome for record in result.records] == [Outcome.COMPLETED, Outcome.CANCELLED]
+
+
+async def test_answers_of_another_length_and_without_usage_are_counted() -> None:
+    without = [role_event(), token_event(), b"data: [DONE]\n\n"]
+    async with scripted(streaming(stream_of(20, 2)), streaming(without)) as server:
+        result = await drive(server.target, trace(0.0, 0.1))
+    assert (result.client.wrong_length, result.client.without_usage) == (1, 1)
+    assert result.records[1].output_tokens == 3
+
+
+def test_bounds_that_bound_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        LoadSettings(timeout_s=0)
+    with pytest.raises(ValueError, match="max_in_flight must be at least 1, got 0"):
+        LoadSettings(max_in_flight=0)

@@ -1,0 +1,163 @@
+"""The report of `plan`: what it shows is what the JSON output has."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.lab.planning.fleets import (
+    CostTable,
+    Counts,
+    FleetPlan,
+    PoolPlan,
+    paged_fleet,
+    split_fleet,
+    worst_case_fleet,
+)
+from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
+from serve_app.lab.planning.report import fleets_table, plan_as_json, saving, verdict
+from serve_app.lab.planning.sizing import ClosedForm
+from serve_app.lab.planning.verification import PoolFigures, RunFigures, Verification
+from tests.lab.planning.builders import demand
+from tests.lab.reports.parsed import ParsedReport
+
+LARGE = PoolPlan(profile="llama2-70b-h100-tp4")
+FORM = ClosedForm(short_request_ratio=0.9, short_work_ratio=0.5, rho_short=2.0)
+
+
+def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
+    figures = {pool: PoolFigures(0.5, 0.5, 0.9, 0.05) for pool in counts}
+    runs = tuple(
+        RunFigures(
+            seed=seed,
+            requests=1_000,
+            lost=0,
+            preemptions=seed,
+            p99_ttft_s=1.0 + 0.1 * seed,
+            p99_tpot_s=0.05,
+            long_p99_ttft_s=3.0,
+            by_pool=figures,
+        )
+        for seed in range(3)
+    )
+    costs = CostTable.load()
+    candidate = Candidate(plan=plan, pools={}, usd_per_hour=plan.usd_per_hour(counts, costs))
+    return SizedFleet(
+        candidate=candidate,
+        verification=Verification(plan, counts, demand(10.0), runs),
+        share=share,
+        headroom=1.0,
+        counts=counts,
+        usd_by_pool={pool: n * costs.usd_per_hour(LARGE.profile) for pool, n in counts.items()},
+        gpus=plan.gpus(counts),
+    )
+
+
+def result(*, paged: int | None = 10, pools: tuple[int, int] | None = (5, 3)) -> PlanResult:
+    worst_case = sized(worst_case_fleet(LARGE.profile, 16), {"all": 20})
+    one = None if paged is None else sized(paged_fleet(LARGE), {"all": paged})
+    split = split_fleet(LARGE, LARGE, 4_096)
+    two = None if pools is None else sized(split, dict(zip(("short", "long"), pools, strict=True)))
+    return PlanResult(
+        worst_case=worst_case,
+        paged=one,
+        pools=two,
+        modelled=(),
+        simulated=tuple(fleet for fleet in (worst_case, one, two) if fleet is not None),
+        against_paged=FORM if one and two else None,
+        against_worst_case=FORM if two else None,
+    )
+
+
+def test_the_json_has_its_documented_fields() -> None:
+    document = plan_as_json(result())
+    fleets = {one["name"]: one for one in document["fleets"]}
+    assert list(fleets) == ["worst-case-homogeneous", "paged-homogeneous", "pools"]
+    for one in fleets.values():
+        assert {"replicas", "per_pool", "p99_ttft_s", "p99_tpot_s", "preemptions"} <= set(one)
+    pools = fleets["pools"]
+    assert pools["replicas"] == 8
+    assert {pool: one["replicas"] for pool, one in pools["per_pool"].items()} == {"short": 5, "long": 3}
+    assert pools["simulated_saving"] == pytest.approx(0.2)
+    assert pools["closed_form_saving"] == pytest.approx(0.25)
+    assert pools["savings"]["worst-case-homogeneous"]["simulated"] == pytest.approx(0.6)
+    assert fleets["paged-homogeneous"]["simulated_saving"] == pytest.approx(0.5)
+    assert fleets["worst-case-homogeneous"]["closed_form_saving"] is None
+    assert pools["verification"]["p99_ttft_s"]["n"] == 3
+    assert pools["preemptions"] == 3
+
+
+@pytest.mark.parametrize(
+    ("paged", "pools", "says"),
+    [
+        (10, (5, 3), "Splitting pays: a short and a long pool with B_short = 4,096"),
+        (10, (5, 5), "Splitting does not pay: a short and a long pool"),
+        (10, (7, 4), "costs 10.0% more than one paged pool"),
+        (10, (6, 3), "Splitting hardly pays"),
+        (10, None, "Splitting does not pay: no pair of pools"),
+        (None, (5, 3), "No single pool with paged KV meets the limits"),
+    ],
+)
+def test_the_verdict_states_whether_splitting_pays(
+    paged: int | None, pools: tuple[int, int] | None, says: str
+) -> None:
+    assert says in verdict(result(paged=paged, pools=pools))
+
+
+def test_a_stand_in_is_sized_to_a_quarter_of_its_replicas() -> None:
+    whole = sized(paged_fleet(LARGE), {"all": 100})
+    stand_in = replace(
+        whole, verification=replace(whole.verification, counts={"all": 10}), counts={"all": 100}, share=0.1
+    )
+    assert saving(whole, whole).resolution == pytest.approx(0.01)
+    assert saving(stand_in, stand_in).resolution == pytest.approx(0.025)
+
+
+def test_the_table_has_a_line_for_every_fleet_with_its_interval() -> None:
+    found = result()
+    lines = fleets_table(found.simulated, found).as_text().splitlines()
+    assert len(lines) == 2 + 3
+    assert "> pools" in lines[-1]
+    assert "1.10 ± 0.25" in lines[-1]
+    assert "1.00" in lines[-1]
+
+
+PLAN = ["plan", "--trace", "paper-mix", "--rate", "30", "--profile", "laptop", "--profile-settings-only"]
+SMALL = ["--requests", "300", "--seeds", "3", "--jobs", "1", "--candidates", "1", "--b-short", "512,1024"]
+
+
+def test_its_fleets_are_those_of_the_json_output(tmp_path: Path) -> None:
+    page_file, out = tmp_path / "r.html", tmp_path / "r.json"
+    limits = ["--slo-ttft-s", "1", "--slo-tpot-s", "0.05"]
+    assert main([*PLAN, *SMALL, *limits, "--report", str(page_file), "--json", str(out)]) == 0
+    page, found = ParsedReport(page_file.read_text()), json.loads(out.read_text())
+    assert found["verdict"] in page.text
+    fleets = page.tables[0]
+    for one in found["fleets"]:
+        for heading, expected in (
+            ("GPUs", one["gpus"]),
+            ("$/hour", one["usd_per_hour"]),
+            ("P99 TTFT s", one["p99_ttft_s"]),
+            ("P99 TPOT ms", one["p99_tpot_s"]),
+        ):
+            assert fleets.column(heading)[one["name"]] == pytest.approx(expected)
+        (row,) = [texts for texts in fleets.texts if texts[0] == one["name"]]
+        half = one["verification"]["p99_ttft_s"]["high"] - one["p99_ttft_s"]
+        assert row[fleets.texts[0].index("P99 TTFT s")] == f"{one['p99_ttft_s']:.2f} ± {half:.2f}"
+    pools = next(one for one in found["fleets"] if one["name"] == "pools")
+    assert fleets.column("saves")["pools"] == pytest.approx(
+        pools["savings"]["paged-homogeneous"]["simulated"]
+    )
+    assert page.table("The two pools").column("replicas") == {
+        name: pool["replicas"] for name, pool in pools["per_pool"].items()
+    }
+
+
+def test_limits_that_no_fleet_meets_are_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "r.html"
+    assert main([*PLAN, *SMALL, "--slo-tpot-s", "0.001", "--report", str(path)]) == 0
+    page = ParsedReport(path.read_text())
+    assert "No single pool with paged KV meets the limits" in page.text
+    assert "the worst-case fleet meets the limits at no size that was tried" in page.text

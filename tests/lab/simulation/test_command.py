@@ -1,0 +1,299 @@
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.cli.workload_arguments import (
+    configure_replicas,
+    configure_trace,
+    configure_workload,
+    fleet_of,
+    trace_choice,
+)
+from serve_app.core.commands import Dispatch
+from serve_app.core.decision_log import read_runs
+from serve_app.lab.simulation.report import by_policy, policies_table
+from serve_app.lab.simulation.workload import TraceChoice
+
+SMALL = ["--profile", "laptop", "--replicas", "2", "--requests", "150", "--jobs", "1"]
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", "--trace", "paper-mix", *SMALL, *arguments])
+
+
+def test_the_json_is_as_the_contract_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "out.json"
+    assert simulate("--policy", "direct,fcfs", "--load", "0.9", "--seeds", "2", "--json", str(out)) == 0
+    document = json.loads(out.read_text())
+    runs = document["runs"]
+    assert [(run["policy"], run["seed"], run["load"]) for run in runs] == [
+        ("direct", 0, 0.9),
+        ("direct", 1, 0.9),
+        ("fcfs", 0, 0.9),
+        ("fcfs", 1, 0.9),
+    ]
+    for run in runs:
+        metrics = run["metrics"]
+        for name in ("completed", "throughput_tokens_per_s", "goodput_per_s", "makespan_s", "jain_tenants"):
+            assert metrics[name] > 0, name
+        assert metrics["preemptions"] >= 0
+        for name in ("ttft_s", "tpot_s", "e2e_s", "queue_wait_s"):
+            for size in ("all", "short", "long"):
+                figures = metrics[name][size]
+                assert set(figures) == {"mean", "p50", "p95", "p99", "max"}
+                assert 0 <= figures["p50"] <= figures["p95"] <= figures["p99"] <= figures["max"]
+        assert run["whole_run"]["completed"] == 150
+    assert {"commit", "settings", "trace", "seeds"} <= set(document["provenance"])
+    assert document["provenance"]["seeds"] == [0, 1]
+    assert document["provenance"]["settings"]["load"] == 0.9
+    table = capsys.readouterr().out
+    assert "| direct " in table
+    assert "| fcfs " in table
+
+
+def test_short_is_up_to_256_tokens_unless_said_otherwise(tmp_path: Path) -> None:
+    shares = []
+    for extra in ([], ["--short-at", "64"]):
+        out = tmp_path / "out.json"
+        simulate("--policy", "direct", "--rate", "5", "--slo-tpot-s", "9", "--json", str(out), *extra)
+        (run,) = json.loads(out.read_text())["runs"]
+        shares.append(run["metrics"]["ttft_s"]["long"]["mean"])
+        assert run["settings"]["short_at_tokens"] == (64 if extra else 256)
+    # More prompts count as long, and those are the quick ones.
+    assert shares[1] < shares[0]
+
+
+def test_the_same_command_writes_the_same_log_to_the_byte(tmp_path: Path) -> None:
+    logs = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for log in logs:
+        assert simulate("--policy", "fcfs", "--load", "1.1", "--seeds", "2", "--log", str(log)) == 0
+    first, second = (log.read_bytes() for log in logs)
+    assert first == second
+    runs = list(read_runs(first.decode().splitlines()))
+    assert [run.header.run["seed"] for run in runs] == [0, 1]
+    for run in runs:
+        commands = [command for _, decision in run.decisions for command in decision.commands]
+        sent = [command.request_id for command in commands if isinstance(command, Dispatch)]
+        assert sorted(sent) == sorted(f"r{number}" for number in range(150))
+
+
+def test_a_rate_is_shown_with_the_load_that_it_means(tmp_path: Path) -> None:
+    loads = []
+    for rate in ("20", "40"):
+        out = tmp_path / "out.json"
+        simulate("--policy", "direct", "--rate", rate, "--json", str(out))
+        (run,) = json.loads(out.read_text())["runs"]
+        assert run["rate_per_s"] == pytest.approx(float(rate))
+        loads.append(run["load"])
+    assert loads[1] == pytest.approx(2 * loads[0])
+
+
+def test_two_pools_are_named_with_their_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [
+        "simulate",
+        "--trace",
+        "paper-mix",
+        "--profile",
+        "laptop",
+        "--requests",
+        "100",
+        "--jobs",
+        "1",
+    ]
+    arguments += ["--pools", "short:2,long:1", "--b-short", "2000", "--policy", "fcfs", "--json", str(out)]
+    assert main(arguments) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    engines = [(one["replica"], one["max_model_len"]) for one in run["settings"]["engines"]]
+    assert engines == [("short-1", 2_000), ("short-2", 2_000), ("long-1", 8_192)]
+
+
+def test_merged_traces_come_on_one_clock(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["simulate", "--trace", "lmsys+paper-mix", *SMALL, "--policy", "direct", "--json", str(out)]
+    assert main(arguments) == 0
+    trace = json.loads(out.read_text())["provenance"]["trace"]
+    assert trace["name"] == "lmsys+paper-mix"
+    # 10 and 20 requests/s when alone.
+    assert trace["rate_per_s"] == pytest.approx(30.0, rel=0.3)
+
+
+def test_what_was_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--policy", "fcfs", "--load", "0.5", "--max-model-len", "2000")
+    errors = capsys.readouterr().err
+    assert "requests are longer than any engine's context and were left out" in errors
+
+
+def test_unequal_work_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--policy", "fcfs", "--load", "3", "--queue-timeout-s", "0.2")
+    errors = capsys.readouterr().err
+    assert "not the same work: fcfs, seed 0: only" in errors
+    assert "expired" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "lifo"], "no policy 'lifo'"),
+        (["--profile", "abacus"], "no engine profile 'abacus'"),
+        (["--policy", "fcfs", "--set", "backpressure.target_waiting"], "--set takes PATH=VALUE"),
+        (["--policy", "fcfs", "--set", "backpressure.target_waitin=3"], "target_waitin"),
+        (["--policy", "fcfs", "--arrivals", "tides"], "no arrivals 'tides'"),
+        (["--policy", "fcfs", "--first-seed", "-1"], "--first-seed must not be negative"),
+        (["--policy", "fcfs", "--warm-up", "1.5"], "warm_up_ratio"),
+    ],
+)
+def test_what_cannot_be_ends_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(*arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ("short:0,long:1", "a pool has at least one replica and token, got 'short:0'"),
+        ("short:x,long:1", "write NAME:N or NAME:N:CONTEXT, got 'short:x'"),
+        ("a:1,a:2", "each pool needs a name of its own, got 'a:1,a:2'"),
+        (":1", "each pool needs a name of its own"),
+    ],
+)
+def test_pools_have_names_and_replicas(pools: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--trace", "paper-mix", "--pools", pools])
+    assert message in capsys.readouterr().err
+
+
+def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict[str, object]:
+    times = {"mean": mean, "p99": 2 * mean, "max": 3 * mean}
+    by_size = {"all": times, "short": times, "long": times}
+    return {
+        "policy": policy,
+        "seed": seed,
+        "deployable": deployable,
+        "metrics": {"ttft_s": by_size, "queue_wait_s": by_size, "tpot_s": by_size, "goodput_per_s": 1.0},
+        "whole_run": {"throughput_tokens_per_s": 1_000.0},
+    }
+
+
+def test_a_table_has_means_and_intervals_over_seeds() -> None:
+    rows = [row("fcfs", seed, mean) for seed, mean in enumerate((1.0, 2.0, 3.0))]
+    line = next(line for line in policies_table(by_policy(rows)).as_text().splitlines() if "fcfs" in line)
+    # Student's t with two degrees of freedom: 4.303 * 1 / sqrt(3).
+    assert "2.000 ± 2.484" in line
+    assert "|     3 |" in line
+
+
+def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
+    table = policies_table(
+        by_policy([row("fcfs", 0, 1.0), row("oracle", 0, 0.5, deployable=False)])
+    ).as_text()
+    assert "±" not in table
+    assert "oracle (not deployable)" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("foo.bar=1", "simulate: foo.bar: unknown key"),
+        ("backpressure.target_wating=5", "did you mean backpressure.target_waiting?"),
+        ("target_waiting=5", "target_waiting: unknown key; did you mean backpressure.target_waiting?"),
+        (
+            "backpressure.target_waiting=many",
+            "simulate: backpressure.target_waiting must be a whole number, got 'many'",
+        ),
+        ("backpressure.target_waiting=-1", "simulate: backpressure.target_waiting must "),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_the_words_of_a_settings_file(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate("--policy", "fcfs", "--rate", "5", "--set", given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert "pydantic" not in line
+
+
+def test_an_advanced_setting_may_be_given_as_files_write_it(tmp_path: Path) -> None:
+    weights = []
+    for path in ("ewsjf.weights.b_u", "advanced.ewsjf.weights.b_u"):
+        out = tmp_path / "out.json"
+        assert simulate("--policy", "ewsjf", "--rate", "5", "--set", f"{path}=0.5", "--json", str(out)) == 0
+        (run,) = json.loads(out.read_text())["runs"]
+        weights.append(run["metrics"])
+    assert weights[0] == weights[1]
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    configure_workload(parser.add_argument_group(), requests=50, requests_help="")
+    configure_replicas(parser.add_argument_group(), b_short_help="")
+    return parser.parse_args(words)
+
+
+def test_the_trace_is_chosen_by_the_arguments() -> None:
+    assert trace_choice(parsed("--trace", "lmsys")) == TraceChoice(name="lmsys", requests=50)
+    words = (
+        "--trace a.csv --requests 7 --tenants 8:1.2 --priorities batch=1 --arrivals poisson --traces-folder d"
+    )
+    assert trace_choice(parsed(*words.split()), flip_mix_at=256) == TraceChoice(
+        name="a.csv",
+        requests=7,
+        tenants="8:1.2",
+        priorities="batch=1",
+        arrivals="poisson",
+        folder=Path("d"),
+        flip_mix_at=256,
+    )
+
+
+def test_arrivals_may_have_another_default() -> None:
+    parser = argparse.ArgumentParser()
+    configure_trace(parser.add_argument_group(), arrivals="poisson", arrivals_help="")
+    assert parser.parse_args(["--trace", "lmsys"]).arrivals == "poisson"
+
+
+def test_replicas_are_in_one_pool_or_in_two() -> None:
+    assert (parsed("--trace", "x").replicas, parsed("--trace", "x").pools) == (4, None)
+    two = fleet_of(parsed("--trace", "x", "--pools", "long:1,short:3"))
+    assert list(two.replicas.items()) == [("short", 3), ("long", 1)]
+    assert (two.b_short_tokens, two.by_pool) == (8_192, {})
+    assert fleet_of(parsed("--trace", "x")).replicas == {"all": 4}
+
+
+def test_pools_may_have_contexts_and_profiles_of_their_own() -> None:
+    words = ("--trace", "x", "--pools", "small:4:2048,middle:2:8192:laptop,large:1::llama2-70b-h100-tp4")
+    three = fleet_of(parsed(*words))
+    assert three.replicas == {"small": 4, "middle": 2, "large": 1}
+    assert three.b_short_tokens == 2_048
+    assert [three.profile_of(pool) for pool in ("middle", "large")] == ["laptop", "llama2-70b-h100-tp4"]
+    assert [three.by_pool[pool].engine.max_model_len for pool in three.replicas] == [2_048, 8_192, None]
+    assert fleet_of(parsed(*words, "--b-short", "1024")).b_short_tokens == 1_024
+    assert fleet_of(parsed("--trace", "x", "--pools", "a:1:16384,b:1")).b_short_tokens == 8_192
+    assert fleet_of(parsed("--trace", "x", "--pools", "a:1:4096,b:1")).b_short_tokens == 4_096
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--trace x --pools short", "write NAME:N or NAME:N:CONTEXT, got 'short'"),
+        ("--trace x --pools short:3:many", "write NAME:N or NAME:N:CONTEXT, got 'short:3:many'"),
+        ("--trace x --pools short:0,long:1", "at least one replica and token, got 'short:0'"),
+        ("--trace x --pools a:1,a:2", "a name of its own, got 'a:1,a:2'"),
+        ("--trace x --pools short:1,long:1 --replicas 2", "not allowed with argument"),
+        ("--trace x --load 0.9 --rate 3", "not allowed with argument"),
+        ("--load 0.9", "required: --trace"),
+    ],
+)
+def test_arguments_that_contradict_one_another_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*words.split())
+    assert message in capsys.readouterr().err

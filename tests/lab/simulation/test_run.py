@@ -1,0 +1,210 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from serve_app.core.commands import Dispatch
+from serve_app.core.decision_log import Decision
+from serve_app.core.metrics.record import RequestRecord
+from serve_app.errors import Outcome, SettingsError
+from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
+from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
+from serve_app.lab.simulation.run import DIRECT, LengthNoise, RunSettings, SloByLength, policy_names, simulate
+from serve_app.lab.simulation.simulation import SimulationSettings
+from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+
+LAPTOP = FleetSettings(profile="laptop", replicas={"all": 2})
+PAPER_MIX = TraceChoice(name="paper-mix", requests=300)
+
+
+def settings(policy: str = "fcfs", /, **changes: object) -> RunSettings:
+    plain = RunSettings(policy=policy, fleet=LAPTOP, trace=PAPER_MIX, rate_per_s=40.0)
+    return replace(plain, **changes)  # type: ignore[arg-type] # each test names what it changes
+
+
+def decisions_of(run: RunSettings) -> list[Decision]:
+    log: list[Decision] = []
+    simulate(run, log.append)
+    return log
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policy_completes_every_request_once(policy: str) -> None:
+    result = simulate(settings(policy))
+    assert sorted(record.request_id for record in result.records) == sorted(f"r{n}" for n in range(300))
+    assert {record.outcome for record in result.records} == {Outcome.COMPLETED}
+    for record in result.records:
+        assert record.dispatched_at is not None
+        assert record.first_token_at is not None
+        assert record.arrived_at <= record.dispatched_at < record.first_token_at <= record.finished_at
+
+
+def test_all_policies_meet_the_same_requests_at_the_same_times_and_do_the_same_work() -> None:
+    played = [
+        [
+            (record.request_id, record.arrived_at, record.prompt_tokens, record.output_tokens)
+            for record in simulate(settings(policy)).measured
+        ]
+        for policy in policy_names()
+    ]
+    assert all(one == played[0] for one in played)
+
+
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+def test_the_same_seed_gives_the_same_decisions_to_the_byte(policy: str) -> None:
+    first, second = (repr(decisions_of(settings(policy))).encode() for _ in range(2))
+    assert first == second
+    assert len(first) > 10_000
+
+
+def test_another_seed_gives_other_requests() -> None:
+    first, second = simulate(settings()), simulate(settings(seed=1))
+    assert [one.prompt_tokens for one in first.records] != [one.prompt_tokens for one in second.records]
+
+
+def test_the_first_tenth_by_arrival_is_not_measured_and_the_last_is() -> None:
+    result = simulate(settings())
+    assert len(result.measured) == 270
+    assert result.summary.completed == 270
+    assert result.whole.completed == 300
+    assert result.measured == result.records[30:]
+    assert max(one.arrived_at for one in result.records[:30]) <= result.measured[0].arrived_at
+
+
+def test_prompts_beyond_the_context_are_left_out_and_counted() -> None:
+    short = FleetSettings(profile="laptop", replicas={"all": 2}, engine=EngineChanges(max_model_len=2_000))
+    result = simulate(settings(fleet=short))
+    everything = simulate(settings())
+    longer = [one for one in everything.records if one.prompt_tokens >= 2_000]
+    assert result.workload.dropped == len(longer) > 10
+    assert len(result.records) == 300 - len(longer)
+    assert all(one.prompt_tokens + one.output_tokens <= 2_000 for one in result.records)
+    assert result.whole.completed == len(result.records)
+
+
+def test_answers_end_at_the_context_limit_and_are_counted() -> None:
+    tight = FleetSettings(profile="laptop", replicas={"all": 2}, engine=EngineChanges(max_model_len=300))
+    result = simulate(settings(fleet=tight))
+    clipped = [one for one in result.records if one.prompt_tokens + one.output_tokens == 300]
+    assert result.workload.clipped > 0
+    assert len(clipped) >= result.workload.clipped
+
+
+def test_without_a_gateway_nobody_waits_in_its_queue() -> None:
+    result = simulate(settings(DIRECT))
+    assert result.summary.queue_wait_s.all.max == 0.0
+    assert {record.replica for record in result.records} == {"all-1", "all-2"}
+
+
+def test_a_scheduler_holds_back_what_an_engine_could_not_start() -> None:
+    held_back = simulate(settings("fcfs", rate_per_s=200.0)).summary.queue_wait_s.all.max
+    assert held_back is not None
+    assert held_back > 0.5
+
+
+def test_two_pools_keep_long_prompts_out_of_the_short_one() -> None:
+    pools = FleetSettings(profile="laptop", replicas={"short": 1, "long": 1}, b_short_tokens=1_500)
+    result = simulate(settings(fleet=pools))
+    assert {record.pool for record in result.records} == {"short", "long"}
+    assert all(record.pool == "long" for record in result.records if record.prompt_tokens > 1_500)
+    assert result.whole.completed == 300
+
+
+def test_noise_changes_what_the_scheduler_sees_and_nothing_that_engines_do() -> None:
+    exact, noisy = (
+        simulate(settings("fcfs", noise=LengthNoise(relative_error=error))) for error in (0.0, 0.5)
+    )
+    true_lengths = [record.prompt_tokens for record in exact.records]
+    assert [record.prompt_tokens for record in noisy.records] == true_lengths
+    assert noisy.whole.completed == 300
+    ratios = sorted(
+        (mistaken.estimated_tokens or 0) / (right.estimated_tokens or 1)
+        for mistaken, right in zip(noisy.records, exact.records, strict=True)
+    )
+    assert ratios[0] < 0.95
+    assert ratios[-1] > 1.05
+
+
+def test_noise_is_log_normal_around_the_truth() -> None:
+    from random import Random
+
+    factors = LengthNoise(relative_error=0.3).factors(map(str, range(4_000)), Random(1))
+    logs = [math.log(factor) for factor in factors.values()]
+    mean = sum(logs) / len(logs)
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in logs) / len(logs))
+    assert mean == pytest.approx(0.0, abs=0.02)
+    assert deviation == pytest.approx(0.3, rel=0.05)
+
+
+def test_known_output_lengths_are_told_and_unknown_ones_are_not() -> None:
+    told = decisions_of(settings(disclosure=Disclosure(output_known=True)))
+    untold = decisions_of(settings())
+    stated = [one.event.request.spec.max_output_tokens for one in told if hasattr(one.event, "request")]
+    silent = [one.event.request.spec.max_output_tokens for one in untold if hasattr(one.event, "request")]
+    assert len(stated) == len(silent) == 300
+    assert all(isinstance(limit, int) for limit in stated)
+    assert set(silent) == {None}
+
+
+def test_reports_and_control_latency_are_those_of_the_settings() -> None:
+    near = simulate(settings())
+    far = simulate(settings(simulation=SimulationSettings(control_latency_s=0.3, report_interval_s=1.0)))
+    # A grant reaches its engine late, so nobody has a first token any sooner than that.
+    assert min(record.ttft_s or 0.0 for record in far.records) > 0.3
+    assert min(record.ttft_s or 0.0 for record in near.records) < 0.3
+
+
+def test_a_queue_timeout_ends_who_waits_too_long() -> None:
+    result = simulate(settings(rate_per_s=400.0, disclosure=Disclosure(queue_timeout_s=0.5)))
+    assert result.whole.outcomes["expired"] > 0
+    assert result.whole.completed < 300
+
+
+def test_scheduler_settings_are_changed_by_path() -> None:
+    generous = decisions_of(settings(rate_per_s=400.0, scheduler={"backpressure.target_waiting": 30}))
+    default = decisions_of(settings(rate_per_s=400.0))
+
+    def sent_early(log: list[Decision]) -> int:
+        return sum(isinstance(one, Dispatch) for step in log if step.now < 0.3 for one in step.commands)
+
+    assert sent_early(generous) > sent_early(default)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "lifo"}, "no policy 'lifo': choose one of direct, "),
+        ({"scheduler": {"backpressure.target": 3}}, "target"),
+        ({"scheduler": {"policy": "sjf"}}, "policy is not to be set"),
+        ({"scheduler": {"model.name": "m"}}, "cannot be set below 'model'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        simulate(settings(**changes))
+
+
+def record(prompt_tokens: int, ttft_s: float) -> RequestRecord:
+    return RequestRecord(
+        request_id="r",
+        arrived_at=0.0,
+        first_token_at=ttft_s,
+        finished_at=ttft_s + 0.5,
+        outcome=Outcome.COMPLETED,
+        prompt_tokens=prompt_tokens,
+        output_tokens=10,
+    )
+
+
+def test_long_prompts_have_more_time_to_their_first_token() -> None:
+    slo = SloByLength(short_at_tokens=256)
+    assert slo.met_by(record(256, 1.0))
+    assert not slo.met_by(record(256, 1.1))
+    assert slo.met_by(record(257, 10.0))
+    assert not slo.met_by(record(257, 10.1))
+
+
+def test_a_token_rate_that_is_too_slow_breaks_the_slo_of_both() -> None:
+    slow = SloByLength(tpot_s=0.05)
+    assert not slow.met_by(record(100, 0.5))
+    assert not slow.met_by(record(1_000, 0.5))

@@ -1,0 +1,38 @@
+from dataclasses import replace
+
+import pytest
+
+from serve_app.core.routing.pools import RoutingSettings
+from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, ScoreWeights
+from serve_app.errors import SettingsError
+from serve_app.lab.simulation.scheduler_settings import scheduler_settings
+
+ROUTING = RoutingSettings(b_short_tokens=2_048)
+
+
+@pytest.mark.parametrize(("policy", "default"), [("ewsjf", OWN_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
+def test_one_weight_that_is_set_leaves_the_others_as_the_policy_has_them(
+    policy: str, default: ScoreWeights
+) -> None:
+    settings = scheduler_settings(policy, ROUTING, {"ewsjf.weights.a_u": 0.5})
+    assert settings.ewsjf.weights.over(default) == replace(default, a_u=0.5)
+
+
+def test_an_unknown_weight_or_an_impossible_one_is_refused() -> None:
+    with pytest.raises(SettingsError, match="floor must be positive, got 0"):
+        scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights.floor": 0.0})
+    with pytest.raises(SettingsError, match="c_u"):
+        scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights.c_u": 0.5})
+    with pytest.raises(SettingsError, match="'weights', which has a value itself"):
+        scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights": 3, "ewsjf.weights.a_u": 0.5})
+
+
+def test_the_fleet_says_which_pools_there_are_and_the_changes_how_they_are_used() -> None:
+    settings = scheduler_settings(
+        "ewsjf", ROUTING, {"routing.spill": False, "backpressure.target_waiting": 5}
+    )
+    assert settings.routing == replace(ROUTING, spill=False)
+    assert settings.backpressure.target_waiting == 5
+    assert settings.backpressure.tpot_gate_s is None
+    with pytest.raises(SettingsError, match="b_short_tokens is not to be set"):
+        scheduler_settings("ewsjf", ROUTING, {"routing.b_short_tokens": 100})

@@ -1,0 +1,56 @@
+"""Endpoints that come and go."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.serving.remote.endpoint import FlapDamping
+
+
+def test_the_first_failure_costs_a_second_and_each_further_one_twice_as_much() -> None:
+    damping, now, holds = FlapDamping(), 0.0, []
+    for _ in range(9):
+        while damping.on_answer(now):
+            now += 0.5
+        damping.on_failure(now)
+        holds.append(damping.hold_s)
+    assert holds == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_a_new_endpoint_is_not_held_back() -> None:
+    damping = FlapDamping()
+    damping.on_failure(0.0)
+    assert damping.on_answer(1.0) == 0
+
+
+def test_one_that_has_served_for_a_minute_has_settled() -> None:
+    damping = FlapDamping()
+    damping.on_answer(0.0)
+    damping.on_failure(1.0)
+    assert damping.on_answer(2.0) == 1.0
+    assert damping.on_answer(3.0) == 0
+    damping.on_failure(63.0)
+    assert damping.on_answer(64.0) == 0
+
+
+def test_a_failure_while_it_is_held_back_begins_the_hold_anew() -> None:
+    damping = FlapDamping()
+    damping.on_answer(0.0)
+    damping.on_failure(1.0)
+    assert damping.on_answer(2.0) == 1.0
+    damping.on_failure(2.5)
+    assert damping.on_answer(3.0) == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=50))
+def test_it_serves_only_after_its_hold_without_a_failure(steps: list[tuple[float, bool]]) -> None:
+    damping, now, answers_since = FlapDamping(), 0.0, None
+    for pause_s, answers in steps:
+        now += pause_s
+        if not answers:
+            damping.on_failure(now)
+            answers_since = None
+            continue
+        answers_since = now if answers_since is None else answers_since
+        if damping.on_answer(now) == 0:
+            assert now >= answers_since + damping.hold_s - 1e-6
+        assert 0 <= damping.hold_s <= 60

@@ -1,0 +1,328 @@
+"""Discovery by DNS and Kubernetes, against servers that speak these protocols."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import dns.message
+import dns.rrset
+import pytest
+from aiohttp import web
+from dns.asyncresolver import Resolver
+
+from serve_app.serving.remote.sources import (
+    AddressSource,
+    ApiServer,
+    EndpointSource,
+    EndpointUrl,
+    KubernetesSource,
+    ServiceRecordSource,
+    source_of,
+)
+from tests.serving.channel.harness import until
+
+Told = list[set[str]]
+
+
+@contextlib.asynccontextmanager
+async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIterator[Told]:
+    """What a source tells, one entry each time."""
+    told: Told = []
+    task = asyncio.create_task(source.follow(lambda urls: told.append({str(url) for url in urls}), refresh_s))
+    try:
+        yield told
+        assert not task.done() or source.is_fixed
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a:8000", "tcp://a", "dns://a:8000", "dns+a:8000", "srv+tcp://a", "file://relative", "file://"),
+        *("kubernetes+http://", "kubernetes+http://a.b?selector=x", "kubernetes+http://ns?selector=x"),
+        "kubernetes+http://svc:80?labels=a",
+    ],
+)
+def test_a_source_of_no_known_form_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"got|known"):
+        source_of(text)
+
+
+async def test_a_url_is_told_once() -> None:
+    async with followed(source_of("http://a:8000/v1")) as told:
+        await until(lambda: bool(told))
+        assert told == [{"http://a:8000"}]
+
+
+async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = ["10.0.0.1", "10.0.0.2"]
+
+    async def resolved(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "engines.test"
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+    async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as told:
+        await until(lambda: len(told) == 1)
+        assert told[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
+        # A broken zone takes nothing away.
+        gone = list(addresses)
+        addresses.clear()
+        await asyncio.sleep(0.2)
+        assert len(told) == 1
+        addresses.extend([gone[0], "fd00::7"])
+        await until(lambda: len(told) == 2)
+        assert told[-1] == {"https://10.0.0.1:8443", "https://[fd00::7]:8443"}
+
+
+async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> None:
+    found = await AddressSource(EndpointUrl.parse("https://localhost:8443"))._find()
+    assert {url.server_name for url in found} == {"localhost"}
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """Answers every question for SRV with the records that the test sets."""
+
+    def __init__(self) -> None:
+        self.records: list[str] = []
+        self.transport: asyncio.DatagramTransport | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        query = dns.message.from_wire(data)
+        answer = dns.message.make_response(query)
+        if self.records:
+            name = query.question[0].name
+            answer.answer.append(dns.rrset.from_text(name, 1, "IN", "SRV", *self.records))
+        assert self.transport is not None
+        self.transport.sendto(answer.to_wire(), addr)
+
+
+async def test_srv_records_state_hosts_and_ports() -> None:
+    server = NameServer()
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+        lambda: server, local_addr=("127.0.0.1", 0)
+    )
+    try:
+        resolver = Resolver(configure=False)
+        resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
+        server.records = ["0 1 8001 gpu-1.test.", "0 1 8002 gpu-2.test."]
+        url = EndpointUrl.parse("http://_vllm._tcp.test")
+        async with followed(ServiceRecordSource(url, resolver=resolver)) as told:
+            await until(lambda: len(told) == 1)
+            assert told[-1] == {"http://gpu-1.test:8001", "http://gpu-2.test:8002"}
+            server.records = []
+            await asyncio.sleep(0.2)
+            assert len(told) == 1
+            server.records = ["0 1 8001 gpu-1.test."]
+            await until(lambda: len(told) == 2)
+            assert told[-1] == {"http://gpu-1.test:8001"}
+    finally:
+        transport.close()
+
+
+class ApiServerDouble:
+    """The part of Kubernetes' API server that lists and watches, with a history that can be forgotten."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects: dict[str, Any] = {}
+        self.version = 1
+        self.oldest = 0
+        self.asked: list[dict[str, str]] = []
+        self.paths: set[str] = set()
+        self.tokens: set[str] = set()
+        self.refuses = 0
+        self._watches: set[asyncio.Queue[str | None]] = set()
+        (folder / "token").write_text("first")
+        (folder / "namespace").write_text("models")
+
+    def put(self, item: dict[str, Any], kind: str = "MODIFIED") -> None:
+        self.version += 1
+        item["metadata"]["resourceVersion"] = str(self.version)
+        if kind == "DELETED":
+            del self.objects[item["metadata"]["name"]]
+        elif kind != "BOOKMARK":
+            self.objects[item["metadata"]["name"]] = item
+        self.say({"type": kind, "object": item})
+
+    def say(self, event: dict[str, Any]) -> None:
+        for queue in self._watches:
+            queue.put_nowait(json.dumps(event) + "\n")
+
+    def end_watches(self) -> None:
+        for queue in self._watches:
+            queue.put_nowait(None)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(dict(request.query))
+        self.paths.add(request.path)
+        self.tokens.add(request.headers["authorization"])
+        if self.refuses:
+            self.refuses -= 1
+            return web.json_response({"message": "forbidden"}, status=403)
+        if "watch" not in request.query:
+            items = list(self.objects.values())
+            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+        if int(request.query["resourceVersion"]) < self.oldest:
+            return web.json_response({"code": 410}, status=410)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
+        self._watches.add(queue)
+        try:
+            while (line := await queue.get()) is not None:
+                # In two pieces, as a network may cut it.
+                await response.write(line[:20].encode())
+                await response.write(line[20:].encode())
+        finally:
+            self._watches.discard(queue)
+        return response
+
+    @property
+    def watched(self) -> bool:
+        return bool(self._watches)
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[tuple[ApiServerDouble, ApiServer]]:
+    double = ApiServerDouble(tmp_path)
+    app = web.Application()
+    app.router.add_get("/{path:.*}", double.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    yield double, ApiServer(url=f"http://127.0.0.1:{port}", account=tmp_path)
+    await runner.cleanup()
+
+
+def slice_of(name: str, *addresses: str, port: int = 8000, **conditions: bool) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name},
+        "ports": [{"name": "http", "port": port}],
+        "endpoints": [
+            {"addresses": [each], "conditions": conditions or {"ready": True}} for each in addresses
+        ],
+    }
+
+
+def source_at(text: str, server: ApiServer) -> KubernetesSource:
+    parsed = KubernetesSource.parse(text)
+    fields: dict[str, Any] = {name: getattr(parsed, name) for name in parsed.__dataclass_fields__}
+    return KubernetesSource(**{**fields, "api": server})
+
+
+async def test_the_endpoints_of_a_service_are_followed(api: tuple[ApiServerDouble, ApiServer]) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1", "10.0.0.2"))
+    async with followed(source_at("http://vllm.prod/v1", server)) as told:
+        await until(lambda: double.watched)
+        assert told == [{"http://10.0.0.1:8000", "http://10.0.0.2:8000"}]
+        double.put(slice_of("b", "10.0.0.3", port=8001), "ADDED")
+        await until(lambda: len(told) == 2)
+        assert "http://10.0.0.3:8001" in told[-1]
+        # One that ends, and one that is not ready, get no new requests.
+        double.put(slice_of("a", "10.0.0.1", ready=True, terminating=True))
+        double.put(slice_of("b", "10.0.0.3", ready=False))
+        await until(lambda: told[-1] == set())
+        double.put(slice_of("a", "10.0.0.9"))
+        await until(lambda: told[-1] == {"http://10.0.0.9:8000"})
+        double.put(slice_of("a", "10.0.0.9"), "DELETED")
+        await until(lambda: told[-1] == set())
+    assert double.paths == {"/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"}
+    assert all(asked["labelSelector"] == "kubernetes.io/service-name=vllm" for asked in double.asked)
+
+
+async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
+    api: tuple[ApiServerDouble, ApiServer],
+) -> None:
+    def pod(name: str, address: str | None, ready: str, **metadata: str) -> dict[str, Any]:
+        status = {"podIP": address, "conditions": [{"type": "Ready", "status": ready}]}
+        return {"metadata": {"name": name, **metadata}, "status": status}
+
+    double, server = api
+    double.put(pod("a", "10.0.0.1", "True"))
+    double.put(pod("starts", None, "False"))
+    async with followed(source_at("http://prod:9000?selector=app=vllm,tier=gpu", server)) as told:
+        await until(lambda: double.watched)
+        assert told == [{"http://10.0.0.1:9000"}]
+        double.put(pod("starts", "10.0.0.2", "True"))
+        await until(lambda: len(told) == 2)
+        double.put(pod("a", "10.0.0.1", "True", deletionTimestamp="2026-01-01T00:00:00Z"))
+        await until(lambda: told[-1] == {"http://10.0.0.2:9000"})
+    assert double.paths == {"/api/v1/namespaces/prod/pods"}
+    assert double.asked[0]["labelSelector"] == "app=vllm,tier=gpu"
+
+
+async def test_a_watch_that_ends_goes_on_from_where_it_was(api: tuple[ApiServerDouble, ApiServer]) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    async with followed(source_at("http://vllm", server)) as told:
+        await until(lambda: double.watched)
+        double.put({"metadata": {"name": "-"}}, "BOOKMARK")
+        version = str(double.version)
+        asked = len(double.asked)
+        await until(lambda: len(told) == 1)
+        double.end_watches()
+        await until(lambda: len(double.asked) > asked and double.watched)
+        assert double.asked[-1]["resourceVersion"] == version
+        assert len(told) == 1
+        # Tokens are replaced while it runs.
+        (double.folder / "token").write_text("second")
+        double.end_watches()
+        await until(lambda: "Bearer second" in double.tokens)
+
+
+@pytest.mark.parametrize("as_event", [False, True])
+async def test_a_version_that_is_too_old_begins_with_a_list_again(
+    api: tuple[ApiServerDouble, ApiServer], as_event: bool
+) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    async with followed(source_at("http://vllm:7000", server)) as told:
+        await until(lambda: double.watched)
+        double.objects["b"] = slice_of("b", "10.0.0.2")
+        double.version += 10
+        double.oldest = double.version
+        if as_event:
+            double.say({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+        else:
+            double.end_watches()
+        await until(lambda: told[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
+
+
+async def test_an_api_server_that_refuses_takes_nothing_away(
+    api: tuple[ApiServerDouble, ApiServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    double, server = api
+    double.put(slice_of("a", "10.0.0.1"))
+    async with followed(source_at("http://vllm", server)) as told:
+        await until(lambda: double.watched)
+        double.refuses = 3
+        double.end_watches()
+        await until(lambda: not double.refuses and double.watched)
+        assert all(each == {"http://10.0.0.1:8000"} for each in told)
+    assert caplog.text.count("answered 403") == 1  # one reason is logged once
+
+
+async def test_outside_of_a_pod_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    source: EndpointSource = source_of("kubernetes+http://vllm.prod:8000")
+    logged: Callable[[], bool] = lambda: "does not run in a pod" in caplog.text  # noqa: E731
+    async with followed(source) as told:
+        await until(logged)
+        assert told == []

@@ -1,0 +1,255 @@
+"""A watcher with its endpoints, a scheduler and a gateway: over HTTP, without Ray."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.engines.engine import Scope, Send
+from serve_app.errors import EngineError
+from serve_app.serving.remote.watcher import KeptChoices
+from serve_app.serving.state import StateStore
+from tests.engines.servers import free_port, serving
+from tests.serving.channel.harness import until
+from tests.serving.gateway.builders import MODEL
+
+from .servers import VllmLike, watched
+
+
+async def test_requests_go_straight_to_the_endpoints() -> None:
+    first, second = VllmLike(token_delay_s=0.05), VllmLike(token_delay_s=0.05)
+    async with serving(first) as one, serving(second) as two, watched(one, two) as fleet:
+        await until(lambda: len(fleet.open()) == 2, "both serve")
+        answers = await asyncio.gather(*(fleet.ask() for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert {answer.headers["x-replica"] for answer in answers} == set(fleet.open())
+        assert len(first.bodies) + len(second.bodies) == 6
+
+
+async def test_endpoints_get_their_own_key_and_nothing_of_ours() -> None:
+    engine = VllmLike()
+    engine.api_key = "sk-of-the-server"
+    async with serving(engine) as url, watched(f"{url}/below/v1", api_key=engine.api_key) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        answer = await fleet.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "hello"},
+            headers={"x-api-key": "of-the-client"},
+        )
+        assert answer.status_code == 200
+    head = engine.heads[-1]
+    assert head[b"authorization"] == b"Bearer sk-of-the-server"
+    assert engine.paths[-1] == "/below/v1/completions"
+    assert not {b"x-api-key", b"x-replica-token"} & set(head)
+
+
+async def test_an_endpoint_that_dies_loses_no_request_and_comes_back() -> None:
+    engine, port = VllmLike(), free_port()
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(serving(VllmLike()))
+        mortal = AsyncExitStack()
+        url = await mortal.enter_async_context(serving(engine, port))
+        fleet = await stack.enter_async_context(watched(other, url))
+        await until(lambda: len(fleet.open()) == 2, "both serve")
+        await mortal.aclose()
+        answers = [await fleet.ask() for _ in range(8)]
+        assert [answer.status_code for answer in answers] == [200] * 8
+        await until(lambda: len(fleet.open()) == 1, "its death is noticed")
+        dead = next(one for one in fleet.watcher.described() if one["url"] == url)
+        assert (dead["state"], "gave no answer" in str(dead["reason"])) == ("closed", True)
+        engine.models["data"][0]["max_model_len"] = 2048
+        await stack.enter_async_context(serving(engine, port))
+        await until(lambda: len(fleet.open()) == 2, "it serves again")
+        # It was restarted with another limit.
+        assert fleet.world.live.status()["replicas"][f"short/127.0.0.1:{port}"]["max_model_len"] == 2048
+
+
+async def test_one_that_fails_again_and_again_is_held_back() -> None:
+    engine = VllmLike()
+    async with serving(engine) as url, watched(url) as fleet:
+        for _ in range(2):
+            await until(lambda: len(fleet.open()) == 1, "it serves")
+            engine.metrics_status = 500
+            await until(lambda: not fleet.open(), "its failure is noticed")
+            engine.metrics_status = 200
+        await until(lambda: "has to for" in str(fleet.watcher.described()[0]["reason"]), "it is held back")
+
+
+async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) -> None:
+    listed = tmp_path / "endpoints"
+    async with watched(f"file://{listed}", refresh_s=0.1) as fleet:
+        one, two = await fleet.endpoint(), await fleet.endpoint()
+        listed.write_text(f"# ours\n{one}  # the first\n")
+        await until(lambda: len(fleet.open()) == 1, "the first is found")
+        listed.write_text(f"{one}\n\n{two}/v1\n")
+        await until(lambda: len(fleet.open()) == 2, "the second is found")
+        # A mistake takes nothing away, and neither does a file that is gone.
+        listed.write_text(f"{one}\nno url\n")
+        await asyncio.sleep(0.3)
+        listed.unlink()
+        await asyncio.sleep(0.3)
+        assert len(fleet.open()) == 2
+        listed.write_text(two)
+        await until(lambda: len(fleet.open()) == 1, "the first has gone")
+
+
+async def test_what_runs_on_an_endpoint_that_is_taken_away_goes_on() -> None:
+    engine = VllmLike(token_delay_s=0.2)
+    async with serving(engine) as url, watched(url) as fleet:
+        other = await fleet.endpoint()
+        asked = asyncio.create_task(fleet.ask(max_tokens=5, stream=True))
+        await until(lambda: engine.running == 1, "it runs")
+        added = await fleet.http.post("/admin/endpoints", json={"url": other})
+        removed = await fleet.http.request("DELETE", "/admin/endpoints", json={"url": url})
+        assert (added.status_code, removed.status_code) == (200, 200), (added.text, removed.text)
+        await until(lambda: fleet.open() == [f"short/{other.removeprefix('http://')}"], "one is left")
+        answer = await asked
+        assert answer.text.rstrip().endswith("[DONE]")
+        shown = (await fleet.http.get("/admin/endpoints")).json()["endpoints"]
+        assert {(one["url"], one["state"]) for one in shown} == {(other, "serving"), (url, "removed")}
+
+
+async def test_what_an_admin_chooses_holds_after_a_restart(tmp_path: Path) -> None:
+    def store() -> KeptChoices:
+        return KeptChoices(StateStore(str(tmp_path), "endpoints", "app/m/short"))
+
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(serving(VllmLike()))
+        two = await stack.enter_async_context(serving(VllmLike()))
+        async with watched(one, kept=store()) as fleet:
+            assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["kept"] is True
+            await until(lambda: len(fleet.open()) == 2, "both serve")
+            await fleet.http.request("DELETE", "/admin/endpoints", json={"url": one, "pool": "short"})
+        async with watched(one, kept=store()) as fleet:
+            await until(lambda: fleet.open() == [f"short/{two.removeprefix('http://')}"], "as before")
+            await fleet.http.post("/admin/endpoints", json={"url": one})
+            await until(lambda: len(fleet.open()) == 2, "it is given back")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"url": "no url"}, 400, "http://host:8000"),
+        ({"url": "http://a:1", "pool": "other"}, 400, "short of tiny"),
+        ({"uri": "http://a:1"}, 400, "the body must be like"),
+    ],
+)
+async def test_mistakes_of_an_admin_are_told(body: dict[str, Any], status: int, says: str) -> None:
+    async with watched() as fleet:
+        answer = await fleet.http.post("/admin/endpoints", json=body)
+        assert (answer.status_code, says in answer.text) == (status, True), answer.text
+        unknown = await fleet.http.request("DELETE", "/admin/endpoints", json={"url": "http://a:1"})
+        assert "has no endpoint" in unknown.text
+
+
+async def test_a_start_without_any_endpoint_that_answers_says_why() -> None:
+    port = free_port()
+    async with watched(f"http://127.0.0.1:{port}", start=False, start_timeout_s=0.3) as fleet:
+        with pytest.raises(
+            EngineError, match=rf"no endpoint can be used: http://127.0.0.1:{port}/v1/models gave"
+        ):
+            await fleet.watcher.start()
+
+
+async def test_a_start_ends_at_once_when_every_endpoint_refuses() -> None:
+    engine = VllmLike()
+    engine.api_key = "secret"
+    async with serving(engine) as url, watched(url, start=False, start_timeout_s=60.0) as fleet:
+        with pytest.raises(EngineError, match="answered 401: give the server's key"):
+            await fleet.watcher.start()
+
+
+async def test_an_endpoint_with_another_model_is_named_and_gets_nothing() -> None:
+    other = VllmLike()
+    other.models = {"data": [{"id": "other", "max_model_len": 100}]}
+    async with (
+        serving(VllmLike()) as one,
+        serving(other) as two,
+        watched(one, two, served_model_names=(MODEL,)) as fleet,
+    ):
+        await until(lambda: len(fleet.open()) == 1, "one serves")
+        await until(lambda: any("serves other" in str(one["reason"]) for one in fleet.watcher.described()))
+        (reason,) = [str(each["reason"]) for each in fleet.watcher.described() if each["state"] == "closed"]
+        assert "serves other but not tiny" in reason
+
+
+async def test_endpoints_outlive_a_scheduler() -> None:
+    async with serving(VllmLike()) as url, watched(url) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        await fleet.world.restart()
+        assert (await fleet.ask()).status_code == 200
+
+
+async def test_one_that_hangs_gets_nothing_until_it_goes_on() -> None:
+    engine = VllmLike()
+    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        engine.hangs, engine.others = True, 3
+        await until(lambda: not fleet.open(), "its hang is noticed")
+        assert "has computed nothing for" in str(fleet.watcher.described()[0]["reason"])
+        engine.hangs = False
+        await until(lambda: len(fleet.open()) == 1, "it goes on")
+
+
+async def test_one_that_hung_while_it_was_idle_keeps_what_it_has_and_gets_nothing_more() -> None:
+    async def never(_scope: Scope, _parsed: dict[str, Any], _send: Send) -> None:
+        await asyncio.Event().wait()
+
+    engine = VllmLike()
+    engine.hangs = engine.is_mute = True
+    engine.answers += [never] * 9
+    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+        await until(lambda: len(fleet.open()) == 1, "it serves")
+        stuck = [asyncio.create_task(fleet.ask(stream=True)) for _ in range(2)]
+        state = fleet.world.live.core.ledger[fleet.open()[0]]
+        await until(lambda: state.answers.hangs, "its hang is noticed")
+        late = {"x-queue-timeout-s": "0.5"}
+        body = {"model": MODEL, "prompt": "hello", "stream": True}
+        assert (await fleet.http.post("/v1/completions", json=body, headers=late)).status_code == 504
+        assert len(engine.bodies) == 2
+        other = await fleet.endpoint()
+        await fleet.http.post("/admin/endpoints", json={"url": other})
+        await until(lambda: len(fleet.open()) == 2, "another serves")
+        answers = await asyncio.gather(*(fleet.ask(stream=True) for _ in range(6)))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert len(engine.bodies) == 2
+        engine.hangs = engine.is_mute = False
+        await until(lambda: not state.answers.hangs, "it goes on")
+        engine.answers.clear()
+        await fleet.http.request("DELETE", "/admin/endpoints", json={"url": other})
+        assert (await fleet.ask(stream=True)).status_code == 200
+        assert len(engine.bodies) == 3
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+
+
+async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
+    engine = VllmLike()
+    async with serving(engine) as url, watched(url) as fleet:
+        engine.kv_usage, engine.others = 0.99, 5
+        await until(lambda: "0.99" in str(fleet.world.live.status()["replicas"]), "the load is read")
+        refused = await fleet.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "hello"},
+            headers={"x-queue-timeout-s": "0.5"},
+        )
+        assert refused.status_code == 504, refused.text
+        engine.kv_usage = 0.0
+        assert (await fleet.ask()).status_code == 200
+        assert len(engine.bodies) == 1
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+async def test_only_admins_may_look_and_change(method: str) -> None:
+    async with watched() as fleet:
+        answer = await fleet.http.request(
+            method,
+            "/admin/endpoints",
+            json={"url": "http://a:1"},
+            headers={"authorization": "Bearer unknown"},
+        )
+        assert answer.status_code == 401
+        assert fleet.watcher.described() == []

@@ -1,0 +1,197 @@
+"""The command `check`, as it is used: one sentence per mistake with its line, and status 2."""
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import main
+from serve_app.settings.checking import check_file
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCAL = (ROOT / "configs/local.yaml").read_text()
+
+Check = Callable[[str], tuple[int, list[str]]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    def run(text: str) -> tuple[int, list[str]]:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        status = main(["check", str(path)])
+        told = capsys.readouterr()
+        return status, (told.out + told.err).replace(str(path), "CONFIG").splitlines()
+
+    return run
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def local(**changes: str) -> str:
+    """configs/local.yaml on a free port, with some texts replaced."""
+    text = LOCAL.replace("port: 8000", f"port: {free_port()}")
+    for old, new in changes.items():
+        found = old.replace("__", ": ")
+        assert found in text, f"configs/local.yaml has no {found!r} any more"
+        text = text.replace(found, new, 1)
+    return text
+
+
+def line_of(text: str, part: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+def test_a_good_configuration_is_fine(check: Check) -> None:
+    assert check(local()) == (0, ["CONFIG is fine"])
+
+
+def test_every_mistake_has_its_line(check: Check) -> None:
+    text = local(
+        applications="applicatoins_note: 1\napplications",
+        aliases="alias",
+        b_short_tokens="b_shrot_tokens",
+    )
+    status, told = check(text)
+    assert status == 2
+    assert told[0] == (
+        f"CONFIG:{line_of(text, 'applicatoins_note')}: applicatoins_note is unknown to Ray Serve: "
+        "did you mean applications?"
+    )
+    assert told[1].startswith(f"CONFIG:{line_of(text, 'alias')}: models[0].alias")
+    assert told[2].startswith(
+        f"CONFIG:{line_of(text, 'b_shrot_tokens')}: models[0].scheduler.routing.b_shrot_tokens"
+    )
+    assert "did you mean aliases?" in told[1]
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"), [("gs://bucket/ewsjf", "install gcsfs"), ("nosuch://bucket", "nosuch")]
+)
+def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: str) -> None:
+    text = local(**{"# state_uri__/var/lib/ewsjf": f"state_uri: {uri}"})
+    status, told = check(text)
+    assert status == 2
+    assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in told), told
+    assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
+
+
+def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = local(**{"# state_uri__/var/lib/ewsjf": "gateway: {tracing: true}"})
+    assert check(text)[0] == 0
+    # What an import does that finds nothing.
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    status, told = check(text)
+    assert status == 2
+    assert any("gateway.tracing is true" in line and "'ewsjf-serve[tracing]'" in line for line in told), told
+
+
+def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
+    text = local(profile__laptop="profile: labtop")
+    status, told = check(text)
+    assert status == 2
+    assert told == [
+        (
+            f"CONFIG:{line_of(text, 'labtop') - 2}: models[0].pools[0].engine: no engine profile 'labtop': "
+            "did you mean laptop? A path of a YAML file will do, too"
+        )
+    ]
+
+
+def test_a_port_that_is_taken_is_told_with_its_holder_and_setting(check: Check) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = LOCAL.replace("port: 8000", f"port: {port}")
+        status, told = check(text)
+    assert status == 2
+    assert told[0].startswith(f"CONFIG:{line_of(text, 'port:')}: http_options.port {port} is taken by ")
+
+
+def test_a_host_that_is_not_of_this_machine(check: Check) -> None:
+    status, told = check(LOCAL.replace("host: 127.0.0.1", "host: 192.0.2.1"))
+    assert status == 2
+    assert any("http_options.host '192.0.2.1'" in line for line in told)
+
+
+def test_an_address_that_others_reach_asks_for_keys(check: Check) -> None:
+    open_to_all = LOCAL.replace("host: 127.0.0.1", "host: 0.0.0.0")
+    status, told = check(open_to_all)
+    assert status == 2
+    (line,) = told
+    assert line.startswith(f"CONFIG:{line_of(open_to_all, 'host: 0')}: http_options.host 0.0.0.0 lets in")
+    assert "gateway.keys" in line
+    assert "gateway.insecure" in line
+    assert check(open_to_all + "      gateway: {insecure: true}\n")[0] == 0
+
+
+def test_more_cores_than_there_are(check: Check) -> None:
+    status, told = check(local(gateways__="gateways: {num_cpus: 4000} #"))
+    assert status == 2
+    assert "reserve 4000" in told[0]
+
+
+def test_a_model_folder_that_is_not_there(check: Check) -> None:
+    text = local()
+    text = text.replace(
+        "emulated: {profile: laptop, max_model_len: 2048, long_prefill_token_threshold: 192}",
+        "vllm: {model: ./nothere, args: {max_model_len: 2048}, env: {VLLM_CPU_KVCACHE_SPACE: '1'}}",
+    )
+    status, told = check(text)
+    assert status == 2
+    assert (
+        f"CONFIG:{line_of(text, 'nothere')}: models[0].pools[0].engine.vllm.model: there is no folder"
+        in told[0]
+    )
+
+
+def test_an_engine_on_the_cpu_needs_a_limit_of_its_cache(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    text = local().replace(
+        "emulated: {profile: laptop, max_model_len: 2048, long_prefill_token_threshold: 192}",
+        "vllm: {model: owner/name, args: {max_model_len: 2048}}",
+    )
+    status, told = check(text)
+    assert status == 2
+    assert any("VLLM_CPU_KVCACHE_SPACE" in line for line in told)
+
+
+def test_gpus_that_are_not_there(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    status, told = check(local(resources__="resources: {num_gpus: 2.0, num_cpus: 0.1} #"))
+    assert status == 2
+    assert "the pools need 2 GPUs and this machine has none" in told[0]
+
+
+def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Path) -> None:
+    text = local(
+        resources__="resources: {num_cpus: 0.1, advanced: {placement_strategy: STRICT_SPREAD, "
+        "placement_bundles: [{CPU: 1}, {CPU: 1}]}} #"
+    )
+    status, told = check(text)
+    assert status == 2
+    assert told[0].startswith(f"CONFIG:{line_of(text, 'STRICT_SPREAD')}: ")
+    assert "2 nodes for each replica, and this is one machine: use a cluster (`--address`)" in told[0]
+    path = tmp_path / "elsewhere.yaml"
+    path.write_text(text)
+    assert check_file(path, on_this_machine=False).mistakes == []
+
+
+def test_another_machine_is_not_asked_for(tmp_path: Path) -> None:
+    for config in sorted((ROOT / "configs").glob("*.yaml")):
+        if config.name != "kuberay.yaml":
+            assert check_file(config, on_this_machine=False).mistakes == []
+
+
+def test_a_file_that_is_no_yaml_and_one_that_is_missing(check: Check, tmp_path: Path) -> None:
+    status, told = check("a: b: c\n")
+    assert (status, told[0].split(":")[1]) == (2, "1")
+    assert main(["check", str(tmp_path / "nothere.yaml")]) == 2

@@ -1,0 +1,97 @@
+"""The keys of Ray Serve's own blocks: those of the installed release, and what is said of wrong ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import (
+    HTTPOptionsSchema,
+    LoggingConfig,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
+
+from serve_app.settings.checking import serve_file as serve_schema
+from serve_app.settings.checking.serve_file import Document, check_serve_keys
+from serve_app.settings.loading import IMPORT_PATH
+
+
+@pytest.mark.parametrize(
+    ("known", "schema"),
+    [
+        (serve_schema.TOP, ServeDeploySchema),
+        (serve_schema.HTTP_OPTIONS, HTTPOptionsSchema),
+        (serve_schema.GRPC_OPTIONS, gRPCOptionsSchema),
+        (serve_schema.LOGGING_CONFIG, LoggingConfig),
+        (serve_schema.APPLICATION, ServeApplicationSchema),
+    ],
+)
+def test_the_keys_are_those_of_the_installed_release(known: frozenset[str], schema: Any) -> None:
+    assert known == set(schema.model_fields)
+
+
+def test_the_places_of_proxies_are_those_of_the_installed_release() -> None:
+    assert set(serve_schema.PROXY_LOCATIONS) == {place.value for place in ProxyLocation}
+
+
+def sentences(folder: Path, content: Any) -> list[str]:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return [mistake.message for mistake in check_serve_keys(Document(path), IMPORT_PATH)]
+
+
+APPLICATION = {"name": "ewsjf", "import_path": IMPORT_PATH, "args": {}}
+
+
+def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
+    content = {"http_options": {"port": 8000, "host": "127.0.0.1"}, "applications": [APPLICATION]}
+    assert sentences(tmp_path, content) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"http_options": {"prot": 1}}, "http_options.prot is unknown to Ray Serve: did you mean port?"),
+        (
+            {"http_options": {"port": "x"}},
+            "http_options.port must be a whole number from 1 to 65535, got 'x'",
+        ),
+        ({"http_options": {"host": 1}}, "http_options.host must be a text such as 127.0.0.1, got 1"),
+        ({"http_options": 8000}, "http_options must hold settings, got 8000"),
+        (
+            {"proxy_location": "Head"},
+            "proxy_location must be one of HeadOnly, EveryNode, Disabled, got 'Head'",
+        ),
+        (
+            {"proxy_location": "Disabled", "http_options": {"request_timeout_s": 5}},
+            (
+                "http_options.request_timeout_s needs a proxy of Ray Serve: set proxy_location to HeadOnly "
+                "instead of Disabled, or leave the limit to the queue's timeouts"
+            ),
+        ),
+        ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),
+        ({"applications": None}, "applications must be a list, got None"),
+        ({"applications": [1]}, "applications[0] must hold settings, got 1"),
+        (
+            {"applications": [APPLICATION, APPLICATION]},
+            f"applications exactly one entry must have import_path: {IMPORT_PATH}, got 2",
+        ),
+        (
+            {"applications": [{**APPLICATION, "rout_prefix": "/"}]},
+            "applications[0].rout_prefix is unknown to Ray Serve: did you mean route_prefix?",
+        ),
+        (
+            {"applications": [{"name": "x"}]},
+            f"applications[0] lacks its import_path: write import_path: {IMPORT_PATH}",
+        ),
+    ],
+)
+def test_what_is_said_of_mistakes(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    assert sentence in sentences(tmp_path, {"applications": [APPLICATION], **change})
+
+
+def test_a_list_is_no_configuration(tmp_path: Path) -> None:
+    assert sentences(tmp_path, [1]) == ["is no Ray Serve configuration: it must have a list `applications`"]
