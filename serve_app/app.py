@@ -15,7 +15,6 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from serve_app.engines.vllm.engine import check_vllm_args
 from serve_app.errors import SettingsError
 from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
@@ -156,8 +155,9 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
 
 
 def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
-    if pool.engine.vllm is not None:
-        check_vllm_args(pool.engine.vllm)
+    engine = pool.engine.hosted
+    assert engine is not None, "asked for such pools only"
+    engine.check()
     settings = PoolReplicaSettings(
         pool=pool.name,
         drain_timeout_s=pool.drain_timeout_s,
@@ -176,7 +176,6 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
         **_scale(pool, _deployment_name("scheduler", model)),
         **_resources(pool),
     )(PoolDeployment)
-    engine = pool.engine.emulated or pool.engine.vllm
     with_own_version(deployment, settings, engine)
     return deployment.bind(settings, engine, scheduler)
 

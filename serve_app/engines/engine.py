@@ -83,6 +83,18 @@ class Engine(Protocol):
         ...
 
 
+class EngineSettings(Protocol):
+    """Settings of an engine that a pool replica hosts; each kind of engine has a class of them."""
+
+    def check(self) -> None:
+        """Raise `SettingsError` where the engine is installed here and refuses these settings."""
+        ...
+
+    def make(self) -> Engine:
+        """Return the engine, not started yet."""
+        ...
+
+
 # Reading requests and sending responses in ASGI, for the engines' apps and the guard in front of them.
 
 

@@ -42,6 +42,9 @@ from serve_app.tuning.settings import TunerSettings
 _WATCHER_CPUS = 0.1
 
 
+HostedEngineSettings = EmulatedEngineSettings | VllmEngineSettings
+
+
 @settings
 class EngineSettings:
     """Which engine a pool runs: exactly one of the three, under its name."""
@@ -58,6 +61,11 @@ class EngineSettings:
         if self.emulated is not None:
             # Limits that do not go together, or not with the profile, are refused here and not by a replica.
             self.emulated.model_settings(load_profile(self.emulated.profile))
+
+    @property
+    def hosted(self) -> HostedEngineSettings | None:
+        """The engine that each pool replica hosts; None for servers that run elsewhere."""
+        return self.emulated or self.vllm
 
     @property
     def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteSettings:

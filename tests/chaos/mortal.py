@@ -16,7 +16,7 @@ from ray.serve import Application
 import serve_app.app
 import serve_app.serving.pool.deployment as deployment
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.engine import Engine, EngineLimits
+from serve_app.engines.engine import EngineLimits
 from serve_app.errors import EngineError
 
 FILE_VARIABLE = "EWSJF_TEST_ENGINES_ARE_DEAD"
@@ -50,16 +50,16 @@ class MortalEngine(EmulatedEngine):
         await super().stop()
 
 
-def make_mortal_engine(settings: Any) -> Engine:
-    """In place of `make_engine`."""
-    return MortalEngine(settings)
-
-
 class MortalPool(deployment.PoolDeployment):
     """Replicas import this module for it, and with it what stands below."""
 
 
-deployment.make_engine = make_mortal_engine
+def make_mortal(self: EmulatedEngineSettings) -> EmulatedEngine:
+    """In place of `EmulatedEngineSettings.make`."""
+    return MortalEngine(self)
+
+
+EmulatedEngineSettings.make = make_mortal  # type: ignore[method-assign]
 
 
 def build_app(args: Mapping[str, Any]) -> Application:

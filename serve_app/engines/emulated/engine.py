@@ -69,6 +69,13 @@ class EmulatedEngineSettings:
                 f"served_model_names needs at least one name, none empty: {self.served_model_names}"
             )
 
+    def check(self) -> None:
+        """Nothing is installed for it, so nothing can refuse these settings."""
+
+    def make(self) -> "EmulatedEngine":
+        """Return the engine, not started yet."""
+        return EmulatedEngine(self)
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names in force: an engine outside of an application has a name of its own."""

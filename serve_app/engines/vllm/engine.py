@@ -77,27 +77,30 @@ class VllmEngineSettings:
             if remedy := REFUSED_ARGS.get(name):
                 raise ValueError(f"args.{name} is not set here: {remedy}")
 
+    def check(self) -> None:
+        """Check the arguments with vLLM's own parser, before anything is started.
 
-def check_vllm_args(settings: VllmEngineSettings) -> None:
-    """Check the arguments with vLLM's own parser, before anything is started.
+        Where vLLM is not installed (a driver or a head node) nothing is checked: a log line says so, and the
+        replica checks when it starts. The import of vLLM takes some ten seconds, so what was accepted once is
+        not checked again.
 
-    Where vLLM is not installed (a driver or a head node) nothing is checked: a log line says so, and the
-    replica checks when it starts. The import of vLLM takes some ten seconds, so what was accepted once is
-    not asked again.
+        Raises:
+            SettingsError: an argument is unknown, or its value is not one that vLLM takes.
+            EngineError: the installed vLLM is not one of the supported releases.
+        """
+        if not is_installed():
+            logger.info(
+                "vLLM is not installed here: the arguments for %s are checked where it starts", self.model
+            )
+            return
+        approval = Approval(self.model, self.args)
+        if not approval.is_given:
+            _parse_args(self)
+            approval.give()
 
-    Raises:
-        SettingsError: an argument is unknown, or its value is not one that vLLM takes.
-        EngineError: the installed vLLM is not one of the supported releases.
-    """
-    if not is_installed():
-        logger.info(
-            "vLLM is not installed here: the arguments for %s are checked where it starts", settings.model
-        )
-        return
-    approval = Approval(settings.model, settings.args)
-    if not approval.is_given:
-        _parse_args(settings)
-        approval.give()
+    def make(self) -> "VllmEngine":
+        """Return the engine, not started yet."""
+        return VllmEngine(self)
 
 
 class VllmEngine:

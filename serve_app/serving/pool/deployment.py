@@ -10,27 +10,14 @@ import ray.util
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.engine import Engine
-from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
+from serve_app.engines.engine import EngineSettings
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.discovery import locator
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 
-AnyEngineSettings = EmulatedEngineSettings | VllmEngineSettings
-
 # Serve replaces a replica after three failed checks in a row. An engine that is dead stays dead, so every
 # second until its replacement is lost.
 HEALTH_CHECK_PERIOD_S = 1.0
-
-
-def make_engine(settings: AnyEngineSettings) -> Engine:
-    """The engine that the settings describe, not started yet."""
-    match settings:
-        case EmulatedEngineSettings():
-            return EmulatedEngine(settings)
-        case VllmEngineSettings():
-            return VllmEngine(settings)
 
 
 class PoolDeployment:
@@ -41,12 +28,12 @@ class PoolDeployment:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
-        self, settings: PoolReplicaSettings, engine: AnyEngineSettings, scheduler: DeploymentHandle[Any]
+        self, settings: PoolReplicaSettings, engine: EngineSettings, scheduler: DeploymentHandle[Any]
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._replica = PoolReplica(
-            replica_id, host, settings, make_engine(engine), locator(scheduler, Role.REPLICA)
+            replica_id, host, settings, engine.make(), locator(scheduler, Role.REPLICA)
         )
         await self._replica.start()
 

@@ -15,7 +15,7 @@ from serve_app.engines.model.roofline import (
     memory_share,
     usual_tokens,
 )
-from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
+from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
 from serve_app.settings.application import AppSettings, PoolSettings
 
@@ -278,7 +278,7 @@ def _is_cached(model: str) -> bool:
 
 def _check_args(where: str, engine: VllmEngineSettings) -> Iterator[str]:
     try:
-        check_vllm_args(engine)
+        engine.check()
     except (SettingsError, EngineError) as exc:
         sentence = str(exc)
         separator = "." if sentence.startswith("args.") else ": "

@@ -3,7 +3,7 @@
 import pytest
 
 from serve_app.engines.vllm import library
-from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings, check_vllm_args
+from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.errors import EngineError
 
 
@@ -33,7 +33,7 @@ def test_arguments_are_not_checked_where_vllm_is_missing_which_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO"):
-        check_vllm_args(VllmEngineSettings(model="m", args={"no_such_thing": 1}))
+        VllmEngineSettings(model="m", args={"no_such_thing": 1}).check()
     assert "vLLM is not installed here: the arguments for m are checked where it starts" in caplog.text
 
 

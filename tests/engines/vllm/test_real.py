@@ -14,7 +14,7 @@ import pytest_asyncio
 from serve_app.core.dispatch.engine_priority import EnginePriorities, EnginePrioritySettings
 from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.engines.engine import EngineLoad
-from serve_app.engines.vllm.engine import VllmEngineSettings, check_vllm_args
+from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
 from serve_app.request import PriorityClass, Request
 from serve_app.serving.gateway.answer.stream import AnswerAssembly
@@ -170,7 +170,7 @@ class TestTinyEngine:
         self, args: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(SettingsError, match=message):
-            check_vllm_args(VllmEngineSettings(model="m", args=args))
+            VllmEngineSettings(model="m", args=args).check()
 
     async def test_the_parser_of_vllm_takes_what_our_configurations_use(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -188,7 +188,7 @@ class TestTinyEngine:
             "compilation_config": {"mode": 0},
             "allowed_media_domains": ["a.example", "b.example"],
         }
-        check_vllm_args(VllmEngineSettings(model="m", args=args))
+        VllmEngineSettings(model="m", args=args).check()
 
     async def test_the_emulated_engine_refuses_what_vllm_refuses_in_its_words(self, tiny: Running) -> None:
         async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
