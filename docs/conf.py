@@ -21,6 +21,7 @@ CONTENTS = {
         "planning",
         "operations",
         "tracing",
+        "upgrading",
         "kubernetes",
         "security",
     ),

@@ -89,7 +89,7 @@ METRIC_ADVICE = {
     ),
     "ewsjf_partition_changes_total": (
         "Many in an hour: the traffic swings; queues are learned from longer windows by "
-        "`tuner.advanced.strategic`."
+        "`tuner.advanced.learn_from`."
     ),
     "ewsjf_pool_capacity_ratio": "Near 1: batches are full; requests wait for places. Scale the pool up.",
     "ewsjf_pool_kv_reserved_ratio": (

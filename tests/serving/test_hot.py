@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     f"{POOL}.drain_timeout_s": (77.0, {SHORT}),
     f"{POOL}.engine": ({"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}, {SHORT}),
     f"{POOL}.advanced.server": ({"port": 22_000}, {SHORT}),
-    "models[].tuner": ({"mode": "on", "profile": "laptop"}, {TUNER}),
+    "models[].tuner": ({"mode": True, "profile": "laptop"}, {TUNER}),
     "models[].decision_log": ({"path": "/tmp/log-{incarnation}.jsonl"}, {SCHEDULER}),
     "models[].aliases": (["other"], {GATEWAY, SHORT, LONG}),
     "gateway.keys": ([{"tenant": "a", "key": "secret-of-a"}], set()),

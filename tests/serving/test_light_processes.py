@@ -8,7 +8,7 @@ import pytest
 HEAVY = ("hyperopt", "kubernetes", "matplotlib", "openai", "pandas", "scipy", "sklearn", "torch", "vllm")
 
 
-@pytest.mark.parametrize("part", ["gateway", "scheduler", "pool", "endpoints"])
+@pytest.mark.parametrize("part", ["gateway", "scheduler", "pool", "remote"])
 def test_a_process_on_the_way_of_requests_imports_nothing_heavy(part: str) -> None:
     script = (
         f"import sys, serve_app.serving.{part}.deployment\n"

@@ -190,7 +190,8 @@ def _facts(known: KnownRequest, arrived_at: float) -> dict[str, Any]:
         "model": submission.spec.model,
         "tenant": submission.tenant,
         "class": submission.priority.value,
-        "arrived_at": arrived_at,
+        # To the microsecond: it is computed anew for each document.
+        "arrived_at": round(arrived_at, 6),
         "attempts": [_attempt(each, known.attempts[0]) for each in known.attempts],
     }
 

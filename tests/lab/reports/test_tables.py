@@ -54,7 +54,7 @@ def test_tables_of_commands_fit_the_terminal(command: tuple[str, ...]) -> None:
 def test_in_a_pipe_a_table_is_markdown_whatever_its_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--trace", "paper-mix", *SMALL, "--policy", "fcfs"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert rows[0].startswith("| policy | n | short TTFT mean s | ")
+    assert rows[0].startswith("| policy | seeds | short TTFT mean s | ")
     assert set(rows[1]) == set("|-:")
     assert len({len(row) for row in rows}) == 1
     assert len(rows[0]) > 100
