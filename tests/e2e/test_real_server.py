@@ -38,7 +38,7 @@ def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
         "pools": [
             {
                 "name": "all",
-                "engine": {"remote": {"endpoints": [url], "max_num_seqs": SEQUENCES}},
+                "engine": {"remote": {"endpoints": [url], "advanced": {"max_num_seqs": SEQUENCES}}},
                 "resources": {"num_cpus": 0.1},
             }
         ],

@@ -17,8 +17,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *((path, {name: value}) for path in (CHAT, TEXT) for name, value in (
         ("temperature", -0.5), ("temperature", 3.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -5),
         ("min_p", 2.0), ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0.0),
-        ("stop", ""), ("bad_words", [""]), ("max_tokens", 0), ("min_tokens", -1), ("n", 0),
-        ("allowed_token_ids", []), ("logit_bias", {"a": 1.0}), ("stream_options", {"include_usage": True}),
+        ("stop", ""), ("max_tokens", 0), ("min_tokens", -1), ("n", 0),
+        ("stream_options", {"include_usage": True}),
         ("structured_outputs", {"choice": []}), ("structured_outputs", {"json": "{"}),
         ("structured_outputs", {"json": " "}), ("structured_outputs", {"json_object": False}),
     )),
@@ -46,7 +46,6 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"logprobs": True, "max_tokens": 2}),
     (TEXT, {"logprobs": 2, "max_tokens": 2}),
     (TEXT, {"logprobs": 0, "max_tokens": 2}),
-    (TEXT, {"echo": True, "max_tokens": 2}),
     (TEXT, {"max_tokens": 2.0, "temperature": "0.5", "ignore_eos": 1, "stop_token_ids": ["5"]}),
     (CHAT, {"max_tokens": "2", "seed": 3.0, "logprobs": "true"}),
     (TEXT, {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 20}),
