@@ -1,4 +1,4 @@
-"""The words that all components share: what a request is, before and after it is served."""
+"""Shared types: a request before and after it is served, and the limits of its API key."""
 
 import enum
 import math

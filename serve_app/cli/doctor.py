@@ -122,9 +122,9 @@ def _samples(answer: HttpAnswer) -> tuple[Sample, ...]:
 
 
 def _skew_s(answer: HttpAnswer) -> float | None:
-    told = answer.headers.get("date")
+    date = answer.headers.get("date")
     try:
-        return None if told is None else email.utils.parsedate_to_datetime(told).timestamp() - time.time()
+        return None if date is None else email.utils.parsedate_to_datetime(date).timestamp() - time.time()
     except ValueError:
         return None
 

@@ -1,4 +1,4 @@
-"""Prefill isolation: at most so many long prefills are in flight on a replica. Ours, not from the papers.
+"""Prefill isolation: a bound on the long prefills in flight on a replica. Ours, not from the papers.
 
 While an engine mixes prefills, the order in which requests reach it has little effect: every short prompt
 shares its iterations with the long ones under way. So at most `max_long_prefills` long prefills are in flight

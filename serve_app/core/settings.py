@@ -1,4 +1,4 @@
-"""Settings of one model's scheduler."""
+"""Settings of one model's scheduler, with those of admission and of the EWSJF policies."""
 
 from dataclasses import asdict, field, fields, replace
 from typing import Annotated

@@ -239,8 +239,8 @@ def read(
     Args:
         as_file: advanced settings stand under `advanced`, and internal ones are refused. Otherwise all stand
             side by side, as in Python.
-        extended: for a class as a file has it the class that completes it. A file that gives what only that
-            one has is told that it follows from its models.
+        extended: for each class of a file, the class that completes it. The fault for a key that only the
+            latter has says that it follows from the models.
 
     Raises:
         SettingsError: everything that is unknown, misplaced, missing or out of range, one line each.

@@ -1,4 +1,4 @@
-"""How gateways and replicas find the scheduler of their model: by its Ray handle, for their role."""
+"""Ray handles and versions of deployments: discovery of the scheduler, and what a change replaces."""
 
 import hashlib
 import json

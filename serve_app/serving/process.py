@@ -1,4 +1,4 @@
-"""What every process exports of itself: its build, and the processor time and memory that it takes."""
+"""Helpers of every process: its own metrics, memory tuning, a precise clock, and long loops that yield."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Settings of a whole application: as a file gives them, and complete.
+"""Settings of a whole application: as a file gives them, and completed by what follows from its models.
 
 A file says each thing once: a model's names, its pools. The `Written` classes are what stands in the file;
 `resolve` makes the complete settings of them, in which every component finds what it needs.

@@ -60,15 +60,15 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_told_and_replaced() -> None:
         records=served(8.0, 3), plans=PLANS, until=math.inf, known=known, is_fitted=True, keep_within=0.06
     )
     assert fit_engines(others).engines is None
-    slowed = replace(others, records=served(4.0, 3, 2.0))
+    # Twice as many as elsewhere: with 260 the error of the TTFT is 4 to 9 %, by processor.
+    slowed = replace(others, records=served(4.0, 3, 2.0, 520))
     result = fit_engines(slowed)
     assert result.error is not None
     assert result.error.tpot_ratio == pytest.approx(-0.5, abs=0.05)
     assert result.engines is not None
-    again = fit_engines(replace(slowed, known=result.engines, records=served(4.0, 4, 2.0)))
+    again = fit_engines(replace(slowed, known=result.engines, records=served(4.0, 4, 2.0, 520)))
     assert again.error is not None
-    # It was 50 %. Where a fit ends depends on the last bits of the arithmetic, and so on the processor.
-    assert again.error.largest < 0.1
+    assert again.error.largest < 0.06
 
 
 def test_only_requests_after_the_last_fit_tell_the_error() -> None:

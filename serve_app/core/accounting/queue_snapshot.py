@@ -1,4 +1,4 @@
-"""A snapshot of the request queue, for people: which requests wait where, for how long, and why."""
+"""A snapshot of the request queue for operators: which requests wait where, for how long, and why."""
 
 import heapq
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The watch over waits: tells the causes apart, as places in engines come free and replicas come and go.
+"""Wait accounting: the causes of each request's wait, and the sums that divide it among them exactly.
 
 After each event every request that still waits does so for one of these reasons, looked at in the first of
 its pools that has a replica which takes requests at all:

@@ -1,4 +1,4 @@
-"""The prediction of a request's wait in the queue, and the errors of such predictions.
+"""Wait prediction: the wait of a request in the queue, from the drain rate or a prior of it.
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
 waits, because a policy that favours short requests serves them long before work that arrived earlier. It is

@@ -1,4 +1,4 @@
-"""Engine backpressure: how much an engine is sent, by bounds on its queue and its load.
+"""Engine backpressure: bounds on what an engine is sent, and the larger one for batch work that is alone.
 
 A request that waits in the engine can no longer be reordered. So the engine's own queue is kept just long
 enough that it never runs empty. Two upper bounds on that queue are known at any moment, and the smaller

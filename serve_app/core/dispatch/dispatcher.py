@@ -1,4 +1,4 @@
-"""The dispatcher: which request goes next, and to which replica, in the order of service.
+"""The dispatcher: chooses the next request in the order of service, and the replica for it.
 
 1. A request that came back from a replica: it had been dispatched in time.
 2. A request that has waited past its class's bound, or holds a retry reservation, at a bounded rate

@@ -1,4 +1,4 @@
-"""Requests on replicas: what is held for each, from its dispatch to its end, and what its answer teaches."""
+"""Requests on replicas: reservations from dispatch to end, what answers teach, and returned requests."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""Promotion: a request that has waited `max_wait_s` is dispatched first, at a bounded rate.
+"""Promotion of requests that have waited `max_wait_s`, and capacity reserved for requests that fit nowhere.
 
 Under lasting overload every request has waited too long, and promoting them all would turn any policy into
 FCFS. So at most `promoted_share` of all dispatches are promotions. The resulting bound: a request is

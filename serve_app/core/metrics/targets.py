@@ -74,7 +74,7 @@ class ClassTargets:
 
     interactive: ClassTarget = field(default_factory=ClassTarget)
     default: ClassTarget = field(default_factory=ClassTarget)
-    # Nobody waits for a batch answer; one minute and five keep the class from being starved.
+    # Batch answers have no reader who waits; one minute and five keep the class from starving.
     batch: ClassTarget = field(
         default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
     )

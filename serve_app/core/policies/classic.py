@@ -1,4 +1,4 @@
-"""First come, first served, alone and with prefill isolation.
+"""The classic orders: first come first served, shortest job first, and highest response ratio next.
 
 Order: time of arrival.
 Inputs: time of arrival.

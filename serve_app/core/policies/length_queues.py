@@ -1,4 +1,4 @@
-"""The learned partition of prompt lengths into length queues, as a value.
+"""Length queues: the learned partition of prompt lengths, and Dynamic Queue Routing with bubble queues.
 
 It is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside the core
 (`serve_app.tuning.refine_and_prune`), and replaced as a whole.

@@ -1,4 +1,4 @@
-"""Fair shares among the tenants of one priority class, across all length queues.
+"""Fair shares among the tenants of one priority class, and the work ahead of a request under them.
 
 Every tenant has a *counter*: the service that it has received, divided by its weight. Service is counted in
 requests or in tokens (prefill + weighted decode). It is charged at dispatch as expected, and corrected when

@@ -1,4 +1,4 @@
-"""The request queue: waiting requests by priority class, tenant and sub-queue, in the order of the policy.
+"""The request queue: waiting requests by priority class, tenant and sub-queue, with their heads in groups.
 
 There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
 one length queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and

@@ -1,4 +1,4 @@
-"""Adaptive `B_short`: the boundary between the pools follows the traffic, so that both are loaded alike.
+"""Adaptive `B_short`: the boundary between the pools follows the measured demand.
 
 A request whose token budget is at most `B_short` is at home in the short pool. The question is which
 `B_short` gives both pools the same load per unit of capacity, while the mix of requests drifts.

@@ -1,4 +1,4 @@
-"""The ledger: what is reserved of each replica, which is the only record of free capacity.
+"""The ledger: the reservations on each replica, and the open replicas of each pool by load.
 
 Rules:
 

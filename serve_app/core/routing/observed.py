@@ -1,4 +1,4 @@
-"""Whether an engine still answers: requests were sent there, and nothing comes back.
+"""Limits and liveness of engines that report none, observed from the requests that they are sent.
 
 Question: has an engine hung? One that hung while it was idle states no requests and fails no check, since its
 front end is another process, and only who sent requests there knows better. A sign of life is the first token

@@ -1,4 +1,4 @@
-"""Prefix affinity: whether a cached prefix is worth more than the lower load of another replica.
+"""Prefix affinity: the index of cached prompt blocks, and when a cached prefix outweighs lower load.
 
 The rule compares the replica that load alone would choose (`there`) with those that have more of the prompt
 cached (`here`):

@@ -1,4 +1,4 @@
-"""Request routing: the pools that a request may go to, or why it may not even wait for them.
+"""Request routing: the pools that may serve a request, and its rerouting when limits or replicas change.
 
 Most requests may go to any replica of several pools (`core.routing.pools`). A *bound* request refers to what
 one replica keeps, such as an earlier response, and no other can serve it. It waits for that replica alone.

@@ -1,4 +1,4 @@
-"""What autoscaling sees of each pool, read from the scheduler once a second."""
+"""The input of autoscaling: the load of each pool, the speed of its engines, and their start time."""
 
 from collections import deque
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The number of replicas of every pool of a model, decided together once a second."""
+"""Autoscaling: the number of replicas of every pool of a model, decided together once a second."""
 
 import math
 from collections import deque

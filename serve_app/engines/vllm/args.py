@@ -1,4 +1,4 @@
-"""Arguments of vLLM from a configuration file, checked by vLLM's own parser.
+"""Arguments of vLLM from a configuration file, checked by vLLM's own parser; accepted ones are remembered.
 
 vLLM's parser is the authority on its hundreds of arguments and their values. It takes text, so a value from
 YAML is written as it would be typed, and the parser's errors are reported.

@@ -1,4 +1,4 @@
-r"""The scheduler's sessions with its gateways: what waits, what runs, and what each gateway has been told.
+r"""The scheduler's sessions with its gateways: waiting and running requests, and messages sent.
 
 What must hold: a request that a gateway holds is waiting or running here, or will be as soon as the
 gateway can be heard; a request is answered once; a grant is used at most once; a place in the ledger is

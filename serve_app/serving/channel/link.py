@@ -1,4 +1,4 @@
-"""A link: one end of a connection on the control channel, the same for both sides.
+"""A link: framing, flow control and heartbeats of one connection on the control channel.
 
 - Messages sent within one turn of the event loop leave together, in as few frames as possible.
 - Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is

@@ -1,4 +1,4 @@
-"""The pages under `/debug`: a look into every model's scheduler, for admins.
+"""Admin endpoints: `/debug`, the scheduling mode, pools of remote servers, and what-if replays.
 
 GET   /debug/queue, /debug/status, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv: the same as `/debug/costs`, as a table

@@ -1,4 +1,4 @@
-"""`/metrics`: who may read it, and the page of all gateways and of the schedulers behind them.
+"""`/metrics` of all gateways and schedulers, and `/metrics/engines` of the engines behind them.
 
 Whichever gateway is asked, it shows them all, so one address suffices for a scraper. A gateway that did not
 answer in a moment is missing, with all of its series, and is there again next time.

@@ -1,4 +1,4 @@
-"""The log of concluded requests: lines that are written together, a few times a second.
+"""The log of concluded requests: one line each, written in batches a few times per second.
 
 A line by itself costs a gateway about as much as all the rest of a small request: a record, a search for its
 caller, a look whether the file is full, a write. Together, lines share all of that, and the time that stands

@@ -1,4 +1,4 @@
-"""Requests that refer to a response that some replica keeps: they go to that replica, or are refused."""
+"""Responses that engines store: requests that refer to one go to the replica that has it, or are refused."""
 
 import asyncio
 import contextvars

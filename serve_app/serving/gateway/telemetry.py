@@ -1,4 +1,4 @@
-"""Telemetry of a gateway: metrics for scrapers, one log line for each concluded request.
+"""Telemetry of a gateway: metrics, the log line of each concluded request, and the times of its stages.
 
 Labels are bounded by the configuration (model, class, pool, outcome); tenants and request ids go to the log
 alone. Every series carries the gateway's id: behind one address several gateways answer a scraper in turn.

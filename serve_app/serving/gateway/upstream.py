@@ -1,4 +1,4 @@
-"""Kept connections to the replicas, and what happens when one cannot be had."""
+"""The HTTP client of the data path: pooled connections to replicas, and responses while they arrive."""
 
 import asyncio
 import contextlib

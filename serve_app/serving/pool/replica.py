@@ -1,4 +1,4 @@
-"""One replica of a pool: an engine, served on a port of its own and registered with the scheduler.
+"""One replica of a pool: an engine behind an access check, on a port of its own.
 
 Life cycle:
 

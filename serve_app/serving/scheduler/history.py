@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from time import time
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Conclude, Dispatch
@@ -52,15 +53,17 @@ class KnownRequest:
     """The record of one request; times are on the scheduler's clock.
 
     Attributes:
-        told: what its gateway has said, with its usage and times once it is over. The times of a request
-            that ended in the queue come a little later.
+        gateway_request: the description by its gateway, with usage and times once the request has ended. The
+            times of a request that ended in the queue arrive a little later.
+        arrived_unix_s: its arrival in seconds since 1970.
         expires_at: when its time in the queue ends.
         resumed: it was admitted by an earlier scheduler.
         home: the pool whose places it has waited for; empty where it did not wait.
         conclude: None while it is open.
     """
 
-    told: GatewayRequest
+    gateway_request: GatewayRequest
+    arrived_unix_s: float
     expires_at: float
     resumed: bool
     home: str
@@ -71,17 +74,17 @@ class KnownRequest:
     @property
     def request_id(self) -> str:
         """Its name on the channel."""
-        return self.told.submission.request_id
+        return self.gateway_request.submission.request_id
 
     @property
     def arrived_at(self) -> float:
         """When it came in."""
-        return self.told.arrived_at
+        return self.gateway_request.arrived_at
 
     @property
     def client_request_id(self) -> str:
         """The id that its client knows it by."""
-        return self.told.client_request_id or self.request_id
+        return self.gateway_request.client_request_id or self.request_id
 
     @property
     def last(self) -> Attempt | None:
@@ -121,6 +124,7 @@ class RequestHistory:
         prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
         most: how many ended requests are kept at once.
         since: when it began, on the scheduler's clock.
+        unix_clock: seconds since 1970.
 
     Attributes:
         dispatches: how many there were so far.
@@ -128,9 +132,15 @@ class RequestHistory:
     """
 
     def __init__(
-        self, prefill_s: Callable[[str, int], float], most: int = MOST_KEPT, *, since: float = -math.inf
+        self,
+        prefill_s: Callable[[str, int], float],
+        most: int = MOST_KEPT,
+        *,
+        since: float = -math.inf,
+        unix_clock: Callable[[], float] = time,
     ) -> None:
         self._prefill_s = prefill_s
+        self._unix_clock = unix_clock
         self._most = most
         self._open: dict[str, KnownRequest] = {}
         self._ended: deque[KnownRequest] = deque()
@@ -145,18 +155,18 @@ class RequestHistory:
 
     def on_entry(self, entry: Entry) -> None:
         """Take note of an event."""
-        if entry.told is not None:
-            self._begin(entry, entry.told)
+        if entry.gateway_request is not None:
+            self._begin(entry, entry.gateway_request)
         for dispatch, scheduled in entry.dispatched:
             self._dispatched(dispatch, scheduled, entry.now)
         for conclude, _ in entry.concluded:
             self._end(conclude, entry.now)
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
-        """Note the times of a request that ended in the queue; an end that is told twice changes nothing."""
+        """Note the times of a request that ended in the queue; a repeated message changes nothing."""
         known = self._ended_by_id.get(request_id)
-        if known is not None and known.told.times is None:
-            known.told.times = times
+        if known is not None and known.gateway_request.times is None:
+            known.gateway_request.times = times
 
     def find(self, request_id: str) -> KnownRequest | None:
         """The request of this id, or the last to which its client gave this id."""
@@ -184,16 +194,18 @@ class RequestHistory:
             for attempt in known.attempts:
                 yield attempt, known
 
-    def _begin(self, entry: Entry, told: GatewayRequest) -> None:
+    def _begin(self, entry: Entry, gateway_request: GatewayRequest) -> None:
         scheduled, event = entry.scheduled, entry.event
         home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
+        # Noted once, so that all documents of a request say the same.
+        arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
         if isinstance(event, Arrived):
-            known = KnownRequest(told, event.request.expires_at, resumed=False, home=home)
+            known = KnownRequest(gateway_request, arrived, event.request.expires_at, resumed=False, home=home)
         else:
-            known = KnownRequest(told, math.inf, resumed=True, home=home)
-        self._open[told.submission.request_id] = known
-        if told.client_request_id:
-            self._by_client[told.client_request_id] = known
+            known = KnownRequest(gateway_request, arrived, math.inf, resumed=True, home=home)
+        self._open[gateway_request.submission.request_id] = known
+        if gateway_request.client_request_id:
+            self._by_client[gateway_request.client_request_id] = known
 
     def _dispatched(self, dispatch: Dispatch, scheduled: ScheduledRequest, now: float) -> None:
         self.dispatches += 1
@@ -220,10 +232,10 @@ class RequestHistory:
         if known is None:
             return
         known.conclude, known.ended_at = conclude, now
-        told = known.told
-        if told.submission.prefix:
+        gateway_request = known.gateway_request
+        if gateway_request.submission.prefix:
             # Up to some kilobytes each, which nothing needs any more.
-            told.submission = replace(told.submission, prefix=())
+            gateway_request.submission = replace(gateway_request.submission, prefix=())
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known
         while len(self._ended) > self._most or self._ended[0].ended_at < now - KEPT_S:
@@ -233,7 +245,7 @@ class RequestHistory:
         self.complete_since = known.ended_at
         for index, name in (
             (self._ended_by_id, known.request_id),
-            (self._by_client, known.told.client_request_id),
+            (self._by_client, known.gateway_request.client_request_id),
         ):
             if index.get(name) is known:
                 del index[name]

@@ -1,4 +1,4 @@
-"""The journal: every event that the core has handled, in order, for all that observe a scheduler.
+"""The journal: every event that the core has handled, in order, for all subscribers.
 
 The live scheduler appends one entry for each event, after the commands were carried out. A subscriber is one
 file with one job: the decision log, metrics, the history of requests, usage, recent activity, estimates for
@@ -40,9 +40,9 @@ class Entry:
         took_s: the core's time for the event.
         scheduled: the request that arrived, gave its first token or finished; None for any other event, and
             where the core does not know the request.
-        told: what the gateway says of a request that is new here; None for any other event.
+        gateway_request: the description of a new request by its gateway; None for any other event.
         dispatched: the request of each `Dispatch`.
-        concluded: what gateways have said of the request of each `Conclude`.
+        concluded: the request of each `Conclude`, as its gateway described it.
     """
 
     core: Scheduler
@@ -51,7 +51,7 @@ class Entry:
     commands: list[Command]
     took_s: float = 0.0
     scheduled: ScheduledRequest | None = None
-    told: GatewayRequest | None = None
+    gateway_request: GatewayRequest | None = None
     dispatched: list[tuple[Dispatch, ScheduledRequest]] = field(default_factory=list)
     concluded: list[tuple[Conclude, GatewayRequest]] = field(default_factory=list)
 

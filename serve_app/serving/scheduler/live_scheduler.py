@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any, Protocol
 
 from serve_app.core import Scheduler, SchedulerSettings
@@ -233,7 +233,7 @@ class LiveScheduler:
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
-        return await self._receipts.document(request_id, self.now(), time())
+        return await self._receipts.document(request_id, self.now())
 
     # What the sessions and the registry call.
 
@@ -294,17 +294,17 @@ class LiveScheduler:
     def _handled(self, event: Event, now: float) -> Entry:
         """Let the core handle the event; what it concerns is looked up while it is known."""
         core, book = self.core, self._gateways.book
-        scheduled = told = None
+        scheduled = gateway_request = None
         if isinstance(event, Finished | FirstToken):
             scheduled = core.find(event.request_id)
         elif isinstance(event, Arrived | Resumed):
-            told = book.get(event.request.request_id)
+            gateway_request = book.get(event.request.request_id)
         began = perf_counter()
         commands = core.handle(event, now)
         took_s = perf_counter() - began
         if isinstance(event, Arrived):
             scheduled = core.find(event.request.request_id)
-        return Entry(core, now, event, commands, took_s, scheduled, told)
+        return Entry(core, now, event, commands, took_s, scheduled, gateway_request)
 
     async def _status_for_metrics(self) -> SchedulerStatus:
         book, predictor = self._gateways.book, self.core.admission.predictor

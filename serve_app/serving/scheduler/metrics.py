@@ -192,10 +192,10 @@ class SchedulerMetrics:
         self.requests.decisions.observe(entry.took_s)
         for dispatch, scheduled in entry.dispatched:
             self._on_dispatch(dispatch, scheduled)
-        for conclude, told in entry.concluded:
-            self._of_conclusion(told.priority, conclude.conclusion.outcome).inc()
+        for conclude, request in entry.concluded:
+            self._of_conclusion(request.priority, conclude.conclusion.outcome).inc()
             if conclude.waited is not None:
-                self._on_wait(conclude.waited, told.priority)
+                self._on_wait(conclude.waited, request.priority)
         if isinstance(event, Finished):
             if entry.scheduled is not None:
                 core = entry.core

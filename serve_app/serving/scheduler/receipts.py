@@ -50,31 +50,29 @@ class Receipts:
     def __repr__(self) -> str:
         return f"<Receipts of {self._history}>"
 
-    async def document(self, request_id: str, now: float, at: float) -> dict[str, Any]:
+    async def document(self, request_id: str, now: float) -> dict[str, Any]:
         """Return what is known of a request, by its own id or its client's; empty for an unknown one.
 
         Args:
             now: on the scheduler's clock.
-            at: the same moment in seconds since 1970.
         """
         known = self._history.find(request_id)
         if known is None:
             return {}
-        arrived_at = at - (now - known.arrived_at)
         if known.conclude is None:
             scheduled = self._core.find(known.request_id)
-            return {} if scheduled is None else await self._under_way(known, scheduled, now, arrived_at)
+            return {} if scheduled is None else await self._under_way(known, scheduled, now)
         conclusion, last, usage, times = (
             known.conclude.conclusion,
             known.last,
-            known.told.usage,
-            known.told.times,
+            known.gateway_request.usage,
+            known.gateway_request.times,
         )
         served = None
         if known.waited.causes and known.pool:
             served = await self._served(known, known.pool, known.ended_at, waits=known.ended_waiting)
         return {
-            **_facts(known, arrived_at),
+            **_facts(known),
             "endpoint": times.endpoint if times is not None else None,
             "state": "ended",
             "outcome": conclusion.outcome.value,
@@ -93,7 +91,7 @@ class Receipts:
         }
 
     async def _under_way(
-        self, known: KnownRequest, scheduled: ScheduledRequest, now: float, arrived_at: float
+        self, known: KnownRequest, scheduled: ScheduledRequest, now: float
     ) -> dict[str, Any]:
         waits, last, predicted = scheduled.queued, known.last, scheduled.prediction
         if waits or last is None:
@@ -110,7 +108,7 @@ class Receipts:
         queue = _queue_figures(known, waited, wait_s, served)
         queue["predicted_ms"] = _in_ms(predicted.wait_s if predicted is not None else None)
         return {
-            **_facts(known, arrived_at),
+            **_facts(known),
             "endpoint": None,
             "state": "waiting" if waits else "running",
             "outcome": None,
@@ -168,7 +166,7 @@ class Receipts:
                 and attempt.dispatch.pool == pool
                 and other.request_id != known.request_id
             ):
-                counts[other.told.priority.value, other.told.tenant] += 1
+                counts[other.gateway_request.priority.value, other.gateway_request.tenant] += 1
         named = counts.most_common(MOST_NAMED)
         return {
             "pool": pool,
@@ -182,16 +180,15 @@ class Receipts:
         }
 
 
-def _facts(known: KnownRequest, arrived_at: float) -> dict[str, Any]:
-    submission = known.told.submission
+def _facts(known: KnownRequest) -> dict[str, Any]:
+    submission = known.gateway_request.submission
     return {
         "request_id": known.request_id,
         "client_request_id": known.client_request_id,
         "model": submission.spec.model,
         "tenant": submission.tenant,
         "class": submission.priority.value,
-        # To the microsecond: it is computed anew for each document.
-        "arrived_at": round(arrived_at, 6),
+        "arrived_at": known.arrived_unix_s,
         "attempts": [_attempt(each, known.attempts[0]) for each in known.attempts],
     }
 
@@ -229,7 +226,7 @@ def _stages_of(times: RequestTimes | None, wait_s: float, prefill_s: float | Non
     """The stages of a request that has ended, with their parts.
 
     Args:
-        times: as the gateway tells; None where it has not told any.
+        times: as the gateway reports them; None where it has reported none.
         prefill_s: how long a prefill of this length usually takes; None where it was never sent to an engine.
     """
     found: list[dict[str, Any]] = []
@@ -242,7 +239,7 @@ def _stages_of(times: RequestTimes | None, wait_s: float, prefill_s: float | Non
 
 
 def _stages_so_far(scheduled: ScheduledRequest, wait_s: float, now: float) -> Iterator[tuple[str, float]]:
-    """As the scheduler sees them: what is at the gateway is not told before the end."""
+    """As the scheduler sees them: the gateway reports its own times at the end."""
     if scheduled.queued:
         return stages(wait_s)
     sent_s, started_at = now - scheduled.dispatched_at, scheduled.started_at
@@ -250,7 +247,7 @@ def _stages_so_far(scheduled: ScheduledRequest, wait_s: float, now: float) -> It
         first_token_s = started_at - scheduled.dispatched_at
         return stages(wait_s, first_token_s=first_token_s, engine_s=sent_s)
     if scheduled.started:
-        # An earlier scheduler was told of its first token.
+        # An earlier scheduler received its first token.
         return stages(wait_s, engine_s=sent_s)
     return stages(wait_s, first_token_s=sent_s)
 
@@ -258,19 +255,19 @@ def _stages_so_far(scheduled: ScheduledRequest, wait_s: float, now: float) -> It
 def _parts(
     name: str, seconds: float, times: RequestTimes | None, prefill_s: float | None
 ) -> Iterator[dict[str, Any]]:
-    told = times.engine if times is not None else None
-    if told is not None and told.queue_s is not None and told.prefill_s is not None:
-        yield from _told_parts(name, seconds, told)
+    reported = times.engine if times is not None else None
+    if reported is not None and reported.queue_s is not None and reported.prefill_s is not None:
+        yield from _reported_parts(name, seconds, reported)
     elif name == "until_first_token" and prefill_s is not None:
         prefill = min(seconds, prefill_s)
         yield {"part": "engine_queue", "ms": _in_ms(seconds - prefill), "estimated": True}
         yield {"part": "prefill", "ms": _in_ms(prefill), "estimated": True}
 
 
-def _told_parts(name: str, seconds: float, told: EngineTimes) -> Iterator[dict[str, Any]]:
-    named = [("engine_queue", told.queue_s), ("prefill", told.prefill_s)]
-    if name == "engine" and told.generation_s is not None:
-        named.append(("generation", told.generation_s))
+def _reported_parts(name: str, seconds: float, reported: EngineTimes) -> Iterator[dict[str, Any]]:
+    named = [("engine_queue", reported.queue_s), ("prefill", reported.prefill_s)]
+    if name == "engine" and reported.generation_s is not None:
+        named.append(("generation", reported.generation_s))
     elif name != "until_first_token":
         return
     known = sum(each for _, each in named if each is not None)

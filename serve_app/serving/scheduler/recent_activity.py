@@ -127,8 +127,8 @@ class RecentActivity:
             # A gateway that comes back may tell of one a second time; it counts as it was heard first.
             if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
                 self._on_first_token(scheduled.request.priority, now - scheduled.request.arrived_at, now)
-        for command, told in entry.concluded:
-            self._on_conclusion(told, command.conclusion.outcome, now)
+        for command, request in entry.concluded:
+            self._on_conclusion(request, command.conclusion.outcome, now)
 
     def _on_first_token(self, priority: PriorityClass, ttft_s: float, now: float) -> None:
         firsts = self._slot(now).first_tokens
@@ -136,11 +136,11 @@ class RecentActivity:
             firsts[priority] = Counter()
         firsts[priority][_step_of(ttft_s)] += 1
 
-    def _on_conclusion(self, told: GatewayRequest, outcome: Outcome, now: float) -> None:
-        slot, usage, priority = self._slot(now), told.usage, told.priority
+    def _on_conclusion(self, request: GatewayRequest, outcome: Outcome, now: float) -> None:
+        slot, usage, priority = self._slot(now), request.usage, request.priority
         slot.outcomes[priority, outcome] += 1
         if usage is not None:
-            key = priority, told.tenant
+            key = priority, request.tenant
             if key not in slot.tokens and len(slot.tokens) >= _MOST_TENANTS:
                 key = priority, _OTHERS
             slot.tokens[key] += usage.prompt_tokens + usage.output_tokens

@@ -44,11 +44,11 @@ _SALT = secrets.token_bytes(16)
 def captured(requests: Iterable[KnownRequest]) -> list[dict[str, Any]]:
     """Return a line for each request that completed and whose tokens its engine counted, by arrival."""
     counted = [
-        (known, known.told.usage)
+        (known, known.gateway_request.usage)
         for known in requests
         if known.conclude is not None
         and known.conclude.conclusion.outcome is Outcome.COMPLETED
-        and known.told.usage is not None
+        and known.gateway_request.usage is not None
     ]
     counted.sort(key=lambda pair: pair[0].arrived_at)
     return [
@@ -57,8 +57,8 @@ def captured(requests: Iterable[KnownRequest]) -> list[dict[str, Any]]:
             "input_length": usage.prompt_tokens,
             "output_length": usage.output_tokens,
             "hash_ids": [],
-            "tenant": pseudonym(known.told.tenant),
-            "priority": known.told.priority.value,
+            "tenant": pseudonym(known.gateway_request.tenant),
+            "priority": known.gateway_request.priority.value,
         }
         for known, usage in counted
     ]
@@ -194,8 +194,8 @@ def known_step_times(tuner: Mapping[str, Any], profiles: Mapping[str, StepTimeMo
     if twin.get("engines"):
         return StepTimes(twin["engines"], "fitted by the tuner")
     # To the engine and back, as simulations assume it.
-    told = {pool: {"latency_s": _LATENCY_S, **asdict(each)} for pool, each in profiles.items()}
-    return StepTimes(told, "those of the profile" if told else "")
+    known = {pool: {"latency_s": _LATENCY_S, **asdict(each)} for pool, each in profiles.items()}
+    return StepTimes(known, "those of the profile" if known else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class MinutesRecorder:
         )
 
     def _recorded(self, known: KnownRequest, at: float) -> RecordedRequest:
-        last, told, times = known.last, known.told, known.told.times
+        last, request, times = known.last, known.gateway_request, known.gateway_request.times
         dispatched_s = last.at - at if last is not None else None
         first_token_s = None
         if dispatched_s is not None and times is not None and times.first_token_s is not None:
@@ -272,12 +272,12 @@ class MinutesRecorder:
         prompt_tokens, output_tokens = self._expected(known)
         patience_s = known.expires_at - known.arrived_at
         return RecordedRequest(
-            submission=_nameless(told.submission),
+            submission=_nameless(request.submission),
             client_id=known.client_request_id,
             arrived_s=known.arrived_at - at,
             expires_after_s=patience_s if patience_s < float("inf") else None,
             outcome=known.conclude.conclusion.outcome if known.conclude is not None else None,
-            usage=told.usage,
+            usage=request.usage,
             wait_s=known.wait_s,
             dispatched_s=dispatched_s,
             first_token_s=first_token_s,
@@ -292,7 +292,9 @@ class MinutesRecorder:
         """Tokens of its prompt and its answer: as estimated when it was sent, or as they would be now."""
         if (last := known.last) is not None:
             return last.prompt_tokens, round(last.output_tokens)
-        request = Request(submission=known.told.submission, gateway_id="", arrived_at=known.arrived_at)
+        request = Request(
+            submission=known.gateway_request.submission, gateway_id="", arrived_at=known.arrived_at
+        )
         estimate = self._core.estimator.estimate(request)
         return estimate.expected_prompt_tokens, estimate.expected_output_tokens
 

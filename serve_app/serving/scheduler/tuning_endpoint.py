@@ -1,4 +1,4 @@
-"""The tuning endpoint: what the tuner is told by its scheduler, and what it may change there.
+"""The tuning endpoint: the observations that the tuner pulls, and the changes that it may make.
 
 Learned queues (`learned_queues`) and tuned values come from the tuner; lengths and outcomes go there. All of
 it is soft. A tuner that dies leaves the queues and values in force, and values that were on trial run out.

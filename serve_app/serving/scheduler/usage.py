@@ -65,10 +65,10 @@ class UsageLedger:
 
     def on_entry(self, entry: Entry) -> None:
         """Count the requests that ended in an engine and came with a key."""
-        for _, told in entry.concluded:
-            key = told.submission.key
-            if key is not None and key.key_id and told.runs:
-                self.add(key.key_id, told.submission.spec.model, told.usage)
+        for _, request in entry.concluded:
+            key = request.submission.key
+            if key is not None and key.key_id and request.runs:
+                self.add(key.key_id, request.submission.spec.model, request.usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:
         """Count a request.

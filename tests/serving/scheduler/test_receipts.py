@@ -25,7 +25,9 @@ class Desk:
 
     def __init__(self, driver: ManualDriver, most: int = 10) -> None:
         self.driver = driver
-        self.history = RequestHistory(lambda _pool, tokens: tokens / 1_000, most)
+        self.history = RequestHistory(
+            lambda _pool, tokens: tokens / 1_000, most, unix_clock=lambda: self.driver.now
+        )
         self._told: dict[str, GatewayRequest] = {}
 
     def arrive(self, request_id: str, named: str = "") -> None:
@@ -44,11 +46,11 @@ class Desk:
     def document(self, name: str) -> dict[str, Any]:
         # Without an estimate of the start, which a waiting request alone has.
         receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
-        return asyncio.run(receipts.document(name, self.driver.now, self.driver.now))
+        return asyncio.run(receipts.document(name, self.driver.now))
 
     def _note(self, event: ev.Event, commands: list[Command], record: GatewayRequest | None = None) -> None:
         core = self.driver.scheduler
-        entry = Entry(core, self.driver.now, event, commands, told=record)
+        entry = Entry(core, self.driver.now, event, commands, gateway_request=record)
         if record is not None:
             entry.scheduled = core.find(record.submission.request_id)
         for command in commands:

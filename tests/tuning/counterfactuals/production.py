@@ -97,7 +97,7 @@ def produce(
             name = request.request_id
             record = records[name] = GatewayRequest(session, request.submission, 0, f"client-{name}")
             record.arrived_at = request.arrived_at
-            entry.told, entry.scheduled = record, core.find(name)
+            entry.gateway_request, entry.scheduled = record, core.find(name)
         for command in decision.commands:
             if isinstance(command, Dispatch):
                 scheduled = core.find(command.request_id)

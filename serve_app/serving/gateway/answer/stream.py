@@ -1,4 +1,4 @@
-"""The assembly of a streamed answer into the one object that a client asked for.
+"""Streamed answers: the scanner of their events, their usage, and how they are passed on or assembled.
 
 A long answer that is not streamed is silent until its end, so a dead engine looks like one at work. Asked for
 a stream, the engine is heard with each token, and the gateway puts the pieces together.

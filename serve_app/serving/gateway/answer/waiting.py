@@ -1,4 +1,4 @@
-"""Comments in a stream that waits, so that no proxy between client and gateway cuts a silent connection.
+"""Messages in a stream whose request waits: comments that keep the connection alive, and queue updates.
 
 Server-sent events have comments, lines that begin with a colon, which every client ignores. With the first
 one the answer has begun: its status is 200 and its headers tell nothing of the dispatch, which is not known

@@ -1,4 +1,4 @@
-"""The dashboard's paths: files that hold no data and are open to all, and events, which need an admin's key.
+"""The dashboard: files, which hold no data and are open to all, and events, which need an admin's key.
 
 GET   /dashboard          the page
 GET   /dashboard/FILE     its style and its modules

@@ -1,4 +1,4 @@
-"""The request reader: reads a body, checks it, and makes of it a submission and what is to be forwarded."""
+"""The request reader: checks a body, makes a submission of it, and resolves the model's name."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""What happens to a request, told to its trace. For a request that is not sampled nobody listens."""
+"""The interface of a request's trace, and the setup of the tracer."""
 
 import os
 import re

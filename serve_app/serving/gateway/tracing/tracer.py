@@ -1,4 +1,4 @@
-"""The tracer of a gateway: it decides which requests are sampled, and begins their traces.
+"""The tracer of a gateway: sampling decisions, the spans of sampled requests, and their export.
 
 OpenTelemetry's own sampler decides, as `OTEL_TRACES_SAMPLER` says. Each of those that the variable may name
 takes the trace ids below a bound, or does as the request's parent says. The bound is found out once. So a
