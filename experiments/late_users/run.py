@@ -90,7 +90,7 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
 
 def model(mode: str, policy: str) -> dict[str, Any]:
     """One way to count service, in front of an engine of its own."""
-    engine = {"emulated": {"profile": "laptop", "long_prefill_token_threshold": 192}}
+    engine = {"emulated": {"profile": "laptop", "advanced": {"long_prefill_token_threshold": 192}}}
     return {
         "name": mode,
         "pools": [{"name": "all", "engine": engine, "resources": {"num_cpus": 0.1}}],

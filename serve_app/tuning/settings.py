@@ -12,6 +12,7 @@ from serve_app.core.settings_base import (
     ADVANCED,
     FINITE_NOT_NEGATIVE,
     FINITE_POSITIVE,
+    INTERNAL,
     POSITIVE_SHARE,
     at_least,
     settings,
@@ -91,7 +92,7 @@ class TunerSettings:
     # Prompts from which queues are first learned, and of which a drift of their lengths is noticed.
     learn_from: Annotated[int, at_least(2).hint("500 is usual"), ADVANCED] = 500
     # Seconds between two full runs of Refine-and-Prune while lengths do not drift; ten minutes in the paper.
-    learn_every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 600.0
+    learn_every_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 600.0
 
     def __post_init__(self) -> None:
         # Raises for a profile that does not exist: better at the start than after ten minutes.

@@ -10,8 +10,8 @@ import pytest
 from tests.e2e.served import Served, serve, wait_for
 
 # Emulated engines start in seconds.
-SHORT = {"min_replicas": 1, "max_replicas": 2, "downscale_delay_s": 4.0}
-LONG = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 8.0}
+SHORT = {"min_replicas": 1, "max_replicas": 2, "advanced": {"downscale_delay_s": 4.0}}
+LONG = {"min_replicas": 0, "max_replicas": 2, "advanced": {"downscale_delay_s": 8.0}}
 
 
 def pool(name: str, max_model_len: int, autoscaling: dict[str, float]) -> dict[str, object]:

@@ -107,7 +107,7 @@ RARE = {
                     "name": "short",
                     "engine": {"emulated": {"profile": "laptop", "max_model_len": 4096, "max_num_seqs": 4}},
                     "resources": {"num_cpus": 0.1},
-                    "autoscaling": {"max_replicas": 2, "downscale_delay_s": 2.0},
+                    "autoscaling": {"max_replicas": 2, "advanced": {"downscale_delay_s": 2.0}},
                 },
                 {
                     "name": "long",

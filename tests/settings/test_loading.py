@@ -18,8 +18,8 @@ def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
         return parse(model(tuner=yaml.safe_load(text))).models[0].tuner
 
     assert tuner("{mode: off}").mode is False
-    assert tuner("{mode: on, advanced: {learn_every_s: 60, alpha: 2}}").strategic == StrategicSettings(
-        interval_s=60.0, refine_and_prune=RefineAndPruneSettings(alpha=2.0)
+    assert tuner("{mode: on, advanced: {learn_from: 60, alpha: 2}}").strategic == StrategicSettings(
+        window=60, refine_and_prune=RefineAndPruneSettings(alpha=2.0)
     )
     assert tuner("{mode: queues}").parameters is None
     advice = tuner("{mode: advise, profile: laptop, advanced: {slice_s: 30}}").parameters
@@ -55,12 +55,12 @@ def test_an_advanced_setting_belongs_under_advanced_in_its_block(
 
 def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
     settings = parse(
-        model(scheduler={"backpressure": {"target_waiting": 5, "advanced": {"lag_factor": 2}}}),
+        model(scheduler={"backpressure": {"target_waiting": 5, "advanced": {"kv_fill_ratio": 0.8}}}),
         advanced={"channel": {"ports": 2}, "state_interval_s": 5},
         gateway={"advanced": None},
     )
     backpressure = settings.models[0].scheduler.backpressure
-    assert (backpressure.target_waiting, backpressure.lag_factor) == (5, 2.0)
+    assert (backpressure.target_waiting, backpressure.kv_fill_ratio) == (5, 0.8)
     assert (settings.channel.ports, settings.state_interval_s) == (2, 5.0)
 
 

@@ -57,7 +57,7 @@ class BackpressureSettings:
     target_waiting: Annotated[int, at_least(1)] = 3
     # How far the target grows with the replica's own pace: requests started per second times the time
     # between reports, times this.
-    lag_factor: Annotated[float, NOT_NEGATIVE, ADVANCED] = 3.0
+    lag_factor: Annotated[float, NOT_NEGATIVE, INTERNAL] = 3.0
     # The target for the batch class: 0 sends batch work only to an engine whose queue is empty.
     batch_target_waiting: Annotated[int, NOT_NEGATIVE, INTERNAL] = 0
     # Batch work also goes to an engine with at most so many seconds of prefill under way, as learned from

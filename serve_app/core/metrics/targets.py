@@ -60,7 +60,7 @@ class ClassTarget:
     """
 
     ttft_s: Annotated[float, FINITE_POSITIVE] = 1.0
-    long_ttft_s: Annotated[float, FINITE_POSITIVE] = 10.0
+    long_ttft_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 10.0
     tpot_s: Annotated[float | None, FINITE_POSITIVE] = 0.1
 
 

@@ -19,7 +19,7 @@ class AutoscalingSettings:
     initial_replicas: Annotated[int | None, at_least(0), ADVANCED] = None
     # How long fewer replicas must have been enough before some are stopped. Another start costs more than
     # some idle minutes.
-    downscale_delay_s: Annotated[float, NOT_NEGATIVE] = 300.0
+    downscale_delay_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 300.0
     # Share of a replica's measured speed that arrivals may use in the mean. The rest is for bursts while
     # another engine starts; less of it saves replicas and lengthens the tail of TTFT.
     target_utilization_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7

@@ -39,11 +39,11 @@ class EmulatedEngineSettings:
     profile: str = "laptop"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: Annotated[int | None, ADVANCED] = None
+    max_num_batched_tokens: Annotated[int | None, INTERNAL] = None
     kv_tokens: Annotated[int | None, ADVANCED] = None
     # This and the next three are vLLM's options. 0 lets one long prefill take the whole budget of a step; a
     # limit lets short prompts pass it.
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: Annotated[int, ADVANCED] = 0
     # Order of the engine's own queue: by arrival, or by the `priority` in the request's body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
     # Prompt blocks computed before are taken from the cache.
@@ -53,7 +53,7 @@ class EmulatedEngineSettings:
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
     # 20 the process cannot keep up with small steps, and the engine is slower than asked for.
     speed_up: Annotated[float, POSITIVE, ADVANCED] = 1.0
-    seed: Annotated[int, ADVANCED] = 0
+    seed: Annotated[int, INTERNAL] = 0
     # Answers whose length the client does not state: a log-normal, about as wide as in chat traces.
     mean_output_tokens: Annotated[float, POSITIVE, INTERNAL] = 120.0
     # Standard deviation of the logarithm of those lengths.

@@ -140,7 +140,7 @@ def test_more_cores_than_there_are(check: Check) -> None:
 def test_a_model_folder_that_is_not_there(check: Check) -> None:
     text = local()
     text = text.replace(
-        "emulated: {profile: laptop, max_model_len: 2048, long_prefill_token_threshold: 192}",
+        "emulated: {profile: laptop, max_model_len: 2048, advanced: {long_prefill_token_threshold: 192}}",
         "vllm: {model: ./nothere, args: {max_model_len: 2048}, env: {VLLM_CPU_KVCACHE_SPACE: '1'}}",
     )
     status, told = check(text)
@@ -156,7 +156,7 @@ def test_an_engine_on_the_cpu_needs_a_limit_of_its_cache(
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     text = local().replace(
-        "emulated: {profile: laptop, max_model_len: 2048, long_prefill_token_threshold: 192}",
+        "emulated: {profile: laptop, max_model_len: 2048, advanced: {long_prefill_token_threshold: 192}}",
         "vllm: {model: owner/name, args: {max_model_len: 2048}}",
     )
     status, told = check(text)
