@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from experiments.estimator.bodies import Bodies, Sample, Tokenizer
-from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.pools import PoolRouter, RoutingSettings
 from serve_app.request import Request, RequestSpec, Submission, TextCategory, Usage
 
@@ -177,14 +178,13 @@ def learn(estimator: TokenEstimator, lesson: Iterable[Sample]) -> None:
 
 def fixed_ratio(bytes_per_token: float) -> TokenEstimator:
     """So many bytes per token for everything, without any margin of its own; nobody teaches it."""
-    ratio = replace(
-        EstimatorSettings().ratio,
+    settings = EstimatorSettings(
         gamma=0.0,
         cold_bytes_per_token=dict.fromkeys(TextCategory, bytes_per_token),
         cold_tool_bytes_per_token=bytes_per_token,
         cold_deviation_ratio=0.0,
     )
-    return TokenEstimator(EstimatorSettings(ratio=ratio))
+    return TokenEstimator(settings)
 
 
 def _drawn(bodies: Bodies, half: int, count: int) -> list[Sample]:

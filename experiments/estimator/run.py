@@ -20,8 +20,8 @@ from experiments.estimator.bodies import (
 )
 from experiments.estimator.lessons import OUTPUT_TOKENS, Lessons, figures_of, fixed_ratio, judge, seeded
 from serve_app.cli.command import progress_bar
-from serve_app.core.routing.estimation.bytes_per_token import RatioSettings
-from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.settings_base import settings
 from serve_app.errors import SettingsError
@@ -36,7 +36,7 @@ class RatioVariant:
     """Other settings of the estimate.
 
     Attributes:
-        ratio: changes of `RatioSettings`.
+        ratio: changes of `EstimatorSettings`.
         cut_margin_ratio: the router's own margin; None is the default.
     """
 
@@ -45,8 +45,7 @@ class RatioVariant:
 
     def settings(self) -> EstimatorSettings:
         """Of the estimator."""
-        ratio: RatioSettings = replace(EstimatorSettings().ratio, **dict(self.ratio))  # type: ignore[arg-type]
-        return EstimatorSettings(ratio=ratio)
+        return EstimatorSettings(**self.ratio)  # type: ignore[arg-type]
 
     @property
     def margin(self) -> float:
@@ -139,7 +138,7 @@ def _settings(experiment: EstimatorExperiment, variant: RatioVariant | None = No
     return {
         **{name: getattr(experiment, name) for name in shared},
         "output_tokens": OUTPUT_TOKENS,
-        "ratio": asdict(variant.settings().ratio),
+        "ratio": asdict(variant.settings()),
         "cut_margin_ratio": variant.margin,
     }
 

@@ -87,7 +87,7 @@ class Scheduler:
         estimator: TokenEstimator | None = None,
     ) -> None:
         self.settings = settings
-        self.prefill_costs = PrefillCosts(settings.prefill_cost)
+        self.prefill_costs = PrefillCosts()
         inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs, policies)
         self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)

@@ -10,9 +10,8 @@ from serve_app.core.dispatch.promotion import PromotionSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
-from serve_app.core.routing.estimation.estimate import EstimatorSettings
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.pools import RoutingSettings, WrittenRouting
-from serve_app.core.routing.prefill_cost import PrefillCostSettings
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.core.settings_base import (
     ADVANCED,
@@ -187,7 +186,6 @@ class WrittenScheduler:
     engine_priority: EnginePrioritySettings = field(default_factory=EnginePrioritySettings)
     affinity: Annotated[AffinitySettings, ADVANCED] = field(default_factory=AffinitySettings)
     isolation: Annotated[IsolationSettings, ADVANCED] = field(default_factory=IsolationSettings)
-    prefill_cost: Annotated[PrefillCostSettings, INTERNAL] = field(default_factory=PrefillCostSettings)
     delay_bound: Annotated[DelayBoundSettings, INTERNAL] = field(default_factory=DelayBoundSettings)
     promotion: Annotated[PromotionSettings, INTERNAL] = field(default_factory=PromotionSettings)
     ewsjf: Annotated[EwsjfSettings, ADVANCED] = field(default_factory=EwsjfSettings)

@@ -27,7 +27,7 @@ from experiments.estimator.lessons import (
 )
 from experiments.estimator.run import EstimatorExperiment, RatioVariant, Subject, _learning, unavailable
 from experiments.estimator.tables import TABLES
-from serve_app.core.routing.estimation.estimate import EstimatorSettings
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.pools import RoutingSettings
 from tests.experiments.builders import row
 
@@ -124,8 +124,8 @@ def test_every_number_of_observations_gives_a_row_and_the_fixed_ratio_one_more(l
 
 def test_a_variant_changes_what_it_names_and_nothing_else() -> None:
     variant = RatioVariant(ratio={"gamma": 2.0})
-    assert variant.settings().ratio.gamma == 2.0
-    assert variant.settings().ratio.beta == EstimatorSettings().ratio.beta
+    assert variant.settings().gamma == 2.0
+    assert variant.settings().beta == EstimatorSettings().beta
     assert variant.margin == RoutingSettings().cut_margin_ratio
     for name, one in experiment().variants.items():
         assert one.settings(), name

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.routing.prefill_cost import PrefillCosts, PrefillCostSettings
+from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.settings import EwsjfSettings
 
 
@@ -12,7 +12,7 @@ from serve_app.core.settings import EwsjfSettings
 class PolicyInputs:
     """The learned cost of prefills, shared with the scheduler, and the settings of EWSJF."""
 
-    prefill_costs: PrefillCosts = field(default_factory=lambda: PrefillCosts(PrefillCostSettings()))
+    prefill_costs: PrefillCosts = field(default_factory=PrefillCosts)
     ewsjf: EwsjfSettings = field(default_factory=EwsjfSettings)
 
 

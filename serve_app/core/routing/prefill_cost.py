@@ -11,41 +11,31 @@ Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. A
 observations and fades as real ones arrive.
 """
 
-from typing import Annotated
-
 from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
-from serve_app.core.settings_base import INNER_SHARE, POSITIVE, settings
 
 _STATE_VERSION = 1
 _POOLS_VERSION = 2
-# Prefills after which a pool's own fit outweighs its prior, see `prior_weight`.
+# The prior is between an 8B model on a large GPU and a 70B model on four; only the ratio of the two numbers
+# affects the order.
+_PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
+# Weight of the prior, in observations.
+_PRIOR_WEIGHT = 4.0
+# Prefills after which a pool's own fit outweighs its prior.
 _OWN = 8
-
-
-@settings(block="prefill_cost")
-class PrefillCostSettings:
-    """Prior and memory of the fit."""
-
-    # Between an 8B model on a large GPU and a 70B model on four; only the ratio of the two affects the order.
-    prior_base_s: Annotated[float, POSITIVE] = 0.03
-    # See `prior_base_s`.
-    prior_per_token_s: Annotated[float, POSITIVE] = 1e-4
-    # Factor on the weight of earlier observations at each new one: about the last 200 count.
-    keep: Annotated[float, INNER_SHARE] = 0.995
-    # Weight of the prior, in observations.
-    prior_weight: Annotated[float, POSITIVE] = 4.0
+# Factor on the weight of earlier observations at each new one: about the last 200 count.
+_KEEP = 0.995
 
 
 class PrefillCost:
     """One fit: of a pool, or of all pools of a model."""
 
-    def __init__(self, settings: PrefillCostSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._sums = [0.0] * 5
         for tokens in (64.0, 4096.0):
-            seconds = settings.prior_base_s + settings.prior_per_token_s * tokens
-            self._add(tokens, seconds, settings.prior_weight)
-        self.base_s, self.per_token_s = settings.prior_base_s, settings.prior_per_token_s
+            seconds = _PRIOR_BASE_S + _PRIOR_PER_TOKEN_S * tokens
+            for place, value in enumerate((1.0, tokens, seconds, tokens * tokens, tokens * seconds)):
+                self._sums[place] += _PRIOR_WEIGHT * value
+        self.base_s, self.per_token_s = _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S
         self.observations = 0
 
     def seconds(self, tokens: float) -> float:
@@ -57,15 +47,15 @@ class PrefillCost:
         if tokens < 1 or seconds <= 0:
             return
         self.observations += 1
-        keep, x = self._settings.keep, float(tokens)
+        x = float(tokens)
         weight, xs, ys, xxs, xys = self._sums
-        # As `_add` with a weight of 1, at once: this is learned from nearly every first token.
+        # Without a loop: this is learned from nearly every first token.
         self._sums = [
-            weight * keep + 1.0,
-            xs * keep + x,
-            ys * keep + seconds,
-            xxs * keep + x * x,
-            xys * keep + x * seconds,
+            weight * _KEEP + 1.0,
+            xs * _KEEP + x,
+            ys * _KEEP + seconds,
+            xxs * _KEEP + x * x,
+            xys * _KEEP + x * seconds,
         ]
         self._fit()
 
@@ -90,10 +80,6 @@ class PrefillCost:
         self._sums, self.base_s, self.per_token_s = sums, base_s, per_token_s
         self.observations = observations
 
-    def _add(self, x: float, y: float, weight: float) -> None:
-        for place, value in enumerate((1.0, x, y, x * x, x * y)):
-            self._sums[place] += weight * value
-
     def _fit(self) -> None:
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
@@ -117,10 +103,9 @@ class PrefillCosts:
         shared: the fit of all pools together.
     """
 
-    def __init__(self, settings: PrefillCostSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._by_pool: dict[str, PrefillCost] = {}
-        self.shared = PrefillCost(settings)
+        self.shared = PrefillCost()
 
     def of(self, pool: str) -> PrefillCost:
         """The cost of a prefill in a pool: its own fit, or the shared one while it has shown little."""
@@ -130,7 +115,7 @@ class PrefillCosts:
     def observe(self, pool: str, tokens: int, seconds: float) -> None:
         """Learn from one prefill that had its replica to itself; impossible values are ignored."""
         if pool not in self._by_pool:
-            self._by_pool[pool] = PrefillCost(self._settings)
+            self._by_pool[pool] = PrefillCost()
         for cost in (self._by_pool[pool], self.shared):
             cost.observe(tokens, seconds)
 
@@ -151,7 +136,7 @@ class PrefillCosts:
         self.shared, self._by_pool = shared, by_pool
 
     def _restored(self, state: Snapshot) -> PrefillCost:
-        cost = PrefillCost(self._settings)
+        cost = PrefillCost()
         cost.restore(state)
         return cost
 

@@ -45,15 +45,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.core.metrics.slo import Slo
-from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.core.routing.estimation.output_length import QUANTILE
 from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.workloads.trace import Trace
 
 Counts = NDArray[np.int64]
-
-# As in the scheduler's own settings.
-_QUANTILE = OutputSettings().quantile
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class LengthMix:
         """
         prompts = np.array([one.prompt_tokens for one in trace.requests], dtype=np.int64)
         outputs = np.array([max(1, one.output_tokens) for one in trace.requests], dtype=np.int64)
-        allowed = None if output_known else math.ceil(np.quantile(outputs, _QUANTILE))
+        allowed = None if output_known else math.ceil(np.quantile(outputs, QUANTILE))
         return cls(prompts, outputs, allowed)
 
     def __len__(self) -> int:

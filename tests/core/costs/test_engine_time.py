@@ -4,17 +4,21 @@ import pytest
 
 from serve_app.core import events as ev
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.routing.prefill_cost import PrefillCostSettings
+from serve_app.core.routing import prefill_cost
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ManualDriver, one_replica
 
-# 10 ms to read the weights, 1 ms for a token of a prompt; nearly all weight on it.
-COST = PrefillCostSettings(prior_base_s=0.01, prior_per_token_s=0.001, prior_weight=1e9)
+
+@pytest.fixture(autouse=True)
+def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 ms to read the weights, 1 ms for a token of a prompt; nearly all weight on it."""
+    for name, value in (("_PRIOR_BASE_S", 0.01), ("_PRIOR_PER_TOKEN_S", 0.001), ("_PRIOR_WEIGHT", 1e9)):
+        monkeypatch.setattr(prefill_cost, name, value)
 
 
 def steady() -> ManualDriver:
-    return one_replica(prefill_cost=COST, backpressure=BackpressureSettings(report_limit_s=1_000.0))
+    return one_replica(backpressure=BackpressureSettings(report_limit_s=1_000.0))
 
 
 def used(driver: ManualDriver) -> dict[str, float]:

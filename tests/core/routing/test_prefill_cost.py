@@ -2,16 +2,16 @@ import random
 
 import pytest
 
-from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts, PrefillCostSettings
+from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
 
 
 def test_the_prior_holds_before_anything_is_seen() -> None:
-    assert PrefillCost(PrefillCostSettings()).seconds(1_000) == pytest.approx(0.13)
+    assert PrefillCost().seconds(1_000) == pytest.approx(0.13)
 
 
 def test_a_linear_cost_is_found() -> None:
     rng = random.Random(1)
-    cost = PrefillCost(PrefillCostSettings())
+    cost = PrefillCost()
     for _ in range(1_000):
         tokens = rng.randint(32, 4_096)
         cost.observe(tokens, (0.02 + 5e-4 * tokens) * rng.uniform(0.9, 1.1))
@@ -20,7 +20,7 @@ def test_a_linear_cost_is_found() -> None:
 
 
 def test_a_faster_engine_is_learned_within_some_hundreds() -> None:
-    cost = PrefillCost(PrefillCostSettings())
+    cost = PrefillCost()
     for speed in (1e-3, 1e-4):
         for number in range(1_000):
             tokens = 100 + number % 50 * 80
@@ -29,7 +29,7 @@ def test_a_faster_engine_is_learned_within_some_hundreds() -> None:
 
 
 def test_noise_never_makes_a_prompt_free() -> None:
-    cost = PrefillCost(PrefillCostSettings())
+    cost = PrefillCost()
     for number in range(500):
         cost.observe(4_000 if number % 2 else 40, 0.01 if number % 2 else 3.0)
     assert cost.seconds(1) > 0
@@ -37,7 +37,7 @@ def test_noise_never_makes_a_prompt_free() -> None:
 
 
 def test_nonsense_is_ignored() -> None:
-    cost = PrefillCost(PrefillCostSettings())
+    cost = PrefillCost()
     cost.observe(0, 1.0)
     cost.observe(10, 0.0)
     assert cost.observations == 0
@@ -45,7 +45,7 @@ def test_nonsense_is_ignored() -> None:
 
 
 def test_pools_on_unlike_hardware_have_unlike_costs() -> None:
-    costs = PrefillCosts(PrefillCostSettings())
+    costs = PrefillCosts()
     for number in range(400):
         tokens = 100 + number % 50 * 80
         costs.observe("short", tokens, 5e-4 * tokens)
@@ -55,7 +55,7 @@ def test_pools_on_unlike_hardware_have_unlike_costs() -> None:
 
 
 def test_a_pool_that_has_shown_little_borrows_the_cost_of_all() -> None:
-    costs = PrefillCosts(PrefillCostSettings())
+    costs = PrefillCosts()
     for _ in range(100):
         costs.observe("short", 1_000, 2.0)
     costs.observe("long", 1_000, 0.1)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
-from serve_app.core.routing.estimation.bytes_per_token import RatioSettings
-from serve_app.core.routing.estimation.length_curve import OutputSettings
-from serve_app.core.routing.estimation.overhead import OverheadSettings
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.request import TextCategory
@@ -39,17 +37,10 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
         (AffinitySettings, {"capacity_ratio": 1.5}, "affinity.capacity_ratio must .*1.5"),
         (AffinitySettings, {"max_blocks": 0}, "affinity.max_blocks must .*0"),
         (AffinitySettings, {"step_cost_tokens": -1.0}, "affinity.step_cost_tokens must .*-1.0"),
-        (OutputSettings, {"quantile": 1.0}, "quantile .*1.0"),
-        (OutputSettings, {"min_observations": 0}, "min_observations .*0"),
-        (OutputSettings, {"max_tenants": 0}, "max_tenants .*0"),
-        (OverheadSettings, {"message_tokens": -1.0}, "message_tokens .*-1.0"),
-        (OverheadSettings, {"request_deviation_tokens": 0.0}, "request_deviation_tokens .*0.0"),
-        (RatioSettings, {"beta": 1.0}, "beta .*1.0"),
-        (RatioSettings, {"gamma": -1.0}, "gamma .*-1.0"),
-        (RatioSettings, {"full_weight_tokens": 0}, "full_weight_tokens .*0"),
-        (RatioSettings, {"outlier_factor": 1.0}, "outlier_factor .*1.0"),
-        (RatioSettings, {"optimistic_factor": 0.5}, "optimistic_factor .*0.5"),
-        (RatioSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
+        (EstimatorSettings, {"beta": 1.0}, "beta .*1.0"),
+        (EstimatorSettings, {"gamma": -1.0}, "gamma .*-1.0"),
+        (EstimatorSettings, {"full_weight_tokens": 0}, "full_weight_tokens .*0"),
+        (EstimatorSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
         (
             RoutingSettings,
             BELOW_LOWEST,

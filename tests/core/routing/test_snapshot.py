@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
-from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
-from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, EstimatorSettings
+from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
-from serve_app.core.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
-from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts, PrefillCostSettings
+from serve_app.core.routing.estimation.overhead import MediaTokens, TemplateOverhead
+from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
 from serve_app.request import Usage
 from tests.core.routing.prompts import request
 
@@ -25,12 +24,12 @@ class Learner(Protocol):
 
 def fresh() -> dict[str, Learner]:
     return {
-        "ratio": BytesPerToken(RatioSettings(), 4.0),
-        "overhead": TemplateOverhead(OverheadSettings()),
-        "media": MediaTokens(OverheadSettings()),
-        "output": OutputLengthEstimator(OutputSettings()),
-        "cost": PrefillCost(PrefillCostSettings()),
-        "costs": PrefillCosts(PrefillCostSettings()),
+        "ratio": BytesPerToken(EstimatorSettings(), 4.0),
+        "overhead": TemplateOverhead(),
+        "media": MediaTokens(),
+        "output": OutputLengthEstimator(),
+        "cost": PrefillCost(),
+        "costs": PrefillCosts(),
         "estimator": TokenEstimator(EstimatorSettings()),
     }
 
@@ -58,7 +57,7 @@ def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
 
 
 def test_what_impossible_reports_have_taught_can_be_restored() -> None:
-    absurd, copy = (BytesPerToken(RatioSettings(), 4.0) for _ in range(2))
+    absurd, copy = (BytesPerToken(EstimatorSettings(), 4.0) for _ in range(2))
     for _ in range(500):
         absurd.observe(size_bytes=1, tokens=200)
     copy.restore(absurd.state())

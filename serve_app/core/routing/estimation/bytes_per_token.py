@@ -15,7 +15,7 @@ with four additions:
   the forecast that was made, which the margin has to cover (as in TCP's round-trip estimate, RFC 6298).
 - **Weight.** A short text says little, and the tokens of the chat template distort it. An observation of
   fewer than `full_weight_tokens` moves the averages in proportion to its length.
-- **Limits.** An observation further than `outlier_factor` from the mean counts as one at that distance, such
+- **Limits.** An observation further than `_OUTLIER_FACTOR` from the mean counts as one at that distance, such
   as a prompt of 10,000 blanks, or one that the engine truncated. And c* never falls below
   `floor_bytes_per_token`: tokenizers that work on bytes use at most one token per byte.
 """
@@ -25,7 +25,7 @@ from dataclasses import field
 from typing import Annotated
 
 from serve_app.core.routing.snapshot import Snapshot, number
-from serve_app.core.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, above, settings
+from serve_app.core.settings_base import INNER_SHARE, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.request import TextCategory
 
 # Standard deviation in mean absolute deviations of a normal distribution: sqrt(pi / 2).
@@ -44,10 +44,17 @@ _COLD_START = {
 # Least deviation, as a share of the mean: after many similar requests the next one may still be
 # different.
 _LEAST_DEVIATION_RATIO = 0.03
+# The lower bound of the tokens assumes this many times the mean bytes per token. It decides which requests
+# are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact count.
+_OPTIMISTIC_FACTOR = 2.5
+# Weight of the cold-start mean, in observations.
+_COLD_WEIGHT = 2.0
+# An observation more than this factor from the mean counts as one at that distance.
+_OUTLIER_FACTOR = 3.0
 
 
-@settings(block="estimator.ratio")
-class RatioSettings:
+@settings(block="estimator")
+class EstimatorSettings:
     """How bytes per token are learned; one set for all categories of a model."""
 
     # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is steadier
@@ -56,29 +63,18 @@ class RatioSettings:
     # Margin in mean absolute deviations. Higher sends fewer requests to a pool that is too short for them,
     # and more to the long pool that would have fitted the short one (experiments/estimator has the figures).
     gamma: Annotated[float, NOT_NEGATIVE] = 1.0
-    # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which
-    # requests are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact
-    # count.
-    optimistic_factor: Annotated[float, above(1)] = 2.5
     # Bytes per token before anything is observed, by category of text.
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
     # For JSON schemas of tools.
     cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
     # Deviation before anything is observed, as a share of the cold-start mean: about that between tokenizers.
     cold_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.15
-    # Weight of the cold-start mean, in observations.
-    cold_weight: Annotated[float, POSITIVE] = 2.0
     # Texts of at least so many tokens count in full. Higher is no more accurate, and slower after a change.
     full_weight_tokens: Annotated[int, POSITIVE] = 64
-    # An observation more than this factor from the mean counts as one at that distance.
-    outlier_factor: Annotated[float, above(1)] = 3.0
     # Least bytes per token of the upper estimate. Numbers use little more than one byte per token.
     floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
-        self._check_cold_start()
-
-    def _check_cold_start(self) -> None:
         for category in TextCategory:
             value = self.cold_bytes_per_token.get(category)
             if value is None or not value > 0:
@@ -98,11 +94,11 @@ class BytesPerToken:
 
     __slots__ = ("_settings", "deviation", "mean", "weight")
 
-    def __init__(self, settings: RatioSettings, cold_start: float) -> None:
+    def __init__(self, settings: EstimatorSettings, cold_start: float) -> None:
         self._settings = settings
         self.mean = cold_start
         self.deviation = cold_start * settings.cold_deviation_ratio
-        self.weight = settings.cold_weight
+        self.weight = _COLD_WEIGHT
 
     def __repr__(self) -> str:
         return f"<BytesPerToken {self.mean:.3f} +- {self.deviation:.3f}>"
@@ -128,7 +124,7 @@ class BytesPerToken:
     @property
     def optimistic(self) -> float:
         """The divisor for the lower bound of the tokens."""
-        return self.mean * self._settings.optimistic_factor
+        return self.mean * _OPTIMISTIC_FACTOR
 
     def standard_error(self, size_bytes: float) -> float:
         """Standard deviation of the estimated tokens of a text."""
@@ -139,8 +135,7 @@ class BytesPerToken:
         if size_bytes <= 0 or tokens <= 0:
             return
         settings = self._settings
-        factor = settings.outlier_factor
-        observed = min(max(size_bytes / tokens, self.mean / factor), self.mean * factor)
+        observed = min(max(size_bytes / tokens, self.mean / _OUTLIER_FACTOR), self.mean * _OUTLIER_FACTOR)
         weight = min(1.0, tokens / settings.full_weight_tokens)
         step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)

@@ -14,14 +14,12 @@ mean, and admission the lower bound.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
-from serve_app.core.routing.estimation.length_curve import OutputSettings
+from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, EstimatorSettings
 from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
-from serve_app.core.routing.estimation.overhead import MediaTokens, OverheadSettings, TemplateOverhead
+from serve_app.core.routing.estimation.overhead import MediaTokens, TemplateOverhead
 from serve_app.core.routing.snapshot import Snapshot, check_version, section
-from serve_app.core.settings_base import settings
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 
 _STATE_VERSION = 1
@@ -30,15 +28,6 @@ _BULK = 0.5
 # The longest of several prompts in one request, as a multiple of their mean; only their sum is known. A
 # request with a longer one is refused by the engine as too long, and then sent to the other pool.
 _LONGEST_OF_SEVERAL = 2.0
-
-
-@settings
-class EstimatorSettings:
-    """Settings of the token estimates."""
-
-    ratio: RatioSettings = field(default_factory=RatioSettings)
-    overhead: OverheadSettings = field(default_factory=OverheadSettings)
-    output: OutputSettings = field(default_factory=OutputSettings)
 
 
 # Not frozen, which would take three times as long to make.
@@ -93,14 +82,12 @@ class TokenEstimator:
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self.settings = settings
-        cold_start = settings.ratio.cold_bytes_per_token
-        self._text = {
-            category: BytesPerToken(settings.ratio, cold_start[category]) for category in TextCategory
-        }
-        self._tools = BytesPerToken(settings.ratio, settings.ratio.cold_tool_bytes_per_token)
-        self._overhead = TemplateOverhead(settings.overhead)
-        self._media = MediaTokens(settings.overhead)
-        self._output = OutputLengthEstimator(settings.output)
+        cold_start = settings.cold_bytes_per_token
+        self._text = {category: BytesPerToken(settings, cold_start[category]) for category in TextCategory}
+        self._tools = BytesPerToken(settings, settings.cold_tool_bytes_per_token)
+        self._overhead = TemplateOverhead()
+        self._media = MediaTokens()
+        self._output = OutputLengthEstimator()
 
     def __repr__(self) -> str:
         ratios = " ".join(f"{category.value}={ratio.mean:.2f}" for category, ratio in self._text.items())
@@ -144,9 +131,7 @@ class TokenEstimator:
         media = shape.media_items * self._media.mean
         expected = shape.text_bytes / text.unbiased + shape.tool_bytes / tools.unbiased + overhead + media
         high = shape.text_bytes / text.conservative + shape.tool_bytes / tools.conservative
-        high += (
-            overhead + margin + media + shape.media_items * self.settings.ratio.gamma * self._media.deviation
-        )
+        high += overhead + margin + media + shape.media_items * self.settings.gamma * self._media.deviation
         low = shape.text_bytes / text.optimistic + shape.tool_bytes / tools.optimistic
         low += max(0.0, overhead - margin)
         return math.ceil(expected), max(math.ceil(high * longest), 1), max(math.floor(low / prompts), 1)
@@ -195,8 +180,7 @@ class TokenEstimator:
             fresh._text[category].restore(section(by_category, category.value))
         fresh._tools.restore(section(state, "tools"))
         fresh._overhead.restore(section(state, "overhead"))
-        if "media" in state:  # earlier releases learned nothing about media
-            fresh._media.restore(section(state, "media"))
+        fresh._media.restore(section(state, "media"))
         fresh._output.restore(section(state, "output"))
         self._text, self._tools = fresh._text, fresh._tools
         self._overhead, self._media, self._output = fresh._overhead, fresh._media, fresh._output

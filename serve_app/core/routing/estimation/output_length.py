@@ -1,23 +1,194 @@
 """Output lengths: how long an answer will be, when the client gave no limit or one far above its use.
 
 Two numbers are learned from finished requests. A high quantile replaces a missing `max_tokens` in the token
-budget, and the expected length is what the KV cache is charged with. `length_curve` has the estimator.
+budget, and the expected length is what the KV cache is charged with. `LengthCurve` has the estimator.
 
 Curves are kept per tenant and category, and per category. The most specific one with enough answers is used,
-and before that the defaults of the settings.
+and constants before that.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
-from serve_app.core.routing.estimation.length_curve import LengthCurve, OutputSettings, bucket_of
-from serve_app.core.routing.snapshot import Snapshot, section, sections, text
+from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
 from serve_app.request import Request, TextCategory, Usage
 
-# Of the assumed mean length, for predictions that must not refuse what could be served.
-_ASSUMED_SHARE = 0.4
+# Quantile of the lengths that replaces a missing max_tokens. In a pool that is too short for the answer the
+# engine cuts it off silently, so this is high. For ordinary chat even the 99th percentile is far below a
+# context window.
+QUANTILE = 0.99
+# That replacement, before anything is learned (LMSYS-Chat-1M: p99 502).
+_DEFAULT_MAX_TOKENS = 1024
 # Mean length of an answer before anything is learned (LMSYS-Chat-1M: 177).
 _DEFAULT_MEAN_TOKENS = 256
+# Of that mean, for predictions that must not refuse what could be served.
+_ASSUMED_SHARE = 0.4
+# A larger max_tokens counts as none: frameworks send the context window, or a million.
+_LARGEST_BELIEVED_MAX_TOKENS = 65_536
+# Answers that must have ended by themselves before the learned lengths are used. At 50, the 99th percentile
+# is about the longest of them.
+_MIN_OBSERVATIONS = 50
+# Answers after which the weight of an old one has fallen to 37 %.
+_MEMORY_OBSERVATIONS = 1000
+# Pairs of tenant and category with a curve of their own, about 5 kB each. The least recently used is dropped
+# first.
+_MAX_TENANTS = 1000
+
+
+# The length curve: the distribution of one kind of answer's length, with cut-off answers taken into account.
+#
+# An answer that reached its `max_tokens` shows only that it would have been *at least* so long. Ignoring such
+# answers, or taking their lengths at face value, would both teach lengths that are too short. So this is the
+# product-limit estimate of survival analysis (Kaplan and Meier 1958), on a histogram of quarter octaves:
+#
+#     S(t) = product over the buckets up to t of  1 - ended / at_risk       P(answer longer than t)
+#     quantile q: the first t with S(t) <= 1 - q
+#     expected length under a limit M: the integral of S from 0 to M
+#
+# If all answers of a benchmark run to their limit, S stays at 1 and the expected length is the limit. If
+# chats with `max_tokens: 4096` end after 200 tokens, 200 is expected of the next. Old observations fade.
+
+
+_PER_OCTAVE = 4
+_BUCKETS = 20 * _PER_OCTAVE  # up to 2^20 tokens
+_EDGES = [2 ** (index / _PER_OCTAVE) for index in range(1, _BUCKETS + 1)]
+_WIDTHS = [upper - lower for lower, upper in itertools.pairwise([0.0, *_EDGES])]
+_REFRESH_EVERY = 32  # observations; a curve costs about 10 us to compute
+_LARGEST_SCALE = 1e12  # before new observations exceed what a float can add up
+
+
+class LengthCurve:
+    """The learned distribution of one kind of answer's length.
+
+    Attributes:
+        ended: answers so far that ended by themselves; it does not fade.
+    """
+
+    __slots__ = (
+        "_cut",
+        "_ended",
+        "_fresh_for",
+        "_integral",
+        "_quantile",
+        "_scale",
+        "_survival",
+        "ended",
+    )
+
+    def __init__(self) -> None:
+        self._ended = [0.0] * _BUCKETS
+        self._cut = [0.0] * _BUCKETS
+        self._scale = 1.0  # weight of the next observation; growing it fades all older ones at once
+        self.ended = 0
+        self._fresh_for = 0
+        self._quantile = 1
+        self._survival = [1.0] * _BUCKETS
+        self._integral = [0.0] * _BUCKETS
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether enough answers have ended to use it."""
+        return self.ended >= _MIN_OBSERVATIONS
+
+    def observe(self, bucket: int, *, was_cut: bool) -> None:
+        """Learn that an answer ended after so many tokens (`bucket_of`), or was cut off there."""
+        if was_cut:
+            self._cut[bucket] += self._scale
+        else:
+            self._ended[bucket] += self._scale
+            self.ended += 1
+        self._fresh_for -= 1
+        self._scale *= 1 + 1 / _MEMORY_OBSERVATIONS
+        if self._scale > _LARGEST_SCALE:
+            self._rescale()
+
+    def quantile(self) -> int:
+        """The `QUANTILE` of the length, rounded up to a bucket's edge."""
+        self._refresh()
+        return self._quantile
+
+    def expected(self, limit: float) -> float:
+        """Mean length of an answer that is cut off at `limit` tokens."""
+        self._refresh()
+        index = bucket_of(limit)
+        lower = _EDGES[index - 1] if index else 0.0
+        before = self._integral[index - 1] if index else 0.0
+        return before + self._survival[index] * max(0.0, limit - lower)
+
+    def _refresh(self) -> None:
+        if self._fresh_for > 0:
+            return
+        self._fresh_for = _REFRESH_EVERY
+        self._compute()
+
+    def _compute(self) -> None:
+        at_risk = sum(self._ended) + sum(self._cut)
+        survival, area, quantile = 1.0, 0.0, 0.0
+        least = 1 - QUANTILE
+        survivals: list[float] = []
+        integral: list[float] = []
+        for ended, cut, upper, width in zip(self._ended, self._cut, _EDGES, _WIDTHS, strict=True):
+            middle = survival
+            if ended:
+                before = survival
+                survival *= 1 - ended / max(at_risk, ended)  # rounding
+                # Inside a bucket answers end at its middle, on average.
+                middle = (before + survival) / 2
+            at_risk -= ended + cut
+            area += middle * width
+            survivals.append(middle)
+            integral.append(area)
+            if not quantile and survival <= least:
+                quantile = upper
+        self._survival, self._integral = survivals, integral
+        self._quantile = self._bound(quantile)
+
+    def _bound(self, quantile: float) -> int:
+        """The quantile; where too many answers were cut off, the longest so far or a longer default."""
+        if not quantile:
+            longest = max((i for i in range(_BUCKETS) if self._ended[i] or self._cut[i]), default=0)
+            quantile = max(_EDGES[longest], _DEFAULT_MAX_TOKENS)
+        return max(1, min(math.ceil(quantile), _LARGEST_BELIEVED_MAX_TOKENS))
+
+    def _rescale(self) -> None:
+        self._ended = [weight / self._scale for weight in self._ended]
+        self._cut = [weight / self._scale for weight in self._cut]
+        self._scale = 1.0
+
+    def state(self) -> dict[str, object]:
+        """Everything learned (see `snapshot`), without empty buckets."""
+        return {
+            "seen": self.ended,
+            "scale": self._scale,
+            "ended": {str(index): weight for index, weight in enumerate(self._ended) if weight},
+            "cut": {str(index): weight for index, weight in enumerate(self._cut) if weight},
+        }
+
+    def restore(self, state: Snapshot) -> None:
+        """Restore what `state` returned (see `snapshot`)."""
+        seen, scale = int(number(state, "seen", at_least=0)), number(state, "scale", at_least=1)
+        ended, cut = _weights(section(state, "ended")), _weights(section(state, "cut"))
+        self.ended, self._scale, self._ended, self._cut = seen, scale, ended, cut
+        self._fresh_for = 0
+
+
+def bucket_of(tokens: float) -> int:
+    """The bucket of a length."""
+    if tokens <= 1:
+        return 0
+    return min(_BUCKETS - 1, max(0, math.ceil(_PER_OCTAVE * math.log2(tokens)) - 1))
+
+
+def _weights(state: Snapshot) -> list[float]:
+    weights = [0.0] * _BUCKETS
+    for name in state:
+        if not (name.isdecimal() and int(name) < _BUCKETS):
+            raise ValueError(
+                f"learned state: {name!r} is no bucket of output lengths; delete it to learn anew"
+            )
+        weights[int(name)] = number(state, name, at_least=0)
+    return weights
 
 
 class OutputEstimate(NamedTuple):
@@ -37,8 +208,7 @@ class OutputEstimate(NamedTuple):
 class OutputLengthEstimator:
     """The output lengths of one model, by tenant and category."""
 
-    def __init__(self, settings: OutputSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._categories: dict[TextCategory, LengthCurve] = {}
         # In order of last use, the oldest first, so that dropping one is O(1).
         self._tenants: dict[tuple[str, TextCategory], LengthCurve] = {}
@@ -48,9 +218,9 @@ class OutputLengthEstimator:
 
     def estimate(self, request: Request) -> OutputEstimate:
         """How long one choice will be."""
-        settings, curve, limit = self._settings, self._curve(request), self._believed(request)
+        curve, limit = self._curve(request), self._believed(request)
         if curve is None:
-            limit = settings.default_max_tokens if limit is None else limit
+            limit = _DEFAULT_MAX_TOKENS if limit is None else limit
             mean = _DEFAULT_MEAN_TOKENS  # of an exponential distribution, cut at the limit
             expected = 0.0 if limit <= 0 else -mean * math.expm1(-limit / mean)
             return OutputEstimate(limit, expected, min(expected, _ASSUMED_SHARE * mean))
@@ -68,19 +238,19 @@ class OutputLengthEstimator:
         category = request.shape.category
         of_all = self._categories.get(category)
         if of_all is None:
-            of_all = self._categories[category] = LengthCurve(self._settings)
+            of_all = self._categories[category] = LengthCurve()
         key = (request.tenant, category)
-        curve = self._tenants.pop(key, None) or LengthCurve(self._settings)
+        curve = self._tenants.pop(key, None) or LengthCurve()
         bucket = bucket_of(tokens)
         of_all.observe(bucket, was_cut=was_cut)
         curve.observe(bucket, was_cut=was_cut)
         self._tenants[key] = curve
-        if len(self._tenants) > self._settings.max_tenants:
+        if len(self._tenants) > _MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]
 
     def _believed(self, request: Request) -> int | None:
         stated = request.spec.max_output_tokens
-        if stated is None or stated > self._settings.largest_believed_max_tokens:
+        if stated is None or stated > _LARGEST_BELIEVED_MAX_TOKENS:
             return None
         return max(0, stated)
 
@@ -112,6 +282,6 @@ class OutputLengthEstimator:
         self._categories, self._tenants = categories, tenants
 
     def _restored(self, state: Snapshot) -> LengthCurve:
-        curve = LengthCurve(self._settings)
+        curve = LengthCurve()
         curve.restore(state)
         return curve

@@ -19,10 +19,8 @@ So one odd report moves little, and a template that really differs is followed w
 """
 
 import math
-from typing import Annotated
 
 from serve_app.core.routing.snapshot import Snapshot, number
-from serve_app.core.settings_base import FINITE_NOT_NEGATIVE, FINITE_POSITIVE, settings
 
 _OUTLIER = 4.0  # standard deviations
 _INFLATION = 4.0  # factor on the variances after an outlier
@@ -36,22 +34,14 @@ _MEDIA_COLD_WEIGHT = 1.0
 _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
 # Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
 _REQUEST_TOKENS = 16.0
-# Standard deviation of `message_tokens`. Higher learns sooner from the first observations.
-_MESSAGE_DEVIATION_TOKENS = 2.0
+# <|im_start|>, role, line end, <|im_end|>, line end.
+_MESSAGE_TOKENS = 5.0
+# Standard deviations of these two. Higher learns sooner from the first observations.
+_REQUEST_DEVIATION_TOKENS, _MESSAGE_DEVIATION_TOKENS = 16.0, 2.0
 # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
 _PLAIN_TOKENS = 1.0
-
-
-@settings(block="estimator.overhead")
-class OverheadSettings:
-    """Prior values of chat template and media, in tokens."""
-
-    # Standard deviation of `_REQUEST_TOKENS`. Higher learns sooner from the first observations.
-    request_deviation_tokens: Annotated[float, FINITE_POSITIVE.hint("0 would forbid learning")] = 16.0
-    # <|im_start|>, role, line end, <|im_end|>, line end.
-    message_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 5.0
-    # An image or audio clip, until some have been observed: LLaVA 576, Qwen-VL up to 16 k.
-    media_item_tokens: Annotated[float, FINITE_NOT_NEGATIVE] = 1024.0
+# An image or audio clip, until some have been observed: LLaVA 576, Qwen-VL up to 16 k.
+_MEDIA_ITEM_TOKENS = 1024.0
 
 
 class TemplateOverhead:
@@ -62,20 +52,12 @@ class TemplateOverhead:
         per_message: tokens added for each message.
     """
 
-    __slots__ = (
-        "_covariance",
-        "_message_variance",
-        "_request_variance",
-        "_settings",
-        "per_message",
-        "per_request",
-    )
+    __slots__ = ("_covariance", "_message_variance", "_request_variance", "per_message", "per_request")
 
-    def __init__(self, settings: OverheadSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self.per_request = _REQUEST_TOKENS
-        self.per_message = settings.message_tokens
-        self._request_variance = settings.request_deviation_tokens**2
+        self.per_message = _MESSAGE_TOKENS
+        self._request_variance = _REQUEST_DEVIATION_TOKENS**2
         self._message_variance = _MESSAGE_DEVIATION_TOKENS**2
         self._covariance = 0.0
 
@@ -123,8 +105,7 @@ class TemplateOverhead:
 
     def _scale_variances(self, factor: float) -> None:
         """Multiply the variances, and keep them between the drift and their initial values."""
-        settings = self._settings
-        first, second = settings.request_deviation_tokens**2, _MESSAGE_DEVIATION_TOKENS**2
+        first, second = _REQUEST_DEVIATION_TOKENS**2, _MESSAGE_DEVIATION_TOKENS**2
         self._request_variance = min(max(self._request_variance * factor, _REQUEST_DRIFT), first)
         self._message_variance = min(max(self._message_variance * factor, _MESSAGE_DRIFT), second)
         # |covariance| may not exceed the geometric mean, or some number of messages has a negative variance.
@@ -163,8 +144,8 @@ class MediaTokens:
 
     __slots__ = ("_weight", "deviation", "mean")
 
-    def __init__(self, settings: OverheadSettings) -> None:
-        self.mean = settings.media_item_tokens
+    def __init__(self) -> None:
+        self.mean = _MEDIA_ITEM_TOKENS
         self.deviation = 0.0
         self._weight = _MEDIA_COLD_WEIGHT
 

@@ -1,19 +1,25 @@
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, RatioSettings
+from serve_app.core.routing.estimation.bytes_per_token import BytesPerToken, EstimatorSettings
 
 POSITIVE = st.floats(1e-6, 1e9)
 OBSERVATIONS = st.lists(st.tuples(st.floats(-10, 1e7), st.floats(-10, 1e7)), max_size=60)
 
 
 def ratio(cold_start: float = 4.0, **settings: Any) -> BytesPerToken:
-    return BytesPerToken(replace(RatioSettings(), **settings), cold_start)
+    return BytesPerToken(EstimatorSettings(**settings), cold_start)
+
+
+def warm() -> BytesPerToken:
+    """A ratio of 4.0 whose warm-up is over."""
+    learned = ratio(4.0)
+    learned.weight = 1_000.0
+    return learned
 
 
 def test_the_average_is_plain_while_it_warms_up() -> None:
@@ -35,14 +41,14 @@ def test_the_deviation_is_the_error_of_the_forecast_that_was_made() -> None:
 
 
 def test_after_the_warm_up_beta_rules_as_in_the_paper() -> None:
-    learned = ratio(4.0, cold_weight=1000.0)
+    learned = warm()
     learned.observe(300, 100)
     assert learned.mean == pytest.approx(0.95 * 4.0 + 0.05 * 3.0)
     assert learned.deviation == pytest.approx(0.95 * 0.6 + 0.05 * 1.0)
 
 
 def test_a_short_text_moves_the_average_in_proportion_to_its_length() -> None:
-    short, long = ratio(4.0, cold_weight=1000.0), ratio(4.0, cold_weight=1000.0)
+    short, long = warm(), warm()
     short.observe(3 * 16, 16)
     long.observe(3 * 640, 640)
     assert (4.0 - short.mean) == pytest.approx((4.0 - long.mean) * 16 / 64)
@@ -56,7 +62,7 @@ def test_fifty_observations_outweigh_a_cold_start_that_is_three_times_off() -> N
 
 
 def test_one_absurd_observation_counts_only_up_to_the_outlier_limit() -> None:
-    learned = ratio(4.0, cold_weight=1000.0)
+    learned = warm()
     learned.observe(1_000_000, 100)
     assert learned.mean == pytest.approx(0.95 * 4.0 + 0.05 * 12.0)
 

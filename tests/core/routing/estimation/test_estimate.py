@@ -3,13 +3,12 @@ import math
 import random
 from typing import Any
 
-import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.bytes_per_token import RatioSettings
-from serve_app.core.routing.estimation.estimate import EstimatorSettings, TokenEstimator
+from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
+from serve_app.core.routing.estimation.estimate import TokenEstimator
 from serve_app.request import Request, TextCategory, Usage
 from tests.core.routing.prompts import request
 
@@ -31,7 +30,7 @@ HISTORY = st.lists(st.tuples(REQUESTS, USAGES), max_size=30)
 
 
 def estimator(**ratio: Any) -> TokenEstimator:
-    return TokenEstimator(EstimatorSettings(ratio=RatioSettings(**ratio)))
+    return TokenEstimator(EstimatorSettings(**ratio))
 
 
 def taught(history: list[tuple[Request, Usage]], **ratio: Any) -> TokenEstimator:
@@ -110,7 +109,7 @@ def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(to
     assert estimate.expected_prompt_tokens == pytest.approx(usage.prompt_tokens, rel=0.1, abs=30)
     assert estimate.prompt_tokens >= usage.prompt_tokens
     mean = learned.bytes_per_token(TextCategory.PROSE)
-    assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
+    assert mean == EstimatorSettings().cold_bytes_per_token[TextCategory.PROSE]
 
 
 def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
@@ -125,16 +124,6 @@ def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
     )
     expected = sum(estimate.expected_prompt_tokens for estimate, _ in judged)
     assert expected == pytest.approx(sum(usage.prompt_tokens for _, usage in judged), rel=0.25)
-
-
-def test_a_state_from_before_media_were_learned_is_taken_over() -> None:
-    learned = taught([with_images(1, 100, 300)] * 20)
-    old = {name: value for name, value in learned.state().items() if name != "media"}
-    copy = estimator()
-    copy.restore(old)
-    asked, _ = with_images(1, 100, 300)
-    assert copy.estimate(asked).expected_prompt_tokens > 1_024
-    assert learned.estimate(asked).expected_prompt_tokens < 512
 
 
 def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:
@@ -173,7 +162,7 @@ def test_tools_are_learned_where_they_are_the_bulk_of_the_prompt() -> None:
         learned.observe(asked, Usage(prompt_tokens=2000 + 20 + 21, output_tokens=5))
     assert learned.estimate(asked).expected_prompt_tokens == pytest.approx(2041, rel=0.03)
     mean = learned.bytes_per_token(TextCategory.PROSE)
-    assert mean == RatioSettings().cold_bytes_per_token[TextCategory.PROSE]
+    assert mean == EstimatorSettings().cold_bytes_per_token[TextCategory.PROSE]
 
 
 @pytest.mark.parametrize(("gamma", "share"), [(1.0, 0.25), (2.0, 0.05)])
@@ -224,11 +213,3 @@ def test_a_restored_estimator_estimates_and_learns_like_the_original(
     for both in (learned, copy):
         both.observe(asked, Usage(prompt_tokens=100, output_tokens=10))
     assert copy.state() == learned.state()
-
-
-def test_settings_come_from_plain_dictionaries_and_refuse_unknown_keys_by_name() -> None:
-    adapter = pydantic.TypeAdapter(EstimatorSettings)
-    settings = adapter.validate_python({"ratio": {"gamma": 1.5}, "output": {"quantile": 0.9}})
-    assert (settings.ratio.gamma, settings.output.quantile) == (1.5, 0.9)
-    with pytest.raises(pydantic.ValidationError, match="gama"):
-        adapter.validate_python({"ratio": {"gama": 1.5}})

@@ -1,23 +1,16 @@
 import math
 import random
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.core.routing.estimation.length_curve import LengthCurve, OutputSettings, bucket_of
-from serve_app.core.routing.estimation.output_length import OutputLengthEstimator
+from serve_app.core.routing.estimation import output_length
+from serve_app.core.routing.estimation.output_length import LengthCurve, OutputLengthEstimator, bucket_of
 from serve_app.request import TextCategory, Usage
 from tests.core.routing.prompts import request
 
-SETTINGS = OutputSettings(min_observations=20)
 QUARTER_OCTAVE = 2**0.25
-
-
-def lengths(**settings: Any) -> OutputLengthEstimator:
-    return OutputLengthEstimator(replace(SETTINGS, **settings))
 
 
 def observe(
@@ -38,12 +31,12 @@ def expected(learned: OutputLengthEstimator, limit: int) -> float:
 
 
 def test_the_clients_own_limit_is_taken_as_it_is() -> None:
-    assert lengths().estimate(request(max_output_tokens=777)).limit == 777
+    assert OutputLengthEstimator().estimate(request(max_output_tokens=777)).limit == 777
 
 
 def test_without_a_limit_or_with_an_absurd_one_the_default_holds_until_enough_is_learned() -> None:
-    learned = lengths()
-    observe(learned, 100, times=19)
+    learned = OutputLengthEstimator()
+    observe(learned, 100, times=49)
     assert learned.estimate(request(max_output_tokens=None)).limit == 1024
     assert learned.estimate(request(max_output_tokens=1_000_000)).limit == 1024
     observe(learned, 100)
@@ -52,11 +45,11 @@ def test_without_a_limit_or_with_an_absurd_one_the_default_holds_until_enough_is
 
 
 def test_the_quantile_and_the_mean_of_a_known_distribution_are_found() -> None:
-    learned, rng = lengths(quantile=0.9), random.Random(5)
+    learned, rng = OutputLengthEstimator(), random.Random(5)
     for _ in range(5000):
         observe(learned, max(1, round(rng.expovariate(1 / 200))))
     assert learned.estimate(request(max_output_tokens=None)).limit == pytest.approx(
-        200 * math.log(10), rel=0.3
+        200 * math.log(100), rel=0.3
     )
     assert expected(learned, 100) == pytest.approx(200 * (1 - math.exp(-0.5)), rel=0.1)
     assert expected(learned, 8000) == pytest.approx(200, rel=0.1)
@@ -64,7 +57,7 @@ def test_the_quantile_and_the_mean_of_a_known_distribution_are_found() -> None:
 
 def test_answers_cut_off_at_their_limit_do_not_teach_that_answers_are_short() -> None:
     """Exponential lengths of mean 400, cut at 200 in half of the requests: the mean stays that of all."""
-    learned, rng = lengths(), random.Random(6)
+    learned, rng = OutputLengthEstimator(), random.Random(6)
     for index in range(5000):
         length = max(1, round(rng.expovariate(1 / 400)))
         limit = 200 if index % 2 else None
@@ -73,34 +66,34 @@ def test_answers_cut_off_at_their_limit_do_not_teach_that_answers_are_short() ->
 
 
 def test_where_every_answer_runs_to_its_limit_the_limit_is_expected() -> None:
-    learned = lengths(min_observations=1)
-    observe(learned, 5)
+    learned = OutputLengthEstimator()
+    observe(learned, 5, times=50)
     observe(learned, 500, times=2000, limit=500)
     assert expected(learned, 500) == pytest.approx(500, rel=0.02)
 
 
 def test_a_generous_limit_is_not_expected_to_be_used() -> None:
-    learned = lengths()
+    learned = OutputLengthEstimator()
     observe(learned, 200, times=100, limit=4096)
     assert expected(learned, 4096) == pytest.approx(200, rel=0.15)
 
 
 def test_too_few_natural_ends_to_see_the_quantile_fall_back_to_the_longer_default() -> None:
-    learned = lengths(min_observations=1)
-    observe(learned, 5)
+    learned = OutputLengthEstimator()
+    observe(learned, 5, times=50)
     observe(learned, 50, times=300, limit=50)
     assert learned.estimate(request(max_output_tokens=None)).limit == 1024
 
 
 def test_before_anything_is_learned_the_expected_length_grows_with_the_limit_up_to_the_prior_mean() -> None:
-    learned = lengths()
+    learned = OutputLengthEstimator()
     assert expected(learned, 0) == 0
     assert expected(learned, 256) == pytest.approx(256 * (1 - math.exp(-1)))
     assert expected(learned, 60_000) == pytest.approx(256)
 
 
 def test_choices_count_as_answers_of_their_mean_length() -> None:
-    learned = lengths(min_observations=1)
+    learned = OutputLengthEstimator()
     asked = request(max_output_tokens=None, choices=4)
     for _ in range(50):
         learned.observe(asked, Usage(prompt_tokens=10, output_tokens=400))
@@ -108,7 +101,7 @@ def test_choices_count_as_answers_of_their_mean_length() -> None:
 
 
 def test_a_tenant_speaks_for_itself_and_a_new_one_borrows_from_the_category() -> None:
-    learned = lengths()
+    learned = OutputLengthEstimator()
     observe(learned, 1000, times=200, tenant="writer")
     observe(learned, 4, times=50, tenant="classifier")
     assert learned.estimate(request(max_output_tokens=None, tenant="classifier")).limit <= 5
@@ -116,28 +109,29 @@ def test_a_tenant_speaks_for_itself_and_a_new_one_borrows_from_the_category() ->
 
 
 def test_categories_are_kept_apart() -> None:
-    learned = lengths()
+    learned = OutputLengthEstimator()
     observe(learned, 1000, times=100)
     asked = request(max_output_tokens=None, category=TextCategory.CODE)
     assert learned.estimate(asked).limit == 1024
 
 
 def test_new_lengths_replace_old_ones() -> None:
-    learned = lengths(memory_observations=100)
-    observe(learned, 1000, times=1000)
-    observe(learned, 10, times=1000)
+    learned = OutputLengthEstimator()
+    observe(learned, 1000, times=100)
+    observe(learned, 10, times=3000)
     assert learned.estimate(request(max_output_tokens=None)).limit <= 12
 
 
-def test_the_tenant_not_seen_for_longest_is_forgotten_first() -> None:
-    learned = lengths(max_tenants=2)
+def test_the_tenant_not_seen_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_length, "_MAX_TENANTS", 2)
+    learned = OutputLengthEstimator()
     for tenant in ("a", "b", "a", "c"):
         observe(learned, 10, tenant=tenant)
     assert [tenant for tenant, _ in learned._tenants] == ["a", "c"]
 
 
 def test_embeddings_and_answers_of_no_tokens_teach_nothing() -> None:
-    learned = lengths()
+    learned = OutputLengthEstimator()
     observe(learned, 5, limit=0)
     observe(learned, 0)
     assert learned.state() == {"categories": {}, "tenants": []}
@@ -145,8 +139,8 @@ def test_embeddings_and_answers_of_no_tokens_teach_nothing() -> None:
 
 
 def test_the_weights_survive_more_observations_than_a_float_could_count() -> None:
-    curve = LengthCurve(OutputSettings(memory_observations=1))
-    for _ in range(5000):
+    curve = LengthCurve()
+    for _ in range(40_000):
         curve.observe(bucket_of(100), was_cut=False)
     assert 100 <= curve.quantile() <= 100 * QUARTER_OCTAVE
     assert curve.expected(10_000) == pytest.approx(100, rel=0.15)
@@ -160,24 +154,23 @@ def test_the_weights_survive_more_observations_than_a_float_could_count() -> Non
 def test_the_expected_length_never_exceeds_the_limit_and_grows_with_it(
     answers: list[tuple[float, bool]], one: int, other: int
 ) -> None:
-    curve = LengthCurve(SETTINGS)
+    curve = LengthCurve()
     for tokens, was_cut in answers:
         curve.observe(bucket_of(tokens), was_cut=was_cut)
     low, high = sorted((one, other))
     assert 0 <= curve.expected(low) <= low * (1 + 1e-9)
     assert curve.expected(low) <= curve.expected(high) * (1 + 1e-9)
-    assert 1 <= curve.quantile() <= SETTINGS.largest_believed_max_tokens
+    assert 1 <= curve.quantile() <= 65_536
 
 
 def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled, whole = (LengthCurve(OutputSettings(memory_observations=50)) for _ in range(2))
-    module = "serve_app.core.routing.estimation.length_curve._LARGEST_SCALE"
-    # The weight of the next observation passes 5 every 82 observations.
+    scaled, whole = LengthCurve(), LengthCurve()
+    # The weight of the next observation passes 1.1 every 96 observations.
     for number in range(400):
         tokens, was_cut = 10.0 + number * 7 % 900, number % 3 == 0
-        monkeypatch.setattr(module, 5.0)
+        monkeypatch.setattr(output_length, "_LARGEST_SCALE", 1.1)
         scaled.observe(bucket_of(tokens), was_cut=was_cut)
-        monkeypatch.setattr(module, 1e12)
+        monkeypatch.setattr(output_length, "_LARGEST_SCALE", 1e12)
         whole.observe(bucket_of(tokens), was_cut=was_cut)
     assert scaled.state()["scale"] != whole.state()["scale"]
     assert scaled.quantile() == whole.quantile()

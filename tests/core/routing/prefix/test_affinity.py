@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.core.routing.ledger import ReplicaLedger
-from serve_app.core.routing.prefill_cost import PrefillCosts, PrefillCostSettings
+from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import AffinitySettings, PrefixAffinity, PrefixQuery, ReplicaFilter
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.request import PromptShape
@@ -38,7 +38,7 @@ class Fleet:
     def __init__(self, *replica_ids: str, **changes: float | bool) -> None:
         self.affinity = PrefixAffinity(
             AffinitySettings(**changes),  # type: ignore[arg-type]
-            PrefillCosts(PrefillCostSettings()),
+            PrefillCosts(),
             lambda _category: 4.0,
         )
         self.ledger = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
@@ -150,7 +150,7 @@ def test_what_is_cached_is_counted_where_most_of_it_is() -> None:
 
 @pytest.mark.parametrize(("bytes_per_token", "cached"), [(4.0, 1_024), (2.0, 2_048)])
 def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: float, cached: int) -> None:
-    cost = PrefillCosts(PrefillCostSettings())
+    cost = PrefillCosts()
     affinity = PrefixAffinity(AffinitySettings(), cost, lambda _category: bytes_per_token)
     affinity.join(spec("s1"))
     text = request(
