@@ -70,7 +70,7 @@ class FairnessSettings:
 
 Figures = Mapping[str, float]
 
-# As `fairness.decode_weight` counts tokens.
+# As `queueing.fairness` counts tokens.
 _DECODE_WEIGHT = 2.0
 # Another seed for the second kind of requests of a scene.
 _OTHER_SEED = 1_000

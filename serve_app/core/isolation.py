@@ -90,6 +90,8 @@ _RELEARN_EVERY = 64
 _GAP_TOLERANCE = 0.6
 # Buckets with less of the work than this are outliers in a gap.
 _OUTLIER_SHARE = 0.001
+# Requests after which the learned boundaries are used.
+_LEARNED_REQUESTS = 200
 # Seconds to an engine and back that do not count as delay: a part of an iteration costs nothing.
 _USUAL_LAG_S = 0.05
 # Share of a length's weight that is left after 1,000 requests, so that old traffic fades.
@@ -114,8 +116,6 @@ class IsolationSettings:
     prior_boundary_tokens: Annotated[int, INTERNAL] = 1_024
     # See `prior_boundary_tokens`.
     prior_longest_tokens: Annotated[int, INTERNAL] = 4_096
-    # Requests after which the learned boundaries are used.
-    min_observations: Annotated[int, POSITIVE, INTERNAL] = 200
     # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
     # its share beside others with short ones. For each so many average requests that it is behind every other
     # waiting tenant, it may have one more long prefill, up to `max_owed` more. At 1, tenants that are alike
@@ -216,8 +216,7 @@ class PrefillIsolation:
         self._update_boundaries()
 
     def _update_boundaries(self) -> None:
-        settings = self._settings
-        if self._observed < settings.min_observations:
+        if self._observed < _LEARNED_REQUESTS:
             return
         learned = (
             2 ** (place / _BUCKETS_PER_OCTAVE) for place in (self._boundary_bucket(), self._longest_bucket())

@@ -22,7 +22,6 @@ from serve_app.core.settings_base import (
     SHARE,
     at_least,
     settings,
-    share_below,
 )
 from serve_app.request import PriorityClass
 
@@ -32,28 +31,11 @@ class AdmissionSettings:
     """Who may wait, besides the bound `max_waiting` on all of them.
 
     Attributes:
-        deadline_margin_ratio: a request is admitted when its predicted wait, increased by this share, ends
-            before its deadline.
-        min_observations: waits of its class and length that must have been seen before a prediction refuses.
-        probe_interval_s: after this long without an observation the prediction for a kind of request is not
-            trusted, and one request of that kind is admitted whatever is predicted.
         tenant_share: share of `max_waiting` that one tenant can fill when it is alone.
-        reserved_share: share of `max_waiting` kept for each higher class: `default` leaves it free for
-            `interactive`, `batch` leaves it free twice.
-        max_reservations: most retry reservations at any time.
     """
 
-    # The drain rate of a saturated fleet varies from one half-minute to the next.
-    deadline_margin_ratio: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.2
-    # A single wait may differ much from its prediction; the mean of five does not.
-    min_observations: Annotated[int, at_least(1), INTERNAL] = 5
-    # Well above the time between two dispatches of one kind under load, well below a client's timeout.
-    probe_interval_s: Annotated[float, POSITIVE, INTERNAL] = 10.0
     # A fifth is left for tenants that arrive later; two heavy tenants get 44 % each, and a ninth is left.
     tenant_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.8
-    reserved_share: Annotated[float, share_below(0.5).hint("batch leaves it free twice"), INTERNAL] = 0.1
-    # Twice the default of `max_waiting`; about half a kilobyte each.
-    max_reservations: Annotated[int, NOT_NEGATIVE, INTERNAL] = 4_000
 
 
 # Settings of EWSJF: the score's weights and the life of queues.
@@ -122,12 +104,6 @@ class EwsjfSettings:
 
     # By default the paper's policy has the paper's weights, and ours ages less (`OWN_WEIGHTS`).
     weights: GivenWeights = field(default_factory=GivenWeights)
-    # How far beyond a queue's bounds a length still belongs to it (Algorithm 2): 1.10 and 0.90 in the paper.
-    tolerance_ratio: Annotated[float, share_below(1), INTERNAL] = 0.10
-    # Width of a bubble queue when the queue below it has none to copy.
-    bubble_width_tokens: Annotated[int, at_least(1), INTERNAL] = 512
-    # Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
-    bubble_rounds: Annotated[int, at_least(1), INTERNAL] = 30
 
 
 @settings(block="queue_timeout_s")
@@ -176,8 +152,6 @@ class WrittenScheduler:
     # engine: a client that is told so at once may go elsewhere.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 5.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    # Upper bound of Retry-After, in seconds; the OpenAI SDK obeys up to 120 s.
-    retry_after_cap_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 60.0
     routing: WrittenRouting = field(default_factory=WrittenRouting)
     estimator: Annotated[EstimatorSettings, INTERNAL] = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)

@@ -31,7 +31,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.core.policies.length_queues import LengthInterval, Partition
+from serve_app.core.policies.length_queues import TOLERANCE_RATIO, LengthInterval, Partition
 from serve_app.core.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 
@@ -54,8 +54,6 @@ _ADJUST_MIN_MEMBERS = 200
 """The mean of so many lengths in a wide queue is known to about 5 %, of which a step goes a quarter."""
 _ADJUST_MIN_DISTANCE = 0.05
 """Steps on unchanged traffic stay below it."""
-_TOLERANCE = 0.10
-"""As the scheduler's `ewsjf.tolerance_ratio`: how far beyond its bounds a queue takes lengths."""
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
@@ -141,8 +139,8 @@ def routed(partition: Partition, lengths: npt.NDArray[np.int64]) -> npt.NDArray[
     # The end of the queue below each start; below the first queue there is none.
     ends = np.array([-1, *(queue.max_tokens for queue in partition.intervals)])
     below = np.searchsorted(starts, lengths, side="right") - 1
-    in_lower = lengths <= ends[below + 1] * (1 + _TOLERANCE)
-    in_upper = lengths >= np.append(starts, np.inf)[below + 1] * (1 - _TOLERANCE)
+    in_lower = lengths <= ends[below + 1] * (1 + TOLERANCE_RATIO)
+    in_upper = lengths >= np.append(starts, np.inf)[below + 1] * (1 - TOLERANCE_RATIO)
     return np.where(in_lower, below, np.where(in_upper, below + 1, -1))
 
 

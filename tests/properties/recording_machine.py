@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from serve_app.core import Scheduler
 from serve_app.core import events as ev
+from serve_app.core.admission.admission import RETRY_AFTER_CAP_S
 from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.promotion import PromotionSettings
@@ -139,7 +140,7 @@ class RecordingMachine(RuleBasedStateMachine):
         """No request is denied while the queue is empty, and one that may return is told when."""
         if command.conclusion.outcome in MAY_RETURN:
             assert command.conclusion.retry_after_s is not None
-            assert 0 < command.conclusion.retry_after_s <= self.scheduler.settings.retry_after_cap_s
+            assert 0 < command.conclusion.retry_after_s <= RETRY_AFTER_CAP_S
         if command.conclusion.outcome in DENIED:
             assert self.waiting - {command.request_id} or command.request_id in self.no_wait
 

@@ -51,6 +51,14 @@ _SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
 # While the drain rate is unknown: short enough to cost a client little, long enough to bound the load.
 _UNKNOWN_S = 1.0
 _LEAST_S = 0.1
+RETRY_AFTER_CAP_S = 60.0
+"""Upper bound of Retry-After; the OpenAI SDK obeys up to 120 s."""
+# A request is admitted when its predicted wait, increased by this share, ends before its deadline: the drain
+# rate of a saturated fleet varies from one half-minute to the next.
+_DEADLINE_MARGIN_RATIO = 0.2
+RESERVED_SHARE = 0.1
+"""Share of `max_waiting` kept for each higher class: `default` leaves it free for `interactive`, and `batch`
+leaves it free twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,8 @@ class Admission:
         self._queue = queue
         self._slots = slots
         self._names = frozenset((settings.model, *settings.aliases))
-        self.predictor = WaitPredictor(settings.admission, now)
-        self.retry_reservations = RetryReservations(settings.admission)
+        self.predictor = WaitPredictor(now)
+        self.retry_reservations = RetryReservations()
         self.outages = Outages(
             settings.routing.pools, settings.no_replica_grace_s, now, settings.on_demand_pools
         )
@@ -162,7 +170,7 @@ class Admission:
         request = scheduled.request
         retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
         # Nothing is reserved where the wait is beyond what a client may be told, or is unknown.
-        if denial.admissible_in_s <= self._settings.retry_after_cap_s and not request.submission.no_wait:
+        if denial.admissible_in_s <= RETRY_AFTER_CAP_S and not request.submission.no_wait:
             self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, retry_after_s, now)
         return Conclusion(denial.outcome, denial.message, retry_after_s)
 
@@ -216,8 +224,8 @@ class Admission:
         yield _Condition(
             Outcome.REJECTED_DEADLINE_UNMEETABLE,
             _unmeetable(ahead_s, timeout_s),
-            QueueLimit(ahead_s, 1.0, timeout_s / (1 + self._settings.admission.deadline_margin_ratio)),
-            timeout_s / (1 + self._settings.admission.deadline_margin_ratio / 2),
+            QueueLimit(ahead_s, 1.0, timeout_s / (1 + _DEADLINE_MARGIN_RATIO)),
+            timeout_s / (1 + _DEADLINE_MARGIN_RATIO / 2),
             lambda reserved: per_token_s * tokens(reserved),
         )
 
@@ -247,7 +255,7 @@ class Admission:
         request, settings = scheduled.request, self._settings
         waiting = self._queue.waiting
         per_s = self.predictor.drain.requests_per_s
-        reserved = settings.admission.reserved_share * request.priority.rank
+        reserved = RESERVED_SHARE * request.priority.rank
         places = math.ceil(settings.max_waiting * (1 - reserved))
         yield _Condition(
             Outcome.REJECTED_QUEUE_FULL,
@@ -321,7 +329,7 @@ class Admission:
         """What a client is told, in seconds: the time, slightly spread, never above the cap."""
         wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
         spread = zlib.crc32(request.request_id.encode()) / 2**32
-        return min(self._settings.retry_after_cap_s, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
+        return min(RETRY_AFTER_CAP_S, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
 
 
 def _unmeetable(ahead_s: float, timeout_s: float) -> str:

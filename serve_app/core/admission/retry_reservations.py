@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.core.settings import AdmissionSettings
 from serve_app.request import PromptShape, Request
 
 # Reservations within so many seconds are treated as due at the same time.
@@ -40,6 +39,8 @@ _Group = tuple[int, str]
 _EARLY_S = 0.25
 # So long after it is due a reservation is kept.
 _GRACE_S = 3.0
+# Twice the default of `max_waiting`; about half a kilobyte each.
+_MAX_RESERVATIONS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,7 @@ class RetryReservations:
         claim_rate: share of recent reservations that were claimed.
     """
 
-    def __init__(self, settings: AdmissionSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._by_key: dict[_Key, list[_RetryReservation]] = {}
         self._slots: dict[int, dict[_Group, ReservedWork]] = {}
         self._in_slot: dict[int, list[_RetryReservation]] = {}
@@ -99,7 +99,7 @@ class RetryReservations:
 
     def reserve(self, request: Request, tokens: int, after_s: float, now: float) -> bool:
         """Expect this request again after so many seconds; False when there are too many reservations."""
-        if self._count >= self._settings.max_reservations:
+        if self._count >= _MAX_RESERVATIONS:
             return False
         due_at = now + after_s
         reservation = _RetryReservation(

@@ -32,7 +32,6 @@ from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.settings import AdmissionSettings
 
 # Long enough to hold some dozens of dispatches of a small fleet, short enough to follow one that is scaled.
 _TIME_CONSTANT_S = 30.0
@@ -89,6 +88,13 @@ _PRIOR_S = 2.0
 _LEAST, _MOST = 1 / 32, 8.0
 # A wait counts with at most this many times its prediction, plus some seconds.
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
+# Waits of its class and length that must have been seen before a prediction refuses: a single wait may differ
+# much from its prediction, the mean of five does not.
+_MIN_OBSERVATIONS = 5
+# After so long without an observation the prediction for a kind of request is not trusted, and one request of
+# that kind is admitted whatever is predicted. It is well above the time between two dispatches of one kind
+# under load, and well below a client's timeout.
+_PROBE_INTERVAL_S = 10.0
 # All kinds together need so many times the observations that one kind needs.
 _KINDS = 4
 # Seconds of backlog that must have been seen: several times as long as it takes to fill an engine's batch.
@@ -149,8 +155,7 @@ class WaitPredictor:
         errors: of its predictions.
     """
 
-    def __init__(self, settings: AdmissionSettings, now: float) -> None:
-        self._settings = settings
+    def __init__(self, now: float) -> None:
         self.drain = DrainRate(now)
         self.errors = PredictionErrors()
         self._all = _Correction()
@@ -175,21 +180,20 @@ class WaitPredictor:
     @property
     def is_cold(self) -> bool:
         """Whether too little was observed to rely on predictions alone."""
-        return self._all.count < _KINDS * self._settings.min_observations or self.drain.backlog_s < _COLD_S
+        return self._all.count < _KINDS * _MIN_OBSERVATIONS or self.drain.backlog_s < _COLD_S
 
     def is_trusted(self, kind: WaitKind, now: float) -> bool:
         """Whether enough such waits were observed recently to refuse a request on their account.
 
-        False once after each `probe_interval_s` without an observation of the kind, and more often for a kind
-        with few observations.
+        False once after each `_PROBE_INTERVAL_S` without an observation of the kind, and more often for a
+        kind with few observations.
         """
-        settings = self._settings
-        if self._all.count < _KINDS * settings.min_observations:
+        if self._all.count < _KINDS * _MIN_OBSERVATIONS:
             return False
         correction = self._observed(kind)
-        interval_s = settings.probe_interval_s
-        if correction.count < settings.min_observations:
-            interval_s /= settings.min_observations
+        interval_s = _PROBE_INTERVAL_S
+        if correction.count < _MIN_OBSERVATIONS:
+            interval_s /= _MIN_OBSERVATIONS
         if now - correction.seen_at > interval_s:
             correction.seen_at = now
             return False

@@ -39,13 +39,16 @@ from serve_app.core.settings_base import (
     INTERNAL,
     NOT_NEGATIVE,
     POSITIVE,
-    POSITIVE_SHARE,
     at_least,
     settings,
 )
 
 LONE_BATCH_FACTOR = 8
 """So many times `batch_prefill_s` are enough to fill iterations, where batch work can delay nobody."""
+
+
+# Below this share of `tpot_gate_s` dispatch resumes, so that it does not oscillate.
+_TPOT_REOPEN_RATIO = 0.9
 
 
 @settings(block="backpressure")
@@ -69,8 +72,6 @@ class BackpressureSettings:
     # Time per output token, in seconds, above which nothing more is sent: seven tokens per second are about
     # as many as people read. Null sets no limit.
     tpot_gate_s: Annotated[float | None, POSITIVE.hint("null is no gate")] = 0.15
-    # Dispatch resumes below this share of the limit, so that it does not oscillate.
-    tpot_reopen_ratio: Annotated[float, POSITIVE_SHARE, INTERNAL] = 0.9
     # Share of the KV cache in use above which nothing more is sent, since the next blocks would need a
     # preemption.
     kv_gate_ratio: Annotated[float, POSITIVE, INTERNAL] = 0.98
@@ -141,7 +142,7 @@ class EngineBackpressure:
             return True
         if settings.tpot_gate_s is None or report.tpot_s is None:
             return False
-        share = settings.tpot_reopen_ratio if replica.gated else 1.0
+        share = _TPOT_REOPEN_RATIO if replica.gated else 1.0
         return report.tpot_s > share * settings.tpot_gate_s
 
     def _batch_is_full(self, replica: ReplicaState) -> bool:

@@ -66,15 +66,9 @@ class EwsjfPaper(OrderingPolicy):
     default_weights = PAPER_WEIGHTS
 
     def __init__(self, inputs: PolicyInputs) -> None:
-        settings = inputs.ewsjf
-        self._weights = settings.weights.over(self.default_weights)
+        self._weights = inputs.ewsjf.weights.over(self.default_weights)
         self._prefill_costs = inputs.prefill_costs
-        self.queues = QueueMap(
-            prior_partition(),
-            tolerance_ratio=settings.tolerance_ratio,
-            bubble_width_tokens=settings.bubble_width_tokens,
-            bubble_rounds=settings.bubble_rounds,
-        )
+        self.queues = QueueMap(prior_partition())
         self._filling_from: int | None = None
         # Of each queue, while the queues are those of this many changes: tens of heads are scored to dispatch
         # one.

@@ -79,6 +79,14 @@ class Partition:
 # Source: EWSJF, Algorithm 2 and Appendix D.
 
 
+TOLERANCE_RATIO = 0.10
+"""How far beyond a queue's bounds a length still belongs to it: 1.10 and 0.90 in the paper."""
+# Width of a bubble when the queue below it has none to copy.
+_BUBBLE_WIDTH_TOKENS = 512
+# Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
+_BUBBLE_ROUNDS = 30
+
+
 @dataclass(slots=True, eq=False)
 class LengthQueue:
     """A queue of prompt lengths, learned or a bubble.
@@ -115,21 +123,11 @@ def prior_partition() -> Partition:
 class QueueMap:
     """The queues in the order of their lengths.
 
-    Args:
-        tolerance_ratio: how far beyond its bounds a length still belongs to a queue.
-        bubble_width_tokens: width of a bubble without a queue below it.
-        bubble_rounds: rounds after which an empty bubble is removed.
-
     Attributes:
         changes: how often a queue has come or gone.
     """
 
-    def __init__(
-        self, partition: Partition, *, tolerance_ratio: float, bubble_width_tokens: int, bubble_rounds: int
-    ) -> None:
-        self._tolerance_ratio = tolerance_ratio
-        self._bubble_width_tokens = bubble_width_tokens
-        self._bubble_rounds = bubble_rounds
+    def __init__(self, partition: Partition) -> None:
         self._queues: list[LengthQueue] = []
         # Of the queues, to be searched without a look at each.
         self._min_tokens: list[int] = []
@@ -150,9 +148,9 @@ class QueueMap:
         index = bisect.bisect_right(self._min_tokens, tokens)
         below = self._queues[index - 1] if index else None
         above = self._queues[index] if index < len(self._queues) else None
-        if below is not None and tokens <= below.max_tokens * (1 + self._tolerance_ratio):
+        if below is not None and tokens <= below.max_tokens * (1 + TOLERANCE_RATIO):
             return below
-        if above is not None and tokens >= above.min_tokens * (1 - self._tolerance_ratio):
+        if above is not None and tokens >= above.min_tokens * (1 - TOLERANCE_RATIO):
             return above
         return self._bubble(tokens, index, below, above)
 
@@ -175,7 +173,7 @@ class QueueMap:
             return
         for queue in self._queues:
             queue.empty_rounds = 0 if not queue.bubble or queue.name in waiting else queue.empty_rounds + 1
-        kept = [queue for queue in self._queues if queue.empty_rounds <= self._bubble_rounds]
+        kept = [queue for queue in self._queues if queue.empty_rounds <= _BUBBLE_ROUNDS]
         if len(kept) < len(self._queues):
             self._queues = kept
             self._number()
@@ -183,7 +181,7 @@ class QueueMap:
     def _bubble(
         self, tokens: int, index: int, below: LengthQueue | None, above: LengthQueue | None
     ) -> LengthQueue:
-        width = self._bubble_width_tokens
+        width = _BUBBLE_WIDTH_TOKENS
         if below is not None and below.max_tokens > below.min_tokens:
             width = below.max_tokens - below.min_tokens
         low = max(tokens - width // 2, below.max_tokens + 1 if below else 1)

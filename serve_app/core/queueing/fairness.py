@@ -33,6 +33,9 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
 from serve_app.request import Request, Usage
 
+# Charge of a generated token, where one of a prompt is 1, as in VTC. It needs a slot of the batch for one
+# more iteration; a prompt token shares an iteration with hundreds of others.
+_DECODE_WEIGHT = 2.0
 # Most tenants that count as equals at once: a bound on the cost of one decision.
 _MOST_EQUALS = 32
 # Weight of the newest request in the mean cost.
@@ -61,11 +64,6 @@ class FairnessSettings:
     # Weights of tenants, 1 for those not named: a tenant of weight 2 gets twice the service of one of weight
     # 1.
     weights: Mapping[str, float] = field(default_factory=dict)
-    # A generated token needs a slot of the batch for one more iteration; a prompt token shares an iteration
-    # with hundreds of others. VTC charges 1 and 2.
-    prefill_weight: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
-    # Charge of a generated token; see `prefill_weight`.
-    decode_weight: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
     # Differences up to the cost of so many average requests leave the choice to the score. Lower is stricter
     # from one request to the next, and makes no difference over a minute.
     quantum_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
@@ -78,10 +76,6 @@ class FairnessSettings:
         for tenant, weight in self.weights.items():
             if not weight > 0:
                 raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
-        if self.prefill_weight + self.decode_weight <= 0:
-            raise ValueError(
-                "fairness.prefill_weight and decode_weight are both 0: service must cost something"
-            )
 
     def weight(self, tenant: str) -> float:
         """Weight of a tenant."""
@@ -93,14 +87,14 @@ class FairnessSettings:
             return 1.0
         output_tokens = estimate.expected_tokens - estimate.expected_prompt_tokens
         prefilled = max(0, estimate.expected_prompt_tokens - cached_tokens)
-        return self.prefill_weight * prefilled + self.decode_weight * output_tokens
+        return prefilled + _DECODE_WEIGHT * output_tokens
 
     def real_cost(self, usage: Usage) -> float:
         """Actual service of a request. Cached prompt tokens cost no prefill."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
-        return self.prefill_weight * prefilled + self.decode_weight * usage.output_tokens
+        return prefilled + _DECODE_WEIGHT * usage.output_tokens
 
 
 class TenantWeights:

@@ -254,6 +254,8 @@ _LOWEST_RATIO = 1 / 32
 _GAIN = 0.5
 _GAIN_RECOVERY_S = 1_800.0
 _MOST_SPEED_RATIO = 4.0
+# Seconds between two samples of the demand.
+_INTERVAL_S = 1.0
 # Standard errors beyond which a difference is significant. A mean over a minute has sixty independent values
 # in an hour, so three standard errors would be exceeded by chance far too often.
 _SIGNIFICANT = 4.0
@@ -282,8 +284,6 @@ class AdaptiveBShortSettings:
     ] = 2.0
     # See `max_step_octaves`.
     dwell_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 30.0
-    # Seconds between two samples of the demand.
-    interval_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 1.0
 
     def __post_init__(self) -> None:
         low, high = self.b_short_min, self.b_short_max
@@ -340,7 +340,7 @@ class AdaptiveBShort:
     def is_due(self, now: float) -> bool:
         """Whether it is time for another sample of the demand."""
         last = self.demand.sampled_at
-        return last is None or now >= last + self._settings.interval_s
+        return last is None or now >= last + _INTERVAL_S
 
     def adapt(
         self, short: PoolCapacity | None, long: PoolCapacity | None, now: float

@@ -27,7 +27,7 @@ from typing import Annotated
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, POSITIVE_SHARE, at_least, settings
+from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
 from serve_app.request import PromptShape, Request, TextCategory
 
 BYTES_PER_TOKEN = 4
@@ -216,8 +216,6 @@ class PrefixIndex:
     """
 
     def __init__(self, max_blocks: int) -> None:
-        if max_blocks < 1:
-            raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
         self._max_blocks = max_blocks
         self._caches: dict[str, ReplicaCache] = {}
         self._by_slot: dict[int, str] = {}
@@ -341,11 +339,6 @@ class AffinitySettings:
 
     # For engines without prefix caching, switch it off; vLLM has it by default.
     enabled: bool = True
-    # Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
-    # expects hits on evicted prefixes, too little forgets prefixes that are still cached.
-    capacity_ratio: Annotated[float, POSITIVE_SHARE, INTERNAL] = 0.7
-    # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
-    max_blocks: Annotated[int, at_least(1), INTERNAL] = 500_000
     # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of a
     # 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly, lower
     # keeps more sessions on their replica.
@@ -380,6 +373,11 @@ ReplicaFilter = Callable[[str, int], ReplicaState | None]
 
 # Of a replica that does not state its cache: what a small GPU holds of a model of 8B.
 _LIKELY_KV_TOKENS = 100_000
+# Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
+# expects hits on evicted prefixes, too little forgets prefixes that are still cached.
+_CAPACITY_RATIO = 0.7
+# Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
+_MAX_BLOCKS = 500_000
 
 
 class PrefixAffinity:
@@ -399,7 +397,7 @@ class PrefixAffinity:
         self._settings = settings
         self._prefill_costs = prefill_costs
         self._bytes_per_token = bytes_per_token
-        self.index = PrefixIndex(settings.max_blocks)
+        self.index = PrefixIndex(_MAX_BLOCKS)
 
     def __repr__(self) -> str:
         return f"<PrefixAffinity {'on' if self._settings.enabled else 'off'} {self.index}>"
@@ -410,7 +408,7 @@ class PrefixAffinity:
         """A replica has joined; its cache is taken to be empty."""
         if self._settings.enabled:
             kv_tokens = _LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
-            self.index.join(spec.replica_id, int(kv_tokens * self._settings.capacity_ratio))
+            self.index.join(spec.replica_id, int(kv_tokens * _CAPACITY_RATIO))
 
     def lose(self, replica_id: str) -> None:
         """A replica is gone, and its cache with it."""

@@ -9,7 +9,6 @@ from serve_app.core.admission.retry_reservations import (
     RetryReservations,
     fair_tokens,
 )
-from serve_app.core.settings import AdmissionSettings
 from serve_app.request import PriorityClass
 from tests.builders import request
 
@@ -18,7 +17,7 @@ NOTHING_AHEAD = QueueLimit(level=0.0, drain_per_s=10.0, limit=50.0)
 
 @pytest.fixture
 def reservations() -> RetryReservations:
-    return RetryReservations(AdmissionSettings(max_reservations=100))
+    return RetryReservations()
 
 
 def tokens(reserved: ReservedWork) -> float:
@@ -108,9 +107,11 @@ def test_an_unclaimed_reservation_is_dropped_and_lowers_the_weight_of_others(
 
 
 def test_the_number_of_reservations_is_bounded(reservations: RetryReservations) -> None:
-    answers = [reservations.reserve(request(prompt_tokens=number + 1), 10, 1.0, 0.0) for number in range(150)]
-    assert answers == [True] * 100 + [False] * 50
-    assert len(reservations) == 100
+    answers = [
+        reservations.reserve(request(prompt_tokens=number + 1), 10, 1.0, 0.0) for number in range(4_050)
+    ]
+    assert answers == [True] * 4_000 + [False] * 50
+    assert len(reservations) == 4_000
 
 
 def test_each_other_tenant_counts_at_most_as_much_as_the_own() -> None:

@@ -2,7 +2,6 @@ import pytest
 
 from serve_app.core.admission.wait_prediction import WaitPredictor, kind_of
 from serve_app.core.request import ScheduledRequest
-from serve_app.core.settings import AdmissionSettings
 from tests.builders import scheduled_request
 
 
@@ -14,7 +13,7 @@ class Waits:
     """Waits of given lengths, while the queue drains at 100 tokens per second."""
 
     def __init__(self) -> None:
-        self.predictor = WaitPredictor(AdmissionSettings(), 0.0)
+        self.predictor = WaitPredictor(0.0)
         self.now = 0.0
 
     def play(self, count: int, *, ratio: float, prompt_tokens: int = 100) -> None:
@@ -34,7 +33,7 @@ class Waits:
 
 
 def test_a_wait_is_unknown_before_the_queue_has_drained() -> None:
-    predictor = WaitPredictor(AdmissionSettings(), 0.0)
+    predictor = WaitPredictor(0.0)
     assert predictor.predict(scheduled(), 1_000, 0.0) is None
     assert predictor.seconds_per_token(kind_of(scheduled())) is None
 

@@ -14,7 +14,7 @@ def make_driver(**changes: Any) -> ManualDriver:
 
 
 def test_a_replica_that_generates_too_slowly_gets_no_more_until_it_has_clearly_recovered() -> None:
-    driver = make_driver(tpot_gate_s=0.15, tpot_reopen_ratio=0.9)
+    driver = make_driver(tpot_gate_s=0.15)
     driver.report("r1", running=5, tpot_s=0.16)
     assert driver.arrive("a") == []
     driver.report("r1", running=5, tpot_s=0.14)

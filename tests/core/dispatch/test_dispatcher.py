@@ -5,7 +5,6 @@ import pytest
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.dispatch.class_floors import ClassFloorSettings
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, FirstToken
-from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ONE_POOL, ManualDriver, dispatched, one_replica
@@ -89,7 +88,7 @@ def test_batch_gets_its_floor_beside_a_stream_of_urgent_requests() -> None:
 
 
 def test_service_is_charged_at_dispatch_and_settled_with_what_the_engine_counted() -> None:
-    driver = make_driver(fairness=FairnessSettings(decode_weight=2.0))
+    driver = make_driver()
     driver.arrive("a", prompt_tokens=100, max_output_tokens=50, tenant="a")
     shares = driver.scheduler.queue.shares[DEFAULT]
     assert shares.counters()["a"] > 0

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.events import Finished, FirstToken, PartitionChanged
+from serve_app.core.policies import length_queues
 from serve_app.core.policies.ewsjf import density_weighted_score, queue_weights
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, GivenWeights, ScoreWeights
@@ -153,8 +154,11 @@ def test_a_new_partition_loses_no_request_and_keeps_the_order_of_arrival_inside_
     assert in_order(driver, 20) == [f"r{number}" for number in range(20)]
 
 
-def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty() -> None:
-    driver = saturated("ewsjf", ewsjf=EwsjfSettings(bubble_rounds=3))
+def test_a_length_in_a_gap_gets_a_bubble_that_is_removed_when_it_stays_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(length_queues, "_BUBBLE_ROUNDS", 3)
+    driver = saturated("ewsjf")
     driver.feed(PartitionChanged(partition((1, 100), (2_000, 3_000))))
     driver.arrive("gap", prompt_tokens=1_000)
     (scheduled,) = driver.scheduler.queue

@@ -114,10 +114,10 @@ def test_idle_tenants_are_dropped() -> None:
 
 def test_costs_are_those_of_the_mode() -> None:
     estimate = scheduled_request(prompt_tokens=100, max_output_tokens=50).estimate
-    tokens = FairnessSettings(decode_weight=3.0)
+    tokens = FairnessSettings()
     output = estimate.expected_tokens - estimate.expected_prompt_tokens
-    assert tokens.expected_cost(estimate) == estimate.expected_prompt_tokens + 3.0 * output
-    assert tokens.real_cost(Usage(prompt_tokens=100, output_tokens=10, cached_tokens=64)) == 36 + 30
+    assert tokens.expected_cost(estimate) == estimate.expected_prompt_tokens + 2.0 * output
+    assert tokens.real_cost(Usage(prompt_tokens=100, output_tokens=10, cached_tokens=64)) == 36 + 20
     requests = FairnessSettings(mode=FairnessMode.REQUESTS)
     assert (
         requests.expected_cost(estimate) == requests.real_cost(Usage(prompt_tokens=9, output_tokens=9)) == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.core.admission.admission import RESERVED_SHARE
 from serve_app.core.events import DispatchFailure
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Usage
@@ -314,8 +315,7 @@ async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(wor
     gateway = await world.gateway()
     tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
     settings = world.settings
-    admission = settings.admission
-    limit = math.ceil(settings.max_waiting * (1 - admission.reserved_share) * admission.tenant_share)
+    limit = math.ceil(settings.max_waiting * (1 - RESERVED_SHARE) * settings.admission.tenant_share)
     await until(lambda: sum(task.done() for task in tasks) == 10_000 - limit)
     assert all(
         isinstance(answer := task.result(), Conclusion) and answer.outcome is Outcome.REJECTED_QUEUE_FULL

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -126,11 +125,6 @@ def test_of_a_prompt_that_another_goes_on_from_elsewhere_only_the_rest_grows_old
     index.add("s1", chain("dd"))
     assert matches(index, chain("aabb")) == {"s1": 2}
     assert matches(index, chain("aaa")) == {"s1": 3}
-
-
-def test_an_index_without_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_blocks must be at least 1, got 0"):
-        PrefixIndex(0)
 
 
 @given(st.lists(texts, max_size=10), texts)
