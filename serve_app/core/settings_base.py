@@ -92,11 +92,6 @@ def at_least(low: float) -> Range:
     return Range(low, math.inf, f"must be at least {low:,}")
 
 
-def above(low: float) -> Range:
-    """Numbers greater than `low`."""
-    return Range(_after(low), math.inf, f"must be greater than {low:,}")
-
-
 def share_below(high: float) -> Range:
     """Shares from 0 on that do not reach `high`."""
     return Range(0, _before(high), f"must be at least 0 and below {high}")

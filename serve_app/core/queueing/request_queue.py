@@ -10,7 +10,6 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from serve_app.core.accounting.waits import WaitAccounts
 from serve_app.core.policies.protocol import OrderingPolicy
@@ -116,15 +115,7 @@ class RestingRequests:
 _KEPT, _LEAST_KEPT = 4, 64
 
 
-class HasHead(Protocol):
-    """A sub-queue, as far as a group knows it."""
-
-    @property
-    def first(self) -> ScheduledRequest | None:
-        """Its head; None when it is empty."""
-
-
-_Entry = tuple[tuple[float, int], int, ScheduledRequest, HasHead]
+_Entry = tuple[tuple[float, int], int, ScheduledRequest, "SubQueue"]
 
 
 class _HeadHeap:
@@ -136,7 +127,7 @@ class _HeadHeap:
         self._heap: list[_Entry] = []
         self._pushed = 0
 
-    def push(self, key: tuple[float, int], head: ScheduledRequest, sub_queue: HasHead, heads: int) -> None:
+    def push(self, key: tuple[float, int], head: ScheduledRequest, sub_queue: "SubQueue", heads: int) -> None:
         """Add a head; there are so many in all."""
         self._pushed += 1
         heapq.heappush(self._heap, (key, self._pushed, head, sub_queue))
@@ -180,19 +171,19 @@ class HeadGroup:
         self.priority = priority
         self.pools = pools
         self.prefill_class = prefill_class
-        self.tenants: dict[str, list[HasHead]] = {}
+        self.tenants: dict[str, list[SubQueue]] = {}
         self.choosy = 0
         self.cached = 0
         self._heads = 0
         self._by_tokens = _HeadHeap()
         self._by_arrival = _HeadHeap()
 
-    def open(self, tenant: str, sub_queue: HasHead) -> None:
+    def open(self, tenant: str, sub_queue: "SubQueue") -> None:
         """A tenant has one more sub-queue in it."""
         self.tenants.setdefault(tenant, []).append(sub_queue)
         self._heads += 1
 
-    def close(self, tenant: str, sub_queue: HasHead) -> None:
+    def close(self, tenant: str, sub_queue: "SubQueue") -> None:
         """A sub-queue of a tenant is empty, and gone."""
         self._heads -= 1
         of_tenant = self.tenants[tenant]
@@ -212,7 +203,7 @@ class HeadGroup:
         if scheduled.cached_tokens:
             self.cached += by
 
-    def on_head(self, head: ScheduledRequest, sub_queue: HasHead) -> None:
+    def on_head(self, head: ScheduledRequest, sub_queue: "SubQueue") -> None:
         """A sub-queue has another head."""
         tokens = (head.estimate.expected_tokens, head.sequence)
         self._by_tokens.push(tokens, head, sub_queue, self._heads)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serve_app.core.routing.observed import ConcurrencyLimit, InFlightLimit, LearnedBatch, LearnedContext
+from serve_app.core.routing.observed import ConcurrencyLimit, LearnedBatch, LearnedContext
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaState
@@ -347,14 +347,12 @@ class ReplicaLedger:
         open: the replicas that may take one more request.
         contexts: the context limits of the pools.
         holders: which replicas list which LoRA adapters.
-        make_in_flight_limit: for an engine that does not tell its load; experiments compare others.
     """
 
     def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
         self._backpressure = backpressure
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
-        self.make_in_flight_limit: Callable[[], InFlightLimit] = ConcurrencyLimit
         self._replicas: dict[str, ReplicaState] = {}
         self.holders = AdapterHolders()
         self.open = OpenReplicas(backpressure, self._replicas, self.holders)
@@ -384,7 +382,7 @@ class ReplicaLedger:
             unknown = spec.max_num_seqs is None
             state.batch = LearnedBatch() if unknown else None
             state.context = None if spec.tells_context else LearnedContext()
-            state.concurrency = self.make_in_flight_limit() if unknown else None
+            state.concurrency = ConcurrencyLimit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
         self.open.update(state, now)

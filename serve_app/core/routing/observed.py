@@ -11,9 +11,7 @@ nothing is refused for it either; requests wait as they do for a server that is 
 """
 
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from serve_app.core.routing.replica import ReplicaReport
 
@@ -84,10 +82,10 @@ class AnswerWatch:
 #
 # - *Usual* is the lower quartile of the last observations of like size. It is a quantile and not a minimum,
 #   because a cached prompt answers faster than any other; and it follows an engine whose speed changes.
-# - *Late* is more than `late_factor` times the usual, plus `slack_s`.
+# - *Late* is more than `_LATE_FACTOR` times the usual, plus `_SLACK_S`.
 # - On time, and the limit is used: it grows by one for each observation until the first late one, then by
-#   `increase_ratio` of itself.
-# - Late: the limit becomes `decrease_ratio` of what is in flight. Requests sent before that say nothing new.
+#   `_INCREASE_RATIO` of itself.
+# - Late: the limit becomes `_DECREASE_RATIO` of what is in flight. Requests sent before that say nothing new.
 #
 # An answer that is not streamed begins when it ends. Its time is compared with others that had as much to
 # compute, prompt and output together.
@@ -103,34 +101,15 @@ _REMEMBERED, _ENOUGH = 32, 4
 _USED_RATIO = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcurrencyRule:
-    """How the limit moves; see above. These are no settings: they were chosen by simulation."""
-
-    # Begins low: an engine of unknown size may be a laptop.
-    start: int = 8
-    late_factor: float = 2.0
-    # Prefills that share an iteration delay each other by less than this.
-    slack_s: float = 0.25
-    # Share of the limit that it grows by at each observation, but at least so much. Large engines have to be
-    # found fast, and a small one must not be overrun.
-    increase_ratio: float = 1 / 160
-    least_increase: float = 0.05
-    decrease_ratio: float = 0.9
-
-
-_RULE = ConcurrencyRule()
-
-
-class InFlightLimit(Protocol):
-    """What limits the requests in flight on an engine that does not tell its load."""
-
-    @property
-    def limit(self) -> float:
-        """Requests that it may have in flight; at least 1."""
-
-    def observe(self, tokens: int, seconds: float, now: float, *, in_flight: int, streamed: bool) -> None:
-        """Learn from one answer that has begun; see `ConcurrencyLimit`."""
+# Chosen by simulation. The limit begins low: an engine of unknown size may be a laptop.
+_START = 8
+_LATE_FACTOR = 2.0
+# Prefills that share an iteration delay each other by less than this.
+_SLACK_S = 0.25
+# Share of the limit that it grows by at each observation, but at least so much. Large engines have to be
+# found fast, and a small one must not be overrun.
+_INCREASE_RATIO, _LEAST_INCREASE = 1 / 160, 0.05
+_DECREASE_RATIO = 0.9
 
 
 class ConcurrencyLimit:
@@ -140,9 +119,8 @@ class ConcurrencyLimit:
         limit: requests that it may have in flight; at least 1.
     """
 
-    def __init__(self, rule: ConcurrencyRule = _RULE) -> None:
-        self._rule = rule
-        self.limit = float(rule.start)
+    def __init__(self) -> None:
+        self.limit = float(_START)
         self._usual: dict[tuple[bool, int], deque[float]] = {}
         self._decreased_at = float("-inf")
         self._was_late = False
@@ -162,11 +140,10 @@ class ConcurrencyLimit:
             streamed: it began with its first token; otherwise it came as a whole.
         """
         is_late = self._is_late(tokens, seconds, streamed=streamed)
-        rule = self._rule
         if is_late:
             # Sent before the last decrease: it waited behind what the limit no longer allows.
             if now - seconds > self._decreased_at:
-                self.limit = max(1.0, rule.decrease_ratio * min(self.limit, in_flight))
+                self.limit = max(1.0, _DECREASE_RATIO * min(self.limit, in_flight))
                 self._decreased_at = now
             self._was_late = True
         elif in_flight >= min(_USED_RATIO * self.limit, int(self.limit)):
@@ -174,8 +151,7 @@ class ConcurrencyLimit:
 
     def _increase(self, *, streamed: bool) -> float:
         # The times of whole answers tell less of a queue, so they are followed with more care.
-        rule = self._rule
-        return max(rule.least_increase, rule.increase_ratio * self.limit if streamed else 0.0)
+        return max(_LEAST_INCREASE, _INCREASE_RATIO * self.limit if streamed else 0.0)
 
     def _is_late(self, tokens: int, seconds: float, *, streamed: bool) -> bool:
         """Whether it took longer than usual, judged before it is counted itself."""
@@ -186,7 +162,7 @@ class ConcurrencyLimit:
         late = False
         if len(seen) >= _ENOUGH:
             usual_s = sorted(seen)[len(seen) // 4]
-            late = seconds > self._rule.late_factor * usual_s + self._rule.slack_s
+            late = seconds > _LATE_FACTOR * usual_s + _SLACK_S
         seen.append(seconds)
         return late
 

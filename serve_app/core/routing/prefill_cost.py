@@ -13,8 +13,7 @@ observations and fades as real ones arrive.
 
 from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
 
-_STATE_VERSION = 1
-_POOLS_VERSION = 2
+_STATE_VERSION = 2
 # The prior is between an 8B model on a large GPU and a 70B model on four; only the ratio of the two numbers
 # affects the order.
 _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
@@ -62,7 +61,6 @@ class PrefillCost:
     def state(self) -> dict[str, object]:
         """Everything learned (see `snapshot`)."""
         return {
-            "version": _STATE_VERSION,
             "sums": list(self._sums),
             "base_s": self.base_s,
             "per_token_s": self.per_token_s,
@@ -71,7 +69,6 @@ class PrefillCost:
 
     def restore(self, state: Snapshot) -> None:
         """Restore what `state` returned (see `snapshot`); it fades like any observation."""
-        check_version(state, _STATE_VERSION)
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
         if not (base_s > 0 and sums[0] > 0):
@@ -122,14 +119,14 @@ class PrefillCosts:
     def state(self) -> dict[str, object]:
         """Everything learned (see `snapshot`)."""
         return {
-            "version": _POOLS_VERSION,
+            "version": _STATE_VERSION,
             "shared": self.shared.state(),
             "pools": {pool: cost.state() for pool, cost in self._by_pool.items()},
         }
 
     def restore(self, state: Snapshot) -> None:
         """Restore what `state` returned (see `snapshot`)."""
-        check_version(state, _POOLS_VERSION)
+        check_version(state, _STATE_VERSION)
         shared = self._restored(section(state, "shared"))
         pools = section(state, "pools")
         by_pool = {pool: self._restored(section(pools, pool)) for pool in pools}

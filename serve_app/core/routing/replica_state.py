@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from serve_app.core.routing.observed import (
     AnswerWatch,
-    InFlightLimit,
+    ConcurrencyLimit,
     LearnedBatch,
     LearnedContext,
     MeasuredPace,
@@ -106,7 +106,7 @@ class ReplicaState:
     answers: AnswerWatch = field(default_factory=AnswerWatch)
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
-    concurrency: InFlightLimit | None = None
+    concurrency: ConcurrencyLimit | None = None
     recent_adapters: tuple[str, ...] = ()
 
     def note_adapter(self, adapter: str) -> None:

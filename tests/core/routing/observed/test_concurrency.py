@@ -1,13 +1,13 @@
-from serve_app.core.routing.observed import ConcurrencyLimit, ConcurrencyRule
+import pytest
 
-RULE = ConcurrencyRule(start=10, late_factor=2.0, slack_s=0.5, increase_ratio=0.01, least_increase=0.2)
+from serve_app.core.routing.observed import ConcurrencyLimit
 
 
 class Engine:
     """Answers with the times that a test gives, at a limit that is always in use."""
 
-    def __init__(self, rule: ConcurrencyRule = RULE) -> None:
-        self.limit = ConcurrencyLimit(rule)
+    def __init__(self) -> None:
+        self.limit = ConcurrencyLimit()
         self.now = 0.0
 
     def answer(self, seconds: float, *, times: int = 1, tokens: int = 500, in_flight: int = 0) -> float:
@@ -20,39 +20,34 @@ class Engine:
 
 def test_the_first_late_answer_ends_the_fast_growth() -> None:
     engine = Engine()
-    assert engine.answer(1.0, times=10) == 20.0
-    # 2 x 1 s + 0.5 s are not exceeded.
-    assert engine.answer(2.5) == 21.0
-    assert engine.answer(2.6) == 0.9 * 21
-    assert engine.answer(1.0) == 0.9 * 21 + 0.2
-
-
-def test_the_growth_is_in_proportion_for_large_engines() -> None:
-    engine = Engine(ConcurrencyRule(start=100, increase_ratio=0.01))
-    engine.answer(1.0, times=4)
-    lowered = engine.answer(9.0)
-    assert engine.answer(1.0) == lowered * 1.01
+    assert engine.answer(1.0, times=10) == 18.0
+    # 2 x 1 s + 0.25 s are not exceeded.
+    assert engine.answer(2.25) == 19.0
+    assert engine.answer(2.3) == 0.9 * 19
+    assert engine.answer(1.0) == pytest.approx(0.9 * 19 * (1 + 1 / 160))
+    engine.limit.limit = 2.0
+    assert engine.answer(1.0) == 2.05
 
 
 def test_a_limit_that_is_not_used_does_not_grow() -> None:
-    assert Engine().answer(1.0, times=10, in_flight=7) == 10.0
+    assert Engine().answer(1.0, times=10, in_flight=5) == 8.0
 
 
 def test_a_small_limit_is_in_use_when_no_other_request_fits() -> None:
     # Of 3.8 only three can be in flight, which are less than 80 %.
-    engine = Engine(ConcurrencyRule(start=3))
+    engine = Engine()
     engine.limit.limit = 3.8
     assert engine.answer(1.0) > 3.8
 
 
 def test_late_answers_that_were_sent_together_count_once() -> None:
-    limit = ConcurrencyLimit(RULE)
+    limit = ConcurrencyLimit()
     for _ in range(4):
         limit.observe(500, 1.0, 10.0, in_flight=1)
     for _ in range(5):
         # Sent at 10 s, all of them.
         limit.observe(500, 10.0, 20.0, in_flight=10)
-    assert limit.limit == 9.0
+    assert limit.limit == 0.9 * 8
 
 
 def test_the_limit_follows_what_is_in_flight_and_never_ends_below_one() -> None:
@@ -81,14 +76,10 @@ def test_an_engine_that_became_slower_is_usual_after_a_while() -> None:
 
 
 def test_answers_that_come_as_a_whole_are_compared_among_themselves() -> None:
-    limit = ConcurrencyLimit(RULE)
+    limit = ConcurrencyLimit()
     for at in range(8):
         limit.observe(500, 0.1, 10.0 * at, in_flight=10, streamed=True)
     before = limit.limit
     for at in range(8, 12):
         limit.observe(500, 30.0, 10.0 * at, in_flight=20, streamed=False)
     assert limit.limit > before
-
-
-def test_it_can_be_shown() -> None:
-    assert repr(ConcurrencyLimit(RULE)) == "<ConcurrencyLimit 10.0 sizes=0>"
