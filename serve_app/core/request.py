@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from serve_app.core.accounting.engine_share import EngineShare
-from serve_app.core.accounting.wait_tally import WaitTally
+from serve_app.core.accounting.wait_causes import WaitTally
 from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
 from serve_app.request import PriorityClass, Request, Usage

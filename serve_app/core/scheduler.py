@@ -30,9 +30,14 @@ from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backpressure import EngineBackpressure, LoneBatch
 from serve_app.core.dispatch.dispatcher import Choice, Dispatcher, Placement
 from serve_app.core.dispatch.engine_priority import EnginePriorities
-from serve_app.core.dispatch.in_flight import InFlight, exhausted, note_earlier_dispatches, note_put_back
+from serve_app.core.dispatch.in_flight import (
+    InFlight,
+    Suspensions,
+    exhausted,
+    note_earlier_dispatches,
+    note_put_back,
+)
 from serve_app.core.dispatch.pass_through import PassThrough
-from serve_app.core.dispatch.suspensions import Suspensions
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillWatch
 from serve_app.core.policies import POLICIES, MakePolicy, make_policy
 from serve_app.core.policies.protocol import PolicyInputs

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.class_floors import ClassFloorSettings
 from serve_app.core.dispatch.engine_priority import EnginePrioritySettings
-from serve_app.core.dispatch.promotion import PromotionSettings
+from serve_app.core.dispatch.starvation import ClassFloorSettings, PromotionSettings
 from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.core.settings import AdmissionSettings, GivenWeights

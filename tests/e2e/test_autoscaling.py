@@ -14,7 +14,7 @@ SHORT = {"min_replicas": 1, "max_replicas": 2, "advanced": {"downscale_delay_s":
 LONG = {"min_replicas": 0, "max_replicas": 2, "advanced": {"downscale_delay_s": 8.0}}
 
 
-def pool(name: str, max_model_len: int, autoscaling: dict[str, float]) -> dict[str, object]:
+def pool(name: str, max_model_len: int, autoscaling: dict[str, object]) -> dict[str, object]:
     return {
         "name": name,
         "engine": {"emulated": {"profile": "laptop", "max_model_len": max_model_len}},

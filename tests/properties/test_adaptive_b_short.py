@@ -72,7 +72,7 @@ class Traffic:
             self.now += self.rng.expovariate(rate_per_s)
             while self.look_at <= self.now:
                 self._look(self.look_at)
-                self.look_at += SETTINGS.interval_s
+                self.look_at += 1.0
             tokens = mix.draw(self.rng)
             mark = self.adaptive.demand.on_arrival(tokens, tokens)
             leaves_at = self.now + self.rng.expovariate(1 / mean_stay_s(tokens))

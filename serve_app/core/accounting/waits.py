@@ -18,8 +18,7 @@ take are named.
 from collections.abc import Iterator, Mapping, Sequence
 
 from serve_app.core.accounting.costs import TenantTotals
-from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nanoseconds
-from serve_app.core.accounting.wait_tally import WaitTally
+from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, WaitTally, nanoseconds
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger

@@ -2,8 +2,8 @@
 
 1. A request that came back from a replica: it had been dispatched in time.
 2. A request that has waited past its class's bound, or holds a retry reservation, at a bounded rate
-   (`promotion`). If it fits nowhere, capacity is kept for it (`capacity_reservations`).
-3. A lower class that is owed its floor share (`class_floors`).
+   (`starvation`). If it fits nowhere, capacity is kept for it.
+3. A lower class that is owed its floor share (`starvation`).
 4. The classes in their order; inside a class the tenants in the order of their shares (`fairness`); among
    tenants with equal shares, and inside each of them, the heads of the sub-queues by the policy's score,
    within the bound on delay (`delay_bound`). Capacity is kept for a tenant that is clearly behind, too.
@@ -15,8 +15,7 @@ own queue is empty, unless it is owed its floor share.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from serve_app.core.dispatch.class_floors import ClassFloors
-from serve_app.core.dispatch.promotion import CapacityReservations, Promotion
+from serve_app.core.dispatch.starvation import CapacityReservations, ClassFloors, Promotion
 from serve_app.core.isolation import PrefillIsolation
 from serve_app.core.policies.protocol import OrderingPolicy
 from serve_app.core.queueing.expiry import ExpiryHeap

@@ -1,4 +1,4 @@
-"""Requests on replicas: reservations from dispatch to end, what answers teach, and returned requests."""
+"""Requests on replicas: what is held from dispatch to end, what answers teach, put-backs and suspensions."""
 
 import zlib
 
@@ -6,7 +6,6 @@ from serve_app.core import events as ev
 from serve_app.core.accounting.costs import EngineTime
 from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.engine_priority import EnginePriorities
-from serve_app.core.dispatch.suspensions import Suspensions
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillWatch
 from serve_app.core.request import NOTHING, ScheduledRequest
@@ -31,7 +30,7 @@ class InFlight:
         self,
         ledger: ReplicaLedger,
         prefills: PrefillWatch,
-        suspensions: Suspensions,
+        suspensions: "Suspensions",
         priorities: EnginePriorities,
     ) -> None:
         self._ledger = ledger
@@ -208,3 +207,79 @@ def _backoff_s(scheduled: ScheduledRequest) -> float:
     spread = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
     usual_s: float = min(_FIRST_S * 2.0 ** min(tries - 1, 20), _LONGEST_S)
     return usual_s * (1 + _SPREAD_RATIO * spread)
+
+
+# Suspensions: replicas that get no requests for a while, because they lose or refuse them.
+#
+# Question: is a failure the fault of the replica, or of the request? A fleet that suspends a replica for
+# every failure can be stopped by one client with failing requests. One that never does feeds a broken
+# replica, which fails fast and so looks idle. What counts against a replica:
+#
+# | the request                                | counts                                                    |
+# |--------------------------------------------|-----------------------------------------------------------|
+# | could not be sent, or its connection broke | at once: no request should do that                        |
+# | found the engine busy                      | when it is the third one in a row, nothing served between |
+# | got an error of the engine's own           | the same, and only once another replica has served it     |
+#
+# A suspended replica gets nothing until its next report. Each further suspension doubles that time, until
+# the replica begins an answer again. At most half of a pool's live replicas are suspended at once (at least
+# one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet.
+# Replicas that are really dead are noticed by their connection to the scheduler, not here.
+
+
+# Fewer come together by chance; each costs its request one more dispatch.
+_FAULTS = 3
+# About the interval of reports. The longest time is what a repaired replica stays idle for at worst.
+_FIRST_REST_S, _LONGEST_REST_S = 0.1, 10.0
+_MAX_SHARE = 0.5
+
+
+class Suspensions:
+    """Suspends replicas in the ledger, whose states hold all that is remembered."""
+
+    def __init__(self, ledger: ReplicaLedger) -> None:
+        self._ledger = ledger
+
+    def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
+        """A replica returned a request."""
+        state = self._ledger.get(replica_id)
+        if state is None:
+            return
+        if failure in _NOT_ITS_FAULT:
+            self._suspend(state, now)
+        elif failure is DispatchFailure.BUSY:
+            self._blame(state, now)
+
+    def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
+        """The answer of a request that runs on a replica has begun, or is complete."""
+        state.faults = state.suspensions = 0
+        if scheduled.failed_on is None:
+            return
+        guilty = self._ledger.get(scheduled.failed_on)
+        scheduled.failed_on = None
+        if guilty is not None and guilty is not state:
+            self._blame(guilty, now)
+
+    def _blame(self, state: ReplicaState, now: float) -> None:
+        state.faults += 1
+        if state.faults >= _FAULTS:
+            self._suspend(state, now)
+
+    def _suspend(self, state: ReplicaState, now: float) -> None:
+        if state.suspended or not state.is_alive:
+            return
+        alive = [each for each in self._ledger if each.is_alive and each.spec.pool == state.spec.pool]
+        if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
+            return
+        state.faults = 0
+        rest_s = (
+            min(_FIRST_REST_S * 2.0 ** min(state.suspensions, 20), _LONGEST_REST_S)
+            if state.suspensions
+            else 0.0
+        )
+        state.suspensions += 1
+        self._ledger.suspend(state, now + rest_s, now)
+
+    def __repr__(self) -> str:
+        suspended = [state.spec.replica_id for state in self._ledger if state.suspended]
+        return f"<Suspensions {suspended}>"

@@ -1,4 +1,4 @@
-"""Requests that pass the scheduler by: as before it stood in front, and so that it can be tried beside that.
+"""Requests that bypass the scheduler, so that a deployment can compare both ways.
 
 A share of the requests is scheduled, chosen by a hash of their ids. The others go at once to the replica with
 the fewest requests among those that can hold them, whatever waits and however busy it is. They are held in

@@ -55,7 +55,7 @@ class ReplicaState:
         joined: it is connected; a lost replica stays until its last request has been released.
         suspended: it gets no requests until its first report at or after `suspended_until`.
         suspensions: how often it was suspended since it last began an answer.
-        faults: requests in a row that failed for a fault of its own (see `dispatch.suspensions`).
+        faults: requests in a row that failed through its fault (see `dispatch.in_flight`).
         quarantined: requests in quarantine whose answer has not begun.
         unstarted: requests whose answer has not begun.
         long_prefills: prefills above `SHORT` that have not ended, and how many of them are `LONGEST`.
@@ -63,7 +63,7 @@ class ReplicaState:
         dispatches_reported: `dispatches` at its last report.
         unseen: requests sent that its last report cannot have counted.
         pending_prefill_tokens: prompt tokens of the prefills that have not ended.
-        reserved_tokens: kept free for one waiting request (`dispatch.capacity_reservations`).
+        reserved_tokens: kept free for one waiting request (`dispatch.starvation`).
         tpot_s: the last time per output token that it reported; None before it generated anything.
         gated: by its last reports it is too busy for more, whatever its queue.
         version: changes with its capacity; see `open_replicas`.

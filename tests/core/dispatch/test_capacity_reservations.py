@@ -5,7 +5,7 @@ import pytest
 from serve_app.core.commands import Command
 from serve_app.core.dispatch import dispatcher as openings
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.dispatch.promotion import PromotionSettings
+from serve_app.core.dispatch.starvation import PromotionSettings
 from serve_app.core.events import Cancelled, Event, Finished, FirstToken, ReplicaLost
 from serve_app.core.isolation import IsolationSettings
 from serve_app.errors import Outcome

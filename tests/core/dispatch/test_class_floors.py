@@ -1,4 +1,4 @@
-from serve_app.core.dispatch.class_floors import ClassFloors, ClassFloorSettings
+from serve_app.core.dispatch.starvation import ClassFloors, ClassFloorSettings
 from serve_app.request import PriorityClass
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass

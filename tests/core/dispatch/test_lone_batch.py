@@ -1,5 +1,5 @@
 from serve_app.core.dispatch.backpressure import LONE_BATCH_FACTOR, LULL_S, BackpressureSettings
-from serve_app.core.dispatch.class_floors import ClassFloorSettings
+from serve_app.core.dispatch.starvation import ClassFloorSettings
 from serve_app.core.events import Cancelled, Woke
 from serve_app.request import PriorityClass
 from tests.builders import ManualDriver, dispatched, one_replica

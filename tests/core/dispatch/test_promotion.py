@@ -1,4 +1,4 @@
-from serve_app.core.dispatch.promotion import Promotion, PromotionSettings
+from serve_app.core.dispatch.starvation import Promotion, PromotionSettings
 from serve_app.request import PriorityClass
 from tests.builders import scheduled_request
 

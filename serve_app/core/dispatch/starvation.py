@@ -1,9 +1,9 @@
-"""Promotion of requests that have waited `max_wait_s`, and capacity reserved for requests that fit nowhere.
+"""Rules against starvation: promotion after a long wait, capacity reservations, and class floors.
 
-Under lasting overload every request has waited too long, and promoting them all would turn any policy into
-FCFS. So at most `promoted_share` of all dispatches are promotions. The resulting bound: a request is
-dispatched at most `max_wait_s` after its arrival, plus the time of `(requests promoted before it + 1) /
-promoted_share` dispatches.
+A request is promoted after `max_wait_s`. Under lasting overload every request has waited too long, and
+promoting them all would turn any policy into FCFS. So at most `promoted_share` of all dispatches are
+promotions. The resulting bound: a request is dispatched at most `max_wait_s` after its arrival, plus the time
+of `(requests promoted before it + 1) / promoted_share` dispatches.
 
 Source: ours; the proof of EWSJF that no request starves (Theorem A.1) gives no usable bound.
 """
@@ -15,7 +15,7 @@ from typing import Annotated
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import ReplicaState
-from serve_app.core.settings_base import POSITIVE, POSITIVE_SHARE, settings
+from serve_app.core.settings_base import POSITIVE, POSITIVE_SHARE, between, settings
 from serve_app.request import PriorityClass
 
 # Promotions that may be saved up while no request needs one.
@@ -92,7 +92,7 @@ class Promotion:
 # Capacity reservations: KV cache kept free for a request that is owed service, and fits no replica.
 #
 # Without one, smaller requests take each bit of capacity as it becomes free, and a request that needs most of
-# a KV cache never fits. So a promoted request (`promotion`), or the next of a tenant that is behind its share
+# a KV cache never fits. So a promoted request, or the next of a tenant that is behind its share
 # (`fairness`), gets a reservation if it fits nowhere in its pool. It is on the replica that lacks least for
 # it, which takes no other request that would need the reserved tokens until this one fits. Each pool has at
 # most one reservation, which lasts as long as its request waits.
@@ -173,3 +173,49 @@ class CapacityReservations:
 
     def _drop(self, pool: str, now: float) -> None:
         self._ledger.reserve(self._by_pool.pop(pool).replica, 0, now)
+
+
+# Class floors: the least share of dispatches that a lower priority class gets while it waits.
+#
+# Interactive is dispatched before default, and default before batch. But of every hundred dispatches made
+# while a lower class waits, that class gets its floor share. Credit for them is saved up to a small bound.
+
+
+# Dispatches that a class may save up; more would be a burst ahead of the higher classes.
+_SAVED_DISPATCHES = 2.0
+
+
+@settings(block="class_floors")
+class ClassFloorSettings:
+    """Least shares of the dispatches while the class waits."""
+
+    # A tenth is enough that no program times out behind a flood of interactive requests.
+    default_share: Annotated[float, between(0, 0.5)] = 0.1
+    # Batch work has to progress, not to finish soon.
+    batch_share: Annotated[float, between(0, 0.5)] = 0.02
+
+    def share(self, priority: PriorityClass) -> float:
+        """Floor share of one class; that of the highest is 0, since no class is dispatched before it."""
+        shares = {PriorityClass.DEFAULT: self.default_share, PriorityClass.BATCH: self.batch_share}
+        return shares.get(priority, 0.0)
+
+
+class ClassFloors:
+    """Counts the dispatches of each class, and names the classes that are owed one."""
+
+    def __init__(self, settings: ClassFloorSettings) -> None:
+        self._settings = settings
+        self._credit = dict.fromkeys(PriorityClass, 0.0)
+
+    def owed(self) -> list[PriorityClass]:
+        """Classes that have earned a dispatch before the others, the highest first."""
+        return [priority for priority, credit in self._credit.items() if credit >= 1.0]
+
+    def on_dispatch(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
+        """A request of a class was dispatched while the `waiting` classes waited."""
+        if self._credit[priority] >= 1.0:
+            self._credit[priority] -= 1.0
+        for other in waiting:
+            if other is not priority:
+                credit = self._credit[other] + self._settings.share(other)
+                self._credit[other] = min(_SAVED_DISPATCHES, credit)
