@@ -107,10 +107,3 @@ def test_an_answer_that_broke_off_teaches_nothing(outcome: Outcome) -> None:
         driver.feed(FirstToken(f"r{number}"))
         driver.feed(Finished(f"r{number}", outcome, Usage(prompt_tokens=100, output_tokens=1)))
     assert driver.scheduler.estimator.state() == before
-
-
-def test_by_default_a_replica_that_decodes_slowly_gets_no_more() -> None:
-    driver = one_replica()
-    driver.report("r1", running=1, tpot_s=0.2, after_s=0.1)
-    assert driver.arrive("r") == []
-    assert dispatched(driver.report("r1", running=1, tpot_s=0.05, after_s=0.1)) == [("r", "r1")]

@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.core.commands import Conclude, Dispatch, ReportFresh, ReportStale
 from serve_app.core.dispatch.backpressure import BackpressureSettings
-from serve_app.core.events import Arrived, Finished, FirstToken, ReplicaJoined, Woke
+from serve_app.core.events import Finished, FirstToken, Woke
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Usage
@@ -14,9 +14,7 @@ from tests.builders import (
     dispatched,
     fill,
     one_replica,
-    request,
     retry_after_s,
-    spec,
     the_conclusion,
     two_pools,
 )
@@ -284,11 +282,3 @@ def test_time_never_goes_back() -> None:
     driver.feed(Woke(), after_s=1.0)
     with pytest.raises(ValueError, match=r"time went back from 1\.0 to 0\.5"):
         driver.scheduler.handle(Woke(), 0.5)
-
-
-def test_its_repr_counts() -> None:
-    driver = ManualDriver()
-    assert repr(driver.scheduler) == "<Scheduler m waiting=0 running=0 <ReplicaLedger joined=0 []>>"
-    driver.feed(ReplicaJoined(spec()))
-    driver.feed(Arrived(request()))
-    assert "waiting=1 running=0" in repr(driver.scheduler)

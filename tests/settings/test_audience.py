@@ -32,7 +32,7 @@ def inner_block(kind: Any) -> type | None:
 def test_few_settings_are_for_every_user_and_few_more_are_advanced() -> None:
     found = list(leaves(WrittenApplication))
     usual = [path for path, _, is_advanced in found if not is_advanced]
-    assert len(usual) <= 65, usual
+    assert len(usual) <= 60, usual
     assert len(found) - len(usual) <= 80
 
 

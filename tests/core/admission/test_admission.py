@@ -47,12 +47,6 @@ def test_a_deadline_that_cannot_be_met_is_refused_on_arrival_with_a_retry_after(
     assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []
 
 
-def test_no_deadline_is_refused_before_waits_have_been_observed() -> None:
-    driver = saturated()
-    for number in range(40):
-        assert driver.arrive(f"w{number}", expires_at=0.5) == []
-
-
 def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None:
     driver = settled()
     refused = driver.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0)
@@ -64,12 +58,6 @@ def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None
         assert driver.now + retry_after_s(newcomer) > until
     driver.now = until
     assert driver.arrive("r1 again", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0) == []
-
-
-def test_a_request_that_asked_not_to_wait_is_refused_when_it_would_have_to() -> None:
-    refused = saturated().arrive("r", no_wait=True)
-    assert concluded(refused) == [("r", "rejected_queue_full")]
-    assert retry_after_s(refused) > 0
 
 
 def test_a_full_queue_does_not_refuse_a_request_that_fits_a_replica_at_once() -> None:

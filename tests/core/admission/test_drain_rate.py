@@ -1,5 +1,3 @@
-import pytest
-
 from serve_app.core.admission.wait_prediction import DrainRate
 
 
@@ -17,13 +15,6 @@ def test_dispatches_without_a_backlog_do_not_count() -> None:
     rate.on_time(0, 10.0)
     rate.on_dispatch(500)
     assert rate.tokens_per_s == 0.0
-
-
-def test_the_rate_is_what_left_per_second_of_backlog() -> None:
-    rate = DrainRate(0.0)
-    backlog(rate, 0.0, 120, 700)
-    assert rate.tokens_per_s == pytest.approx(700, rel=0.05)
-    assert rate.requests_per_s == pytest.approx(1.0, rel=0.05)
 
 
 def test_an_idle_fleet_does_not_look_slow() -> None:

@@ -38,15 +38,6 @@ def test_a_wait_is_unknown_before_the_queue_has_drained() -> None:
     assert predictor.seconds_per_token(kind_of(scheduled())) is None
 
 
-def test_a_wait_is_the_work_ahead_over_the_drain_rate() -> None:
-    waits = Waits()
-    waits.play(30, ratio=1.0)
-    prediction = waits.predictor.predict(scheduled(), 1_000, waits.now)
-    assert prediction is not None
-    assert prediction.uncorrected_s == pytest.approx(10.0, rel=0.1)
-    assert prediction.wait_s == pytest.approx(prediction.uncorrected_s, rel=0.05)
-
-
 def test_the_correction_of_a_kind_is_its_ratio_of_actual_to_predicted_waits() -> None:
     waits = Waits()
     waits.play(60, ratio=0.1, prompt_tokens=50)

@@ -8,15 +8,6 @@ def replica(replica_id: str, *adapters: str) -> ReplicaState:
     return ReplicaState(spec(replica_id, adapters=adapters), 0, DecayingRate(10.0, 0.0), kv_budget=100)
 
 
-def test_replicas_are_found_by_each_adapter_that_they_list() -> None:
-    holders, one, two = AdapterHolders(), replica("r1", "a", "b"), replica("r2", "b")
-    holders.add(one)
-    holders.add(two)
-    assert list(holders.of("a")) == [one]
-    assert list(holders.of("b")) == [one, two]
-    assert not holders.of("c")
-
-
 def test_what_is_removed_is_found_no_more() -> None:
     holders, one, two = AdapterHolders(), replica("r1", "a", "b"), replica("r2", "b")
     holders.add(one)

@@ -54,17 +54,6 @@ def test_a_replica_that_has_left_has_no_report_to_expire() -> None:
     assert silent.joined == 0
 
 
-def test_the_marks_of_a_replica_are_in_its_text() -> None:
-    made = ledger("a")
-    assert repr(made["a"]).endswith("held=0/10000>")
-    made.hold("a", Hold(10), 0.0)
-    made["a"].stale = True
-    made.suspend(made["a"], 0.0, 0.0)
-    assert repr(made["a"]).endswith(" stale suspended>")
-    made.lose("a", 0.0)
-    assert " lost stale" in repr(made["a"])
-
-
 def test_a_pool_is_alive_as_long_as_any_of_its_replicas_is() -> None:
     made = ledger("a", "b")
     assert made.has_alive("short")

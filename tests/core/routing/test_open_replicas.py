@@ -52,12 +52,6 @@ def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpress
     return fits
 
 
-def test_a_request_fits_a_replica_of_its_pool_with_as_many_free_tokens_as_it_needs() -> None:
-    assert both(query(), replica())
-    assert not both(query(tokens=101), replica())
-    assert not both(query(pool="long"), replica())
-
-
 def test_a_replica_that_is_closed_fits_nothing() -> None:
     full = GivenBackpressure()
     full.has_room = False
@@ -72,14 +66,6 @@ def test_a_replica_that_is_closed_fits_nothing() -> None:
 @pytest.mark.parametrize(("limits", "fits"), [((), True), ((3,), True), ((2,), False), ((3, 1), False)])
 def test_long_prefills_under_way_close_a_replica_to_more_of_them(limits: tuple[int, ...], fits: bool) -> None:
     assert both(query(limits=limits), replica(long_prefills=(2, 1))) is fits
-
-
-def test_a_request_that_needs_an_empty_engine_queue_is_sent_to_no_other() -> None:
-    busy = GivenBackpressure()
-    busy.is_empty = False
-    assert both(query(empty=True), replica())
-    assert not both(query(empty=True), replica(), busy)
-    assert both(query(), replica(), busy)
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,6 @@ def test_what_runs_keeps_replicas_though_nothing_arrives() -> None:
     assert pool.look(90).replicas == 3
 
 
-def test_replicas_of_before_the_first_look_are_not_stopped_at_once() -> None:
-    """A new scheduler has not seen what they were started for."""
-    pool = Pool()
-    assert pool.look(ready=5, slots=50.0).replicas == 5
-    assert pool.look(50).replicas == 5
-    assert pool.look(61).replicas == 1
-
-
 def test_only_a_pool_whose_minimum_is_zero_is_stopped_and_only_after_the_delay() -> None:
     pool = Pool(min_replicas=0)
     assert pool.look(prefill_tokens_per_s=10).replicas == 1

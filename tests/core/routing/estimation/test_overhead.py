@@ -14,16 +14,20 @@ OBSERVATIONS = st.lists(
 )
 
 
+def overhead() -> TemplateOverhead:
+    return TemplateOverhead()
+
+
 def test_one_exact_observation_moves_both_unknowns_by_their_share_of_the_doubt() -> None:
     """Prior 16 +- 16 and 5 +- 2, one message seen to cost 30: gain 256 and 4 of 256 + 4 + 1, surprise 9."""
-    learned = TemplateOverhead()
+    learned = overhead()
     learned.observe(1, 30.0, 0.0)
     assert learned.per_request == pytest.approx(16 + 9 * 256 / 261)
     assert learned.per_message == pytest.approx(5 + 9 * 4 / 261)
 
 
 def test_chats_of_different_lengths_tell_the_two_unknowns_apart() -> None:
-    learned, rng = TemplateOverhead(), random.Random(1)
+    learned, rng = overhead(), random.Random(1)
     for _ in range(100):
         messages = rng.choice((1, 2, 3, 7))
         learned.observe(messages, 23 + 4 * messages + rng.uniform(-1, 1), 2.0)
@@ -32,27 +36,27 @@ def test_chats_of_different_lengths_tell_the_two_unknowns_apart() -> None:
 
 
 def test_chats_of_one_message_teach_the_sum() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     for _ in range(50):
         learned.observe(1, 31.0, 2.0)
     assert learned.tokens(1) == pytest.approx(31, abs=0.5)
 
 
 def test_a_long_prompt_teaches_next_to_nothing() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     learned.observe(1, 300.0, 2000.0)
     assert learned.tokens(1) == pytest.approx(21, abs=0.1)
 
 
 def test_a_system_prompt_of_three_hundred_tokens_is_followed_within_a_dozen_reports() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     for _ in range(12):
         learned.observe(1, 300.0, 2.0)
     assert learned.tokens(1) == pytest.approx(300, abs=10)
 
 
 def test_one_odd_report_hardly_moves_what_is_known() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     for _ in range(50):
         learned.observe(1, 31.0, 2.0)
     learned.observe(1, 100_000.0, 2.0)
@@ -60,14 +64,14 @@ def test_one_odd_report_hardly_moves_what_is_known() -> None:
 
 
 def test_a_changed_template_is_followed() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     for tokens in [31.0] * 500 + [60.0] * 60:
         learned.observe(1, tokens, 2.0)
     assert learned.tokens(1) == pytest.approx(60, abs=2)
 
 
 def test_a_plain_completion_costs_the_settings_constant_and_teaches_nothing() -> None:
-    learned = TemplateOverhead()
+    learned = overhead()
     before = learned.state()
     learned.observe(0, 500.0, 0.0)
     assert (learned.tokens(0), learned.deviation(0)) == (1.0, 0.0)
@@ -78,7 +82,7 @@ def test_a_plain_completion_costs_the_settings_constant_and_teaches_nothing() ->
 def test_whatever_is_observed_the_overhead_stays_a_number_of_tokens(
     observations: list[tuple[int, float, float]],
 ) -> None:
-    learned, copy = TemplateOverhead(), TemplateOverhead()
+    learned, copy = overhead(), overhead()
     for messages, tokens, deviation in observations:
         learned.observe(messages, tokens, deviation)
         for count in (0, 1, 2, 50):
@@ -120,7 +124,7 @@ def test_media_stay_finite_and_are_restored_as_they_were(observations: list[tupl
 
 def test_the_filter_is_a_kalman_filter_of_two_unknowns_with_drift_and_bounds() -> None:
     """Against matrices: the same state and the same doubt after every observation."""
-    learned, rng = TemplateOverhead(), random.Random(7)
+    learned, rng = overhead(), random.Random(7)
     mean, prior, drift = np.array([16.0, 5.0]), np.diag([256.0, 4.0]), np.array([0.01, 0.0005])
     doubt = prior.copy()
     outliers = 0

@@ -72,12 +72,6 @@ class Fleet:
         return placed.prefill_tokens
 
 
-def test_a_session_stays_where_its_history_is() -> None:
-    fleet = Fleet("s1", "s2")
-    fleet.on_dispatch("s2")
-    assert fleet.choose("s1", prompt((*SESSION, 99))) == "s2"
-
-
 def test_without_a_match_the_load_decides() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
@@ -166,14 +160,6 @@ def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
     fleet.affinity.lose("s2")
     assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 0
     assert fleet.choose("s1", prompt()) == "s1"
-
-
-def test_switched_off_the_load_decides_and_nothing_is_kept() -> None:
-    fleet = Fleet("s1", "s2", enabled=False)
-    fleet.on_dispatch("s2")
-    assert fleet.choose("s1", prompt()) == "s1"
-    assert len(fleet.affinity.index) == 0
-    assert fleet.affinity.cached_tokens(prompt().request, 1_100) == 0
 
 
 @given(st.lists(st.integers(0, 8), min_size=3, max_size=3), st.integers(1, 3_000))

@@ -9,11 +9,6 @@ from serve_app.request import PromptShape
 blocks = st.integers(0, 200)
 
 
-def test_blocks_reach_through_a_quarter_of_a_million_tokens() -> None:
-    assert len(BLOCK_ENDS) == 128
-    assert BLOCK_ENDS[-1] == 262_144
-
-
 def test_what_is_left_beyond_the_last_whole_block_is_at_most_an_eighth_of_the_match() -> None:
     later = [(end, size) for end, size in zip(BLOCK_ENDS, BLOCK_TOKENS[1:], strict=False) if end >= 4_096]
     assert later
@@ -30,10 +25,3 @@ def test_no_more_token_ids_are_cached_than_there_are(count: int, prompt_tokens: 
     cached = cached_tokens(shape, count, 1.0)
     assert 0 <= cached <= prompt_tokens
     assert cached in {0, prompt_tokens, *BLOCK_ENDS}
-
-
-def test_text_is_counted_by_the_learned_ratio() -> None:
-    shape = PromptShape(text_bytes=10_000)
-    assert cached_tokens(shape, 0, 4.0) == 0
-    assert cached_tokens(shape, 8, 4.0) == 1_024
-    assert cached_tokens(shape, 8, 2.0) == 2_048
