@@ -121,7 +121,7 @@ class InFlight:
         began_at, replica_id = scheduled.started_at, scheduled.replica_id
         if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
             return
-        self._ledger.observe_pace(replica_id, (now - began_at) / (output_tokens - 1), now)
+        self._ledger[replica_id].pace.note((now - began_at) / (output_tokens - 1), now)
 
 
 def _owes(scheduled: ScheduledRequest) -> bool:

@@ -455,19 +455,11 @@ class ReplicaLedger:
     def observe_latency(
         self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
     ) -> None:
-        """An answer has begun so many seconds after it was sent; see `observed.concurrency`."""
+        """An answer has begun so many seconds after it was sent; see `observed.ConcurrencyLimit`."""
         state = self._replicas[replica_id]
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
             self.open.update(state, now)
-
-    def observe_pace(self, replica_id: str, tpot_s: float, now: float) -> None:
-        """A streamed answer has ended that had this time per output token; see `measured_pace`."""
-        self._replicas[replica_id].pace.note(tpot_s, now)
-
-    def on_context_learned(self, replica_id: str) -> None:
-        """The context limit that was learned of a replica is another one."""
-        self.contexts.update(self._replicas[replica_id])
 
     # Requests
 

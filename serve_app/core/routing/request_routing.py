@@ -193,7 +193,7 @@ class Rerouting:
         return self._ledger.contexts.changes, self._outages.changes
 
 
-# What requests teach of the context limits of replicas that do not tell theirs; see `learned_context`.
+# What requests teach of the context limits of replicas that do not tell theirs (`observed.LearnedContext`).
 
 
 class ContextLearning:
@@ -240,7 +240,7 @@ class ContextLearning:
     def _changed(self, replica_id: str, context: LearnedContext, before: int | None) -> list[ContextLearned]:
         if context.limit_tokens == before:
             return []
-        self._ledger.on_context_learned(replica_id)
+        self._ledger.contexts.update(self._ledger[replica_id])
         return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
 
 
