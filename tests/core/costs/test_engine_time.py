@@ -3,11 +3,12 @@
 import pytest
 
 from serve_app.core import events as ev
+from serve_app.core.accounting.costs import OTHERS, TenantTotals
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.routing import prefill_cost
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
-from tests.builders import ManualDriver, one_replica
+from tests.builders import ManualDriver, one_replica, request
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +128,19 @@ def test_one_that_an_earlier_scheduler_sent_shares_from_now_on() -> None:
     driver = steady()
     driver.arrive("known", tenant="known", prompt_tokens=1)
     driver.feed(ev.FirstToken("known"))
-    request = driver.find("known").request
+    known = driver.find("known").request
     later = steady()
-    later.feed(ev.Resumed(request, "r1", started=True))
+    later.feed(ev.Resumed(known, "r1", started=True))
     finish(later, "known", after_s=0.5)
 
     assert used(later) == {"known": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("tenants", [3, 100])
+def test_further_tenants_are_summed_together(tenants: int) -> None:
+    totals = TenantTotals(most=2)
+    for number in range(tenants):
+        totals.add("short", request(f"r{number}", tenant=f"t{number}"), 1.0)
+
+    found = {tenant: seconds for _, _, tenant, seconds in totals}
+    assert found == {"t0": 1.0, "t1": 1.0, OTHERS: tenants - 2.0}
