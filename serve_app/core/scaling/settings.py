@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from serve_app.core.settings_base import ADVANCED, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, at_least, settings
+from serve_app.core.settings_base import (
+    ADVANCED,
+    INTERNAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    at_least,
+    settings,
+)
 
 
 @settings(block="autoscaling")
@@ -24,7 +32,7 @@ class AutoscalingSettings:
     # another engine starts; less of it saves replicas and lengthens the tail of TTFT.
     target_utilization_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7
     # A request of the classes above batch that has waited for longer adds a replica, whatever the speeds say.
-    target_wait_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
+    target_wait_s: Annotated[float, POSITIVE, INTERNAL] = 5.0
 
     def __post_init__(self) -> None:
         if not self.min_replicas <= self.first_replicas <= self.max_replicas:

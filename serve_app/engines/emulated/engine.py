@@ -39,7 +39,7 @@ class EmulatedEngineSettings:
     profile: str = "laptop"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: Annotated[int | None, INTERNAL] = None
+    max_num_batched_tokens: Annotated[int | None, ADVANCED] = None
     kv_tokens: Annotated[int | None, ADVANCED] = None
     # This and the next three are vLLM's options. 0 lets one long prefill take the whole budget of a step; a
     # limit lets short prompts pass it.

@@ -76,8 +76,10 @@ def _model(one: SizedFleet, demand: Workload, costs: CostTable, model: str | Non
 def _pool(one: SizedFleet, plan: ReplicaPlan, costs: CostTable, model: str | None) -> dict[str, Any]:
     profile, limits = one.plan.pools[plan.pool].profile, plan.engine
     usual = {"max_model_len": limits.max_model_len, "max_num_seqs": limits.max_num_seqs}
-    usual["long_prefill_token_threshold"] = limits.long_prefill_token_threshold
-    batched = {"max_num_batched_tokens": limits.max_num_batched_tokens}
+    batched = {
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "long_prefill_token_threshold": limits.long_prefill_token_threshold,
+    }
     gpus = load_profile(profile).gpus
     engine: dict[str, Any]
     if model is None:
