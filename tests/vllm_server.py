@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common.processes import is_alive, process_tree
+import psutil
+
+from experiments.common.processes import cpu_s, process_tree
 from serve_app.lab.bench.connection import BenchError
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +124,7 @@ class VllmServer:
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used until now, in seconds."""
-        return sum(one.cpu_s for one in process_tree(self.process.pid))
+        return cpu_s(process_tree(self.process.pid))
 
     def counters(self) -> EngineCounters:
         """What its engine has counted until now."""
@@ -174,7 +175,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_TIMEOUT_S)
     for one in family:
-        if is_alive(one):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import yaml
 
-from experiments.common.processes import is_alive, process_tree
+from experiments.common.processes import process_tree
 from serve_app.cli.serve.environment import instance_folder, is_free
 from serve_app.lab.bench.connection import BenchError
 from serve_app.serving.access import read_admin_key
@@ -203,10 +204,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     family = process_tree(process.pid)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _END_TIMEOUT_S
-    while time.monotonic() < deadline and (process.poll() is None or any(is_alive(one) for one in family)):
+    while time.monotonic() < deadline and (process.poll() is None or any(one.is_running() for one in family)):
         time.sleep(0.2)
     for one in family:
-        if is_alive(one):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()

@@ -2,8 +2,7 @@
 
 Lines on the standard input open and close ports and say what is answered from then on:
 
-    open PORT [CONTEXT]       serves there; CONTEXT is the context limit in tokens
-    close PORT                cuts what is connected there
+    open PORT CONTEXT         serves there; CONTEXT is the context limit in tokens
     answer CHUNKS PACE_MS     streams of so many chunks, one in each pace; 0 chunks ask for a whole answer
 
 Chunks without a pace are written one by one, as fast as the loop turns. With a pace, one tick writes the next
@@ -11,21 +10,56 @@ chunk of every stream, as the step of an engine does.
 """
 
 import asyncio
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
 MODEL = "light"
+_ROOT = Path(__file__).resolve().parents[2]
 _CHUNKS, _PACE_MS = 8, 2.0
-_CONTEXT_TOKENS = 32_768
 # Of a body, for each token: what a client's words have with common tokenizers.
 _BYTES_PER_TOKEN = 5
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _OPENING = b'{"id":"chatcmpl-light","object":"chat.completion.chunk","created":1,"model":"light",'
 # A page of vLLM has about so many bytes; nearly all of them are buckets of histograms.
 _PAGE_BYTES = 55_000
+
+
+@dataclass
+class LightServers:
+    """The process of the endpoints, as its parent holds it."""
+
+    process: "subprocess.Popen[str]"
+
+    def tell(self, verb: str, *values: float) -> None:
+        """Send one of the lines above, and wait until it is carried out."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{' '.join(map(str, (verb, *values)))}\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+
+
+@contextmanager
+def started_light_servers() -> Iterator[LightServers]:
+    """The process without endpoints yet; it ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments.common.light_endpoint"],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield LightServers(process)
+        finally:
+            process.terminate()
 
 
 def page_with(running: int, steps: int) -> bytes:
@@ -95,7 +129,7 @@ class _Answers:
 class _Endpoint:
     """One endpoint: a port, and what runs there."""
 
-    def __init__(self, answers: _Answers, context_tokens: int = _CONTEXT_TOKENS) -> None:
+    def __init__(self, answers: _Answers, context_tokens: int) -> None:
         self.answers = answers
         self.models = (
             b'{"object":"list","data":[{"id":"light","object":"model","owned_by":"vllm","max_model_len":%d}]}'
@@ -103,7 +137,6 @@ class _Endpoint:
         )
         self.running = 0
         self.steps = 0
-        self.connections: set[_Connection] = set()
 
 
 class _Connection(asyncio.Protocol):
@@ -120,16 +153,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # it can write
-        self._endpoint.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop passes it
-        self._endpoint.connections.discard(self)
         self._endpoint.running -= self._left > 0
         self._left = 0
-
-    def close(self) -> None:
-        assert self._transport is not None
-        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._missing:
@@ -212,21 +239,15 @@ async def _serve() -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    servers: dict[int, tuple[asyncio.Server, _Endpoint]] = {}
+    servers: list[asyncio.Server] = []
     answers = _Answers()
     while line := await reader.readline():
         match line.decode().split():
             case ["answer", chunks, pace_ms]:
                 answers.chunks, answers.pace_s = int(chunks), float(pace_ms) / 1_000
-            case ["open", port, *context]:
-                endpoint = _Endpoint(answers, *map(int, context))
-                server = await loop.create_server(partial(_Connection, endpoint), "127.0.0.1", int(port))
-                servers[int(port)] = (server, endpoint)
-            case ["close", port]:
-                server, endpoint = servers.pop(int(port))
-                server.close()
-                for connection in tuple(endpoint.connections):
-                    connection.close()
+            case ["open", port, context]:
+                connection = partial(_Connection, _Endpoint(answers, int(context)))
+                servers.append(await loop.create_server(connection, "127.0.0.1", int(port)))
         print(line.decode().strip(), flush=True)
 
 

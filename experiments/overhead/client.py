@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
-from experiments.overhead.system import RequestKind, System
+from experiments.common.light_endpoint import MODEL
+from experiments.overhead.system import RequestKind
 from serve_app.lab.bench.connection import BenchError, Target
 from serve_app.lab.bench.load import BodyFactory, BodySettings
 from serve_app.lab.workloads.trace import TraceRequest
@@ -45,7 +46,6 @@ class Load:
     """
 
     url: str
-    model: str
     body_bytes: int
     shared: bool
     stream: bool
@@ -54,11 +54,10 @@ class Load:
     seconds: float
 
 
-def load_of(kind: RequestKind, system: System, model: str, clients: int, seconds: float) -> Load:
-    """Requests of a kind, to a system before light engines."""
+def load_of(kind: RequestKind, url: str, clients: int, seconds: float) -> Load:
+    """Return requests of a kind for light engines."""
     return Load(
-        url=system.url,
-        model=model,
+        url=url,
         body_bytes=kind.body_bytes,
         shared=kind.shared,
         stream=kind.chunks > 0,
@@ -75,7 +74,6 @@ class Played:
     Attributes:
         seconds: until the last answer.
         first_p50_ms: to the first byte of the body; without a stream that is the whole answer.
-        reads: pieces in which an answer came, in the mean.
         error: of the first request that was not answered as it should be; empty when all were.
     """
 
@@ -83,7 +81,6 @@ class Played:
     seconds: float = 0.0
     first_p50_ms: float = 0.0
     first_p99_ms: float = 0.0
-    reads: float = 0.0
     error: str = ""
 
 
@@ -92,11 +89,6 @@ class Client:
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
 
     def play(self, load: Load) -> Played:
         """Send it, and wait for the end.
@@ -143,7 +135,6 @@ class _Run:
     ended: asyncio.Event
     open: int = 0
     sent: int = 0
-    reads: int = 0
     last_at: float = 0.0
     error: str = ""
     firsts: list[float] = field(default_factory=list)
@@ -157,7 +148,6 @@ class _Run:
             seconds=self.last_at - began,
             first_p50_ms=float(p50),
             first_p99_ms=float(p99),
-            reads=self.reads / len(self.firsts),
         )
 
 
@@ -189,8 +179,6 @@ class _Connection(asyncio.Protocol):
             run.ended.set()
 
     def data_received(self, data: bytes) -> None:
-        run = self._run
-        run.reads += 1
         if not self._in_body:
             self._head += data
             head, mark, data = self._head.partition(b"\r\n\r\n")
@@ -251,7 +239,7 @@ def _request(load: Load) -> tuple[bytes, bytes]:
     text = _text(max(_DIGITS, load.body_bytes))
     # Where prompts differ from each other, at the begin or at the end.
     at = len(text) - _DIGITS if load.shared else 0
-    document: dict[str, Any] = {"model": load.model, "max_tokens": load.tokens}
+    document: dict[str, Any] = {"model": MODEL, "max_tokens": load.tokens}
     if load.stream:
         document["stream"] = True
     opening = json.dumps(document)[:-1] + ', "messages": [{"role": "user", "content": "'

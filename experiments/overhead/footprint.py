@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from experiments.common.application import served_application
-from experiments.common.processes import CpuMeter, process_tree, role_of
+from experiments.common.processes import CpuMeter, calibrate, process_tree, role_of
 from experiments.overhead.system import QuickStartSettings
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
@@ -31,13 +32,13 @@ def _start(settings: QuickStartSettings) -> dict[str, Any]:
     with served_application(config) as served:
         start_s = time.monotonic() - began
         time.sleep(settings.settle_s)
-        meter = CpuMeter((served.pid,), role_of)
-        meter.calibrate(settings.idle_s)
+        meter = CpuMeter((served.pid,))
+        calibrate([meter], settings.idle_s)
         memory: dict[str, float] = {}
         family = process_tree(served.pid)
         for process in family:
             role = role_of(process)
-            memory[role] = memory.get(role, 0.0) + pss_mb(process.pid)
+            memory[role] = memory.get(role, 0.0) + _pss_mb(process)
     return {
         "start_s": start_s,
         "processes": len(family),
@@ -46,14 +47,12 @@ def _start(settings: QuickStartSettings) -> dict[str, Any]:
     }
 
 
-def pss_mb(pid: int) -> float:
-    """The process's own memory and its share of what several have in common; 0 when it has ended."""
+def _pss_mb(process: psutil.Process) -> float:
+    """Return the process's own memory and its share of what several have in common; 0 when it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except OSError:
+        return float(process.memory_full_info().pss) / 2**20
+    except psutil.NoSuchProcess:
         return 0.0
-    found = next((line for line in lines if line.startswith("Pss:")), "Pss: 0 kB")
-    return int(found.split()[1]) / 1_024
 
 
 def _by_role(starts: Sequence[dict[str, float]]) -> dict[str, list[float]]:

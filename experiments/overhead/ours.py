@@ -4,9 +4,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+import psutil
+
+from experiments.common.application import BUILD_APP, serve_config, served_application
 from experiments.common.light_endpoint import MODEL
-from experiments.common.light_servers import role_beside_endpoints
 from experiments.common.processes import CpuMeter, role_of
 from experiments.overhead.client import KEY
 from experiments.overhead.system import DIRECT, OURS, Endpoints, System
@@ -18,14 +19,15 @@ _START_TIMEOUT_S = 600.0
 @contextlib.contextmanager
 def started_direct(endpoints: Endpoints) -> Iterator[System]:
     """Nothing in between."""
-    yield System(DIRECT, endpoints.urls[1], CpuMeter((), role_of))
+    yield System(DIRECT, endpoints.urls[1], CpuMeter(()))
 
 
 @contextlib.contextmanager
 def started_ours(endpoints: Endpoints) -> Iterator[System]:
     """The application before two pools of one light engine each."""
-    with _served(remote_model(endpoints)) as served:
-        yield System(OURS, served.url, CpuMeter((served.pid,), role_beside_endpoints))
+    config = application(remote_model(endpoints))
+    with served_application(config, start_timeout_s=_START_TIMEOUT_S) as served:
+        yield System(OURS, served.url, CpuMeter((served.pid,), _role))
 
 
 def application(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,5 +46,7 @@ def remote_model(endpoints: Endpoints) -> dict[str, Any]:
     return {"name": MODEL, "pools": pools}
 
 
-def _served(model: Mapping[str, Any]) -> contextlib.AbstractContextManager[Application]:
-    return served_application(application(model), start_timeout_s=_START_TIMEOUT_S)
+def _role(process: psutil.Process) -> str:
+    # The application has no engine: the replica of a pool reads the load of its endpoints.
+    role = role_of(process)
+    return "watcher" if role == "engine" else role

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.common.processes import CpuMeter, ProcessUse
+from experiments.common.processes import CpuMeter
 from experiments.overhead.system import HOST, Endpoints, System, next_port, started_program
 
 PROXY, FORWARDER = "proxy", "forwarder, parsed"
@@ -90,11 +90,7 @@ def started_forwarder(endpoints: Endpoints) -> Iterator[System]:
 
 
 def _system(name: str, pid: int, port: int, version: str) -> System:
-    return System(name, f"http://{HOST}:{port}", CpuMeter((pid,), _role), version)
-
-
-def _role(process: ProcessUse) -> str:  # noqa: ARG001 - the meter passes it
-    return PROXY
+    return System(name, f"http://{HOST}:{port}", CpuMeter((pid,), lambda _: PROXY), version)
 
 
 def _program(name: str) -> str:

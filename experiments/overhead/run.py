@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 from experiments.common.experiment import Context, Experiment, Measurement
-from experiments.common.light_endpoint import MODEL
-from experiments.common.light_servers import LightServers
-from experiments.common.processes import calibrate, process_tree
+from experiments.common.light_endpoint import LightServers
+from experiments.common.processes import calibrate
 from experiments.common.provenance import generated
 from experiments.common.rows import Key
 from experiments.overhead.client import Client, Played, load_of, started_client
@@ -45,6 +43,8 @@ from serve_app.errors import SettingsError
 
 REMOTE = "light"
 TUNER = "tuner"
+Cell = tuple[str, int]
+"""A kind of request, and how many clients send it."""
 STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     DIRECT: started_direct,
     "nginx": started_nginx,
@@ -66,12 +66,10 @@ class Sample:
 
     Attributes:
         cpu_ms: by role, per request, less idle use; that of the tuner with it.
-        client_cpu_ms: of the client, per request.
     """
 
     played: Played
     cpu_ms: Mapping[str, float]
-    client_cpu_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +83,12 @@ class Player:
     settings: OverheadSettings
     client: Client
     systems: Sequence[System]
-    model: str
     light: LightServers
 
-    def samples(self, kinds: Sequence[str]) -> dict[tuple[str, int], dict[str, list[Sample]]]:
+    def samples(self, cells: Sequence[Cell]) -> dict[Cell, dict[str, list[Sample]]]:
         """By kind and clients, and by system: one for each round."""
         settings = self.settings
-        cells = [(name, clients) for name in kinds for clients in settings.requests[name].clients]
-        found: dict[tuple[str, int], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[Cell, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
         # Connections, code paths and learned ratios are warm after it.
         for name, clients in cells:
             for system in self.systems:
@@ -112,20 +108,16 @@ class Player:
         return found
 
     def _sample(self, system: System, kind: RequestKind, clients: int, seconds: float) -> Sample:
-        load = load_of(kind, system, self.model, clients, seconds)
+        load = load_of(kind, system.url, clients, seconds)
         self.light.tell("answer", kind.chunks, kind.pace_ms)
-        before, client_before, began = system.meter.read(), self._client_cpu_s(), time.monotonic()
+        before, began = system.meter.read(), time.monotonic()
         played = self.client.play(load)
         used = system.meter.used_since(before, time.monotonic() - began)
         per_request = 1_000 / played.requests
         return Sample(
             played=played,
             cpu_ms={role: per_request * cpu_s for role, cpu_s in sorted(used.items())},
-            client_cpu_ms=per_request * (self._client_cpu_s() - client_before),
         )
-
-    def _client_cpu_s(self) -> float:
-        return sum(process.cpu_s for process in process_tree(self.client.pid))
 
 
 def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
@@ -134,22 +126,29 @@ def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
     unknown += sorted(set(settings.systems) - STARTED.keys())
     if unknown:
         raise SettingsError(f"no kind of request or system {', '.join(unknown)}: see config.yaml")
-    with ExitStack() as stack:
-        client = stack.enter_context(started_client())
-        if _lacks(settings, context, REMOTE, settings.kinds):
-            yield from _remote(settings, client)
-    key = _key(settings, {"quick start": True})
+    cells = [(name, clients) for name in settings.kinds for clients in settings.requests[name].clients]
+    if not all(context.has(_cell_key(*cell)) for cell in cells):
+        yield from _before_light_engines(settings, cells)
+    key = {"quick start": True}
     if settings.quick_start.starts and not context.has(key):
         yield Measurement(key=key, figures=quick_start_figures(settings.quick_start))
 
 
-def _remote(settings: OverheadSettings, client: Client) -> Iterator[Measurement]:
+def _before_light_engines(settings: OverheadSettings, cells: Sequence[Cell]) -> Iterator[Measurement]:
     with ExitStack() as stack:
+        client = stack.enter_context(started_client())
         light, endpoints = stack.enter_context(started_light_engines())
         systems = [stack.enter_context(STARTED[name](endpoints)) for name in _present(settings.systems)]
-        player = Player(settings, client, systems, MODEL, light)
-        samples = player.samples(settings.kinds)
-    yield from _measurements(settings, REMOTE, systems, samples)
+        samples = Player(settings, client, systems, light).samples(cells)
+    for cell, found in samples.items():
+        yield Measurement(
+            key=_cell_key(*cell),
+            figures={
+                system.name: {"version": system.version, **figures_of(found[system.name])}
+                for system in systems
+            },
+            traces=generated("requests of one size"),
+        )
 
 
 def _present(names: Sequence[str]) -> list[str]:
@@ -164,23 +163,6 @@ def _present(names: Sequence[str]) -> list[str]:
     return present
 
 
-def _measurements(
-    settings: OverheadSettings,
-    engines: str,
-    systems: Sequence[System],
-    samples: Mapping[tuple[str, int], Mapping[str, Sequence[Sample]]],
-) -> Iterator[Measurement]:
-    for (name, clients), found in samples.items():
-        yield Measurement(
-            key=_cell_key(settings, engines, name, clients),
-            figures={
-                system.name: {"version": system.version, **figures_of(found[system.name])}
-                for system in systems
-            },
-            traces=generated("requests of one size"),
-        )
-
-
 def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Lists with one value for each round; times of the first token are comparable within a round."""
     roles = sorted({role for one in samples for role in one.cpu_ms})
@@ -189,28 +171,12 @@ def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
         "per_s": [one.played.requests / one.played.seconds for one in samples],
         "first_p50_ms": [one.played.first_p50_ms for one in samples],
         "first_p99_ms": [one.played.first_p99_ms for one in samples],
-        "reads": fmean(one.played.reads for one in samples),
         "cpu_ms": {role: [one.cpu_ms.get(role, 0.0) for one in samples] for role in roles},
-        "client_cpu_ms": fmean(one.client_cpu_ms for one in samples),
     }
 
 
-def _lacks(settings: OverheadSettings, context: Context, engines: str, kinds: Sequence[str]) -> bool:
-    """Whether a row is still to be measured."""
-    keys = [
-        _cell_key(settings, engines, name, clients)
-        for name in kinds
-        for clients in settings.requests[name].clients
-    ]
-    return not all(context.has(key) for key in keys)
-
-
-def _cell_key(settings: OverheadSettings, engines: str, name: str, clients: int) -> Key:
-    return _key(settings, {"engines": engines, "kind": name, "clients": clients})
-
-
-def _key(settings: OverheadSettings, key: Key) -> Key:
-    return {**key, "label": settings.label}
+def _cell_key(name: str, clients: int) -> Key:
+    return {"engines": REMOTE, "kind": name, "clients": clients}
 
 
 EXPERIMENT = Experiment(settings=OverheadSettings, play=play)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from experiments.common.light_servers import LightServers, started_light_servers
+from experiments.common.light_endpoint import LightServers, started_light_servers
 from experiments.common.processes import CpuMeter
 from serve_app.cli.serve.environment import is_free
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
@@ -60,7 +60,6 @@ class OverheadSettings:
     """All of it.
 
     Attributes:
-        label: tells rows of one state of the code from those of another; empty for the tables of today.
         systems: before the light engines, in this order; what the machine lacks is left out with a word.
         kinds: names in `requests` that are played there.
         requests: every kind by its name.
@@ -78,7 +77,6 @@ class OverheadSettings:
     idle_s: Annotated[float, POSITIVE]
     warm_up_s: Annotated[float, POSITIVE]
     quick_start: QuickStartSettings
-    label: str = ""
 
 
 DIRECT, OURS = "direct", "ours"

@@ -4,21 +4,19 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.rows import ANY, Row, where
+from experiments.common.rows import Row, where
 from experiments.common.tables import Table, load_note, markdown
 from experiments.overhead.run import REMOTE, TUNER
-from experiments.overhead.system import DIRECT, OURS
+from experiments.overhead.system import DIRECT
 
 Figures = Mapping[str, Any]
-# `serve` is Serve's controller and proxy managers, `watcher` the replica that reads the light engines' load.
-_ROLES = ("gateway", "scheduler", "haproxy", "serve", "ray", "watcher")
 _HEADLINE_KINDS = ("small", "stream", "paced", "200 kB", "400 kB", "4 MB")
 _NONE = "-"
 
 
-def layer_ms(figures: Figures, *without: str) -> float:
+def layer_ms(figures: Figures) -> float:
     """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
-    used = [values for role, values in figures["cpu_ms"].items() if role not in (TUNER, *without)]
+    used = [values for role, values in figures["cpu_ms"].items() if role != TUNER]
     return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
 
 
@@ -74,33 +72,6 @@ def _rate(row: Row, system: str) -> str:
     return f"{median(row.figures[system]['per_s']):,.0f}" if system in row.figures else _NONE
 
 
-def _roles(rows: Sequence[Row]) -> str:
-    """Ours, by the role of each process."""
-    head = ["request", "clients", *_ROLES, "all", "client", "tuner, % of a core", "requests/s", "reads"]
-    lines = []
-    for row in rows:
-        figures = row.figures.get(OURS)
-        if figures is not None and row.key["kind"] in _HEADLINE_KINDS:
-            lines.append(
-                [
-                    str(row.key["kind"]),
-                    str(row.key["clients"]),
-                    *(_role(figures, role) for role in _ROLES),
-                    _milliseconds(layer_ms(figures)),
-                    _milliseconds(figures["client_cpu_ms"]),
-                    f"{_tuner_percent(figures):.0f}",
-                    f"{median(figures['per_s']):,.0f}",
-                    f"{figures['reads']:.1f}",
-                ]
-            )
-    return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
-
-
-def _tuner_percent(figures: Figures) -> float:
-    pairs = zip(figures["cpu_ms"].get(TUNER, [0.0]), figures["per_s"], strict=False)
-    return float(median(cpu_ms * per_s for cpu_ms, per_s in pairs)) / 10
-
-
 def _quick_start(rows: Sequence[Row]) -> str:
     (figures,) = [row.figures for row in rows]
     roles = sorted(figures["memory_mb"], key=lambda role: -median(figures["memory_mb"][role]))
@@ -118,25 +89,6 @@ def _quick_start(rows: Sequence[Row]) -> str:
 _OF_ROLES = {"memory_mb": ",.0f", "idle_cores": ".3f"}
 
 
-def _steps(rows: Sequence[Row]) -> str:
-    """Ours, from one state of the code to the next."""
-    labels = list(dict.fromkeys(str(row.key["label"]) for row in rows))
-    cells = [
-        (kind, clients)
-        for kind, clients in dict.fromkeys((row.key["kind"], row.key["clients"]) for row in rows)
-        if kind in _HEADLINE_KINDS
-    ]
-    lines = []
-    for label in labels:
-        of_label = where(rows, label=label)
-        found = [where(of_label, kind=kind, clients=clients) for kind, clients in cells]
-        commit = (of_label[0].commit or "unknown")[:7]
-        figures = [_cpu_cell(one[0], OURS) if one else _NONE for one in found]
-        lines.append([label or "tables above", commit, *figures])
-    head = ["step", "commit", *(f"{kind}, {clients} at once" for kind, clients in cells)]
-    return f"{markdown(head, lines, text_columns=2)}\n\n{load_note(rows)}"
-
-
 def _systems(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.figures))
 
@@ -148,10 +100,6 @@ def _said(rows: Sequence[Row], system: str) -> str:
 
 def _busiest(rows: Sequence[Row], kind: str) -> Row | None:
     return max(where(rows, kind=kind), key=lambda row: int(row.key["clients"]), default=None)
-
-
-def _role(figures: Figures, role: str) -> str:
-    return _milliseconds(median(figures["cpu_ms"].get(role, [0.0])))
 
 
 def _milliseconds(value: float) -> str:
@@ -166,20 +114,17 @@ def _circumstances(rows: Sequence[Row]) -> str:
 
 _NOTE = "Live; client, engines and systems share the machine"
 _CPU_NOTE = f"CPU milliseconds per request, less idle use, without client, engines and tuner. {_NOTE}"
-_NOW = {"label": "", "kind": ANY}
 
 TABLES = {
-    "headline": Table(text=_cpu, where={**_NOW, "engines": REMOTE}, note=_CPU_NOTE),
+    "headline": Table(text=_cpu, where={"engines": REMOTE}, note=_CPU_NOTE),
     "first": Table(
         text=_first,
-        where={**_NOW, "engines": REMOTE},
+        where={"engines": REMOTE},
         note=f"To the first token, of the direct way and what others add; requests in a second. {_NOTE}",
     ),
-    "roles": Table(text=_roles, where={**_NOW, "engines": REMOTE}, note=_CPU_NOTE),
     "quick_start": Table(
         text=_quick_start,
-        where={"label": "", "quick start": True},
+        where={"quick start": True},
         note="Live: memory is the sum of proportional set sizes",
     ),
-    "steps": Table(text=_steps, where={"engines": REMOTE, "label": ANY}, note=_CPU_NOTE),
 }

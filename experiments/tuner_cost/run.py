@@ -15,7 +15,7 @@ from typing import Any
 from experiments.common.application import Application, started_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import play_trace
-from experiments.common.processes import CpuMeter, role_of
+from experiments.common.processes import CpuMeter
 from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
@@ -74,7 +74,7 @@ class Player:
             BenchError: it does not.
         """
         self.served.fetched(f"/debug/tuner/{'thaw' if working else 'freeze'}", post=True)
-        meter, deadline = CpuMeter((self.served.pid,), role_of), time.monotonic() + _TURN_LIMIT_S
+        meter, deadline = CpuMeter((self.served.pid,)), time.monotonic() + _TURN_LIMIT_S
         while time.monotonic() < deadline:
             before, began = meter.read(), time.monotonic()
             time.sleep(_LOOK_S)
@@ -87,7 +87,7 @@ class Player:
 
     def slice(self, seed: int) -> Slice:
         """The traffic of a slice, and what it took."""
-        meter = CpuMeter((self.served.pid,), role_of)
+        meter = CpuMeter((self.served.pid,))
         logged, before, began = len(self.served.log_lines("gateway")), meter.read(), time.monotonic()
         records = self._play(seed, self.settings.slice_s)
         seconds, after = time.monotonic() - began, meter.read()

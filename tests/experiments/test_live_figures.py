@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.common.processes import ProcessUse, role_of
+from experiments.common.processes import role_of_title
 from experiments.late_users.run import LateUsersSettings, figures_of, scenario
 from experiments.tuner_cost.run import waits_ms
 from experiments.tuner_cost.tables import TABLES
@@ -33,18 +33,18 @@ def test_places_before_the_late_user_are_told_from_those_that_the_engine_had_alr
 
 
 @pytest.mark.parametrize(
-    ("name", "title", "role"),
+    ("title", "role"),
     [
-        ("ray::ServeRepl", "ray::ServeReplica:app:gateway", "gateway"),
-        ("ray::ServeRepl", "ray::ServeReplica:app:scheduler-m", "scheduler"),
-        ("ray::ServeRepl", "ray::ServeReplica:app:tuner-m", "tuner"),
-        ("ray::ServeRepl", "ray::ServeReplica:app:pool-m-all", "engine"),
-        ("ray::ServeCont", "ray::ServeController", "serve"),
-        ("raylet", "raylet", "ray"),
+        ("ray::ServeReplica:app:gateway", "gateway"),
+        ("ray::ServeReplica:app:scheduler-m", "scheduler"),
+        ("ray::ServeReplica:app:tuner-m", "tuner"),
+        ("ray::ServeReplica:app:pool-m-all", "engine"),
+        ("ray::ServeController", "serve"),
+        ("raylet", "ray"),
     ],
 )
-def test_a_process_is_known_by_the_part_that_it_plays(name: str, title: str, role: str) -> None:
-    assert role_of(ProcessUse(pid=1, parent=0, name=name, title=title, cpu_s=0.0, started=0)) == role
+def test_a_process_is_known_by_the_part_that_it_plays(title: str, role: str) -> None:
+    assert role_of_title(title) == role
 
 
 def test_waits_are_those_of_answered_requests() -> None:

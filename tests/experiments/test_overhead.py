@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments.common.light_endpoint import MODEL
-from experiments.common.light_servers import LightServers, started_light_servers
+from experiments.common.light_endpoint import LightServers, started_light_servers
 from experiments.overhead.client import Client, Load, started_client
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
-from experiments.overhead.profile import Profile
 from experiments.overhead.system import Endpoints, next_port
-from experiments.overhead.tables import TABLES, added_ms, layer_ms
+from experiments.overhead.tables import added_ms, layer_ms
 from serve_app.lab.bench.connection import BenchError
 from tests.experiments.builders import row
 
@@ -38,7 +36,6 @@ def client() -> Iterator[Client]:
 def load(url: str, *, body_bytes: int = 100, chunks: int = 0, clients: int = 4) -> Load:
     return Load(
         url=url,
-        model=MODEL,
         body_bytes=body_bytes,
         shared=False,
         stream=chunks > 0,
@@ -53,10 +50,9 @@ def test_a_paced_stream_comes_chunk_by_chunk(
 ) -> None:
     light.tell("answer", 8, 5)
     played = client.play(load(endpoints.urls[0], chunks=8))
-    # Seven paces lie between eight chunks; on a busy machine some come together.
-    assert played.requests >= 4
+    # Seven paces of 5 ms lie between eight chunks, so each of four clients gets six answers in 0.2 s at most.
+    assert 4 <= played.requests <= 24
     assert played.first_p50_ms < 35
-    assert 2 <= played.reads <= 9
 
 
 @pytest.mark.parametrize(("body_bytes", "chunks"), [(100, 0), (100, 8), (4_000_000, 0)])
@@ -94,9 +90,8 @@ def test_the_layer_is_everything_but_the_tuner() -> None:
         "gateway": [1.0, 1.2, 5.0],
         "ray": [0.1, 0.1, 0.1],
         "tuner": [0.0, 7.0, 0.0],
-        "engine": [9.0] * 3,
     }
-    assert layer_ms({"cpu_ms": cpu_ms}, "engine") == pytest.approx(1.3)
+    assert layer_ms({"cpu_ms": cpu_ms}) == pytest.approx(1.3)
     assert layer_ms({"cpu_ms": {}}) == 0.0
 
 
@@ -104,30 +99,3 @@ def test_what_is_added_is_the_median_of_differences_within_a_round() -> None:
     figures = {"direct": {"first_p50_ms": [1.0, 5.0, 1.0]}, "ours": {"first_p50_ms": [3.0, 7.5, 2.0]}}
     assert added_ms(row({}, figures), "ours", "first_p50_ms") == 2.0
     assert added_ms(row({}, figures), "nginx", "first_p50_ms") is None
-
-
-def test_steps_stand_in_one_table_with_their_commits() -> None:
-    def of(label: str, gateway_ms: float) -> object:
-        figures = {"ours": {"cpu_ms": {"gateway": [gateway_ms]}}}
-        return row({"engines": "light", "kind": "small", "clients": 16, "label": label}, figures)
-
-    lines = TABLES["steps"].written([of("before", 1.5), of("after", 0.5)]).splitlines()  # type: ignore[list-item]
-    assert lines[0] == "| step | commit | small, 16 at once |"
-    assert [line.split(" | ")[0::2] for line in lines[2:4]] == [
-        ["| before", "1.50 |"],
-        ["| after", "0.500 |"],
-    ]
-
-
-def test_a_profile_tells_the_dearest_lines_and_the_functions_that_call_them() -> None:
-    loop = "run (/usr/lib/python3.11/threading.py:9)"
-    serve, send = "serve (/home/me/serve_app/app.py:5)", "send (/venv/site-packages/uvicorn/impl.py:7)"
-    profile = Profile.of([f"{loop};{serve} 2", f"{loop};{serve};{send} 6", f"{loop};{serve};{send} 2"])
-    assert list(profile.told(2)) == [
-        "  own, by line",
-        "     80.0 %  send (uvicorn/impl.py:7)",
-        "     20.0 %  serve (serve_app/app.py:5)",
-        "  with all it calls",
-        "    100.0 %  run (threading.py)",
-        "    100.0 %  serve (serve_app/app.py)",
-    ]
