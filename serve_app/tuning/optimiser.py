@@ -13,7 +13,7 @@ implementation of hyperopt.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.lab.workloads.generators import plain_stream
 from serve_app.tuning.objective import finite
@@ -34,18 +34,6 @@ class Proposal:
 
     number: int
     values: Values
-
-
-class Optimiser(Protocol):
-    """Proposes values, and learns from their rewards."""
-
-    def ask(self) -> Proposal:
-        """Values to try next; several may be asked for before any is told."""
-        ...
-
-    def tell(self, proposal: Proposal, reward: float | None) -> None:
-        """The reward of a proposal, higher is better; None when it could not be measured."""
-        ...
 
 
 class TpeOptimiser:

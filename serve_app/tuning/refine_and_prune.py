@@ -93,9 +93,6 @@ class RefineAndPruneSettings:
 PAPER = RefineAndPruneSettings(mode="paper", alpha=1.5)
 """The published method, with the paper's alpha."""
 
-RELEASED = RefineAndPruneSettings(mode="paper", alpha=5.5)
-"""The published method, with the alpha of the code that the authors released."""
-
 
 def refine_and_prune(
     lengths: Sequence[int] | npt.NDArray[np.integer], settings: RefineAndPruneSettings

@@ -25,7 +25,7 @@ from typing import Annotated, Protocol
 from serve_app.core.metrics.confidence import t_95
 from serve_app.core.settings_base import POSITIVE_SHARE, at_least, settings
 from serve_app.tuning.objective import Reward, finite
-from serve_app.tuning.optimiser import Optimiser, Proposal
+from serve_app.tuning.optimiser import Proposal, TpeOptimiser
 from serve_app.tuning.search_space import Values
 
 INCUMBENT = 0
@@ -235,7 +235,7 @@ class Course:
 
 
 def run_study(
-    optimiser: Optimiser,
+    optimiser: TpeOptimiser,
     settings: StudySettings,
     player: WindowPlayer,
     budget: Budget,
@@ -264,7 +264,7 @@ def run_study(
 class _Study:
     """A study under way."""
 
-    optimiser: Optimiser
+    optimiser: TpeOptimiser
     settings: StudySettings
     player: WindowPlayer
     budget: Budget

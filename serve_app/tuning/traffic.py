@@ -21,25 +21,18 @@ from serve_app.core.metrics.targets import NOT_OURS
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
-DEFAULT_SPAN_S = 600.0
-"""Ten minutes: long enough for a mix of tenants, short enough to be the present."""
-DEFAULT_CAPACITY = 20_000
-"""At most so many requests, some 4 MB: ten minutes at 33 requests/s."""
+# Requests that arrived longer before the latest one are left out: ten minutes are long enough for a mix of
+# tenants, and short enough to be the present.
+_SPAN_S = 600.0
+# Requests kept at most, some 4 MB: ten minutes at 33 requests/s.
+_CAPACITY = 20_000
 
 
 class TrafficLog:
-    """The requests of the last minutes.
+    """The requests of the last minutes."""
 
-    Args:
-        span_s: requests that arrived longer before the latest one are left out.
-        capacity: requests kept at most, whatever the span.
-    """
-
-    def __init__(self, *, span_s: float = DEFAULT_SPAN_S, capacity: int = DEFAULT_CAPACITY) -> None:
-        if not span_s > 0 or capacity < 1:
-            raise ValueError(f"span_s must be positive and capacity at least 1, got {span_s} and {capacity}")
-        self._span_s = span_s
-        self._records: deque[RequestRecord] = deque(maxlen=capacity)
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=_CAPACITY)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -57,7 +50,7 @@ class TrafficLog:
         records = [record for record in self._records if record.arrived_at < until]
         latest = max((record.arrived_at for record in records), default=0.0)
         return sorted(
-            (record for record in records if record.arrived_at >= latest - self._span_s),
+            (record for record in records if record.arrived_at >= latest - _SPAN_S),
             key=_by_arrival,
         )
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from serve_app.tuning.refine_and_prune import (
     PAPER,
-    RELEASED,
     LengthsError,
     RefineAndPruneSettings,
     prune,
@@ -20,6 +19,8 @@ from tests.tuning.builders import Sample, extents, heavy_tail, interval, paper_m
 
 STABLE = RefineAndPruneSettings()
 FINE = replace(STABLE, alpha=1.0)
+# With the alpha of the code that the authors released.
+RELEASED = replace(PAPER, alpha=5.5)
 EVERY_KIND = pytest.mark.parametrize(
     "kind", [STABLE, FINE, PAPER, RELEASED], ids=["stable", "fine", "paper", "released"]
 )

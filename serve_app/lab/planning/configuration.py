@@ -51,7 +51,7 @@ def configuration(one: SizedFleet, demand: Workload, costs: CostTable, model: st
         "args": {"models": [_model(one, demand, costs, model)], "gateways": {"replicas": 1, "num_cpus": 0.2}},
     }
     document = {
-        "proxy_location": "HeadOnly",
+        "proxy_location": "Disabled",
         "http_options": {"host": "127.0.0.1", "port": 8000},
         "logging_config": {"enable_access_log": False},
         "applications": [application],
