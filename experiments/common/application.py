@@ -1,6 +1,7 @@
 """A served application: `python -m serve_app serve` on a free port, started and ended here."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -61,6 +62,14 @@ class Application:
             text: str = answer.read().decode("utf-8", "replace")
         return text
 
+    def status(self) -> dict[str, Any]:
+        """Return the status of the only model's scheduler; empty while it does not answer."""
+        try:
+            document: dict[str, Any] = json.loads(self.fetched("/debug/status"))["models"][0]
+        except (OSError, ValueError, KeyError, IndexError):
+            return {}
+        return document if "replicas" in document else {}
+
     def admin_headers(self) -> dict[str, str]:
         """The headers of a request by an admin; none before the application has begun to start."""
         key = read_admin_key(self.folder)
@@ -70,6 +79,14 @@ class Application:
         """What the replicas of a deployment have logged so far."""
         logs = self.folder.glob(f"ray/session_latest/logs/serve/replica_{self.name}_{deployment}*.log")
         return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+
+
+def is_whole(status: Mapping[str, Any], replicas: int, gateways: int) -> bool:
+    """Return whether a scheduler knows all gateways, and has fresh reports of all replicas."""
+    if not status:
+        return False
+    fresh = sum(bool(each["report"]) and not each["stale"] for each in status["replicas"].values())
+    return fresh == replicas and status["gateways"] == gateways
 
 
 def started_application(

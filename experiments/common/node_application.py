@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from experiments.common.application import BUILD_APP, serve_config
+from experiments.common.application import BUILD_APP, is_whole, serve_config
 from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
 from experiments.common.redeployment import deploy
 from experiments.common.valkey import running_valkey
@@ -49,24 +49,15 @@ class NodeApplication:
 
     def status(self) -> dict[str, Any]:
         """The scheduler's, by way of any node; empty while nobody gives one."""
-        for name, node in self.cluster.nodes.items():
-            if not node.is_up:
-                continue
-            with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-                text = self.cluster.application(NAME, name).fetched("/debug/status")
-                document: dict[str, Any] = json.loads(text)["models"][0]
-                if "replicas" in document:
-                    return document
-        return {}
+        up = (name for name, node in self.cluster.nodes.items() if node.is_up)
+        found = (self.cluster.application(NAME, name).status() for name in up)
+        return next(filter(None, found), {})
 
     def is_whole(self) -> bool:
         """Whether the scheduler knows all gateways, and has fresh reports of every replica."""
-        status, args = self.status(), self.config["applications"][0]["args"]
-        if not status:
-            return False
-        fresh = [each for each in status["replicas"].values() if each["report"] and not each["stale"]]
-        wanted: int = sum(pool["replicas"] for pool in args["models"][0]["pools"])
-        return bool(len(fresh) == wanted and status["gateways"] == args["gateways"]["replicas"])
+        args = self.config["applications"][0]["args"]
+        replicas = sum(pool["replicas"] for pool in args["models"][0]["pools"])
+        return is_whole(self.status(), replicas, args["gateways"]["replicas"])
 
     def entrances(self) -> list[str]:
         """The nodes with a gateway that is ready."""

@@ -7,7 +7,6 @@ Whole nodes die in clusters of their own, see `nodes`.
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
 import time
@@ -19,7 +18,7 @@ import httpx
 import psutil
 import uvloop
 
-from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from experiments.common.application import BUILD_APP, Application, is_whole, serve_config, served_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.deaths.nodes import KINDS, play_nodes
@@ -81,7 +80,7 @@ class ApplicationState:
 
     def note(self) -> None:
         """Remember the scheduler that decides now."""
-        self._incarnation = self._status().get("incarnation", 0)
+        self._incarnation = self._served.status().get("incarnation", 0)
 
     def processes(self) -> list[psutil.Process]:
         """Those of the kind."""
@@ -98,20 +97,9 @@ class ApplicationState:
         return victim not in found and len(found) >= PROCESSES[self._kind][1] and self._works()
 
     def _works(self) -> bool:
-        status = self._status()
-        if not status:
-            return False
-        fresh = [each for each in status["replicas"].values() if each["report"] and not each["stale"]]
-        newer = self._kind != "scheduler" or status["incarnation"] > self._incarnation
-        return newer and len(fresh) == _REPLICAS and status["gateways"] == PROCESSES["gateway"][1]
-
-    def _status(self) -> dict[str, Any]:
-        """The scheduler's; empty while it does not answer."""
-        try:
-            document: dict[str, Any] = json.loads(self._served.fetched("/debug/status"))["models"][0]
-        except (OSError, ValueError, KeyError, IndexError):
-            return {}
-        return document if "replicas" in document else {}
+        status = self._served.status()
+        newer = self._kind != "scheduler" or status.get("incarnation", 0) > self._incarnation
+        return newer and is_whole(status, _REPLICAS, PROCESSES["gateway"][1])
 
 
 async def _until_whole(state: ApplicationState, victim: psutil.Process, since: float) -> float | None:

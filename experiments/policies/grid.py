@@ -12,11 +12,10 @@ from serve_app.cli.command import progress_bar, warn
 from serve_app.core.settings_base import at_least, settings
 from serve_app.lab.simulation.batch import run_all, saturated_rates
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
-from serve_app.lab.simulation.partitions import LEARNED, PartitionSource, partition_source
 from serve_app.lab.simulation.report import run_as_json, settings_as_json, unequal_work
 from serve_app.lab.simulation.run import LengthNoise, RunResult, RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
-from serve_app.lab.simulation.workload import Disclosure, TraceChoice
+from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, StrategicSettings
 
 
@@ -28,27 +27,24 @@ class PolicyVariant:
         policy: its name; the variant's own name unless given.
         engine: what it changes in every engine.
         scheduler: settings by dotted path.
-        partition: source of its queues, as `--partition` of `simulate`.
         refine_and_prune: how queues are learned, where they are; None is the default.
     """
 
     policy: str = ""
     engine: EngineChanges = field(default_factory=EngineChanges)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    partition: str = LEARNED
     refine_and_prune: RefineAndPruneSettings | None = None
 
 
 @settings
 class PolicyCase:
-    """What the policies are put to.
+    """Traffic and fleet that the policies meet.
 
     Attributes:
         loads: shares of the saturated rate.
         name: in the table; the trace's name unless given.
         profiles, variants: those that are played; empty for all of the grid.
-        requests: in each run; None for as many as the grid says.
-        replicas: engines; None for as many as the grid says.
+        requests, replicas: None for as many as the grid says.
         short_at_tokens: longest prompt that counts as short, in the figures alone.
         length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
@@ -66,7 +62,6 @@ class PolicyCase:
     arrivals: str | None = None
     flip_mix: bool = False
     length_noise: float = 0.0
-    output_known: bool = False
     world: SimulationSettings = field(default_factory=SimulationSettings)
 
     @property
@@ -161,11 +156,12 @@ def _run(grid: PolicyGrid, cell: GridCell, variant: PolicyVariant, seed: int) ->
         ),
         trace=_trace(grid, case),
         seed=seed,
-        disclosure=Disclosure(output_known=case.output_known),
         noise=LengthNoise(relative_error=case.length_noise),
         simulation=case.world,
         scheduler=variant.scheduler,
-        partition=_queue_source(variant),
+        partition=LearnedPartitions(
+            StrategicSettings(refine_and_prune=variant.refine_and_prune or RefineAndPruneSettings())
+        ),
         slo=SloByLength(short_at_tokens=case.short_at_tokens),
         short_at_tokens=case.short_at_tokens,
     )
@@ -178,13 +174,6 @@ def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
         tenants=case.tenants,
         arrivals=case.arrivals,
         flip_mix_at=case.short_at_tokens if case.flip_mix else None,
-    )
-
-
-def _queue_source(variant: PolicyVariant) -> PartitionSource | None:
-    learning = variant.refine_and_prune or RefineAndPruneSettings()
-    return partition_source(
-        variant.partition, LearnedPartitions(StrategicSettings(refine_and_prune=learning))
     )
 
 

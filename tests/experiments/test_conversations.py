@@ -43,10 +43,3 @@ def test_the_rate_is_nearly_what_was_asked_for() -> None:
     arrivals = np.array([request.arrival_s for request in conversations(5_000, 5.0, 0, SETTINGS).requests])
     later = arrivals[1_000:]
     assert len(later) / (later[-1] - later[0]) == pytest.approx(5.0, rel=0.15)
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_context_tokens must exceed the longest instructions"):
-        ConversationSettings(max_context_tokens=2_000)
-    with pytest.raises(ValueError, match="conversations need turns"):
-        ConversationSettings(mean_turns=0.5)

@@ -5,9 +5,7 @@ import pytest
 from experiments.common.processes import role_of_title
 from experiments.late_users.run import LateUsersSettings, figures_of, scenario
 from experiments.tuner_cost.run import waits_ms
-from experiments.tuner_cost.tables import TABLES
 from tests.core.metrics.builders import record
-from tests.experiments.builders import row
 
 
 def test_late_users_come_a_moment_after_the_flood() -> None:
@@ -54,15 +52,3 @@ def test_waits_are_those_of_answered_requests() -> None:
         "x event=replica_joined",
     ]
     assert waits_ms(lines) == [4.0]
-
-
-def test_what_a_search_costs_is_the_difference_of_neighbouring_slices() -> None:
-    names = ("grant_mean_ms", "grant_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
-    cores = ("tuner_cores", "scheduler_cores", "gateway_cores")
-    settings = {"pairs": 2, "slice_s": 20.0, "rate_per_s": 20.0}
-    idle = row({"search": "idle"}, {name: [1.0, 5.0] for name in (*names, *cores)}, settings=settings)
-    busy = row({"search": "working"}, {name: [2.0, 6.0] for name in (*names, *cores)}, settings=settings)
-    lines = TABLES["headline"].written([idle, busy]).splitlines()
-    # One side varies from pair to pair, the difference does not.
-    assert lines[4].startswith("| difference | 1.00 ± 0.00 |")
-    assert lines[2].startswith("| no search | 3.00 ± 25.41 |")

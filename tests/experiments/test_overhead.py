@@ -8,9 +8,7 @@ from experiments.common.light_endpoint import LightServers, started_light_server
 from experiments.overhead.client import Client, Load, started_client
 from experiments.overhead.peers import PROXY, missing_program, started_forwarder, started_nginx
 from experiments.overhead.system import Endpoints, next_port
-from experiments.overhead.tables import added_ms, layer_ms
 from serve_app.lab.bench.connection import BenchError
-from tests.experiments.builders import row
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +81,3 @@ def test_an_answer_that_is_none_ends_the_measurement(endpoints: Endpoints, clien
 
 def test_what_is_missing_is_told_with_the_remedy() -> None:
     assert missing_program("no-such-router", "scripts/setup peers").endswith("router: scripts/setup peers")
-
-
-def test_the_layer_is_everything_but_the_tuner() -> None:
-    cpu_ms = {
-        "gateway": [1.0, 1.2, 5.0],
-        "ray": [0.1, 0.1, 0.1],
-        "tuner": [0.0, 7.0, 0.0],
-    }
-    assert layer_ms({"cpu_ms": cpu_ms}) == pytest.approx(1.3)
-    assert layer_ms({"cpu_ms": {}}) == 0.0
-
-
-def test_what_is_added_is_the_median_of_differences_within_a_round() -> None:
-    figures = {"direct": {"first_p50_ms": [1.0, 5.0, 1.0]}, "ours": {"first_p50_ms": [3.0, 7.5, 2.0]}}
-    assert added_ms(row({}, figures), "ours", "first_p50_ms") == 2.0
-    assert added_ms(row({}, figures), "nginx", "first_p50_ms") is None

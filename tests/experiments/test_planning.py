@@ -52,17 +52,3 @@ def test_a_fleet_that_does_not_exist_is_named_and_nothing_is_compared_with_it() 
     assert "| a demand | none meets the limits | 8 GPUs | none meets the limits | - |" in TABLES[
         "cases"
     ].written([one])
-
-
-def test_a_plan_says_what_splitting_costs() -> None:
-    terms = {"alpha": 0.9, "w_s": 0.8, "by_requests": 0.5, "by_work": 0.4, "by_both_pools": 0.1}
-    saving = {"simulated": -0.125, "resolution": 0.03, "closed_form": terms}
-    pools = _fleet(
-        12,
-        per_pool={"short": {"replicas": 2}, "long": {"replicas": 1}},
-        savings={"paged-homogeneous": saving},
-    )
-    one = _plan({"paged-homogeneous": _fleet(8), "pools": pools})
-    assert "12 GPUs (2 + 1 replicas) | 12.5 ± 3.0 % more" in TABLES["cases"].written([one])
-    promised = replace(one, key={"mix": "one"})
-    assert "| by work, w_s (1 - 1/rho) | - | 52 to 52, mean 52 |" in TABLES["grid"].written([promised])

@@ -79,8 +79,3 @@ def test_a_file_that_is_no_grid_is_refused_by_name(text: str, message: str, tmp_
     path.write_text(text)
     with pytest.raises(SettingsError, match=message):
         read_settings(path, PolicyGrid)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="is no configuration"):
-        read_settings(tmp_path / "none.yaml", PolicyGrid)

@@ -97,23 +97,20 @@ def test_what_cannot_be_played_ends_with_a_line_that_says_why(
     assert message in capsys.readouterr().err
 
 
-def test_an_experiment_that_this_machine_cannot_play_is_left_out(
-    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("unavailable=lambda: 'no coins here'", "no coins here"),
+        ("only_by_name='coins are slow'", "coins are slow"),
+    ],
+)
+def test_what_this_machine_cannot_play_or_only_plays_by_name_is_left_out_of_all(
+    more: str, reason: str, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = catalogue.folder("coin") / "run.py"
-    run.write_text(run.read_text().replace("play=play)", "play=play, unavailable=lambda: 'no coins here')"))
+    run.write_text(run.read_text().replace("play=play)", f"play=play, {more})"))
     assert main(["--all"], catalogue) == 0
-    assert "coin: left out: no coins here" in capsys.readouterr().err
-    assert not catalogue.results("coin").exists()
-
-
-def test_an_experiment_that_is_played_by_name_only_is_left_out_of_all(
-    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = catalogue.folder("coin") / "run.py"
-    run.write_text(run.read_text().replace("play=play)", "play=play, only_by_name='coins are slow')"))
-    assert main(["--all"], catalogue) == 0
-    assert "coin: left out: coins are slow" in capsys.readouterr().err
+    assert f"coin: left out: {reason}" in capsys.readouterr().err
     assert not catalogue.results("coin").exists()
     assert main(["coin"], catalogue) == 0
     assert catalogue.results("coin").exists()

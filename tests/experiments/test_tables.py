@@ -4,7 +4,7 @@ import pytest
 
 from experiments.common.provenance import TraceSource, trace_sources
 from experiments.common.rows import ANY, line_of, read_rows, rounded, where, write_rows
-from experiments.common.tables import Table, caption, difference, markdown, plus_minus
+from experiments.common.tables import Table, caption, difference, plus_minus
 from serve_app.errors import SettingsError
 from tests.experiments.builders import row
 
@@ -21,10 +21,6 @@ def test_a_difference_is_paired_and_has_its_sign() -> None:
     assert difference([3.0, 5.0, 4.0], [1.0, 3.0, 2.0], 1) == "+2.0 ± 0.0"
     assert difference([0.1, 0.2], [0.2, 0.4], 0, scale=100) == "-15 ± 64"
     assert difference([1.0], [1.5]) == "-0.50"
-
-
-def test_figures_stand_to_the_right() -> None:
-    assert markdown(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | --: |\n| x | 1 |"
 
 
 def test_rows_are_chosen_by_their_key() -> None:

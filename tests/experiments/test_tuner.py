@@ -8,10 +8,8 @@ from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
 from experiments.tuner.run import _figures
 from experiments.tuner.searches import Leader, Search, gains, live_search, twin_search
 from experiments.tuner.settings import TunerExperiment
-from experiments.tuner.tables import TABLES
 from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from tests.experiments.builders import row
 
 
 def experiment() -> TunerExperiment:
@@ -68,26 +66,6 @@ def test_a_search_arrives_when_its_leader_has_nearly_the_best_gain_of_all(
     figures = _figures(_search(1.0, 2.0, 3.0), gained, best)
     assert figures.arrived_s == arrived_s
     assert figures.gain == gained[-1]
-
-
-def test_the_table_says_how_many_arrived_and_who_was_exposed() -> None:
-    one = row(
-        {"workload": "azure", "start": "bad", "method": "live"},
-        {
-            "gain": [0.1, 0.3, 0.2],
-            "best_gain": [0.2, 0.3, 0.4],
-            "arrived_s": [None, 1_200.0, 1_800.0],
-            "confident": [None, None, None],
-            "trials": [6, 6, 6],
-            "worst_trial": [-0.1, -0.2, 0.0],
-        },
-    )
-    text = TABLES["bad-start"].written([one])
-    assert (
-        "| azure: the paper's live loop | 0.200 ± 0.248 | 67 ± 72 | 25 min (2 of 3) | no verdict | 6 |"
-        in text
-    )
-    assert "| -0.100 ± 0.248 |" in text
 
 
 def test_a_group_of_a_workload_that_there_is_not_is_refused() -> None:
