@@ -96,7 +96,9 @@ def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
-        "--trace", required=True, help="azure-code, azure-conv, lmsys, paper-mix, or a trace file"
+        "--trace",
+        required=True,
+        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
     )
     group.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
     size = group.add_mutually_exclusive_group()

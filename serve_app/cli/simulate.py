@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from serve_app.cli import workload_arguments as arguments
@@ -17,7 +16,7 @@ from serve_app.lab.reports.document import Origin
 from serve_app.lab.reports.page import write_report
 from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.simulation.batch import at_load, run_all, saturated_rates
-from serve_app.lab.simulation.partitions import PartitionSource, write_partition
+from serve_app.lab.simulation.partitions import write_partition
 from serve_app.lab.simulation.report import (
     Row,
     by_policy,
@@ -38,8 +37,14 @@ _EXAMPLE = """example:
 """
 
 
-def _run(args: argparse.Namespace, learned: PartitionSource) -> int:
-    runs = _placed(arguments.runs(args, learned), args)
+# `ewsjf-paper` learns the queues that are published with it.
+_LEARNED = LearnedPartitions(by_policy={"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)})
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.first_seed < 0:
+        raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
+    runs = _placed(arguments.runs(args, _LEARNED), args)
     for note in notes_on(choose_trace(runs[0].trace, runs[0].seed)):
         warn(note)
     results = list(_played(runs, args))
@@ -151,27 +156,10 @@ def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str,
     return provenance(results[0].workload.trace, given, seeds)
 
 
-def _checked(learned: PartitionSource, args: argparse.Namespace) -> int:
-    if args.first_seed < 0:
-        raise SettingsError(f"--first-seed must not be negative, got {args.first_seed}")
-    return _run(args, learned)
-
-
-def simulate_command(learned: PartitionSource) -> Command:
-    """The command; `learned` makes the learner of `--partition learned`, which this package does not know."""
-    return Command(
-        name="simulate",
-        summary="play a trace on simulated replicas, with any policies side by side",
-        example=_EXAMPLE,
-        configure=arguments.configure,
-        run=partial(_checked, learned),
-    )
-
-
-# The command `python -m serve_app simulate`, with length queues learned as the tuner learns them.
-#
-# `ewsjf-paper` gets the queues that are published with it.
-
-
-_PUBLISHED = {"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)}
-COMMAND = simulate_command(LearnedPartitions(by_policy=_PUBLISHED))
+COMMAND = Command(
+    name="simulate",
+    summary="play a trace on simulated replicas, with any policies side by side",
+    example=_EXAMPLE,
+    configure=arguments.configure,
+    run=_run,
+)

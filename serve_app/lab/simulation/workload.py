@@ -16,9 +16,6 @@ from serve_app.lab.workloads.generators import (
     Arrivals,
     GammaArrivals,
     OnOffArrivals,
-    assign_priorities,
-    assign_tenants,
-    parse_shares,
     stream,
 )
 from serve_app.lab.workloads.trace import (
@@ -26,9 +23,7 @@ from serve_app.lab.workloads.trace import (
     Trace,
     TraceError,
     TraceRequest,
-    merge,
     scale_to_rate,
-    take,
 )
 from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
@@ -98,8 +93,6 @@ def _sized_like(one: TraceRequest, models: list[TraceRequest], rng: np.random.Ge
 
 
 MODEL = "simulated"
-# Merged generators cover an hour, as the public traces do.
-_MERGED_SPAN_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,44 +156,21 @@ def choose_trace(choice: TraceChoice, seed: int) -> Trace:
     Raises:
         TraceError: there is no such trace, or it cannot be read.
     """
-    trace = _undisturbed(choice, seed)
+    trace = resolve(
+        WorkloadSettings(
+            trace=choice.name,
+            requests=choice.requests,
+            tenants=choice.tenants,
+            priorities=choice.priorities,
+            seed=seed,
+            folder=choice.folder,
+        )
+    )
     if choice.flip_mix_at is not None:
         trace = with_flipped_mix(trace, choice.flip_mix_at, stream(seed, "flip"))
     if choice.arrivals is not None:
         trace = with_arrivals(trace, choice.arrivals, stream(seed, "arrival pattern"))
     return trace
-
-
-def _undisturbed(choice: TraceChoice, seed: int) -> Trace:
-    names = choice.name.split("+")
-    if len(names) == 1:
-        return resolve(_settings(choice, choice.name, seed, requests=choice.requests))
-    merged = merge([_whole(choice, name, seed) for name in names], choice.name)
-    trace = take(merged, choice.requests or len(merged.requests), stream(seed, "window"))
-    if choice.tenants is not None:
-        trace = assign_tenants(trace, parse_shares(choice.tenants), stream(seed, "tenants"))
-    if choice.priorities is not None:
-        trace = assign_priorities(trace, parse_shares(choice.priorities), stream(seed, "priorities"))
-    return trace
-
-
-def _settings(choice: TraceChoice, name: str, seed: int, *, requests: int | None) -> WorkloadSettings:
-    return WorkloadSettings(
-        trace=name,
-        requests=requests,
-        tenants=choice.tenants,
-        priorities=choice.priorities,
-        seed=seed,
-        folder=choice.folder,
-    )
-
-
-def _whole(choice: TraceChoice, name: str, seed: int) -> Trace:
-    """All of a file, so that requests that arrived together stay together; an hour of a generator."""
-    settings = replace(_settings(choice, name, seed, requests=None), tenants=None, priorities=None)
-    trace = resolve(settings)
-    is_from_file = trace.skipped is not None
-    return trace if is_from_file else resolve(replace(settings, duration_s=_MERGED_SPAN_S))
 
 
 def fit(trace: Trace, max_model_len: int) -> FittedTrace:

@@ -34,7 +34,7 @@ from serve_app.lab.workloads.generators import (
     stream,
 )
 from serve_app.lab.workloads.loaders import describe_skipped, load_trace
-from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest, scale_to_rate, take
+from serve_app.lab.workloads.trace import Trace, TraceError, TraceRequest, merge, scale_to_rate, take
 
 LengthPairs = tuple[Tokens, Tokens]
 
@@ -158,6 +158,8 @@ _FILES = {
     "azure-conv": "AzureLLMInferenceTrace_conv.csv",
 }
 _DEFAULT_REQUESTS = 1000
+# Merged generators cover an hour, as the public traces do.
+_MERGED_SPAN_S = 3_600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,8 @@ class WorkloadSettings:
     """A workload, as given on the command line.
 
     Attributes:
-        trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file.
+        trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file; several
+            joined by `+` are merged on one clock.
         rate_per_s: mean arrival rate; None keeps the trace's own.
         requests: how many; None for a thousand, or as many as `duration_s` takes.
         duration_s: for how long requests arrive; only one of the two can be given.
@@ -203,8 +206,8 @@ def resolve(settings: WorkloadSettings) -> Trace:
     Raises:
         TraceError: there is no such name or file, or it cannot be read.
     """
-    path = trace_file(settings)
-    trace = _generated(settings) if path is None else _from_file(path, settings)
+    is_one = Path(settings.trace).is_file() or "+" not in settings.trace
+    trace = _single(settings) if is_one else _merged(settings)
     if settings.tenants is not None:
         trace = assign_tenants(trace, parse_shares(settings.tenants), stream(settings.seed, "tenants"))
     if settings.priorities is not None:
@@ -212,6 +215,22 @@ def resolve(settings: WorkloadSettings) -> Trace:
             trace, parse_shares(settings.priorities), stream(settings.seed, "priorities")
         )
     return trace
+
+
+def _single(settings: WorkloadSettings) -> Trace:
+    path = trace_file(settings)
+    return _generated(settings) if path is None else _from_file(path, settings)
+
+
+def _merged(settings: WorkloadSettings) -> Trace:
+    """Merge whole files, so that requests that arrived together stay together, and an hour of generators."""
+    whole = replace(settings, rate_per_s=None, requests=None, duration_s=None)
+    parts = []
+    for name in settings.trace.split("+"):
+        part = replace(whole, trace=name)
+        is_generated = trace_file(part) is None
+        parts.append(_single(replace(part, duration_s=_MERGED_SPAN_S) if is_generated else part))
+    return _sized(merge(parts, settings.trace), settings)
 
 
 def notes_on(trace: Trace) -> Iterator[str]:
@@ -258,6 +277,10 @@ def _from_file(path: Path, settings: WorkloadSettings) -> Trace:
     trace = load_trace(path)
     if settings.trace in _FILES:
         trace = replace(trace, name=settings.trace)
+    return _sized(trace, settings)
+
+
+def _sized(trace: Trace, settings: WorkloadSettings) -> Trace:
     count = _count(settings, settings.rate_per_s or trace.rate_per_s, otherwise=len(trace.requests))
     trace = take(trace, count, stream(settings.seed, "window"))
     return trace if settings.rate_per_s is None else scale_to_rate(trace, settings.rate_per_s)
