@@ -287,18 +287,16 @@ class Connection(asyncio.Protocol):
     Attributes:
         is_open: as far as this side knows.
         idle_since: end of its last answer.
-        reads: number of arrivals of bytes, which tells whether the tokens of a stream arrived one by one.
     """
 
     __slots__ = (
         *("_answer", "_now", "_on_idle", "_parser", "_transport"),
-        *("idle_since", "is_open", "reads"),
+        *("idle_since", "is_open"),
     )
 
     def __init__(self, on_idle: Callable[["Connection"], object]) -> None:
         self.is_open = False
         self.idle_since = 0.0
-        self.reads = 0
         self._on_idle = on_idle
         self._answer: Answer | None = None
         self._now = 0.0
@@ -330,7 +328,6 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of the answer; everything in them counts as arrived at this instant."""
         self._now = time.monotonic()
-        self.reads += 1
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:

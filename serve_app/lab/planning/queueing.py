@@ -112,12 +112,7 @@ def erlang_b(servers: int, offered: float) -> float:
     Args:
         servers: c, at least 1.
         offered: load in Erlangs, `rate * E[S]`.
-
-    Raises:
-        ValueError: there are no servers, or the load is negative.
     """
-    if servers < 1 or offered < 0:
-        raise ValueError(f"need at least 1 server and a load of at least 0, got {servers} and {offered}")
     blocked = 1.0
     for count in range(1, servers + 1):
         blocked = offered * blocked / (count + offered * blocked)
@@ -133,28 +128,21 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1 - utilisation * (1 - blocked))
 
 
-def wait_quantile_s(
-    *, servers: int, rate_per_s: float, mean_service_s: float, service_cv2: float, quantile: float = 0.99
-) -> float:
-    """The wait that a share `quantile` of requests does not exceed, M/G/c.
+def p99_wait_s(*, servers: int, rate_per_s: float, mean_service_s: float, service_cv2: float) -> float:
+    """Return the wait that 99 of 100 requests do not exceed, M/G/c; infinite when servers cannot keep up.
 
     Args:
         service_cv2: squared coefficient of variation of service times.
-        quantile: 0.99 for the P99.
-
-    Returns:
-        Seconds; infinite when the servers cannot keep up.
     """
-    if not 0 < quantile < 1:
-        raise ValueError(f"quantile must be above 0 and below 1, got {quantile}")
+    longer = 0.01
     offered = rate_per_s * mean_service_s
     if offered >= servers:
         return math.inf
     waits = erlang_c(servers, offered)
-    if waits <= 1 - quantile:
+    if waits <= longer:
         return 0.0
     drained_per_s = (servers - offered) / mean_service_s
-    return (1 + service_cv2) / 2 * math.log(waits / (1 - quantile)) / drained_per_s
+    return (1 + service_cv2) / 2 * math.log(waits / longer) / drained_per_s
 
 
 UTILISATION_CAP = 0.85
@@ -187,12 +175,10 @@ class Performance:
 
     Attributes:
         utilisation: rate over capacity.
-        p99_wait_s: P99 of the wait for a batch slot.
     """
 
     replicas: int
     utilisation: float
-    p99_wait_s: float
     p99_ttft_s: float
     p99_tpot_s: float
     sequences: float
@@ -280,8 +266,6 @@ class PoolModel:
 
     def at_rate(self, rate_per_s: float) -> OperatingPoint | None:
         """The operating point of one replica; None when it cannot keep up."""
-        if rate_per_s < 0:
-            raise ValueError(f"a rate cannot be negative, got {rate_per_s}")
         solved = self._iteration_s(rate_per_s)
         if solved is None:
             return None
@@ -301,20 +285,17 @@ class PoolModel:
 
     def performance(self, rate_per_s: float, replicas: int) -> Performance:
         """The pool's latencies when `replicas` share that rate."""
-        if replicas < 1:
-            raise ValueError(f"a pool needs at least one replica, got {replicas}")
         point = self.at_rate(rate_per_s / replicas)
         utilisation = rate_per_s / replicas / self.capacity_per_s if self.capacity_per_s else math.inf
         if point is None or utilisation >= 1:
             return Performance(
                 replicas=replicas,
                 utilisation=utilisation,
-                p99_wait_s=math.inf,
                 p99_ttft_s=math.inf,
                 p99_tpot_s=math.inf,
                 sequences=float(self.slots),
             )
-        wait_s = wait_quantile_s(
+        wait_s = p99_wait_s(
             servers=replicas * self.slots,
             rate_per_s=rate_per_s,
             mean_service_s=point.service_s,
@@ -323,7 +304,6 @@ class PoolModel:
         return Performance(
             replicas=replicas,
             utilisation=utilisation,
-            p99_wait_s=wait_s,
             p99_ttft_s=wait_s + point.first_token_s,
             p99_tpot_s=point.tpot_s,
             sequences=point.sequences,

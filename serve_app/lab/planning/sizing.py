@@ -183,8 +183,6 @@ def smallest_pool(
     Returns:
         None when no number meets them, because even a nearly idle engine is too slow.
     """
-    if not rate_per_s > 0:
-        raise ValueError(f"a pool is sized for a positive rate, got {rate_per_s}")
 
     def meets(replicas: int) -> bool:
         return model.performance(rate_per_s, replicas).meets(slo, utilisation_cap)

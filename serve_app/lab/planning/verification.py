@@ -171,8 +171,6 @@ class Verifier:
     """
 
     def __init__(self, demand: Workload, *, share: float = 1.0, jobs: int = 1) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {share}")
         self.demand = demand
         self.share = share
         self._jobs = jobs

@@ -56,10 +56,6 @@ def test_an_undivided_fleet_has_one_model_of_everything() -> None:
     assert len(model.mix) == 2
 
 
-def test_a_pool_is_written_as_what_is_different_about_it() -> None:
-    assert str(PoolPlan(profile=SMALL, engine=EngineChanges(max_num_seqs=32))) == f"{SMALL} max_num_seqs=32"
-
-
 def test_every_profile_that_comes_along_has_a_cost() -> None:
     table = CostTable.load()
     for name in profile_names():

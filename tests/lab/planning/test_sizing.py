@@ -80,11 +80,6 @@ def test_the_form_for_both_pools_is_the_cost_of_sustainable_rates() -> None:
     assert form.by_both_pools == pytest.approx(1 - divided * sustainable_rate_per_s(undivided, slo))
 
 
-def test_a_rate_is_needed() -> None:
-    with pytest.raises(ValueError, match="positive rate"):
-        smallest_pool(pool_model(CHAT), 0.0, SLO)
-
-
 paces = st.floats(0.1, 50)
 shares = st.floats(0, 1)
 

@@ -69,9 +69,7 @@ def test_a_stand_in_has_its_share_of_the_rate_and_numbers_are_scaled_back() -> N
     assert large.runs[0].requests == 2 * small.runs[0].requests
 
 
-def test_shares_and_rates_are_checked() -> None:
-    with pytest.raises(ValueError, match="share"):
-        Verifier(demand(1.0), share=0.0)
+def test_a_workload_has_a_rate() -> None:
     with pytest.raises(ValueError, match="rate_per_s"):
         demand(0.0)
 
