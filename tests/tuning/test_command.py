@@ -1,12 +1,19 @@
+"""`tune`: what it prints and writes, and that its report shows what the JSON output has."""
+
+import io
 import json
 import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from serve_app.cli import main
 from serve_app.settings.loading import settings_of
+from tests.lab.reports.parsed import ParsedReport
 
 SMALL = ["--profile", "laptop", "--replicas", "1", "--requests", "400", "--window", "60", "--jobs", "1"]
 BAD = [
@@ -19,20 +26,36 @@ def tune(*arguments: str) -> int:
     return main(["tune", "--trace", "paper-mix", *SMALL, *arguments])
 
 
-def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "deep" / "out.json"
-    assert tune("--rate", "45", *BAD, "--trials", "14", "--json", str(out)) == 0
-    text = capsys.readouterr().out
-    found = json.loads(out.read_text())
+@dataclass(frozen=True)
+class Tuned:
+    """What one search printed and wrote."""
+
+    text: str
+    document: dict[str, Any]
+    page: ParsedReport
+
+
+def tuned(folder: Path, *arguments: str) -> Tuned:
+    page, out, text = folder / "r.html", folder / "deep" / "r.json", io.StringIO()
+    with redirect_stdout(text):
+        assert tune(*arguments, "--report", str(page), "--json", str(out)) == 0
+    return Tuned(text.getvalue(), json.loads(out.read_text()), ParsedReport(page.read_text()))
+
+
+@pytest.fixture(scope="module")
+def won(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    return tuned(tmp_path_factory.mktemp("won"), "--rate", "45", *BAD, "--trials", "14")
+
+
+def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(won: Tuned) -> None:
+    found = won.document
     assert found["confident"]
     assert found["confirmation"]["low"] > 0
     assert found["rewards"]["best"] > found["rewards"]["incumbent"]
     assert found["incumbent"]["target_waiting"] == 16
     assert found["course"][-1]["gain"] > 0
     assert {"commit", "settings", "trace", "seeds"} <= set(found["provenance"])
-    pasted = yaml.safe_load(text.split("To paste into the model's settings:")[1])
+    pasted = yaml.safe_load(won.text.split("To paste into the model's settings:")[1])
     assert pasted == found["recommended"]
     pool = {"name": "only", "engine": {"emulated": {"profile": "laptop"}}}
     read = settings_of({"models": [{"name": "m", "pools": [pool], **pasted}]}).models[0].scheduler
@@ -40,28 +63,45 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(
     assert read.ewsjf.weights is not None
     assert read.ewsjf.weights.b_u == found["best"]["b_u"]
     for name in ("default short", "default long"):
-        assert f"| {name} " in text
+        assert f"| {name} " in won.text
         for side in ("incumbent", "best"):
             assert found["classes"][side][name]["ttft_p50_s"] <= found["classes"][side][name]["ttft_p99_s"]
 
 
-@pytest.mark.slow
-def test_the_same_command_finds_the_same(tmp_path: Path) -> None:
-    found = []
-    for name in ("first", "second"):
-        out = tmp_path / f"{name}.json"
-        assert tune("--rate", "30", "--trials", "6", "--seed", "3", "--json", str(out)) == 0
-        document = json.loads(out.read_text())
-        found.append([document[each] for each in ("best", "rewards", "classes", "simulated_requests")])
-    assert found[0] == found[1]
+def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> None:
+    page, found = won.page, won.document
+    rewards = page.table("The best candidate against")
+    fresh = found["confirmation"]
+    assert rewards.column("difference")["reward on fresh windows"] == pytest.approx(fresh["mean"])
+    assert rewards.texts[1][1] == "better"
+    assert f"{fresh['low']:+.4f} to {fresh['high']:+.4f}" in rewards.texts[1]
+    sides = {"in force": "incumbent", "best candidate": "best"}
+    for heading, side in sides.items():
+        shown = rewards.column(heading)["reward on fresh windows"]
+        assert shown == pytest.approx(found["rewards"][side])
+    changed = page.table("Values that differ")
+    for heading, side in sides.items():
+        assert (
+            changed.column(heading)["scheduler.backpressure.target_waiting"] == found[side]["target_waiting"]
+        )
+    assert any(yaml.safe_load(text) == found["recommended"] for text in page.inside("code") if ":" in text)
+    classes = page.table("Classes of requests")
+    for texts, values in zip(classes.texts[1:], classes.values[1:], strict=True):
+        expected = found["classes"][sides[texts[1]]][texts[0]]
+        assert values[2:] == [
+            pytest.approx(expected[name])
+            for name in ("requests", "ttft_p50_s", "ttft_p99_s", "attainment_ratio")
+        ]
 
 
-def test_settings_that_cannot_be_bettered_stand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_be_bettered_stand(tmp_path: Path) -> None:
     # With hardly any load nothing can wait, so nothing can wait less.
-    assert tune("--rate", "0.5", "--trials", "4", "--only", "b_u,alpha") == 0
-    text = capsys.readouterr().out
-    assert "The current settings stand." in text
-    assert "To paste" not in text
+    stands = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
+    assert not stands.document["confident"]
+    for text in (stands.text, stands.page.text):
+        assert "The current settings stand." in text
+        assert "To paste" not in text
+    assert "recommended" not in stands.page.text
 
 
 def test_the_objective_of_the_paper_and_two_pools_can_be_asked_for(tmp_path: Path) -> None:

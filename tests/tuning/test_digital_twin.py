@@ -1,4 +1,3 @@
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
-from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.search_space import Tunable, space_of
 from serve_app.tuning.study import Job
 
@@ -96,12 +94,6 @@ def test_more_traffic_is_more_independent_windows() -> None:
     assert plan(window=900).independent_windows == 1.0
 
 
-def test_a_plan_travels_to_other_processes() -> None:
-    sent = pickle.loads(pickle.dumps(plan()))
-    values = plan().space.current
-    assert DigitalTwin(sent).play(values, 1) == DigitalTwin(plan()).play(values, 1)
-
-
 def test_what_fails_has_no_reward_and_says_why() -> None:
     with TwinProcesses(plan()) as twin:
         jobs = [Job(0, 0, plan().space.current), Job(1, 0, {**plan().space.current, "target_waiting": 0})]
@@ -116,9 +108,3 @@ def test_processes_come_to_what_one_process_comes_to() -> None:
     jobs = [Job(number, window, plan().space.current) for number in range(2) for window in range(2)]
     with TwinProcesses(plan()) as one, TwinProcesses(plan(), jobs=2) as two:
         assert list(one.play(jobs)) == list(two.play(jobs))
-
-
-def test_a_twin_may_use_the_objective_of_the_paper() -> None:
-    paper = replace(plan(), objective=ObjectiveSettings(kind="paper"))
-    terms = DigitalTwin(paper).play(paper.space.current, 0).reward.terms
-    assert 0 < terms["compactness"] <= 1

@@ -225,24 +225,6 @@ def test_the_trap_the_published_refinement_follows_the_size_of_the_sample() -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"alpha": 0.0}, "alpha must be a positive number, got 0.0"),
-        ({"alpha": float("nan")}, "alpha must be a positive number, got nan"),
-        ({"relative_range": -1.0}, "relative_range"),
-        ({"max_queues": 0}, "max_queues must be at least 1, got 0"),
-        ({"clusters": 0}, "clusters"),
-        ({"sample_size": 3}, "sample_size must be at least 16, got 3"),
-        ({"min_share": 0.7}, "min_share must be from 0 to 0.5, got 0.7"),
-        ({"mode": "fast"}, "mode must be one of stable, paper, got 'fast'"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RefineAndPruneSettings(**wrong)
-
-
 # Pruning
 
 QUEUES = [

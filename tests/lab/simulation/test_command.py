@@ -7,7 +7,6 @@ import pytest
 from serve_app.cli import main
 from serve_app.cli.workload_arguments import (
     configure_replicas,
-    configure_trace,
     configure_workload,
     fleet_of,
     trace_choice,
@@ -155,21 +154,6 @@ def test_what_cannot_be_ends_with_one_line(
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    ("pools", "message"),
-    [
-        ("short:0,long:1", "a pool has at least one replica and token, got 'short:0'"),
-        ("short:x,long:1", "write NAME:N or NAME:N:CONTEXT, got 'short:x'"),
-        ("a:1,a:2", "each pool needs a name of its own, got 'a:1,a:2'"),
-        (":1", "each pool needs a name of its own"),
-    ],
-)
-def test_pools_have_names_and_replicas(pools: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "--trace", "paper-mix", "--pools", pools])
-    assert message in capsys.readouterr().err
-
-
 def row(policy: str, seed: int, mean: float, *, deployable: bool = True) -> dict[str, object]:
     times = {"mean": mean, "p99": 2 * mean, "max": 3 * mean}
     by_size = {"all": times, "short": times, "long": times}
@@ -253,12 +237,6 @@ def test_the_trace_is_chosen_by_the_arguments() -> None:
     )
 
 
-def test_arrivals_may_have_another_default() -> None:
-    parser = argparse.ArgumentParser()
-    configure_trace(parser.add_argument_group(), arrivals="poisson", arrivals_help="")
-    assert parser.parse_args(["--trace", "lmsys"]).arrivals == "poisson"
-
-
 def test_replicas_are_in_one_pool_or_in_two() -> None:
     assert (parsed("--trace", "x").replicas, parsed("--trace", "x").pools) == (4, None)
     two = fleet_of(parsed("--trace", "x", "--pools", "long:1,short:3"))
@@ -286,6 +264,7 @@ def test_pools_may_have_contexts_and_profiles_of_their_own() -> None:
         ("--trace x --pools short:3:many", "write NAME:N or NAME:N:CONTEXT, got 'short:3:many'"),
         ("--trace x --pools short:0,long:1", "at least one replica and token, got 'short:0'"),
         ("--trace x --pools a:1,a:2", "a name of its own, got 'a:1,a:2'"),
+        ("--trace x --pools :1", "each pool needs a name of its own"),
         ("--trace x --pools short:1,long:1 --replicas 2", "not allowed with argument"),
         ("--trace x --load 0.9 --rate 3", "not allowed with argument"),
         ("--load 0.9", "required: --trace"),

@@ -9,7 +9,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome, SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 from serve_app.lab.simulation.fleet import EngineChanges, FleetSettings
-from serve_app.lab.simulation.run import DIRECT, LengthNoise, RunSettings, SloByLength, policy_names, simulate
+from serve_app.lab.simulation.run import LengthNoise, RunSettings, SloByLength, policy_names, simulate
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
@@ -88,12 +88,6 @@ def test_answers_end_at_the_context_limit_and_are_counted() -> None:
     clipped = [one for one in result.records if one.prompt_tokens + one.output_tokens == 300]
     assert result.workload.clipped > 0
     assert len(clipped) >= result.workload.clipped
-
-
-def test_without_a_gateway_nobody_waits_in_its_queue() -> None:
-    result = simulate(settings(DIRECT))
-    assert result.summary.queue_wait_s.all.max == 0.0
-    assert {record.replica for record in result.records} == {"all-1", "all-2"}
 
 
 def test_a_scheduler_holds_back_what_an_engine_could_not_start() -> None:
@@ -202,9 +196,6 @@ def test_long_prompts_have_more_time_to_their_first_token() -> None:
     assert not slo.met_by(record(256, 1.1))
     assert slo.met_by(record(257, 10.0))
     assert not slo.met_by(record(257, 10.1))
-
-
-def test_a_token_rate_that_is_too_slow_breaks_the_slo_of_both() -> None:
     slow = SloByLength(tpot_s=0.05)
     assert not slow.met_by(record(100, 0.5))
     assert not slow.met_by(record(1_000, 0.5))
