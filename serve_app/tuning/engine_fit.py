@@ -68,6 +68,35 @@ Engines = Mapping[str, FittedEngine]
 """Step times by pool."""
 
 
+def engines_as_json(engines: Engines) -> dict[str, dict[str, float]]:
+    """Return step times by pool in plain values; `latency_s` is from the scheduler to an engine and back."""
+    return {pool: {"latency_s": each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
+
+
+def engines_of_json(document: object) -> Engines:
+    """Return the step times that `engines_as_json` wrote.
+
+    Raises:
+        ValueError: they are broken.
+    """
+    if not isinstance(document, Mapping):
+        raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - faults of states are alike
+    try:
+        return {
+            str(pool): FittedEngine(
+                latency_s=float(values["latency_s"]),
+                step_time=StepTimeModel(
+                    **{name: float(value) for name, value in values.items() if name != "latency_s"}
+                ),
+            )
+            for pool, values in document.items()
+        }
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"learned state: broken step times of the twin: {error}; delete it to begin anew"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFitTask:
     """A check of the model in force, and a fit of another one where it is wrong.

@@ -1,13 +1,13 @@
 """The twin's engines: from a profile or none at all, fitted to what the real ones do, with the error known.
 
-A machine without a clock, as the loop that owns it. It hands out a task (`twin.engine_fit`) when enough
+A machine without a clock, as the loop that owns it. It hands out a task (`engine_fit`) when enough
 requests are new, and takes in the result. Each result tells the error of the model in force against requests
 that came after its fit. While that error is large, or not known yet, `obstacle` says why no candidate should
 be searched for: a twin that is wrong about the engines proposes what loses in production.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -19,7 +19,15 @@ from serve_app.engines.model.sequences import EngineModelSettings
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.calibration.fit import FittedEngine
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulationSettings
-from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, Engines, TwinError, shows_pace
+from serve_app.tuning.engine_fit import (
+    EngineFitResult,
+    EngineFitTask,
+    Engines,
+    TwinError,
+    engines_as_json,
+    engines_of_json,
+    shows_pace,
+)
 from serve_app.tuning.traffic import TrafficLog
 
 _UNKNOWN = FittedEngine(
@@ -32,10 +40,10 @@ _UNKNOWN = FittedEngine(
 _BLOCK = 16
 """Tokens in a block of the KV cache, as in vLLM on GPUs."""
 _USUAL_BUDGET = 2_048
+"""`max_num_batched_tokens` of an engine that does not state it: the smaller of vLLM's usual defaults."""
 _MOST_DOUBLINGS = 4
 # Of a server that states neither.
 _USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
-"""`max_num_batched_tokens` of an engine that does not say: the smaller of vLLM's usual defaults."""
 
 
 @settings
@@ -56,16 +64,19 @@ class TwinCalibration:
     """The engines of one model's twin.
 
     Args:
-        profile: name or path of the profile to begin with; None begins with nothing.
+        profile: name or path of the profile to begin with; None begins without one.
+        fitted: step times that are known already, by pool.
 
     Attributes:
         error: of the model in force, as last measured; None before that.
     """
 
-    def __init__(self, settings: CalibrationSettings, profile: str | None) -> None:
+    def __init__(
+        self, settings: CalibrationSettings, profile: str | None, fitted: Engines | None = None
+    ) -> None:
         self._settings, self._profile_name = settings, profile
         self._profile = None if profile is None else load_profile(profile)
-        self._fitted: Engines = {}
+        self._fitted: Engines = fitted or {}
         self.error: TwinError | None = None
         self._fits = 0
         # Fits in a row that left the twin wrong.
@@ -81,11 +92,6 @@ class TwinCalibration:
         """One way between scheduler and engine."""
         latencies = [each.latency_s for each in self._fitted.values()]
         return max(latencies) / 2 if latencies else SimulationSettings().control_latency_s
-
-    @property
-    def known(self) -> Engines:
-        """The fitted step times, by pool; empty where none are known."""
-        return self._fitted
 
     @property
     def obstacle(self) -> str:
@@ -127,7 +133,7 @@ class TwinCalibration:
         self._fresh = 0
         return EngineFitTask(
             records=tuple(traffic.recent(until)),
-            plans=self._plans(replicas),
+            plans=self.plans(replicas),
             until=until,
             known=self._models(replicas),
             fitted_until=self._fitted_until,
@@ -150,7 +156,12 @@ class TwinCalibration:
 
     def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
         """Simulated replicas like those that are connected; None while their step times are not known."""
-        return self._plans(replicas) if self._models(replicas) else None
+        return self.plans(replicas) if self._models(replicas) else None
+
+    def plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
+        """Return simulated replicas like those that are connected, even if their step times are unknown."""
+        models = self._models(replicas)
+        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
 
     # For people, and for a restart
 
@@ -174,10 +185,7 @@ class TwinCalibration:
 
     def state(self) -> dict[str, Any]:
         """The fitted step times by pool, in plain values."""
-        return {
-            pool: {"latency_s": each.latency_s, **asdict(each.step_time)}
-            for pool, each in self._fitted.items()
-        }
+        return engines_as_json(self._fitted)
 
     def restore(self, state: object) -> None:
         """Begin with the step times that `state` returned; their error has to be measured anew.
@@ -185,22 +193,7 @@ class TwinCalibration:
         Raises:
             ValueError: they are broken; nothing is taken over then.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - faults of states are alike
-        try:
-            self._fitted = {
-                str(pool): FittedEngine(
-                    latency_s=float(values["latency_s"]),
-                    step_time=StepTimeModel(
-                        **{name: float(value) for name, value in values.items() if name != "latency_s"}
-                    ),
-                )
-                for pool, values in state.items()
-            }
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"learned state: broken step times of the twin: {error}; delete it to begin anew"
-            ) from error
+        self._fitted = engines_of_json(state)
 
     def _models(self, replicas: Sequence[ReplicaSpec]) -> dict[str, FittedEngine]:
         """Step times of every pool; empty while they are not known."""
@@ -214,10 +207,6 @@ class TwinCalibration:
         else:
             return {}
         return {pool: self._fitted.get(pool, first) for pool in sorted(pools)}
-
-    def _plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
-        models = self._models(replicas)
-        return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
 
     def _plan(self, spec: ReplicaSpec, step_time: StepTimeModel) -> ReplicaPlan:
         known, chunk = self._profile, spec.long_prefill_token_threshold

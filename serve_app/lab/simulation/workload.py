@@ -104,7 +104,7 @@ class TraceChoice:
         requests: how many; None for all of a file, or the generator's default.
         tenants, priorities: shares, as in `lab.workloads.catalog`.
         folder: where trace files lie; None is the default folder.
-        arrivals: a pattern that replaces the trace's own, see `disturbances.traffic`.
+        arrivals: a pattern that replaces the trace's own, see `with_arrivals`.
         flip_mix_at: longest short prompt, when the shares of short and long prompts are exchanged half-way;
             None: they are not.
     """

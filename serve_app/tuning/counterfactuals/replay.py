@@ -10,7 +10,7 @@ requests that came back from replicas, and crashes of engines: a replica that le
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from serve_app.lab.simulation.simulation import (
 )
 from serve_app.request import PriorityClass, Request
 from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedRequest, Recording
+from serve_app.tuning.engine_fit import Engines
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
 _LEFT_OUT = NOT_OURS | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
@@ -66,25 +67,19 @@ def is_played(request: RecordedRequest) -> bool:
     return request.outcome not in _LEFT_OUT
 
 
-def replay_recording(
-    recording: Recording, step_times: Mapping[str, Mapping[str, float]]
-) -> dict[str, Played]:
-    """What became of each request that is played, by its id.
-
-    Args:
-        step_times: of the engines, as in a recording.
+def replay_recording(recording: Recording, engines: Engines) -> dict[str, Played]:
+    """Return the end of each request that is played, by its id.
 
     Raises:
-        ValueError: the step times, or what was learned, are broken.
+        ValueError: what was learned is broken.
     """
-    return _Replay(recording, step_times).run()
+    return _Replay(recording, engines).run()
 
 
 class _Replay:
-    def __init__(self, recording: Recording, step_times: Mapping[str, Mapping[str, float]]) -> None:
+    def __init__(self, recording: Recording, engines: Engines) -> None:
         self._recording = recording
-        self._calibration = TwinCalibration(CalibrationSettings(), None)
-        self._calibration.restore(step_times)
+        self._calibration = TwinCalibration(CalibrationSettings(), None, engines)
         # The simulator's clock begins at 0, with what was under way already.
         self._offset_s = -min([0.0, *(each.arrived_s for each in recording.requests)])
         learner = None if recording.partition is None else FixedPartition(recording.partition).learner()

@@ -22,13 +22,13 @@ besides how much the wait depends on them, and that widens the bar.
 How fast the recorded engines were: step times that are told, or fitted to the recorded requests.
 
 Told are those that the tuner has fitted, or those of a profile. Where they are wrong for the recorded
-requests by more than a few percent, the fit of `twin.engine_fit` is tried as well. Whichever replays the
+requests by more than a few percent, the fit of `engine_fit` is tried as well. Whichever replays the
 recorded waits better is used.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.core.metrics.record import RequestRecord
@@ -43,7 +43,7 @@ from serve_app.tuning.counterfactuals.replay import (
     pool_of,
     replay_recording,
 )
-from serve_app.tuning.engine_fit import EngineFitTask, Engines, fit_engines
+from serve_app.tuning.engine_fit import EngineFitTask, Engines, engines_of_json, fit_engines
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
 LEAST_COMPARABLE = 12
@@ -150,17 +150,6 @@ def _quantile(values: Sequence[float]) -> float:
     return ordered[math.ceil(_SHARE * len(ordered)) - 1] if ordered else 0.0
 
 
-StepTimes = Mapping[str, Mapping[str, float]]
-
-_LATENCY = "latency_s"
-# Limits of an engine are told, and its step times are about to be fitted.
-_ANY = {
-    _LATENCY: 0.0,
-    "decode_base_s": 0.02,
-    "decode_per_sequence_s": 0.0001,
-    "prefill_base_s": 0.02,
-    "prefill_per_token_s": 0.0001,
-}
 # Of mean TTFT from dispatch, and of TPOT: step times that are told stay while they are as right as that.
 _KEPT_WITHIN = 0.05
 FITTED = "fitted to these requests"
@@ -170,57 +159,38 @@ FITTED = "fitted to these requests"
 class KnownEngines:
     """Step times by pool, and where they come from, in words."""
 
-    step_times: StepTimes
+    by_pool: Engines
     source: str
 
 
 def engines_of(recording: Recording) -> Iterator[KnownEngines]:
-    """The step times that may be the right ones: those that were told, and those that fit."""
-    if recording.step_times:
-        yield KnownEngines(recording.step_times, recording.step_times_from)
-    fitted = _fitted(recording)
+    """Yield the step times that may be right: the recorded ones, and those that fit the recorded requests."""
+    recorded = engines_of_json(recording.step_times)
+    if recorded:
+        yield KnownEngines(recorded, recording.step_times_from)
+    fitted = _fitted(recording, recorded)
     if fitted:
         yield KnownEngines(fitted, FITTED)
 
 
-def slowed(step_times: StepTimes, factor: float) -> StepTimes:
-    """Engines each step of which takes so many times as long."""
-    return {
-        pool: {name: value if name == _LATENCY else factor * value for name, value in times.items()}
-        for pool, times in step_times.items()
-    }
+def slowed(engines: Engines, factor: float) -> Engines:
+    """Return engines each step of which takes so many times as long."""
+    return {pool: replace(each, step_time=each.step_time.scaled(factor)) for pool, each in engines.items()}
 
 
-def _fitted(recording: Recording) -> StepTimes:
+def _fitted(recording: Recording, recorded: Engines) -> Engines:
     fleet = [*recording.fleet, *(each.joined for each in recording.changes if each.joined is not None)]
     if not fleet:
         return {}
-    plans = _calibrated({spec.pool: _ANY for spec in fleet}).engines(fleet)
     records = [record for each in recording.requests if (record := _record(each)) is not None]
     task = EngineFitTask(
         records=records,
-        plans=plans or (),
+        plans=TwinCalibration(CalibrationSettings(), None).plans(fleet),
         until=max((each.finished_at for each in records), default=0.0),
-        known=_known(recording),
+        known=recorded,
         keep_within=_KEPT_WITHIN,
     )
-    return _plain(fit_engines(task).engines or {})
-
-
-def _known(recording: Recording) -> Engines:
-    if not recording.step_times:
-        return {}
-    return _calibrated(recording.step_times).known
-
-
-def _plain(engines: Engines) -> StepTimes:
-    return {pool: {_LATENCY: each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
-
-
-def _calibrated(step_times: StepTimes) -> TwinCalibration:
-    calibration = TwinCalibration(CalibrationSettings(), None)
-    calibration.restore(step_times)
-    return calibration
+    return fit_engines(task).engines or {}
 
 
 def _record(recorded: RecordedRequest) -> RequestRecord | None:
@@ -261,7 +231,7 @@ class UnchangedReplay:
 
     def __init__(self, recording: Recording, engines: KnownEngines) -> None:
         self.engines = engines
-        self.played: Mapping[str, Played] = replay_recording(recording, engines.step_times)
+        self.played: Mapping[str, Played] = replay_recording(recording, engines.by_pool)
         self._waits, self._ttfts = list[Residual](), list[Residual]()
         for each in recording.requests:
             played = self.played.get(each.request_id)
@@ -302,12 +272,12 @@ class ChangedReplay:
         on_replay: Callable[[], object] = lambda: None,
     ) -> None:
         self._baseline = baseline
-        engines = [baseline.engines.step_times]
+        engines = [baseline.engines.by_pool]
         if change.kind == POLICY:
             engines += [slowed(engines[0], factor) for factor in _OTHER_ENGINES]
         found = []
-        for step_times in engines:
-            found.append(replay_recording(change.recording, step_times))
+        for each in engines:
+            found.append(replay_recording(change.recording, each))
             on_replay()
         self.played: Mapping[str, Played] = found[0]
         self._others = found[1:]

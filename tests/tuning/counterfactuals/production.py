@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from serve_app.core import SchedulerSettings
 from serve_app.core.commands import Conclude, Dispatch
@@ -11,6 +11,7 @@ from serve_app.core.events import Arrived, Finished
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.model.sequences import EngineModelSettings
+from serve_app.lab.calibration.fit import FittedEngine
 from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, Simulation
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
@@ -20,12 +21,14 @@ from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.recordings import MinutesRecorder, RecordedSurroundings, StepTimes
 from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, encode_recording
+from serve_app.tuning.engine_fit import engines_as_json
 from tests.lab.simulation.builders import STEP_TIME
 
 ENGINE = EngineModelSettings(
     max_model_len=4_096, kv_tokens=12_288, max_num_seqs=4, max_num_batched_tokens=512
 )
-STEP_TIMES = StepTimes({"only": {"latency_s": 0.002, **asdict(STEP_TIME)}}, "those of the profile")
+ENGINES = {"only": FittedEngine(step_time=STEP_TIME, latency_s=0.002)}
+STEP_TIMES = StepTimes(engines_as_json(ENGINES), "those of the profile")
 FLEET = "only-0", "only-1"
 CLASSES = tuple(PriorityClass)
 

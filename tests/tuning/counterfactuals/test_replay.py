@@ -8,8 +8,8 @@ from serve_app.serving.scheduler import recordings as minutes
 from serve_app.tuning.counterfactuals.recording import RecordingError, decode_recording
 from serve_app.tuning.counterfactuals.replay import ChangedRecording, all_changes, replay_recording
 from tests.tuning.counterfactuals.production import (
+    ENGINES,
     FLEET,
-    STEP_TIMES,
     Production,
     burst,
     produce,
@@ -34,7 +34,7 @@ def test_a_replay_without_a_change_has_every_wait(policy: str, seed: int) -> Non
     recording = production.recording(asked)
     assert recording.begins_idle
     assert recording.requests[0].request_id == "r0"
-    played = replay_recording(recording, STEP_TIMES.by_pool)
+    played = replay_recording(recording, ENGINES)
 
     for each in recording.requests:
         assert played[each.request_id].wait_s == production.wait_s(each.request_id)
@@ -70,7 +70,7 @@ def test_a_changed_replay_is_the_changed_simulation(seed: int) -> None:
 
     waits = set()
     for change in changes:
-        played = replay_recording(change.recording, STEP_TIMES.by_pool)
+        played = replay_recording(change.recording, ENGINES)
         wait_s = played[asked].wait_s
         waits.add(wait_s)
         assert wait_s == really(change, seed, asked).wait_s(asked), change.label
@@ -90,7 +90,7 @@ def test_minutes_that_begin_later_than_the_busy_period_play_what_was_under_way(
     under_way = [each for each in recording.requests if each.arrived_s < 0]
     assert under_way
     assert all(each.ended_s is None or each.ended_s > 0 for each in under_way)
-    played = replay_recording(recording, STEP_TIMES.by_pool)
+    played = replay_recording(recording, ENGINES)
     assert set(played) == {each.request_id for each in recording.requests}
 
 

@@ -19,7 +19,7 @@ from serve_app.tuning.counterfactuals.recording import (
 )
 from serve_app.tuning.counterfactuals.replay import all_changes, replay_recording
 from serve_app.tuning.counterfactuals.what_if import FITTED, engines_of, replays_of, unchanged, what_if
-from tests.tuning.counterfactuals.production import STEP_TIMES, burst, produce
+from tests.tuning.counterfactuals.production import ENGINES, burst, produce
 
 COUNT = 120
 
@@ -52,7 +52,7 @@ def test_every_change_is_told_with_its_truth_and_without_error() -> None:
     assert result["replay"]["reproduces"]
     assert result["replay"]["bar_ms"] == pytest.approx(0.0, abs=1e-3)
     for change, row in zip(all_changes(recording), result["changes"], strict=True):
-        really = replay_recording(change.recording, STEP_TIMES.by_pool)[recording.request_id]
+        really = replay_recording(change.recording, ENGINES)[recording.request_id]
         told.append(row["wait"]["ms"])
         assert row["wait"]["ms"] == pytest.approx(1e3 * really.wait_s, abs=0.01), row["label"]
         assert row["ttft"]["ms"] == pytest.approx(1e3 * (really.ttft_s or 0.0), abs=0.01), row["label"]
@@ -66,9 +66,7 @@ def test_another_policy_is_told_with_what_small_delays_would_do_to_its_wait() ->
     rows = {row["label"]: row["wait"] for row in what_if(recorded())["changes"]}
 
     recording = recorded()
-    slower = {pool: {**times} for pool, times in STEP_TIMES.by_pool.items()}
-    for times in slower.values():
-        times.update({name: 1.03 * value for name, value in times.items() if name != "latency_s"})
+    slower = {pool: replace(each, step_time=each.step_time.scaled(1.03)) for pool, each in ENGINES.items()}
     change = next(each for each in all_changes(recording) if each.label == "policy sjf")
     moved_ms = 1e3 * replay_recording(change.recording, slower)[recording.request_id].wait_s
     told = rows["policy sjf"]
