@@ -4,23 +4,31 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import TypeAdapter
 
 from serve_app.cli.command import add_report_argument, positive_float, positive_int
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.model.sequences import SchedulingPolicy
+from serve_app.errors import SettingsError
 from serve_app.lab.simulation.direct import Balance
-from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges, fleet_of_file
+from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
 from serve_app.lab.simulation.run import LengthNoise, RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
+if TYPE_CHECKING:
+    from serve_app.settings.application import PoolSettings
+
 _UNCHANGED = EngineChanges()
+_ENGINE = TypeAdapter(EngineChanges)
+_ENGINE_FIELDS = tuple(field.name for field in fields(EngineChanges))
 _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
 
 
@@ -320,6 +328,51 @@ def fleet(args: argparse.Namespace) -> FleetSettings:
     if args.config is not None:
         return replace(fleet_of_file(args.config, args.profile), engine=engine)
     return fleet_of(args, engine)
+
+
+def fleet_of_file(path: Path, profile: str) -> FleetSettings:
+    """Return the pools of the first model of a configuration.
+
+    Args:
+        profile: of engines of vLLM, for which the file names none.
+
+    Raises:
+        SettingsError: the file is no configuration, or its engines run elsewhere.
+    """
+    # A second to import, which only `--config` needs.
+    from serve_app.settings.loading import load_settings  # noqa: PLC0415 - see above
+
+    model = load_settings(path).models[0]
+    return FleetSettings(
+        profile=profile,
+        # Pools that scale have as many replicas as they may.
+        replicas={
+            pool.name: pool.fixed_replicas or (pool.autoscaling.max_replicas if pool.autoscaling else 1)
+            for pool in model.pools
+        },
+        b_short_tokens=model.scheduler.routing.b_short_tokens,
+        by_pool={pool.name: _changes_of(pool) for pool in model.pools},
+    )
+
+
+def _changes_of(pool: "PoolSettings") -> PoolChanges:
+    emulated, vllm = pool.engine.emulated, pool.engine.vllm
+    if emulated is not None:
+        given = {name: getattr(emulated, name) for name in _ENGINE_FIELDS}
+        if emulated.scheduling_policy is SchedulingPolicy.FCFS:
+            given["scheduling_policy"] = None
+    elif vllm is not None:
+        given = {name: vllm.args.get(name) for name in _ENGINE_FIELDS}
+    else:
+        raise SettingsError(
+            f"pool {pool.name} has remote engines, whose speed is not known: simulate --pools"
+        )
+    return PoolChanges(
+        profile=None if emulated is None else emulated.profile,
+        engine=_ENGINE.validate_python(given),
+        cost=pool.cost,
+        boundary_tokens=pool.boundary_tokens,
+    )
 
 
 def _slo(args: argparse.Namespace) -> SloByLength:

@@ -6,12 +6,13 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from serve_app.cli.workload_arguments import fleet_of_file
 from serve_app.lab.planning.configuration import best_fleet, configuration
 from serve_app.lab.planning.fleets import CostTable, FleetPlan, PoolPlan, paged_fleet, split_fleet
 from serve_app.lab.planning.plan import Candidate, PlanResult, SizedFleet
-from serve_app.lab.simulation.fleet import EngineChanges, fleet_of_file
+from serve_app.lab.simulation.fleet import EngineChanges
 from serve_app.settings.checking import check_file
-from serve_app.settings.loading import load_settings
+from serve_app.settings.loading import IMPORT_PATH, load_settings
 from tests.lab.planning.builders import demand
 
 CHEAP, LARGE = "llama31-8b-rtx4090-tp1", "llama3-70b-h100-tp4"
@@ -89,10 +90,12 @@ def test_the_cheapest_fleet_is_written_and_one_pool_where_several_cost_the_same(
 def test_pools_that_cannot_be_simulated_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("applications: []")
-    with pytest.raises(ValueError, match="holds no pools to simulate"):
+    with pytest.raises(ValueError, match="must hold one application"):
         fleet_of_file(path, CHEAP)
     remote = {"name": "m", "pools": [{"name": "all", "engine": {"remote": {"endpoints": ["http://a:1"]}}}]}
-    path.write_text(yaml.safe_dump({"applications": [{"args": {"models": [remote]}}]}))
+    path.write_text(
+        yaml.safe_dump({"applications": [{"import_path": IMPORT_PATH, "args": {"models": [remote]}}]})
+    )
     with pytest.raises(ValueError, match="pool all has remote engines"):
         fleet_of_file(path, CHEAP)
 
