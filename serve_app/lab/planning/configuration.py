@@ -10,6 +10,7 @@ from serve_app.engines.model.profiles import load_profile
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import PlanResult, SizedFleet
 from serve_app.lab.planning.verification import Workload
+from serve_app.lab.simulation.scheduler_settings import plant
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 # GPUs that Ray knows by a type of their own, by their names in profiles.
@@ -63,9 +64,9 @@ def _model(one: SizedFleet, demand: Workload, costs: CostTable, model: str | Non
     plans = one.plan.settings(dict.fromkeys(one.plan.pools, 1)).plans(isolated=True)
     scheduler: dict[str, Any] = {"policy": demand.policy}
     for path, value in demand.scheduler.items():
-        _plant(scheduler, path, value)
+        plant(scheduler, path, value)
     if len(plans) > 1:
-        _plant(scheduler, "routing.b_short_tokens", one.plan.b_short_tokens)
+        plant(scheduler, "routing.b_short_tokens", one.plan.b_short_tokens)
     return {
         "name": "planned" if model is None else model.rstrip("/").rpartition("/")[2],
         "pools": [_pool(one, plan, costs, model) for plan in plans],
@@ -97,10 +98,3 @@ def _pool(one: SizedFleet, plan: ReplicaPlan, costs: CostTable, model: str | Non
         "replicas": one.counts[plan.pool],
     }
     return pool | {"advanced": {"cost": round(costs.usd_per_hour(profile), 4)}}
-
-
-def _plant(tree: dict[str, Any], path: str, value: object) -> None:
-    *branches, leaf = path.split(".")
-    for branch in branches:
-        tree = tree.setdefault(branch, {})
-    tree[leaf] = value

@@ -43,7 +43,7 @@ def scheduler_settings(
         "backpressure": {"tpot_gate_s": None},
     }
     for path, value in changes.items():
-        _plant(tree, _known(path), value)
+        plant(tree, _known(path), value)
     # These follow from the arguments: the fleet decides which pools there are.
     for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
         if owned in changes:
@@ -55,6 +55,20 @@ def scheduler_settings(
     of_the_fleet = {name: getattr(routing, name) for name in _OF_THE_FLEET}
     routing = replace(settings.routing, **of_the_fleet)
     return replace(settings, policy=policy, routing=routing)
+
+
+def plant(tree: dict[str, Any], path: str, value: object) -> None:
+    """Set the value under a dotted path of nested mappings.
+
+    Raises:
+        SettingsError: a part of the path has a value itself.
+    """
+    *branches, leaf = path.split(".")
+    for branch in branches:
+        tree = tree.setdefault(branch, {})
+        if not isinstance(tree, dict):
+            raise SettingsError(f"{path} cannot be set below {branch!r}, which has a value itself")
+    tree[leaf] = value
 
 
 def _known(path: str) -> str:
@@ -81,12 +95,3 @@ def _paths(block: type, above: str = "") -> Iterator[tuple[str, bool]]:
         yield above + setting.name, inner is not None
         if inner is not None:
             yield from _paths(inner, f"{above}{setting.name}.")
-
-
-def _plant(tree: dict[str, Any], path: str, value: object) -> None:
-    *branches, leaf = path.split(".")
-    for branch in branches:
-        tree = tree.setdefault(branch, {})
-        if not isinstance(tree, dict):
-            raise SettingsError(f"{path} cannot be set below {branch!r}, which has a value itself")
-    tree[leaf] = value

@@ -103,6 +103,18 @@ def test_tenants_and_priorities_are_drawn_on_demand() -> None:
     assert [one.prompt_tokens for one in plain.requests] == [one.prompt_tokens for one in trace.requests]
 
 
+def test_merged_generators_cover_an_hour() -> None:
+    trace = resolve(WorkloadSettings(trace="lmsys+paper-mix"))
+    assert trace.span_s == pytest.approx(3_600, rel=0.05)
+    assert len(trace.requests) == 36_000 + 72_000
+
+
+def test_merged_traces_have_the_size_and_rate_asked_for() -> None:
+    trace = resolve(WorkloadSettings(trace="lmsys+paper-mix", requests=300, rate_per_s=5.0))
+    assert len(trace.requests) == 300
+    assert trace.rate_per_s == pytest.approx(5.0, rel=0.01)
+
+
 def test_a_name_that_is_neither_a_file_nor_known_is_refused_with_the_names() -> None:
     with pytest.raises(
         TraceError, match="no trace 'azur': give a file, or one of azure-code, azure-conv, lmsys"

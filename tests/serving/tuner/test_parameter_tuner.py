@@ -134,6 +134,17 @@ async def test_work_that_fails_ends_and_is_logged(caplog: pytest.LogCaptureFixtu
     assert made.document()["studies"] == []
 
 
+async def test_freezing_ends_a_trial() -> None:
+    made = tuner()
+    made.update(observed(0.0, []))
+    assert made.loop is not None
+    made.loop.rollout.propose({**made.loop.rollout.incumbent, "target_waiting": 6}, 0.0, "for the test")
+    (order,) = made.update(observed(1.0, [], frozen="an incident"))
+    assert (order.valid_s, order.values[TARGET]) == (None, 3)
+    made.update(observed(2.0, []))
+    assert made.document()["audit"][0]["what"] == "thawed"
+
+
 async def test_a_freeze_outlives_the_scheduler() -> None:
     made = tuner()
     made.update(observed(0.0, []))
