@@ -73,13 +73,18 @@ def _counts(found: list[Block]) -> tuple[int, int]:
 
 
 def _section(block: Block) -> str:
-    parts = [f"## {code(_title(block))}", "\n\n".join(map(sentence, block.text.split("\n\n")))]
+    place = f"Defined by {code(block.cls.__name__)} in {code(_file(block.cls))}."
+    parts = [f"## {code(_title(block))}", "\n\n".join(map(sentence, block.text.split("\n\n"))), place]
     usual = [_entry(setting) for setting in block.settings if not setting.is_advanced]
     advanced = [_entry(setting) for setting in block.settings if setting.is_advanced]
     parts.append("\n".join(usual))
     if advanced:
         parts += [f"### Advanced: {code(_title(block))}", _ADVANCED, "\n".join(advanced)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _file(cls: type) -> str:
+    return f"{cls.__module__.replace('.', '/')}.py"
 
 
 def _title(block: Block) -> str:

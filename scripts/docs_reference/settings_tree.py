@@ -50,6 +50,7 @@ class Block:
     """A settings class at one place in the tree; `path` is empty for the application's arguments."""
 
     path: str
+    cls: type
     text: str
     settings: tuple[SettingEntry, ...]
 
@@ -84,7 +85,7 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
                 is_advanced=setting.is_advanced,
             )
         )
-    yield Block(path=path, text=summary(cls), settings=tuple(entries))
+    yield Block(path=path, cls=cls, text=summary(cls), settings=tuple(entries))
     for place, (kind, given) in inner.items():
         yield from _walk(kind, place, given)
 

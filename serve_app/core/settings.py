@@ -129,7 +129,7 @@ class WrittenScheduler:
     """How one model's requests are admitted, ordered and sent to engines.
 
     Attributes:
-        policy: name of the ordering policy, a key of `scheduling.policies.POLICIES`.
+        policy: name of the ordering policy, a key of `POLICIES` in `serve_app.core.policies`.
     """
 
     policy: str = "ewsjf"
