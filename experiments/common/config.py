@@ -8,6 +8,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
+from serve_app.lab.simulation.scheduler_settings import plant
 
 S = TypeVar("S")
 
@@ -61,8 +62,6 @@ def _nested(change: str) -> dict[str, Any]:
     path, equals, text = change.partition("=")
     if not (path and equals):
         raise SettingsError(f"a change must read path.to.key=VALUE, got {change!r}")
-    *outer, last = path.split(".")
-    nested: dict[str, Any] = {last: yaml.safe_load(text)}
-    for name in reversed(outer):
-        nested = {name: nested}
+    nested: dict[str, Any] = {}
+    plant(nested, path, yaml.safe_load(text))
     return nested

@@ -1,10 +1,9 @@
 """The report of a study: whether a candidate is better than the values in force, and how the search went."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from serve_app.lab.reports.document import (
-    Cell,
     DifferenceTable,
     FigureDifference,
     Listing,
@@ -13,17 +12,13 @@ from serve_app.lab.reports.document import (
     Plot,
     PlotAxis,
     ReportSection,
-    ReportTable,
     ResultReport,
     Series,
     Unit,
-    number_cell,
 )
 from serve_app.tuning.digital_twin import TwinPlan
 from serve_app.tuning.study import INCUMBENT
-from serve_app.tuning.study_report import StudyReport
-
-_NOW, _BEST = "in force", "best candidate"
+from serve_app.tuning.study_report import BEST, IN_FORCE, StudyReport
 
 
 def study_page(report: StudyReport, plan: TwinPlan, origin: Origin) -> ResultReport:
@@ -59,7 +54,6 @@ def _facts(report: StudyReport, plan: TwinPlan) -> Iterator[tuple[str, str]]:
 
 
 def _sections(report: StudyReport) -> Iterator[ReportSection]:
-    best, found = report.finding.best, report.as_json()
     rewards = list(_rewards(report))
     if rewards:
         yield ReportSection(
@@ -68,35 +62,22 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
             blocks=[
                 DifferenceTable(
                     caption="The best candidate against the values in force",
-                    base=_NOW,
-                    other=_BEST,
+                    base=IN_FORCE,
+                    other=BEST,
                     differences=rewards,
                 )
             ],
         )
-    if best is not None:
-        changed = ReportTable(
-            caption="Values that differ",
-            head=["setting", _NOW, _BEST],
-            rows=[
-                [
-                    each.model_path,
-                    Cell(f"{report.space.current[each.name]:g}", report.space.current[each.name]),
-                    Cell(f"{best.values[each.name]:g}", best.values[each.name]),
-                ]
-                for each in report.space
-                if best.values[each.name] != report.space.current[each.name]
-            ],
-        )
+    if report.changes_table is not None:
         pasted = report.pasted
         listings = [] if pasted is None else [Listing("To paste into the model's settings:", pasted)]
-        yield ReportSection(title="Settings", blocks=[changed, *listings])
+        yield ReportSection(title="Settings", blocks=[report.changes_table, *listings])
     yield ReportSection(
         title="The search",
         intro="A gain is the mean difference in reward from the values in force, on the same windows.",
         blocks=[*_course(report), *_fresh_windows(report)],
     )
-    yield ReportSection(title="Figures", blocks=[_classes(found["classes"])])
+    yield ReportSection(title="Figures", blocks=[report.classes_table])
 
 
 # Rewards
@@ -170,39 +151,8 @@ def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
                 colour=2,
             )
             for name, candidate, look in (
-                (_NOW, INCUMBENT, Look.BASELINE),
-                (_BEST, best.number, Look.LINE),
+                (IN_FORCE, INCUMBENT, Look.BASELINE),
+                (BEST, best.number, Look.LINE),
             )
         ],
     )
-
-
-# Tables
-
-
-def _classes(classes: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> ReportTable:
-    """From the JSON output: side, class, figure."""
-    sides = {"incumbent": _NOW, "best": _BEST}
-    return ReportTable(
-        caption="Classes of requests, means over windows: fresh ones if there was a confirmation",
-        head=["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"],
-        rows=[
-            [
-                name,
-                sides[side],
-                number_cell(figures["requests"]),
-                number_cell(figures["ttft_p50_s"], 3),
-                number_cell(figures["ttft_p99_s"], 3),
-                _percent(figures["attainment_ratio"]),
-            ]
-            for name in classes["incumbent"]
-            for side, found in classes.items()
-            for figures in [found.get(name)]
-            if figures is not None
-        ],
-        text_columns=2,
-    )
-
-
-def _percent(value: float | None) -> Cell:
-    return Cell("-") if value is None else Cell(f"{value:.1%}", value)

@@ -7,10 +7,12 @@ from typing import Any
 
 import yaml
 
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.document import Cell, ReportTable, number_cell
 from serve_app.tuning.objective import ClassFigures
-from serve_app.tuning.search_space import SearchSpace, Values, as_model_settings
+from serve_app.tuning.search_space import SearchSpace, as_model_settings
 from serve_app.tuning.study import INCUMBENT, Course, Finding, StudySettings, WindowResult
+
+IN_FORCE, BEST = "in force", "best candidate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,9 @@ class StudyReport:
 
     def as_text(self) -> str:
         """The verdict for a reader."""
-        best = self.finding.best
-        lines = [self.verdict, "", self._class_table()]
-        if best is not None:
-            lines += ["", *self._changes(best.values)]
+        lines = [self.verdict, "", self.classes_table.as_text()]
+        if self.changes_table is not None:
+            lines += ["", self.changes_table.as_text()]
         if self.pasted is not None:
             lines += ["", "To paste into the model's settings:", "", self.pasted]
         else:
@@ -90,28 +91,49 @@ class StudyReport:
             return text
         return f"{text}; reward {found.mean:+.4f} (95 %: {found.low:+.4f} to {found.high:+.4f})"
 
-    def _class_table(self) -> str:
-        """TTFT and attainment of each class, side by side, as means over windows."""
+    @property
+    def classes_table(self) -> ReportTable:
+        """TTFT and attainment of each class on both sides, as means over windows."""
         best = self.finding.best
-        before = _mean_classes(self._results(INCUMBENT))
-        after = _mean_classes(self._results(INCUMBENT if best is None else best.number))
-        head = (
-            "class",
-            "requests",
-            "p50 TTFT s now > best",
-            "p99 TTFT s now > best",
-            "within targets now > best",
+        sides = {IN_FORCE: INCUMBENT} | ({} if best is None else {BEST: best.number})
+        found = {side: _mean_classes(self._results(number)) for side, number in sides.items()}
+        return ReportTable(
+            caption="Classes of requests, means over windows: fresh ones if there was a confirmation",
+            head=["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"],
+            rows=[
+                [
+                    name,
+                    side,
+                    number_cell(classes[name].requests),
+                    number_cell(classes[name].ttft_p50_s, 3),
+                    number_cell(classes[name].ttft_p99_s, 3),
+                    Cell(f"{classes[name].attainment_ratio:.1%}", classes[name].attainment_ratio),
+                ]
+                for name in found[IN_FORCE]
+                for side, classes in found.items()
+                if name in classes
+            ],
+            text_columns=2,
         )
-        lines = [_table_line(name, before[name], after[name]) for name in before if name in after]
-        return shown_table(head, lines)
 
-    def _changes(self, values: Values) -> list[str]:
-        """Each parameter that differs, now and in the best candidate."""
-        return [
-            f"  {each.model_path}: {self.space.current[each.name]:g} > {values[each.name]:g}"
-            for each in self.space
-            if values[each.name] != self.space.current[each.name]
-        ]
+    @property
+    def changes_table(self) -> ReportTable | None:
+        """Each parameter that differs, in force and in the best candidate; None without one."""
+        best, current = self.finding.best, self.space.current
+        if best is None:
+            return None
+        return ReportTable(
+            caption="Values that differ",
+            head=["setting", IN_FORCE, BEST],
+            rows=[
+                [
+                    each.model_path,
+                    *(Cell(f"{side[each.name]:g}", side[each.name]) for side in (current, best.values)),
+                ]
+                for each in self.space
+                if best.values[each.name] != current[each.name]
+            ],
+        )
 
     def _results(self, number: int) -> list[WindowResult]:
         """A candidate's fresh windows, if there was a confirmation; otherwise those of the search."""
@@ -119,16 +141,6 @@ class StudyReport:
         windows = self.settings.fresh_windows if fresh else self.settings.search_windows
         results = self.course.results
         return [results[number, window] for window in windows if (number, window) in results]
-
-
-def _table_line(name: str, now: ClassFigures, best: ClassFigures) -> tuple[str, ...]:
-    return (
-        name,
-        f"{now.requests:,}",
-        _pair(now.ttft_p50_s, best.ttft_p50_s),
-        _pair(now.ttft_p99_s, best.ttft_p99_s),
-        f"{now.attainment_ratio:.1%} > {best.attainment_ratio:.1%}",
-    )
 
 
 def _mean_classes(results: Sequence[WindowResult]) -> dict[str, ClassFigures]:
@@ -160,11 +172,3 @@ def _terms(results: Sequence[WindowResult]) -> dict[str, float | None]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def _pair(now: float | None, best: float | None) -> str:
-    return f"{_seconds(now)} > {_seconds(best)}"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
