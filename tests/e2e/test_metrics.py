@@ -29,6 +29,8 @@ _WITHOUT_SERIES = {
     "ewsjf_tenant_requests_waiting": "requests that wait",
     "ewsjf_tenant_lead_ratio": "two tenants",
     "ewsjf_blocked_heads": "requests that wait",
+    "ewsjf_queue_wait_cause_seconds_total": "requests that wait",
+    "ewsjf_tenant_imposed_delay_seconds_total": "tenants that wait for each other",
     "ewsjf_partition_age_seconds": "learned queues",
     "ewsjf_partition_changes_total": "learned queues",
 }
