@@ -79,7 +79,7 @@ class CpuMeter:
 
 
 def calibrate(meters: Sequence[CpuMeter], seconds: float) -> None:
-    """Measure for so long what the roles use when idle; it blocks."""
+    """Measure the idle CPU use of each role for `seconds`; blocks."""
     before = [meter.read() for meter in meters]
     time.sleep(seconds)
     for meter, began in zip(meters, before, strict=True):

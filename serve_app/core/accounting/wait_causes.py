@@ -99,7 +99,7 @@ def nanoseconds(at: float) -> int:
 
 
 class WaitTally:
-    """What is known of one request's wait.
+    """The wait of one request so far, by cause.
 
     Attributes:
         account: the account that it waits by; None while it rests or runs.
@@ -120,11 +120,11 @@ class WaitTally:
 
     @property
     def total(self) -> int:
-        """All that has been added so far, in nanoseconds."""
+        """The wait added so far, in nanoseconds."""
         return sum(self._causes.values())
 
     def add(self, cause: WaitCause, nanoseconds: int) -> None:
-        """So much of the wait had this cause."""
+        """Add a part of the wait to its cause."""
         if nanoseconds:
             self._causes[cause] = self._causes.get(cause, 0) + nanoseconds
 
@@ -134,7 +134,7 @@ class WaitTally:
             self._ahead[cause] = self._ahead.get(cause, 0) + places
 
     def copy(self) -> "WaitTally":
-        """Another one that stands as this one does."""
+        """Return an independent copy."""
         same = WaitTally()
         same.account, same.sums, same.own, same.resting_since = (
             self.account,
@@ -146,7 +146,7 @@ class WaitTally:
         return same
 
     def breakdown(self) -> WaitBreakdown:
-        """What has been added so far."""
+        """Return the causes added so far."""
         return WaitBreakdown(self._causes.copy(), self._ahead.copy())
 
     def __repr__(self) -> str:

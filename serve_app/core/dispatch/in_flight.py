@@ -241,7 +241,7 @@ class Suspensions:
         self._ledger = ledger
 
     def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
-        """A replica returned a request."""
+        """Count a failure against the replica that returned a request."""
         state = self._ledger.get(replica_id)
         if state is None:
             return
@@ -251,7 +251,7 @@ class Suspensions:
             self._blame(state, now)
 
     def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
-        """The answer of a request that runs on a replica has begun, or is complete."""
+        """Clear the faults of a replica that answers, and blame the one that failed this request before."""
         state.faults = state.suspensions = 0
         if scheduled.failed_on is None:
             return

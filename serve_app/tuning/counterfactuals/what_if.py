@@ -174,7 +174,7 @@ def engines_of(recording: Recording) -> Iterator[KnownEngines]:
 
 
 def slowed(engines: Engines, factor: float) -> Engines:
-    """Return engines each step of which takes so many times as long."""
+    """Return the engines with step times multiplied by `factor`."""
     return {pool: replace(each, step_time=each.step_time.scaled(factor)) for pool, each in engines.items()}
 
 

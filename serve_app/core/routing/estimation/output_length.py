@@ -88,7 +88,7 @@ class LengthCurve:
 
     @property
     def is_learned(self) -> bool:
-        """Whether enough answers have ended to use it."""
+        """True once enough answers have ended to use the curve."""
         return self.ended >= _MIN_OBSERVATIONS
 
     def observe(self, bucket: int, *, was_cut: bool) -> None:
@@ -174,7 +174,7 @@ class LengthCurve:
 
 
 def bucket_of(tokens: float) -> int:
-    """The bucket of a length."""
+    """Return the bucket of a length."""
     if tokens <= 1:
         return 0
     return min(_BUCKETS - 1, max(0, math.ceil(_PER_OCTAVE * math.log2(tokens)) - 1))
