@@ -7,7 +7,6 @@ from typing import Any
 from serve_app.core.metrics.confidence import ConfidenceInterval
 from serve_app.lab.planning.fleets import PAGED, POOLS, WORST_CASE
 from serve_app.lab.planning.plan import Candidate, Plan, PlanResult, SizedFleet
-from serve_app.lab.planning.sizing import ClosedForm
 from serve_app.lab.planning.verification import Verification, at_full_size
 from serve_app.lab.reports.document import (
     Cell,
@@ -51,25 +50,18 @@ def saving(of: SizedFleet, against: SizedFleet) -> Saving:
 
 
 def plan_as_json(result: PlanResult) -> dict[str, Any]:
-    """The chosen fleets with their verification, the verdict, the closed forms, and the search."""
-    found = [one for one in (result.worst_case, result.paged, result.pools) if one is not None]
+    """The chosen fleets with their verification and what they save, the verdict, and the search."""
     return {
-        "fleets": [_fleet(one, result) for one in found],
+        "fleets": [_fleet(one, result) for one in chosen_fleets(result)],
         "verdict": verdict(result),
-        "closed_forms": {
-            "against-worst-case-homogeneous": _terms(result.against_worst_case),
-            "against-paged-homogeneous": _terms(result.against_paged),
-        },
         "simulated": [_simulated(one) for one in result.simulated],
         "modelled": [_modelled(one) for one in result.modelled],
     }
 
 
 def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
-    """The saving is against one pool with paged KV; that pool's own is against the worst case."""
     verification = one.verification
-    closed_form, simulated = None, None
-    against: dict[str, Any] = {}
+    savings: dict[str, Any] = {}
     for baseline, terms in (
         (result.worst_case, result.against_worst_case),
         (result.paged, result.against_paged),
@@ -77,14 +69,11 @@ def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
         if baseline is None or baseline is one:
             continue
         measured = saving(one, baseline)
-        own_terms = terms if one is result.pools else None
-        against[baseline.plan.name] = {
+        savings[baseline.plan.name] = {
             "simulated": measured.ratio,
             "resolution": measured.resolution,
-            "closed_form": None if own_terms is None else own_terms.as_json(),
+            "closed_form": terms.as_json() if terms is not None and one is result.pools else None,
         }
-        simulated = measured.ratio
-        closed_form = None if own_terms is None else own_terms.by_work
     return {
         "name": one.plan.name,
         "replicas": sum(one.counts.values()),
@@ -94,9 +83,7 @@ def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
         "p99_ttft_s": None if verification.ttft is None else verification.ttft.mean,
         "p99_tpot_s": None if verification.tpot is None else verification.tpot.mean,
         "preemptions": sum(run.preemptions for run in verification.runs),
-        "closed_form_saving": closed_form,
-        "simulated_saving": simulated,
-        "savings": against,
+        "savings": savings,
         "simulated_share": one.share,
         "headroom": one.headroom,
         "verification": verification.as_json(),
@@ -130,10 +117,6 @@ def _modelled(one: Candidate) -> dict[str, Any]:
         "usd_per_hour": one.usd_per_hour,
         "within_limits": {pool: sized.within_limits for pool, sized in one.pools.items()},
     } | one.plan.as_json()
-
-
-def _terms(terms: ClosedForm | None) -> dict[str, float] | None:
-    return None if terms is None else terms.as_json()
 
 
 def verdict(result: PlanResult) -> str:

@@ -52,8 +52,9 @@ def test_a_plan_is_printed_and_written(written: Written) -> None:
         assert one["preemptions"] >= 0
         assert one["verification"]["meets"]
     pools = document["fleets"][2]
-    assert isinstance(pools["closed_form_saving"], float)
-    assert isinstance(pools["simulated_saving"], float)
+    saved = pools["savings"]["paged-homogeneous"]
+    assert isinstance(saved["closed_form"]["by_work"], float)
+    assert isinstance(saved["simulated"], float)
     assert {"commit", "settings", "trace", "seeds"} <= set(document["provenance"])
     assert document["provenance"]["seeds"] == [0, 1, 2]
 

@@ -76,11 +76,15 @@ def test_the_json_has_its_documented_fields() -> None:
     pools = fleets["pools"]
     assert pools["replicas"] == 8
     assert {pool: one["replicas"] for pool, one in pools["per_pool"].items()} == {"short": 5, "long": 3}
-    assert pools["simulated_saving"] == pytest.approx(0.2)
-    assert pools["closed_form_saving"] == pytest.approx(0.25)
-    assert pools["savings"]["worst-case-homogeneous"]["simulated"] == pytest.approx(0.6)
-    assert fleets["paged-homogeneous"]["simulated_saving"] == pytest.approx(0.5)
-    assert fleets["worst-case-homogeneous"]["closed_form_saving"] is None
+    saved = pools["savings"]
+    assert saved["paged-homogeneous"]["simulated"] == pytest.approx(0.2)
+    assert saved["paged-homogeneous"]["closed_form"]["by_work"] == pytest.approx(0.25)
+    assert saved["worst-case-homogeneous"]["simulated"] == pytest.approx(0.6)
+    (of_paged,) = fleets["paged-homogeneous"]["savings"].values()
+    assert of_paged["simulated"] == pytest.approx(0.5)
+    (of_worst,) = fleets["worst-case-homogeneous"]["savings"].values()
+    assert of_paged["closed_form"] is None
+    assert of_worst["closed_form"] is None
     assert pools["verification"]["p99_ttft_s"]["n"] == 3
     assert pools["preemptions"] == 3
 
