@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 
 from docs_reference.markdown import code, document, prose, sentence, table
-from serve_app.cli import COMMANDS
-from serve_app.cli.command import Command
+from serve_app.cli import COMMANDS, CommandEntry
 
 _INTRODUCTION = """
 # Command line reference
@@ -26,19 +25,18 @@ _DEFAULT_IN_HELP = re.compile(r"\s*\(%\(default\)s\)")
 def command_line_page() -> str:
     """The whole page."""
     rows = ((f"[{code(each.name)}](#{each.name})", sentence(each.summary)) for each in COMMANDS)
-    return document(
-        _INTRODUCTION, table(("Command", "What it does"), rows), *(_section(each.load()) for each in COMMANDS)
-    )
+    return document(_INTRODUCTION, table(("Command", "What it does"), rows), *map(_section, COMMANDS))
 
 
-def _section(command: Command) -> str:
-    parser = argparse.ArgumentParser(prog=f"python -m serve_app {command.name}", add_help=False)
+def _section(entry: CommandEntry) -> str:
+    command = entry.load()
+    parser = argparse.ArgumentParser(prog=f"python -m serve_app {entry.name}", add_help=False)
     command.configure(parser)
-    parts = [f"## {command.name}", sentence(command.summary), *_example(command.example)]
+    parts = [f"## {entry.name}", sentence(entry.summary), *_example(command.example)]
     for group in parser._action_groups:  # noqa: SLF001 - argparse names no public way to its groups
         if actions := group._group_actions:  # noqa: SLF001 - same
             title = (group.title or "options").capitalize()
-            parts += [f"### {title} of {command.name}", sentence(group.description or "")]
+            parts += [f"### {title} of {entry.name}", sentence(group.description or "")]
             parts.append(table(("Option", "Default", "Meaning"), map(_row, actions)))
     return "\n\n".join(part for part in parts if part)
 

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(args)
     except (ServeAppError, ValueError) as exc:
-        warn(f"{command.name}: {exc}")
+        warn(f"{args.words[0]}: {exc}")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -141,7 +141,6 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
     )
-    group.add_argument("--label", default="live", help="`policy` in the JSON (%(default)s)")
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
     group.add_argument("--records", type=Path, metavar="OUT", help="write raw records, a JSON object a line")
     add_report_argument(group)
@@ -341,7 +340,7 @@ def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
     args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
     found = provenance(trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
-        run = {"policy": args.label, "seed": args.seed, "load": None, "rate_per_s": trace.rate_per_s}
+        run = {"seed": args.seed, "rate_per_s": trace.rate_per_s}
         run |= run_as_json(summary, load, rules_of(args), cpu_s)
         write_json(args.json, {"runs": [run], "provenance": found})
     if args.records is not None:
@@ -351,13 +350,7 @@ def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
         write_report(args.report, bench_report(measured, origin, warnings))
 
 
-COMMAND = Command(
-    name="bench",
-    summary="open-loop load against a live endpoint, or against two in turns, from a trace",
-    example=_EXAMPLE,
-    configure=configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)
 
 
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)

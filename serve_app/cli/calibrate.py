@@ -173,10 +173,4 @@ def _table(accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command(
-    name="calibrate",
-    summary="fit an engine profile to the request timestamps of a real engine",
-    example=_EXAMPLE,
-    configure=_configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

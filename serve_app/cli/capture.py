@@ -42,8 +42,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="capture",
-    summary="write the requests of the last ten minutes as a trace, without their text",
     example="example:\n  python -m serve_app capture --out out/captured.jsonl",
     configure=_configure,
     run=_run,

@@ -54,8 +54,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="check",
-    summary="say what is wrong with a configuration, with line numbers, before anything starts",
     example="example:\n  python -m serve_app check configs/local.yaml",
     configure=_configure,
     run=_run,

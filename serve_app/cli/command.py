@@ -30,18 +30,14 @@ _SPEED_OVER_S = 1_800.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command.
+    """One sub-command; its name and summary stand in the table of all.
 
     Attributes:
-        name: its name on the command line.
-        summary: one line for the list of commands.
         example: shown at the end of its `--help`.
         configure: adds its arguments.
         run: runs it and returns the exit status. A `ServeAppError` or `ValueError` is shown as one line.
     """
 
-    name: str
-    summary: str
     example: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -101,7 +97,7 @@ def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ())
     Args:
         secrets: values that are not shown.
     """
-    words = [program(), args.command.name, *getattr(args, "words", ())[1:]]
+    words = [program(), *args.words]
     hidden = [secret for secret in secrets if secret]
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")

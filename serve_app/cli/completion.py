@@ -19,8 +19,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="completion",
-    summary="print a script that completes commands in a shell",
     example=(
         "example:\n"
         "  python -m serve_app completion bash\n"

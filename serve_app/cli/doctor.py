@@ -551,8 +551,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="doctor",
-    summary="say what is wrong with a running application, the worst first, each with the next step",
     example="example:\n  python -m serve_app doctor --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,

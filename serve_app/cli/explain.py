@@ -241,10 +241,4 @@ def _bar(part: float, whole: float) -> str:
     return f"{'#' * round(share * _BAR):<{_BAR}} {share:4.0%}"
 
 
-COMMAND = Command(
-    name="explain",
-    summary="say where the time of a request went, and why it waited",
-    example=_EXAMPLE,
-    configure=_configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -228,8 +228,6 @@ def _day(text: str) -> str:
 
 
 COMMAND = Command(
-    name="keys",
-    summary="make, list and revoke API keys in a file, and show what was used with each",
     example="example:\n"
     "  python -m serve_app keys create --file /etc/ewsjf/keys.json --tenant app --requests-per-minute 600\n"
     "  python -m serve_app keys list --file /etc/ewsjf/keys.json\n"

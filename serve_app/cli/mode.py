@@ -86,8 +86,6 @@ def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 COMMAND = Command(
-    name="mode",
-    summary="show or change how much of the traffic of a running application is scheduled",
     example="example:\n  python -m serve_app mode active --share 10%",
     configure=_configure,
     run=_run,

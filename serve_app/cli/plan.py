@@ -26,7 +26,7 @@ from serve_app.lab.planning.configuration import best_fleet, configuration
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import Effort, FleetOptions, Plan, make_plan, steps
 from serve_app.lab.planning.report import fleets_table, plan_as_json, plan_report, verdict
-from serve_app.lab.planning.verification import Workload
+from serve_app.lab.planning.verification import LONG_ABOVE_TOKENS, Workload
 from serve_app.lab.provenance import provenance
 from serve_app.lab.reports.document import Origin
 from serve_app.lab.reports.page import write_report
@@ -60,13 +60,6 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
         "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
     )
     configure_max_output(group)
-    group.add_argument(
-        "--long-above",
-        type=positive_int,
-        default=4_096,
-        metavar="TOKENS",
-        help="a request with more tokens, prompt and answer, counts as long in the figures (%(default)s)",
-    )
 
 
 def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
@@ -79,11 +72,6 @@ def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
         default=(1_024, 2_048, 4_096, 8_192),
         metavar="TOKENS[,TOKENS]",
         help="values of B_short to try (1024,2048,4096,8192)",
-    )
-    group.add_argument(
-        "--worst-case-seqs",
-        type=positive_int,
-        help="max_num_seqs of the worst-case fleet (KV cache over the longest context, at most 64K)",
     )
     group.add_argument(
         "--profile-settings-only",
@@ -134,7 +122,6 @@ def fleet_options(args: argparse.Namespace) -> FleetOptions:
         short_profiles=args.short_profile,
         long_profiles=args.long_profile,
         b_short_tokens=args.b_short,
-        worst_case_slots=args.worst_case_seqs,
         variants=not args.profile_settings_only,
         candidates=args.candidates,
     )
@@ -151,7 +138,6 @@ def demand_of(args: argparse.Namespace) -> Workload:
         ),
         rate_per_s=args.rate,
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
-        long_above_tokens=args.long_above,
         output_known=args.max_output == "known",
         policy=args.policy,
         scheduler=dict(setting(text, "--set") for text in args.set),
@@ -220,7 +206,7 @@ def _heading(plan: Plan) -> str:
         f"{plan.workload.trace.title} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
         f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
         f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; long: more than "
-        f"{demand.long_above_tokens:,} tokens; > marks the chosen"
+        f"{LONG_ABOVE_TOKENS:,} tokens; > marks the chosen"
     )
 
 
@@ -246,10 +232,4 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
     return lines
 
 
-COMMAND = Command(
-    name="plan",
-    summary="size a fleet to latency limits: one pool or two, verified in simulation",
-    example=_EXAMPLE,
-    configure=configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)

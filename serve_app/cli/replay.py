@@ -54,10 +54,4 @@ def _named(run: object) -> str:
     return ", ".join(f"{key} {value}" for key, value in run.items())
 
 
-COMMAND = Command(
-    name="replay",
-    summary="feed a decision log to a new scheduler: the same events must give the same commands",
-    example=_EXAMPLE,
-    configure=_configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -156,10 +156,4 @@ def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str,
     return provenance(results[0].workload.trace, given, seeds)
 
 
-COMMAND = Command(
-    name="simulate",
-    summary="play a trace on simulated replicas, with any policies side by side",
-    example=_EXAMPLE,
-    configure=arguments.configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=arguments.configure, run=_run)

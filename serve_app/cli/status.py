@@ -310,8 +310,6 @@ def _table(title: str, columns: Sequence[str], figures: Sequence[str]) -> Table:
 
 
 COMMAND = Command(
-    name="status",
-    summary="show queues, replicas, tenants and the tuner of a running application",
     example="example:\n  python -m serve_app status --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,

@@ -87,8 +87,6 @@ def _tell(message: HostMessage) -> None:
 
 
 COMMAND = Command(
-    name="stop",
-    summary="stop an application in good order: open answers may end",
     example="example:\n  python -m serve_app stop --url http://127.0.0.1:8000",
     configure=_configure,
     run=_run,

@@ -93,11 +93,6 @@ def _configure_search(group: "argparse._ArgumentGroup") -> None:
         "--window", type=positive_int, default=_TWIN.window_requests, help="requests in one (%(default)s)"
     )
     group.add_argument(
-        "--no-defaults",
-        action="store_true",
-        help="do not try the product's defaults first when --set differs from them",
-    )
-    group.add_argument(
         "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (one for each core)"
     )
 
@@ -132,8 +127,6 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
 
 def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
     """Candidates to try first, after the values in force: the product's defaults of the tuned parameters."""
-    if args.no_defaults:
-        return []
     defaults = Tunable(scheduler=scheduler_settings(args.policy, fleet_of(args).routing, {}))
     return [{each.name: defaults.value(each) for each in space}]
 
@@ -207,10 +200,4 @@ def _heading(plan: TwinPlan) -> str:
     )
 
 
-COMMAND = Command(
-    name="tune",
-    summary="search better scheduler settings for a trace in the digital twin",
-    example=_EXAMPLE,
-    configure=configure,
-    run=_run,
-)
+COMMAND = Command(example=_EXAMPLE, configure=configure, run=_run)

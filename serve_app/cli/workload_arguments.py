@@ -16,10 +16,9 @@ from serve_app.core.metrics.summary import SHORT_AT_TOKENS
 from serve_app.core.routing.pools import RoutingSettings
 from serve_app.engines.model.sequences import SchedulingPolicy
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.direct import Balance
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings, PoolChanges
 from serve_app.lab.simulation.partitions import LEARNED, PRIOR, PartitionSource, partition_source
-from serve_app.lab.simulation.run import LengthNoise, RunSettings, SloByLength, policy_names
+from serve_app.lab.simulation.run import RunSettings, SloByLength, policy_names
 from serve_app.lab.simulation.simulation import SimulationSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
@@ -103,12 +102,8 @@ def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -
     group.add_argument("--b-short", type=positive_int, help=b_short_help)
 
 
-def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) -> TraceChoice:
-    """The trace that `configure_workload` asks for.
-
-    Args:
-        flip_mix_at: see `TraceChoice`.
-    """
+def trace_choice(args: argparse.Namespace) -> TraceChoice:
+    """The trace that `configure_workload` asks for."""
     return TraceChoice(
         name=args.trace,
         requests=args.requests,
@@ -116,7 +111,6 @@ def trace_choice(args: argparse.Namespace, *, flip_mix_at: int | None = None) ->
         priorities=args.priorities,
         folder=args.traces_folder,
         arrivals=args.arrivals,
-        flip_mix_at=flip_mix_at,
     )
 
 
@@ -192,7 +186,6 @@ def _configure_workload(group: "argparse._ArgumentGroup") -> None:
     configure_workload(group, requests_help="how many (a thousand, or all of a file)")
     group.add_argument("--seeds", type=positive_int, default=1, help="runs of each policy (%(default)s)")
     group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
-    group.add_argument("--flip-mix", action="store_true", help="exchange short and long shares half-way")
 
 
 def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
@@ -217,13 +210,6 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         "each), or a YAML list of {min, max, mean, count} (%(default)s)",
     )
     configure_max_output(group)
-    group.add_argument(
-        "--length-noise",
-        type=_share,
-        default=0.0,
-        metavar="ERROR",
-        help="relative error of the prompt lengths that the scheduler sees: 0.3 (exact)",
-    )
     group.add_argument("--queue-timeout-s", type=positive_float, default=math.inf, help="(%(default)s)")
     group.add_argument(
         "--report-interval", type=positive_float, default=0.2, metavar="S", help="(%(default)s)"
@@ -244,7 +230,6 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         help="the pools of a configuration, in place of --replicas, --pools and --b-short; --profile is "
         "then that of engines of vLLM",
     )
-    group.add_argument("--balance", type=Balance, choices=list(Balance), default=Balance.LEAST_OUTSTANDING)
     for name in (
         "long-prefill-token-threshold",
         "max-num-seqs",
@@ -293,19 +278,17 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
         RunSettings(
             policy=policy.strip(),
             fleet=fleet(args),
-            trace=trace_choice(args, flip_mix_at=args.short_at if args.flip_mix else None),
+            trace=trace_choice(args),
             seed=seed,
             rate_per_s=args.rate,
             disclosure=Disclosure(
                 output_known=args.max_output == "known", queue_timeout_s=args.queue_timeout_s
             ),
-            noise=LengthNoise(relative_error=args.length_noise),
             simulation=SimulationSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
             scheduler=dict(setting(text, "--set") for text in args.set),
             partition=partition,
-            balance=args.balance,
             slo=_slo(args),
             short_at_tokens=args.short_at,
             warm_up_ratio=args.warm_up,

@@ -78,12 +78,6 @@ def test_asking_for_help_loads_no_heavy_library() -> None:
     assert run("-c", script).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
-def test_the_table_of_commands_says_what_the_commands_say(entry: CommandEntry) -> None:
-    command = entry.load()
-    assert (command.name, command.summary) == (entry.name, entry.summary)
-
-
 def test_a_command_imports_no_other_command() -> None:
     script = (
         "import sys\n"

@@ -209,8 +209,6 @@ def _tell(fleet: Fleet, path: Path, found: Checked) -> None:
 
 
 COMMAND = Command(
-    name="init",
-    summary="write a first configuration: asks what there is, or takes it as options",
     example="example:\n  python -m serve_app init out/ewsjf.yaml --emulated",
     configure=_configure,
     run=_run,

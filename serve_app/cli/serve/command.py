@@ -163,8 +163,6 @@ def _written_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
 
 
 COMMAND = Command(
-    name="serve",
-    summary="check a configuration and serve its application until Ctrl-C",
     example="example:\n  python -m serve_app serve configs/local.yaml",
     configure=_configure,
     run=_run,

@@ -168,7 +168,7 @@ def bench_report(run: BenchRun, origin: Origin, warnings: Sequence[str]) -> Resu
     """The report of one run."""
     intervals = _intervals(run)
     return ResultReport(
-        title=f"{run.args.label}: {run.trace.name} at {run.args.url}",
+        title=f"{run.trace.name} at {run.args.url}",
         question=f"How does {run.args.url} serve {run.trace.title}{_at_rate(run.trace)}?",
         facts=list(_facts(run)),
         verdict=list(_verdict(run, intervals)),

@@ -183,10 +183,10 @@ class Performance:
     p99_tpot_s: float
     sequences: float
 
-    def meets(self, slo: Slo, utilisation_cap: float = UTILISATION_CAP) -> bool:
+    def meets(self, slo: Slo) -> bool:
         """Whether both P99 limits hold below the utilisation cap."""
         return (
-            self.utilisation <= utilisation_cap
+            self.utilisation <= UTILISATION_CAP
             and (slo.ttft_s is None or self.p99_ttft_s <= slo.ttft_s)
             and (slo.tpot_s is None or self.p99_tpot_s <= slo.tpot_s)
         )

@@ -169,9 +169,7 @@ def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
     return SizedPool(performance=unlimited, within_limits=False)
 
 
-def smallest_pool(
-    model: PoolModel, rate_per_s: float, slo: Slo, *, utilisation_cap: float = UTILISATION_CAP
-) -> Performance | None:
+def smallest_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> Performance | None:
     """The smallest pool that meets the P99 limits, by the model.
 
     More replicas never raise a latency, so the number is found by doubling and bisection.
@@ -185,10 +183,10 @@ def smallest_pool(
     """
 
     def meets(replicas: int) -> bool:
-        return model.performance(rate_per_s, replicas).meets(slo, utilisation_cap)
+        return model.performance(rate_per_s, replicas).meets(slo)
 
     # Fewer replicas exceed the utilisation cap.
-    low = max(0, math.ceil(rate_per_s / (utilisation_cap * model.capacity_per_s) - 1e-9) - 1)
+    low = max(0, math.ceil(rate_per_s / (UTILISATION_CAP * model.capacity_per_s) - 1e-9) - 1)
     high = low + 1
     while not meets(high):
         if high > _MOST_REPLICAS or rate_per_s / high < _IDLE * model.capacity_per_s:

@@ -32,6 +32,8 @@ from serve_app.lab.simulation.batch import run_all
 from serve_app.lab.simulation.run import RunResult, RunSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
+LONG_ABOVE_TOKENS = 4_096
+"""A request with more tokens, prompt and answer, counts as long in the figures."""
 # Halvings of one replica's share of the rate.
 _HEADROOM_STEPS = 2
 
@@ -44,7 +46,6 @@ class Workload:
         trace: its requests; `requests` in it is the number in a run.
         rate_per_s: of the whole fleet.
         slo: P99 limits.
-        long_above_tokens: a request with more tokens, prompt and answer, counts as long in the figures.
         output_known: requests state the length of their answer in `max_tokens`; otherwise they state none.
         policy: of the scheduler.
         scheduler: its settings that differ from the defaults, by dotted path.
@@ -53,7 +54,6 @@ class Workload:
     trace: TraceChoice
     rate_per_s: float
     slo: Slo
-    long_above_tokens: int = 4_096
     output_known: bool = False
     policy: str = "ewsjf"
     scheduler: Mapping[str, object] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Verifier:
         ]
         missing = [run for run in runs if repr(run) not in self._runs]
         for result in run_all(missing, jobs=self._jobs, keep_records=True):
-            self._runs[repr(result.settings)] = _figures(result, demand.long_above_tokens)
+            self._runs[repr(result.settings)] = _figures(result)
         verification = Verification(plan, dict(counts), demand, tuple(self._runs[repr(run)] for run in runs))
         if noted:
             self.measured.append(verification)
@@ -245,7 +245,7 @@ def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
     return math.ceil(count / share / headroom - 1e-9)
 
 
-def _figures(result: RunResult, long_above_tokens: int) -> RunFigures:
+def _figures(result: RunResult) -> RunFigures:
     records = result.measured
     pools = sorted({record.pool for record in records if record.pool})
     tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
@@ -255,7 +255,7 @@ def _figures(result: RunResult, long_above_tokens: int) -> RunFigures:
         own_tokens = sum(record.prompt_tokens + record.output_tokens for record in own)
         by_pool[pool] = PoolFigures(len(own) / len(records), own_tokens / tokens, *_tails(own))
     ttft_s, tpot_s = _tails(records)
-    long = [record for record in records if record.prompt_tokens + record.output_tokens > long_above_tokens]
+    long = [record for record in records if record.prompt_tokens + record.output_tokens > LONG_ABOVE_TOKENS]
     whole = result.whole
     return RunFigures(
         seed=result.settings.seed,

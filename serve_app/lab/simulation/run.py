@@ -27,7 +27,7 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate, TokenEstim
 from serve_app.core.settings_base import POSITIVE, at_least, settings, share_below
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
-from serve_app.lab.simulation.direct import Balance, DirectSimulation
+from serve_app.lab.simulation.direct import DirectSimulation
 from serve_app.lab.simulation.fleet import FleetSettings
 from serve_app.lab.simulation.partitions import PartitionSource
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
@@ -139,7 +139,6 @@ class RunSettings:
     simulation: SimulationSettings = field(default_factory=SimulationSettings)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     partition: PartitionSource | None = None
-    balance: Balance = Balance.LEAST_OUTSTANDING
     slo: Slo = field(default_factory=SloByLength)
     short_at_tokens: int = SHORT_AT_TOKENS
     warm_up_ratio: Annotated[float, share_below(1)] = 0.1
@@ -280,7 +279,7 @@ def _play(
 ) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
     if settings.policy == DIRECT:
         plans = settings.fleet.plans(isolated=settings.isolates)
-        return DirectSimulation(plans, settings.balance).run(_requests(settings, workload, plans)), ()
+        return DirectSimulation(plans).run(_requests(settings, workload, plans)), ()
     simulation, requests = prepared(settings, on_decision)
     return simulation.run(requests), tuple(simulation.partitions)
 

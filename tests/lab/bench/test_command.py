@@ -37,7 +37,6 @@ def test_a_run_writes_the_json_of_the_contract_with_its_provenance(
     assert bench("--url", url, "--trace", trace, "--rate", "40", "--json", str(out), "--api-key", "hush") == 0
     document: dict[str, Any] = json.loads(out.read_text())
     (run,) = document["runs"]
-    assert run["policy"] == "live"
     assert run["metrics"]["completed"] == 12
     for name in ("ttft_s", "tpot_s", "e2e_s", "queue_wait_s"):
         assert set(run["metrics"][name]) == SIZES

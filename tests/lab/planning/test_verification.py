@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -84,8 +83,7 @@ def test_headroom_is_the_part_of_a_replica_that_is_not_needed() -> None:
 
 
 def test_long_requests_have_figures_of_their_own() -> None:
-    wanted = replace(demand(30.0), long_above_tokens=1_000)
-    verification = Verifier(wanted).measure(ONE, {"all": 4}, [0])
+    verification = Verifier(demand(30.0)).measure(ONE, {"all": 4}, [0])
     assert verification.long_ttft is not None
     assert verification.ttft is not None
     assert verification.long_ttft.mean >= verification.ttft.mean

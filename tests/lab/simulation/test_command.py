@@ -226,14 +226,13 @@ def test_the_trace_is_chosen_by_the_arguments() -> None:
     words = (
         "--trace a.csv --requests 7 --tenants 8:1.2 --priorities batch=1 --arrivals poisson --traces-folder d"
     )
-    assert trace_choice(parsed(*words.split()), flip_mix_at=256) == TraceChoice(
+    assert trace_choice(parsed(*words.split())) == TraceChoice(
         name="a.csv",
         requests=7,
         tenants="8:1.2",
         priorities="batch=1",
         arrivals="poisson",
         folder=Path("d"),
-        flip_mix_at=256,
     )
 
 
