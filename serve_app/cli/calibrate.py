@@ -1,17 +1,17 @@
 """The command `python -m serve_app calibrate`: an engine profile from the timestamps of its requests."""
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, positive_int, progress_bar, say, warn
+from serve_app.cli.command import Command, positive_int, progress_bar, say, warn, write_json
 from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
 from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
 from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
+from serve_app.lab.reports.tables import shown_table
 
 _EXAMPLE = """example:
   python -m serve_app bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
@@ -71,12 +71,12 @@ def _run(args: argparse.Namespace) -> int:
     unseen = slice(fit_first, None)
     played = replay(requests, settings, step_time, part=unseen)
     accuracy = compare(played, measured(requests[unseen]))
-    say(_table(accuracy, fit_first, len(requests)))
+    unseen_count = len(requests) - fit_first
+    say(f"{unseen_count} requests that were not fitted (of {len(requests)})\n\n{_table(accuracy)}\n")
     say(f"for prefill isolation, give the engine long_prefill_token_threshold {step_time.chunk_tokens()}")
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
-        document = _document(profile, accuracy, measurements, fit_first)
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, _document(profile, accuracy, measurements, fit_first))
     return 0
 
 
@@ -161,16 +161,13 @@ def _source(path: Path, accuracy: dict[str, Accuracy], fit_first: int, total: in
     return "\n".join(lines)
 
 
-def _table(accuracy: dict[str, Accuracy], fit_first: int, total: int) -> str:
-    lines = [
-        f"{total - fit_first} requests that were not fitted (of {total})",
-        f"{'':10}{'':6}{'measured s':>12}{'played s':>12}{'error':>9}",
-    ]
+def _table(accuracy: dict[str, Accuracy]) -> str:
+    rows = []
     for metric, found in accuracy.items():
         ours, errors = asdict(found.played), asdict(found.errors)
         for name, value in asdict(found.measured).items():
-            lines.append(f"{metric:10}{name:6}{value:12.4f}{ours[name]:12.4f}{errors[name]:+9.2%}")
-    return "\n".join(lines)
+            rows.append((metric, name, f"{value:.4f}", f"{ours[name]:.4f}", f"{errors[name]:+.2%}"))
+    return shown_table(("", "", "measured s", "played s", "error"), rows, text_columns=2, key_columns=2)
 
 
 COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -8,21 +8,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from serve_app.cli.command import Command, positive_int, say
 from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
 from serve_app.cli.serve.instance import running_instances
 from serve_app.errors import ServeAppError
+from serve_app.lab.reports.tables import shown_table
 from serve_app.serving.access import read_admin_key
 
 Document = Mapping[str, Any]
 
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
-# Wide enough that no name is cut when the output goes into a file.
-_PIPE_COLUMNS = 160
 _MOST_COSTS = 10
 
 
@@ -105,12 +101,9 @@ def _answered(url: str, args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
     pages = Pages(status["models"], queue["models"], costs["models"])
     for part in rendered(pages, args.sub_queues):
-        console.print(part)
+        say(part)
     return 0
 
 
@@ -159,12 +152,12 @@ class Pages(NamedTuple):
     costs: Sequence[Document] = ()
 
 
-def rendered(pages: Pages, most_shown: int) -> Iterator[Table | str]:
+def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
     """Tables and lines, model by model."""
     of_model = {queue.get("model"): queue for queue in pages.queues}
     costs_of = {costs.get("model"): costs for costs in pages.costs}
     for model in pages.status:
-        yield f"\n[bold]{model['model']}[/bold]"
+        yield f"\n{model['model']}"
         if "error" in model:
             yield f"  {model['error']}"
             continue
@@ -195,24 +188,26 @@ def _overview(model: Document) -> str:
     )
 
 
-def _replicas(replicas: Mapping[str, Document]) -> Table:
-    figures = ("in flight", "running", "waiting in engine", "KV used", "ms/token")
-    table = _table("replicas", ("pool", "replica", *figures, "state"), figures)
+def _replicas(replicas: Mapping[str, Document]) -> str:
+    rows = []
     for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
         report = replica["report"] or {}
         state = "draining" if report.get("draining") else "ready" if report else "no report yet"
         tpot_s = report.get("tpot_s")
-        table.add_row(
-            replica["pool"],
-            name,
-            str(replica["in_flight"]),
-            _told(report.get("running")),
-            _told(report.get("waiting")),
-            _told(report.get("kv_usage_ratio"), ".0%"),
-            "-" if tpot_s is None else f"{1e3 * tpot_s:.1f}",
-            "stale" if replica["stale"] else state,
+        rows.append(
+            (
+                replica["pool"],
+                name,
+                "stale" if replica["stale"] else state,
+                str(replica["in_flight"]),
+                _told(report.get("running")),
+                _told(report.get("waiting")),
+                _told(report.get("kv_usage_ratio"), ".0%"),
+                _told(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
+            )
         )
-    return table
+    head = ("pool", "replica", "state", "in flight", "running", "waiting in engine", "KV used", "ms/token")
+    return _titled("replicas", head, rows, text_columns=3)
 
 
 def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
@@ -227,45 +222,43 @@ def _told(figure: float | None, form: str = "") -> str:
     return "-" if figure is None else f"{figure:{form}}"
 
 
-def _sub_queues(queue: Document, most: int) -> Table:
+def _sub_queues(queue: Document, most: int) -> str:
     left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
     title = f"queue under {queue['policy']}, the longest wait first"
-    figures = ("waiting", "head waits", "score")
-    columns = ("class", "tenant", "length queue", *figures, "why")
-    table = _table(title + (f"; {left_out} more" if left_out else ""), columns, figures)
-    for sub_queue in queue["sub_queues"][:most]:
-        table.add_row(
+    rows = [
+        (
             sub_queue["priority"],
             sub_queue["tenant"],
             sub_queue["length_queue"],
+            sub_queue["why"],
             str(sub_queue["waiting"]),
             f"{sub_queue['wait_s']:.1f} s",
             f"{sub_queue['score']:.3g}",
-            sub_queue["why"],
         )
-    return table
+        for sub_queue in queue["sub_queues"][:most]
+    ]
+    head = ("class", "tenant", "length queue", "why", "waiting", "head waits", "score")
+    return _titled(title + (f"; {left_out} more" if left_out else ""), head, rows, text_columns=4)
 
 
-def _tenants(served: Mapping[str, Mapping[str, float]]) -> Table:
-    columns = ("class", "tenant", "service")
-    table = _table("service of tenants, over their weights", columns, columns[2:])
-    for name, counters in served.items():
-        for tenant, counter in sorted(counters.items(), key=lambda item: -item[1]):
-            table.add_row(name, tenant, f"{counter:,.0f}")
-    return table
+def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [
+        (name, tenant, f"{counter:,.0f}")
+        for name, counters in served.items()
+        for tenant, counter in sorted(counters.items(), key=lambda item: -item[1])
+    ]
+    title = "service of tenants, over their weights"
+    return _titled(title, ("class", "tenant", "service"), rows, text_columns=2)
 
 
-def _costs(costs: Document) -> Table:
+def _costs(costs: Document) -> str:
     rows = costs["rows"]
-    columns = ("tenant", "class", "pool", "engine time", "share", "delay of others")
     more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
     # A scheduler of an older release does not tell.
     began = costs.get("since")
     since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
-    title = f"who pays{since}{more}"
-    table = _table(title, columns, columns[3:])
-    for row in rows[:_MOST_COSTS]:
-        table.add_row(
+    lines = [
+        (
             row["tenant"],
             row["class"],
             row["pool"],
@@ -273,21 +266,22 @@ def _costs(costs: Document) -> Table:
             f"{row['share']:.0%}",
             f"{row['imposed_delay_seconds']:,.1f} s",
         )
-    return table
+        for row in rows[:_MOST_COSTS]
+    ]
+    head = ("tenant", "class", "pool", "engine time", "share", "delay of others")
+    return _titled(f"who pays{since}{more}", head, lines, text_columns=3)
 
 
-def _tuner(tuner: Document) -> Iterator[Table | str]:
+def _tuner(tuner: Document) -> Iterator[str]:
     yield f"  tuner: {tuner['mode']}, {tuner['state']}"
     if tuner.get("twin"):
         yield f"  twin: {_twin(tuner['twin'])}"
     if tuner.get("values"):
         yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
     if tuner.get("audit"):
-        columns = ("seconds ago", "what", "why")
-        table = _table("actions of the tuner, the latest first", columns, columns[:1])
-        for record in tuner["audit"]:
-            table.add_row(f"{record['age_s']:.0f}", record["what"], record["why"])
-        yield table
+        rows = [(each["what"], each["why"], f"{each['age_s']:.0f}") for each in tuner["audit"]]
+        title = "actions of the tuner, the latest first"
+        yield _titled(title, ("what", "why", "seconds ago"), rows, text_columns=2)
 
 
 def _twin(twin: Document) -> str:
@@ -301,12 +295,10 @@ def _twin(twin: Document) -> str:
     return f"step times {twin['step_times']}; {known}"
 
 
-def _table(title: str, columns: Sequence[str], figures: Sequence[str]) -> Table:
-    """An empty table; columns that are figures are aligned to the right."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right" if name in figures else "left")
-    return table
+def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
+    """A table below its title; the columns of text come first."""
+    table = shown_table(head, rows, text_columns=text_columns, key_columns=min(2, text_columns))
+    return f"\n{title}\n{table}"
 
 
 COMMAND = Command(

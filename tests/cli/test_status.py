@@ -2,9 +2,7 @@
 
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from serve_app.cli import main, status
 from serve_app.cli.serve.instance import Instance
 from serve_app.cli.status import StatusError, api_key_for, ask
+from tests.cli.pages import answering
 
 STATUS: dict[str, Any] = {
     "models": [
@@ -104,47 +103,26 @@ COSTS = {
 POSTED: list[str] = []
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if self.headers.get("authorization") != "Bearer k1":
-            self.send_error(401)
-            return
-        documents = {
-            "/debug/status": STATUS,
-            "/debug/queue": QUEUE,
-            "/debug/costs": COSTS,
-            "/other/debug/status": {"hello": 1},
-        }
-        if self.path not in documents:
-            self.send_error(404)
-            return
-        self.answer(documents[self.path])
-
-    def do_POST(self) -> None:
-        POSTED.append(self.path)
-        message = f"the tuner was asked to {self.path.rpartition('/')[2]}"
-        self.answer({"models": [{"model": "demo", "message": message}]})
-
-    def answer(self, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Keep the log out of the test's output."""
+def answer(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, object]:
+    if method == "POST":
+        POSTED.append(path)
+        message = f"the tuner was asked to {path.rpartition('/')[2]}"
+        return 200, {"models": [{"model": "demo", "message": message}]}
+    if headers["authorization"] != "Bearer k1":
+        return 401, {}
+    documents = {
+        "/debug/status": STATUS,
+        "/debug/queue": QUEUE,
+        "/debug/costs": COSTS,
+        "/other/debug/status": {"hello": 1},
+    }
+    return (200, documents[path]) if path in documents else (404, {})
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(answer) as url:
+        yield url
 
 
 def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,16 +6,12 @@ import os
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from serve_app.cli import doctor as command
 from serve_app.cli import main, status
@@ -28,7 +24,8 @@ from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedMo
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.state import StateKeeper, StateStore
-from tests.serving.gateway.builders import Answers, FakeDispatcher
+from tests.cli.pages import answering
+from tests.serving.gateway.builders import Answers, FakeDispatcher, serving
 
 REPORT = {"received": 1, "running": 1, "waiting": 0, "kv_usage_ratio": 0.1, "tpot_s": 0.01, "draining": False}
 REPLICA = {"pool": "short", "max_num_seqs": 16, "in_flight": 1, "stale": False, "report": REPORT}
@@ -63,46 +60,20 @@ HEALTHY: dict[str, Any] = {
 Change = Callable[[dict[str, Any]], object]
 
 
-class Application(ThreadingHTTPServer):
-    """Answers with documents; the key is the path, and under `status:PATH` there may be another status."""
-
-    def __init__(self, answers: dict[str, Any]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers = answers
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Application
-
-    def do_GET(self) -> None:
-        answers = self.server.answers
-        content = answers.get(self.path, "not found")
-        body = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response_only(answers.get(f"status:{self.path}", 200 if self.path in answers else 404))
-        self.send_header("date", formatdate(time.time() + answers.get("skew_s", 0.0), usegmt=True))
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Keep the log out of the test's output."""
-
-
 @contextmanager
 def running(change: Change | None = None) -> Iterator[str]:
+    """Answers by path; under `status:PATH` there may be another status."""
     # Through JSON, so that replicas share nothing.
     answers = json.loads(json.dumps(HEALTHY))
     if change is not None:
         change(answers)
-    server = Application(answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+
+    def answer(_method: str, path: str, _headers: Mapping[str, str]) -> tuple[int, object]:
+        usual = 200 if path in answers else 404
+        return answers.get(f"status:{path}", usual), answers.get(path, "not found")
+
+    with answering(answer, answers.get("skew_s", 0.0)) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -373,16 +344,13 @@ async def test_a_real_gateway_and_scheduler_are_understood(
         models=(ServedModel(name="demo"),), keys=(ApiKey(tenant="ops", key="k1", admin=True),)
     )
     app = Gateway(settings, {"demo": dispatcher}, "gw", views)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
-    sock = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async with serving(app) as port:
+        url = f"http://127.0.0.1:{port}"
 
-    async def asked(*more: str) -> tuple[int, str]:
-        found = await asyncio.to_thread(main, ["doctor", "--url", url, *more])
-        return found, capsys.readouterr().out
+        async def asked(*more: str) -> tuple[int, str]:
+            found = await asyncio.to_thread(main, ["doctor", "--url", url, *more])
+            return found, capsys.readouterr().out
 
-    try:
         assert await asked("--api-key", "k1") == (0, f"{url}: nothing found\n")
         assert scheduler.status()["pools"] == ["short", "long"]
         found, told = await asked()
@@ -394,7 +362,3 @@ async def test_a_real_gateway_and_scheduler_are_understood(
         dispatcher.ports.clear()
         _, told = await asked("--api-key", "k1")
         assert told.startswith("1. DOWN: model demo has no replica")
-    finally:
-        server.should_exit = True
-        await serving
-        scheduler.stop()

@@ -1,12 +1,10 @@
 """The command `init`: whatever it writes passes `check`, is explained, and is never written over a file."""
 
-import asyncio
 import contextlib
 import os
 import pty
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,8 @@ from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.settings.application import ModelSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
-from tests.engines.servers import free_port, served
+from tests.engines.servers import free_port
+from tests.lab.bench.live import emulated_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -106,26 +105,23 @@ def test_gpus_are_divided_among_pools(
         assert told.out.splitlines()[-1].startswith("next, once that is settled: ")
 
 
-def test_the_driver_is_asked_for_the_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    driver = tmp_path / "nvidia-smi"
-    given = ["init", str(tmp_path / "x.yaml"), "--gpus", "--model", "owner/model"]
-    for listed, status in (("", 2), ("NVIDIA H100 80GB HBM3\n" * 3, 0)):
-        driver.write_text(f"#!/bin/sh\nprintf '%s' '{listed}'\n")
-        driver.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        assert main(given) == status
-    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
-    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
-
-
 def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:
     """A driver that lists these cards."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\nprintf '%s\\n' {' '.join(repr(card) for card in cards)}\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_the_driver_is_asked_for_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["init", str(tmp_path / "x.yaml"), "--gpus", "--model", "owner/model"]
+    for count, status in ((0, 2), (3, 0)):
+        listing(tmp_path, monkeypatch, ["NVIDIA H100 80GB HBM3"] * count)
+        assert main(given) == status
+    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
+    assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [2, 1]
 
 
 def test_engines_on_a_known_card_get_what_their_cache_carries(
@@ -208,27 +204,9 @@ def test_without_options_and_without_a_terminal_the_options_are_named(tmp_path: 
 
 @contextlib.contextmanager
 def servers(*engines: EmulatedEngineSettings) -> Iterator[list[str]]:
-    """Emulated engines behind real servers, on a thread of their own; yields their addresses."""
-    loop, ready, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    urls: list[str] = []
-
-    async def serve() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            for engine in engines:
-                one = await stack.enter_async_context(served(engine))
-                urls.append(str(one.http.base_url).rstrip("/"))
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield urls
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()
+    """Emulated engines behind real servers; yields their addresses."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(emulated_endpoint(engine)) for engine in engines]
 
 
 def engine(context: int, *names: str) -> EmulatedEngineSettings:

@@ -1,15 +1,13 @@
 """The lines that `serve` shows on a terminal while an application runs."""
 
-import http.server
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from serve_app.cli.serve.terminal import LiveView
+from tests.cli.pages import answering
 from tests.cli.serve.application import configuration, terminal
 
 
@@ -51,23 +49,8 @@ class Page:
 @pytest.fixture
 def page() -> Iterator[Page]:
     made = Page()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = made.text().encode()
-            self.send_response(made.status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        made.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    with answering(lambda *_: (made.status, made.text())) as made.url:
         yield made
-        server.shutdown()
 
 
 @pytest.fixture

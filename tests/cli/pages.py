@@ -1,0 +1,47 @@
+"""An application as commands see it: a server on a thread of its own that answers with pages."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Answer = Callable[[str, str, Mapping[str, str]], tuple[int, object]]
+"""Status and content for a method, a path and the headers; what is no text is sent as JSON."""
+
+
+@contextmanager
+def answering(answer: Answer, skew_s: float = 0.0) -> Iterator[str]:
+    """Serve these answers; yields the URL.
+
+    Args:
+        skew_s: how far the server's clock is ahead.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, content = answer(self.command, self.path, self.headers)
+            body = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response_only(status)
+            self.send_header("date", formatdate(time.time() + skew_s, usegmt=True))
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Keep the log out of the test's output."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
