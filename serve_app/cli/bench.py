@@ -7,9 +7,10 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -66,6 +67,9 @@ from serve_app.lab.reports.page import write_report
 from serve_app.lab.reports.tables import paragraph
 from serve_app.lab.workloads.catalog import WorkloadSettings, notes_on, resolve
 from serve_app.lab.workloads.trace import Trace
+
+OnRecord = Callable[[RequestRecord], object]
+Driven = TypeVar("Driven")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +219,11 @@ def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSett
         _endpoint(args, args.url, args.api_key, args.model),
         _endpoint(args, args.compare, args.compare_api_key or args.api_key, args.compare_model or args.model),
     )
-    played = _drive_both(trace, endpoints, settings, args.slice_s)
+
+    async def drive(on_record: OnRecord) -> Interleaved:
+        return await interleave(trace, endpoints, settings, args.slice_s, on_record)
+
+    played = _with_bar(2 * len(trace.requests), drive)
     first = trace.requests[0].arrival_s + args.warm_up_s
     late = {number for number, request in enumerate(trace.requests) if request.arrival_s >= first}
     pairs = [pair for place, pair in enumerate(played.pairs) if place in late]
@@ -238,17 +246,6 @@ def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: st
     target = Target.parse(url)
     named = argparse.Namespace(**{**vars(args), "url": url, "api_key": api_key, "model": model})
     return ComparedEndpoint(target, body_settings(named, served_models(target, api_key)))
-
-
-def _drive_both(
-    trace: Trace, endpoints: tuple[ComparedEndpoint, ComparedEndpoint], settings: LoadSettings, slice_s: float
-) -> Interleaved:
-    async def drive(on_record: Callable[[RequestRecord], object]) -> Interleaved:
-        return await interleave(trace, endpoints, settings, slice_s, on_record)
-
-    with progress_bar("requests", 2 * len(trace.requests)) as advance:  # noqa: SIM117 - the bar ends after the loop
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(drive(lambda _: advance()))
 
 
 def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
@@ -283,19 +280,18 @@ def _run(args: argparse.Namespace) -> int:
     trace = resolve(workload_of(args))
     for note in notes_on(trace):
         warn(note)
-    if args.compare is not None:
-        settings = load_settings(args)
-        _allow_connections(settings.max_in_flight)
-        return compare_endpoints(args, trace, settings)
-    bodies = body_settings(args, served_models(target, args.api_key))
     settings = load_settings(args)
     _allow_connections(settings.max_in_flight)
+    if args.compare is not None:
+        return compare_endpoints(args, trace, settings)
+    bodies = body_settings(args, served_models(target, args.api_key))
     preempted_before = preemptions_so_far(target, args.api_key)
     cpu_before_s = time.process_time()
     load = _drive(trace, target, bodies, settings)
     cpu_s = time.process_time() - cpu_before_s
     preempted = preemptions_so_far(target, args.api_key)
-    load = replace(load, records=_after_warm_up(from_zero(load.records), args.warm_up_s))
+    records = [record for record in from_zero(load.records) if record.arrived_at >= args.warm_up_s]
+    load = replace(load, records=records)
     known = preempted_before is not None and preempted is not None
     summary = summarise(load.records, rules_of(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
@@ -319,7 +315,7 @@ def _allow_connections(wanted: int) -> None:
 
 
 def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSettings) -> LoadResult:
-    async def drive(on_record: Callable[[RequestRecord], object]) -> LoadResult:
+    async def drive(on_record: OnRecord) -> LoadResult:
         pool = ConnectionPool(target)
         factory = BodyFactory(bodies, target.authority, target.path_prefix)
         try:
@@ -327,13 +323,14 @@ def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSet
         finally:
             pool.close()
 
-    with progress_bar("requests", len(trace.requests)) as advance:  # noqa: SIM117 - the bar ends after the loop
+    return _with_bar(len(trace.requests), drive)
+
+
+def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Driven]]) -> Driven:
+    """Drive so many requests, with a progress bar that ends after the event loop."""
+    with progress_bar("requests", requests) as advance:  # noqa: SIM117 - see above
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(drive(lambda _: advance()))
-
-
-def _after_warm_up(records: list[RequestRecord], warm_up_s: float) -> list[RequestRecord]:
-    return [record for record in records if record.arrived_at >= warm_up_s]
 
 
 def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:

@@ -84,19 +84,14 @@ def p95(values: Sequence[float]) -> float | None:
     return float(np.quantile(values, 0.95)) if len(values) >= _LEAST_FOR_P95 else None
 
 
-def by_length(
-    records: Records,
-    value_of: Callable[[RequestRecord], float | None],
-    figure: Callable[[Sequence[float]], float | None],
-) -> Curves:
-    """A figure of the requests of each range of prompt lengths, two ranges to an octave."""
+def by_length(records: Records, figure: Callable[[Sequence[float]], float | None]) -> Curves:
+    """A figure of the TTFT of the requests of each range of prompt lengths, two ranges to an octave."""
     bins: dict[int, dict[str, list[float]]] = {}
     for name, members in records.items():
         for record in members:
-            value = value_of(record) if record.completed else None
-            if value is not None:
+            if record.completed and record.ttft_s is not None:
                 part = int(_OCTAVE_PARTS * math.log2(max(1, record.prompt_tokens)))
-                bins.setdefault(part, {}).setdefault(name, []).append(value)
+                bins.setdefault(part, {}).setdefault(name, []).append(record.ttft_s)
     parts = sorted(bins)
     return Curves(
         [2 ** ((part + 0.5) / _OCTAVE_PARTS) for part in parts],
@@ -106,13 +101,11 @@ def by_length(
 
 def without_first_token(records: Records) -> Curves:
     """The mean number of requests that have arrived and have no token yet, in each of many bins of time."""
-    return counted(records, lambda record: (record.arrived_at, record.first_token_at or record.finished_at))
-
-
-def counted(records: Records, span_of: Callable[[RequestRecord], tuple[float, float]]) -> Curves:
-    """The mean number of requests that are within their span, in each of many bins of time."""
     spans = {
-        name: np.array([span_of(record) for record in members], dtype=np.float64).reshape(-1, 2)
+        name: np.array(
+            [(record.arrived_at, record.first_token_at or record.finished_at) for record in members],
+            dtype=np.float64,
+        ).reshape(-1, 2)
         for name, members in records.items()
     }
     end_s = max((float(one[:, 1].max()) for one in spans.values() if len(one)), default=0.0)
@@ -123,8 +116,8 @@ def counted(records: Records, span_of: Callable[[RequestRecord], tuple[float, fl
     return Curves(middles, {name: _occupied(one, edges) for name, one in spans.items()})
 
 
-def over_time(records: Records, figure: Callable[[Sequence[float]], float | None], bins: int) -> Curves:
-    """A figure of the TTFT of the requests that arrived in each of so many bins of time."""
+def over_time(records: Records, bins: int) -> Curves:
+    """The mean TTFT of the requests that arrived in each of so many bins of time."""
     end_s = max((record.arrived_at for members in records.values() for record in members), default=0.0)
     if end_s <= 0:
         return Curves([], {name: [] for name in records})
@@ -135,7 +128,7 @@ def over_time(records: Records, figure: Callable[[Sequence[float]], float | None
         for record in members:
             if record.completed and record.ttft_s is not None:
                 found[min(bins - 1, int(record.arrived_at / width))].append(record.ttft_s)
-        lines[name] = [figure(values) for values in found]
+        lines[name] = [mean(values) for values in found]
     return Curves([(place + 0.5) * width for place in range(bins)], lines)
 
 
@@ -173,7 +166,7 @@ def length_plots(records: Records, base: str | None) -> list[Plot]:
     """The mean and the tail of the TTFT by the length of the prompt."""
     plots = []
     for title, figure in (("Mean TTFT", mean), ("P95 TTFT", p95)):
-        curves = by_length(records, lambda record: record.ttft_s, figure)
+        curves = by_length(records, figure)
         plots.append(
             Plot(
                 title=f"{title} by length of the prompt",
@@ -206,7 +199,7 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
 def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
     """The mean TTFT by the time of arrival; all records are on one clock from 0."""
     most = max(map(len, records.values()), default=0)
-    curves = over_time(records, mean, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
+    curves = over_time(records, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
     return Plot(
         title="Mean TTFT by time of arrival",
         reading="Lower is better. A line that keeps rising means that the load was more than was served.",

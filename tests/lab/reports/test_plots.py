@@ -35,16 +35,13 @@ def test_values_of_zero_count_in_a_distribution() -> None:
 def test_figures_by_length_are_of_the_requests_of_that_length() -> None:
     short = [record(at, 0.1 * at, prompt_tokens=100) for at in range(10)]
     long = [record(at, 5.0, prompt_tokens=3_000) for at in range(50)]
-    curves = by_length({"a": short + long, "b": short}, lambda each: each.ttft_s, mean)
+    curves = by_length({"a": short + long, "b": short}, mean)
     first, last = curves.places
     assert 64 < first < 128
     assert 2_048 < last < 4_096
     assert curves.lines["a"] == pytest.approx([0.45, 5.0])
     assert curves.lines["b"] == [pytest.approx(0.45), None]
-    assert by_length({"a": short + long}, lambda each: each.ttft_s, p95).lines["a"] == [
-        None,
-        pytest.approx(5.0),
-    ]
+    assert by_length({"a": short + long}, p95).lines["a"] == [None, pytest.approx(5.0)]
 
 
 def test_requests_wait_from_their_arrival_to_their_first_token() -> None:
@@ -59,5 +56,5 @@ def test_requests_wait_from_their_arrival_to_their_first_token() -> None:
 
 def test_figures_over_time_are_of_those_that_arrived_then() -> None:
     records = [record(float(at), 1.0 if at < 50 else 2.0) for at in range(100)]
-    curves = over_time({"a": records}, mean, bins=2)
+    curves = over_time({"a": records}, bins=2)
     assert curves.lines["a"] == [1.0, 2.0]
