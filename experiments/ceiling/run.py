@@ -5,8 +5,8 @@ EWSJF. The engines are a queue each (`engines`), so that nearly all of the time 
 time is read around each event, so what other processes do hardly counts. Python's garbage collector is tuned
 as it is in the scheduler's own process.
 
-The first two parts have a fleet that keeps up, by its size and by the number of tenants. The third keeps a
-backlog of one length: a request arrives as soon as fewer wait.
+The first part has a fleet that keeps up, by its size. The second keeps a backlog of one length: a request
+arrives as soon as fewer wait.
 """
 
 import gc
@@ -41,8 +41,7 @@ class CeilingSettings:
 
     Attributes:
         replicas: sizes of fleets that keep up.
-        tenants: of the fleets, but where their number is what differs.
-        numbers_of_tenants: at `tenants_replicas` replicas.
+        tenants: among whom all requests are spread.
         waiting: lengths of the backlog, at `waiting_replicas` replicas.
         per_replica_per_s: requests per second for each replica.
         fill_requests: that arrive before the measurement, for ten replicas; larger fleets get more.
@@ -50,9 +49,7 @@ class CeilingSettings:
     """
 
     replicas: tuple[int, ...]
-    numbers_of_tenants: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
-    tenants_replicas: Annotated[int, at_least(2)] = 100
     waiting_replicas: Annotated[int, at_least(2)] = 20
     per_replica_per_s: Annotated[float, POSITIVE] = 10.0
     tenants: Annotated[int, at_least(1)] = 200
@@ -65,16 +62,12 @@ class CeilingSettings:
 
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
-    """One fleet after the other, then numbers of tenants and backlogs."""
+    """One fleet after the other, then the backlogs."""
     keep_memory()
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
         if not context.has(key):
-            yield _row(settings, key, _events(settings, replicas, settings.tenants))
-    for tenants in settings.numbers_of_tenants:
-        key = {"part": "tenants", "tenants": tenants}
-        if not context.has(key):
-            yield _row(settings, key, _events(settings, settings.tenants_replicas, tenants))
+            yield _row(settings, key, _events(settings, replicas))
     for waiting in settings.waiting:
         key = {"part": "waiting", "waiting": waiting}
         if not context.has(key):
@@ -89,12 +82,12 @@ def _row(settings: CeilingSettings, key: dict[str, Any], figures: dict[str, Any]
     return Measurement(key=key, figures=figures, seeds=(settings.seed,), traces=trace_sources(settings.trace))
 
 
-def _events(settings: CeilingSettings, replicas: int, tenants: int) -> dict[str, Any]:
+def _events(settings: CeilingSettings, replicas: int) -> dict[str, Any]:
     """The costs of a fleet that keeps up."""
     # More of a large fleet, so that each of its replicas has some.
     times = max(1.0, (replicas / 10) ** 0.5)
     fill, measured = round(times * settings.fill_requests), round(times * settings.requests)
-    trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas, tenants)
+    trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas)
     core = _core(settings, replicas, _requests(trace))
     core.play(fill)
     costs = core.play(measured)
@@ -122,7 +115,7 @@ def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     replicas = settings.waiting_replicas
     fill, measured = settings.fill_requests * 2, settings.requests
     rate_per_s = settings.per_replica_per_s * replicas
-    trace = _trace(settings, waiting + fill + measured + 1, rate_per_s, settings.tenants)
+    trace = _trace(settings, waiting + fill + measured + 1, rate_per_s)
     gc.collect()
     before = _resident_bytes()
     core = _core(settings, replicas, _requests(trace))
@@ -146,8 +139,8 @@ def _core(settings: CeilingSettings, replicas: int, requests: list[SimulatedRequ
     return CorePlay(engines, policy=settings.policy, b_short_tokens=median_tokens(requests))
 
 
-def _trace(settings: CeilingSettings, count: int, rate_per_s: float, tenants: int) -> Trace:
-    choice = TraceChoice(name=settings.trace, requests=count, tenants=str(tenants))
+def _trace(settings: CeilingSettings, count: int, rate_per_s: float) -> Trace:
+    choice = TraceChoice(name=settings.trace, requests=count, tenants=str(settings.tenants))
     return at_rate(fit(choose_trace(choice, settings.seed), _CONTEXT_TOKENS).trace, rate_per_s)
 
 

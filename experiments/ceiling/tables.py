@@ -40,11 +40,6 @@ def _event_line(row: Row) -> list[str]:
     return [f"{row.key['replicas']:,}", f"{offered:,.0f}", *_kinds(row), *totals]
 
 
-def _tenants(rows: Sequence[Row]) -> str:
-    lines = [[f"{row.key['tenants']:,}", *_kinds(row), f"{request_us(row):.0f}"] for row in rows]
-    return f"{markdown(['tenants', *_KINDS, 'request'], lines, text_columns=0)}\n\n{load_note(rows)}"
-
-
 def _waiting(rows: Sequence[Row]) -> str:
     head = ["waiting", *_KINDS, "request", "kB each"]
     lines = [
@@ -75,6 +70,5 @@ TABLES = {
         text=_events,
         note=f"{_NOTE}; the last columns follow from the means",
     ),
-    "tenants": Table(where={"part": "tenants"}, text=_tenants, note=f"{_NOTE}; 100 replicas that keep up"),
     "waiting": Table(where={"part": "waiting"}, text=_waiting, note=f"{_NOTE}; 20 saturated replicas"),
 }

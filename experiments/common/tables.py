@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from experiments.common.provenance import Machine
 from experiments.common.rows import Row, where
-from serve_app.core.metrics.confidence import interval_95, paired_difference_95
+from serve_app.core.metrics.confidence import interval_95
 from serve_app.errors import SettingsError
 
 _SHORT_COMMIT = 7
@@ -48,15 +48,6 @@ def plus_minus(values: Sequence[float | None], decimals: int = 2, *, scale: floa
     """The mean over seeds and half the width of its 95 % interval; `-` when there are no values."""
     numbers = [value for value in values if value is not None]
     return interval_95(numbers).as_text(decimals, scale) if numbers else "-"
-
-
-def difference(
-    candidate: Sequence[float], baseline: Sequence[float], decimals: int = 2, *, scale: float = 1.0
-) -> str:
-    """The mean of `candidate - baseline` over seeds, with its sign, and half the width of its interval."""
-    found = paired_difference_95(candidate, baseline)
-    text = found.as_text(decimals, scale)
-    return text if text.startswith("-") else f"+{text}"
 
 
 def load_note(rows: Sequence[Row]) -> str:

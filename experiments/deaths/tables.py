@@ -2,30 +2,12 @@
 
 from collections.abc import Sequence
 
-from experiments.common.audit import ENDS, SUMMARY, summary
+from experiments.common.audit import SUMMARY, summary
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 from experiments.deaths.nodes import KINDS
 
 _WHOLE = ("whole after, s: p50", "worst")
-
-
-def _table(rows: Sequence[Row]) -> str:
-    head = ["process", "signal", "times", "requests", *ENDS, "answered twice", *_WHOLE]
-    return f"{markdown(head, map(_line, rows), text_columns=2)}\n\n{load_note(rows)}".rstrip()
-
-
-def _line(row: Row) -> list[str]:
-    figures = row.figures
-    return [
-        str(row.key["kind"]),
-        f"SIG{row.key['signal']}",
-        str(figures["deaths"]),
-        f"{figures['sent']:,}",
-        *(f"{figures['ends'][end]:,}" for end in ENDS),
-        str(figures["answered_twice"]),
-        *_whole_after(row),
-    ]
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -50,7 +32,6 @@ def _whole_after(row: Row) -> list[str]:
 _NOTE = "Live, emulated engines, one run of each kind"
 
 TABLES = {
-    "headline": Table(text=_table, note=_NOTE),
     "summary": Table(text=_summary, note=_NOTE),
     "nodes": Table(text=_summary, where={"kind": KINDS}, note=_NOTE),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.common.rows import ANY, Row
+from experiments.common.rows import Row
 from experiments.common.tables import Table, markdown, plus_minus
 
 # Heading, figure, decimals and scale of each column.
@@ -38,9 +38,4 @@ _NOTE = "Simulated; fleets of a case have as many GPUs. Means over seeds with th
 
 TABLES = {
     "headline": Table(text=_table, where={"load": 0.9, "control": ("router", "gateway, ewsjf")}, note=_NOTE),
-    "fleets": Table(
-        text=_table,
-        where={"case": ANY},
-        note=_NOTE,
-    ),
 }

@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.common.drifting_mix import MixRates, drifting_arrivals, mix_rates, trace_of_kinds
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.tuned_simulation import TunedSimulation, counting_worker
-from experiments.tuned_drift.settings import DriftExperiment, Variant, mixed_lengths
+from experiments.tuned_drift.settings import DriftExperiment, Variant
+from experiments.tuned_drift.traffic import Halves, seconds_of, traffic
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.simulation.batch import parallel
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
-from serve_app.lab.workloads.generators import stream
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of
 from serve_app.tuning.parameter_loop import Result, Work
@@ -28,23 +27,27 @@ from serve_app.tuning.study import Finding
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One variant with one seed."""
+    """One variant with one seed.
+
+    Attributes:
+        seconds: of the whole fleet that a request takes, in each half of the time.
+    """
 
     experiment: DriftExperiment
     variant: Variant
-    rates: MixRates
+    seconds: Halves
     seed: int
 
 
 def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
     """Every variant that there is no row of yet; all meet the same requests."""
     names = [name for name in experiment.variants if not context.has({"variant": name})]
-    rates = mix_rates(experiment.long_shares, mixed_lengths, experiment.fleet) if names else None
+    seconds = seconds_of(experiment.long_shares, experiment.fleet) if names else None
     with progress_bar("tuned_drift", len(names)) as advance:
         for name in names:
-            assert rates is not None
+            assert seconds is not None
             variant = experiment.variants[name]
-            runs = [Run(experiment, variant, rates, seed) for seed in range(experiment.seeds)]
+            runs = [Run(experiment, variant, seconds, seed) for seed in range(experiment.seeds)]
             columns = list(parallel(_figures, runs, context.jobs))
             yield Measurement(
                 key={"variant": name},
@@ -61,7 +64,7 @@ def _settings(run: Run) -> dict[str, Any]:
     shared = ("profile", "replicas", "load", "minutes", "long_shares", "phases", "pace_requests_per_s")
     return {
         **{name: getattr(experiment, name) for name in shared},
-        "rates": asdict(run.rates),
+        "seconds": run.seconds,
         "scheduler": asdict(experiment.scheduler(run.variant)),
         "tuning": asdict(experiment.tuner(run.variant)),
     }
@@ -103,17 +106,10 @@ def _figures(run: Run) -> dict[str, Any]:
 
 def _requests(run: Run) -> list[SimulatedRequest]:
     experiment = run.experiment
-    arrivals = drifting_arrivals(
-        experiment.long_shares,
-        run.rates,
-        experiment.load,
-        experiment.duration_s,
-        stream(run.seed, "arrivals and kinds"),
-    )
+    drift = traffic(experiment.long_shares, run.seconds, experiment.load, experiment.duration_s, run.seed)
     plans = experiment.fleet.plans()
     longest = max(plan.engine.max_model_len for plan in plans)
-    trace = fit(trace_of_kinds("drift", arrivals, mixed_lengths, run.seed), longest).trace
-    return list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
+    return list(requests_of(fit(drift, longest).trace, Disclosure(), plans[0].engine.block_size))
 
 
 def _phase(

@@ -1,19 +1,15 @@
 """What is played: variants of a production, its traffic, and how its tuner is set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from experiments.common.drifting_mix import MixPoints
 from experiments.common.tuning_starts import BAD_START, DEFAULTS, begun_from
+from experiments.tuned_drift.traffic import Halves
 from serve_app.core import SchedulerSettings
 from serve_app.core.settings_base import settings
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.scheduler_settings import scheduler_settings
-from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths, stream
 from serve_app.tuning.settings import ParameterTuningSettings
-
-_SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
-_ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)
 
 
 @settings
@@ -40,7 +36,7 @@ class DriftExperiment:
 
     Attributes:
         variants: by the name that they have in the table.
-        long_shares: share of long requests over time.
+        long_shares: share of long requests, in each half of the time.
         load: 1.0 is the rate at which the same replicas finish a backlog of the mix under FCFS.
         minutes: simulated.
         phases: shares of the time between which requests are judged, by name.
@@ -50,7 +46,7 @@ class DriftExperiment:
     """
 
     variants: Mapping[str, Variant]
-    long_shares: MixPoints
+    long_shares: Halves
     load: float
     minutes: float
     phases: Mapping[str, tuple[float, float]]
@@ -80,14 +76,3 @@ class DriftExperiment:
         if variant.tuned:
             return self.tuning
         return replace(self.tuning, rollout=replace(self.tuning.rollout, mode="off"))
-
-
-def mixed_lengths(kinds: Sequence[bool], seed: int) -> Iterator[tuple[int, int]]:
-    """Prompt and output tokens of the paper's mix, each of its kind (True is long)."""
-    short, long = (
-        lengths.sample(len(kinds), stream(seed, name))
-        for lengths, name in ((_SHORT, "short"), (_LONG, "long"))
-    )
-    answers = _ANSWERS.sample(len(kinds), stream(seed, "answers"))
-    for place, is_long in enumerate(kinds):
-        yield int((long if is_long else short)[place]), int(answers[place])

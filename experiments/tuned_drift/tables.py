@@ -5,7 +5,7 @@ from itertools import chain
 from statistics import fmean
 
 from experiments.common.rows import Row
-from experiments.common.tables import Table, difference, markdown, plus_minus
+from experiments.common.tables import Table, markdown, plus_minus
 
 _BEFORE, _AFTER = "before", "after"
 
@@ -32,36 +32,6 @@ def _headline(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return markdown(head, lines)
-
-
-def _phases(rows: Sequence[Row]) -> str:
-    classes = _classes(rows)
-    head = ["phase", "production", *(f"{name} TTFT p50 / p99 s" for name in classes.values())]
-    lines = [
-        [
-            phase,
-            str(row.key["variant"]),
-            *(_ttft(row, phase, name) for name in classes),
-            _reward(row, phase),
-            _gain(row, rows, phase),
-        ]
-        for phase in rows[0].settings["phases"]
-        for row in rows
-    ]
-    return markdown([*head, "reward", "gained by tuning"], lines, text_columns=2)
-
-
-def _gain(tuned: Row, rows: Sequence[Row], phase: str) -> str:
-    """The reward less that of the fixed values with the same start, seed by seed."""
-    fixed = [
-        row for row in rows if not _is_tuned(row) and row.settings["scheduler"] == tuned.settings["scheduler"]
-    ]
-    if not _is_tuned(tuned) or not fixed:
-        return ""
-    mine, theirs = ([run[phase]["reward"] for run in row.figures["phases"]] for row in (tuned, fixed[0]))
-    if None in (*mine, *theirs):
-        return ""
-    return difference(mine, theirs, 3)
 
 
 def _is_tuned(row: Row) -> bool:
@@ -116,6 +86,5 @@ _NOTE = "Simulated; means over seeds with their 95 % intervals"
 
 TABLES = {
     "headline": Table(text=_headline, note=_NOTE),
-    "phases": Table(text=_phases, note=_NOTE),
     "tuner": Table(text=_tuner, note="Means over seeds; pairs are those of all seeds"),
 }

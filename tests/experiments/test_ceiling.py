@@ -7,15 +7,13 @@ from experiments.common.experiment import Context
 def test_each_kind_of_event_is_counted_and_a_backlog_stays_as_long_as_it_is() -> None:
     settings = CeilingSettings(
         replicas=(4,),
-        numbers_of_tenants=(2,),
         waiting=(300,),
-        tenants_replicas=4,
         waiting_replicas=4,
         fill_requests=200,
         requests=300,
     )
-    events, tenants, waiting = play(settings, Context(jobs=1))
-    for row in (events, tenants, waiting):
+    events, waiting = play(settings, Context(jobs=1))
+    for row in (events, waiting):
         assert row.figures["requests"] == 300
         assert row.figures["refused"] == 0
         for kind in ("arrival", "first token", "finish", "report"):

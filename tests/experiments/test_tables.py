@@ -4,7 +4,7 @@ import pytest
 
 from experiments.common.provenance import TraceSource, trace_sources
 from experiments.common.rows import ANY, line_of, read_rows, rounded, where, write_rows
-from experiments.common.tables import Table, caption, difference, plus_minus
+from experiments.common.tables import Table, caption, plus_minus
 from serve_app.errors import SettingsError
 from tests.experiments.builders import row
 
@@ -15,12 +15,6 @@ def test_a_cell_is_the_mean_and_half_the_width_of_its_interval() -> None:
     assert plus_minus([0.0015], 1, scale=1_000) == "1.5"
     assert plus_minus([None, 2.0], 0) == "2"
     assert plus_minus([None]) == "-"
-
-
-def test_a_difference_is_paired_and_has_its_sign() -> None:
-    assert difference([3.0, 5.0, 4.0], [1.0, 3.0, 2.0], 1) == "+2.0 ± 0.0"
-    assert difference([0.1, 0.2], [0.2, 0.4], 0, scale=100) == "-15 ± 64"
-    assert difference([1.0], [1.5]) == "-0.50"
 
 
 def test_rows_are_chosen_by_their_key() -> None:

@@ -1,10 +1,17 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+
+import pytest
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.config import read_settings
 from experiments.common.rows import Row
-from experiments.tuned_drift.settings import DriftExperiment, mixed_lengths
+from experiments.tuned_drift.settings import DriftExperiment
 from experiments.tuned_drift.tables import TABLES
+from experiments.tuned_drift.traffic import mixed, seconds_of, traffic
+from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
+from serve_app.lab.workloads.trace import TraceRequest
 from tests.experiments.builders import row
 
 
@@ -13,13 +20,32 @@ def experiment() -> DriftExperiment:
 
 
 def test_lengths_are_of_the_papers_mix_by_kind() -> None:
-    kinds = [False, True] * 200
-    drawn = list(mixed_lengths(kinds, 3))
-    for (prompt, output), is_long in zip(drawn, kinds, strict=True):
-        assert (1_024 <= prompt <= 4_096) if is_long else (32 <= prompt <= 256)
-        assert 1 <= output <= 512
-    assert drawn == list(mixed_lengths(kinds, 3))
-    assert drawn != list(mixed_lengths(kinds, 4))
+    arrivals = [(float(place), place % 2 == 1) for place in range(400)]
+    drawn = mixed(arrivals, 3)
+    for request, (at, is_long) in zip(drawn.requests, arrivals, strict=True):
+        least, most = (1_024, 4_096) if is_long else (32, 256)
+        assert least <= request.prompt_tokens <= most
+        assert 1 <= request.output_tokens <= 512
+        assert request.arrival_s == at
+    assert drawn == mixed(arrivals, 3)
+    assert drawn.requests != mixed(arrivals, 4).requests
+
+
+def test_the_rate_falls_where_requests_are_long_so_that_the_load_stays() -> None:
+    arrived = traffic((0.1, 0.6), (0.1, 0.4), 0.5, 4_000.0, 1).requests
+    for half, share, seconds in ((arrived_in(arrived, 0), 0.1, 0.1), (arrived_in(arrived, 2_000), 0.6, 0.4)):
+        assert len(half) / 2_000 == pytest.approx(0.5 / seconds, rel=0.08)
+        assert sum(one.prompt_tokens > 256 for one in half) / len(half) == pytest.approx(share, abs=0.04)
+    assert all(one.arrival_s < other.arrival_s for one, other in pairwise(arrived))
+
+
+def arrived_in(requests: Sequence[TraceRequest], begin_s: float) -> list[TraceRequest]:
+    return [one for one in requests if begin_s <= one.arrival_s < begin_s + 2_000]
+
+
+def test_a_longer_mix_takes_more_of_the_fleet() -> None:
+    before_s, after_s = seconds_of((0.1, 0.6), FleetSettings(profile="laptop", replicas={ONE_POOL: 1}))
+    assert 0 < before_s < after_s
 
 
 def test_only_the_tuned_variant_tries_anything_and_it_begins_where_the_fixed_one_does() -> None:
@@ -50,12 +76,9 @@ def _row(name: str, mode: str, reward: list[float | None]) -> Row:
     return replace(made, settings=settings)
 
 
-def test_the_tables_compare_a_tuned_production_with_the_fixed_one_of_the_same_start() -> None:
-    rows = [_row("fixed", "off", [0.1, 0.2, 0.3]), _row("tuned", "on", [0.4, 0.6, 0.5])]
-    assert "| after | tuned | 0.10 / 0.50 ± 0.00 | 0.500 ± 0.248 | +0.300 ± 0.248 |" in TABLES[
-        "phases"
-    ].written(rows)
+def test_the_table_has_each_production_before_and_after_the_change() -> None:
+    rows = [_row("fixed", "off", [0.1, 0.2, 0.3]), _row("tuned", "on", [0.4, None, 0.5])]
     headline = TABLES["headline"].written(rows)
     assert "| production | reward, minutes 22.5 to 45 | 67.5 to 90 |" in headline
-    unmeasured = [rows[0], _row("tuned", "on", [0.4, None, 0.5])]
-    assert "| after | tuned | 0.10 / 0.50 ± 0.00 | 0.450 ± 0.635 |  |" in TABLES["phases"].written(unmeasured)
+    assert "| fixed | 0.200 ± 0.248 | 0.200 ± 0.248 | 0.10 / 0.50 ± 0.00 |" in headline
+    assert "| tuned | 0.450 ± 0.635 | 0.450 ± 0.635 | 0.10 / 0.50 ± 0.00 |" in headline

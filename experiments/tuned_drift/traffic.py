@@ -1,0 +1,61 @@
+"""The paper's mix as a Poisson stream whose share of long requests changes half-way, while the load stays.
+
+The rate follows the mix: a request takes so many seconds of the whole fleet, and the load is the share of the
+time that is taken.
+"""
+
+from collections.abc import Sequence
+
+from serve_app.lab.simulation.batch import saturated_rate_of
+from serve_app.lab.simulation.fleet import FleetSettings
+from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths, stream
+from serve_app.lab.workloads.trace import Trace, TraceRequest
+
+Halves = tuple[float, float]
+"""A figure of the first half of the time, and of the second."""
+
+_SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
+_ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)
+# Requests of which the saturated rate of a mix is measured.
+_BACKLOG = 4_000
+
+
+def seconds_of(long_shares: Halves, fleet: FleetSettings) -> Halves:
+    """Seconds of the whole fleet that a request takes, at load 1.0; two simulated runs."""
+    before, after = (1 / saturated_rate_of(fleet, _backlog(share)) for share in long_shares)
+    return before, after
+
+
+def traffic(long_shares: Halves, seconds: Halves, load: float, duration_s: float, seed: int) -> Trace:
+    """The requests of one run."""
+    rng = stream(seed, "arrivals and kinds")
+    at = 0.0
+    arrivals: list[tuple[float, bool]] = []
+    while True:
+        half = at > duration_s / 2
+        at += float(rng.exponential(seconds[half] / load))
+        if at >= duration_s:
+            return mixed(arrivals, seed)
+        arrivals.append((at, bool(rng.random() < long_shares[half])))
+
+
+def mixed(arrivals: Sequence[tuple[float, bool]], seed: int) -> Trace:
+    """These arrivals with the lengths of the paper's mix, each of its kind (True is long)."""
+    short, long, answers = (
+        lengths.sample(len(arrivals), stream(seed, name))
+        for lengths, name in ((_SHORT, "short"), (_LONG, "long"), (_ANSWERS, "answers"))
+    )
+    requests = tuple(
+        TraceRequest(
+            arrival_s=at,
+            prompt_tokens=int((long if is_long else short)[place]),
+            output_tokens=int(answers[place]),
+        )
+        for place, (at, is_long) in enumerate(arrivals)
+    )
+    return Trace(name="drift", source=f"two kinds of requests, seed {seed}", requests=requests)
+
+
+def _backlog(share: float) -> Trace:
+    rng = stream(0, "backlog")
+    return mixed([(float(place), bool(rng.random() < share)) for place in range(_BACKLOG)], 0)
