@@ -181,7 +181,6 @@ class Performance:
     utilisation: float
     p99_ttft_s: float
     p99_tpot_s: float
-    sequences: float
 
     def meets(self, slo: Slo) -> bool:
         """Whether both P99 limits hold below the utilisation cap."""
@@ -293,7 +292,6 @@ class PoolModel:
                 utilisation=utilisation,
                 p99_ttft_s=math.inf,
                 p99_tpot_s=math.inf,
-                sequences=float(self.slots),
             )
         wait_s = p99_wait_s(
             servers=replicas * self.slots,
@@ -306,7 +304,6 @@ class PoolModel:
             utilisation=utilisation,
             p99_ttft_s=wait_s + point.first_token_s,
             p99_tpot_s=point.tpot_s,
-            sequences=point.sequences,
         )
 
     def mean_iterations(self, mix: LengthMix) -> float:

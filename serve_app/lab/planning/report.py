@@ -74,21 +74,15 @@ def _fleet(one: SizedFleet, result: PlanResult) -> dict[str, Any]:
             "resolution": measured.resolution,
             "closed_form": terms.as_json() if terms is not None and one is result.pools else None,
         }
-    return {
-        "name": one.plan.name,
+    return _simulated(one) | {
         "replicas": sum(one.counts.values()),
         "per_pool": {pool: _pool(one, pool) for pool in one.plan.pools},
-        "gpus": one.gpus,
-        "usd_per_hour": one.usd_per_hour,
         "p99_ttft_s": None if verification.ttft is None else verification.ttft.mean,
         "p99_tpot_s": None if verification.tpot is None else verification.tpot.mean,
         "preemptions": sum(run.preemptions for run in verification.runs),
         "savings": savings,
         "simulated_share": one.share,
-        "headroom": one.headroom,
-        "verification": verification.as_json(),
-        "model_replicas": one.candidate.counts,
-    } | one.plan.as_json()
+    }
 
 
 def _pool(one: SizedFleet, pool: str) -> dict[str, Any]:

@@ -255,32 +255,19 @@ def fitted_trace(settings: RunSettings) -> FittedTrace:
     return replace(fitted, trace=at_rate(fitted.trace, settings.rate_per_s))
 
 
-def prepared(
-    settings: RunSettings, on_decision: Callable[[Decision], None] | None = None
-) -> tuple[Simulation, list[SimulatedRequest]]:
-    """The simulation of a run under any policy but `direct`, and the requests to play.
-
-    Raises:
-        TraceError: there is no such trace, or nothing in it fits the engines.
-        SettingsError: a setting is unknown or out of range.
-    """
+def _play(
+    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
+) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
     plans = settings.fleet.plans(isolated=settings.isolates)
-    requests = _requests(settings, fitted_trace(settings), plans)
+    requests = _requests(settings, workload, plans)
+    if settings.policy == DIRECT:
+        return DirectSimulation(plans).run(requests), ()
     scheduler = _scheduler_settings(settings)
     learner = None
     if settings.partition is not None and learns_queues(settings.policy, SIMULATED_POLICIES):
         learner = settings.partition.learner(settings.policy)
     estimator = _noisy_estimator(settings, scheduler, requests) if settings.noise.relative_error else None
-    return Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator), requests
-
-
-def _play(
-    settings: RunSettings, workload: FittedTrace, on_decision: Callable[[Decision], None] | None
-) -> tuple[list[RequestRecord], tuple[tuple[float, Partition], ...]]:
-    if settings.policy == DIRECT:
-        plans = settings.fleet.plans(isolated=settings.isolates)
-        return DirectSimulation(plans).run(_requests(settings, workload, plans)), ()
-    simulation, requests = prepared(settings, on_decision)
+    simulation = Simulation(scheduler, plans, settings.simulation, on_decision, learner, estimator)
     return simulation.run(requests), tuple(simulation.partitions)
 
 

@@ -140,13 +140,11 @@ class Disclosure:
         output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
         queue_timeout_s: longest time in the queue; infinite by default, so all policies do the same work.
         model: the name that requests ask for.
-        streamed: answers are streamed, so their first tokens are seen.
     """
 
     output_known: bool = False
     queue_timeout_s: float = math.inf
     model: str = MODEL
-    streamed: bool = True
 
 
 @lru_cache(maxsize=8)
@@ -217,7 +215,7 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
                         model=disclosure.model,
                         shape=PromptShape(text_bytes=0, prompt_tokens=one.prompt_tokens),
                         max_output_tokens=one.output_tokens if disclosure.output_known else None,
-                        streamed=disclosure.streamed,
+                        streamed=True,
                     ),
                     tenant=one.tenant,
                     priority=one.priority,

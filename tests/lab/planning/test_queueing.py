@@ -122,7 +122,7 @@ def test_long_prompts_in_chunks_take_their_time_to_the_first_token() -> None:
 
 
 def test_limits_count_where_they_are_set() -> None:
-    fast = Performance(replicas=1, utilisation=0.5, p99_ttft_s=1.0, p99_tpot_s=0.05, sequences=3.0)
+    fast = Performance(replicas=1, utilisation=0.5, p99_ttft_s=1.0, p99_tpot_s=0.05)
     assert fast.meets(Slo(ttft_s=1.0, tpot_s=0.05))
     assert not fast.meets(Slo(ttft_s=0.9, tpot_s=None))
     assert not fast.meets(Slo(ttft_s=None, tpot_s=0.04))

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from serve_app.core.metrics.slo import Slo
 from serve_app.lab.planning.fleets import CostTable, PoolPlan, paged_fleet, split_fleet
 from serve_app.lab.planning.sizing import (
-    ClosedForm,
     closed_form,
     saving,
     size,
@@ -119,12 +118,6 @@ def test_nothing_is_saved_where_nothing_runs_faster(share: float, rho: float) ->
     assert saving(share, 1.0) == 0
     assert two_pool_saving(share, rho, 1.0) == saving(share, rho)
     assert saving(share, rho) < 1
-
-
-def test_terms_and_results_go_into_json() -> None:
-    form = ClosedForm(short_request_ratio=0.9, short_work_ratio=0.5, rho_short=2.0, rho_long=0.5)
-    document = form.as_json()
-    assert (document["by_requests"], document["by_work"], document["by_both_pools"]) == (0.45, 0.25, -0.25)
 
 
 @pytest.mark.parametrize(("share", "rho"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.0)])
