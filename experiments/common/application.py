@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from serve_app.lab.bench.connection import BenchError
 from serve_app.serving.access import read_admin_key
 from serve_app.settings.checking.serve_file import NO_PROXY
 
-BUILD_APP = "serve_app.app:build_app"
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
@@ -89,13 +88,6 @@ def is_whole(status: Mapping[str, Any], replicas: int, gateways: int) -> bool:
     return fresh == replicas and status["gateways"] == gateways
 
 
-def started_application(
-    name: str, models: Sequence[Mapping[str, Any]], import_path: str = BUILD_APP
-) -> contextlib.AbstractContextManager[Application]:
-    """Serve models behind one gateway, with few of the machine's cores reserved; see `served_application`."""
-    return served_application(serve_config(name, models, import_path, 0))
-
-
 @contextlib.contextmanager
 def served_application(
     config: Mapping[str, Any],
@@ -140,15 +132,16 @@ def served_application(
 
 def serve_config(
     name: str,
-    models: Sequence[Mapping[str, Any]],
-    import_path: str,
-    port: int,
-    gateways: Mapping[str, Any] = _ONE_GATEWAY,
+    args: Mapping[str, Any],
+    *,
+    import_path: str = "serve_app.app:build_app",
+    port: int = 0,
     proxy_location: str = NO_PROXY,
 ) -> dict[str, Any]:
-    """The configuration of `serve run` for some models.
+    """The configuration of `serve run` for an application.
 
     Args:
+        args: of the application; without `gateways` it has one, with few of the machine's cores.
         proxy_location: where Ray Serve runs proxies; nowhere by default, as in the examples.
     """
     return {
@@ -160,7 +153,7 @@ def serve_config(
                 "name": name,
                 "route_prefix": "/",
                 "import_path": import_path,
-                "args": {"models": list(models), "gateways": dict(gateways)},
+                "args": {"gateways": dict(_ONE_GATEWAY), **args},
             }
         ],
     }

@@ -1,10 +1,12 @@
-"""One streamed request as its client sees it, and the account of many."""
+"""Streamed requests at a steady rate as their clients see them, and the account of their ends."""
 
+import asyncio
 import json
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -124,6 +126,75 @@ async def asked(
     if swapped:
         return ENDS[6], "another request's id"
     return heard.end(tokens, text)
+
+
+NO_LIMIT = httpx.Limits(max_connections=None)
+"""Of a client that sends at a steady rate, however many answers are open."""
+
+
+@dataclass(slots=True)
+class SteadyTraffic:
+    """Requests at a steady rate; neighbours differ in length, so that a swapped answer shows.
+
+    Args:
+        label: begins the names of the requests.
+        client: gives the one by which the next request goes.
+        lengths: number of different lengths, the shortest of 20 tokens.
+        headers: of a request that is sent now.
+
+    Attributes:
+        late_s: how long after its time each request was sent.
+    """
+
+    label: str
+    rate_per_s: float
+    client: Callable[[], httpx.AsyncClient]
+    lengths: int
+    headers: Callable[[], Mapping[str, str]] = dict
+    ended: list[Ended] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    async def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Send requests until the work is over, and wait for what is open then."""
+        working = asyncio.create_task(work)
+        sent: set[asyncio.Task[None]] = set()
+        number = 0
+        while not working.done():
+            planned_at = self.began + number / self.rate_per_s
+            await asyncio.sleep(max(0.0, planned_at - time.monotonic()))
+            self.late_s.append(time.monotonic() - planned_at)
+            task = asyncio.create_task(self._one(number))
+            sent.add(task)
+            task.add_done_callback(sent.discard)
+            number += 1
+        await working
+        await asyncio.gather(*sent)
+
+    async def request(self, name: str, tokens: int) -> Ended:
+        """Send one request beside the steady ones, and wait for its end."""
+        started_s = time.monotonic()
+        end, detail = await asked(self.client(), name, tokens, headers=self.headers())
+        return Ended(name, end, started_s, time.monotonic(), detail)
+
+    async def _one(self, number: int) -> None:
+        self.ended.append(await self.request(f"{self.label}-{number}", 20 + number % self.lengths))
+
+
+def ends_of(ended: Sequence[Ended], log: Iterable[str], prefix: str) -> dict[str, Any]:
+    """How requests ended, and what clients heard besides.
+
+    Args:
+        log: the lines of all gateways.
+        prefix: begins the names of the requests.
+    """
+    details = Counter(f"{one.end}: {one.detail}" for one in ended if one.detail)
+    return {
+        "sent": len(ended),
+        "ends": account(ended),
+        "answered_twice": answered_twice(log, prefix),
+        "details": dict(details.most_common(10)),
+    }
 
 
 def answered_twice(lines: Iterable[str], prefix: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from experiments.common.application import BUILD_APP, is_whole, serve_config
+from experiments.common.application import is_whole, serve_config
 from experiments.common.nodes import HEAD, NodeCluster, NodeSpec
 from experiments.common.redeployment import deploy
 from experiments.common.valkey import running_valkey
@@ -137,8 +137,7 @@ def served_on_nodes(
         kept = {"RAY_REDIS_ADDRESS": valkey.address, **_PATIENCE, **environment}
         password = [f"--redis-password={valkey.password}"]
         with NodeCluster(workers, kept, password) as cluster:
-            config = serve_config(NAME, args["models"], BUILD_APP, cluster.head_port, args["gateways"])
-            config["applications"][0]["args"].update(args)
+            config = serve_config(NAME, args, port=cluster.head_port)
             deploy(cluster.address, config, cluster.environment(HEAD), _DEPLOY_TIMEOUT_S)
             served = NodeApplication(cluster, config)
             served.wait(served.is_whole, _READY_TIMEOUT_S, "a whole fleet")

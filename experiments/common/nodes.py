@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application, free_ports
+from experiments.common.processes import titled
 from serve_app.cli.serve.environment import environment, instance_folder
 from serve_app.lab.bench.connection import BenchError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
@@ -180,10 +181,9 @@ class NodeCluster:
         """
         found = {}
         for name, node in self.nodes.items():
-            for process in node.processes() if node.is_up else ():
-                with contextlib.suppress(psutil.Error):
-                    if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{deployment}"):
-                        found[process.pid] = name
+            if node.is_up:
+                for process, _ in titled(node.keeper.pid, f"ray::ServeReplica:{deployment}"):
+                    found[process.pid] = name
         return found
 
     def urls(self) -> list[str]:

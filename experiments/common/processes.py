@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -16,6 +16,15 @@ def process_tree(root: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def titled(root: int, prefix: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield the processes below `root` whose title begins with `prefix`, each with the rest of its title."""
+    for process in process_tree(root):
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if title.startswith(prefix):
+                yield process, title.removeprefix(prefix)
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:

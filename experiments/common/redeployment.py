@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from experiments.common.application import Application
+from experiments.common.processes import titled
 from serve_app.lab.bench.connection import BenchError
 
 _TIMEOUT_S = 240.0
@@ -96,12 +97,6 @@ def gcs_address(served: Application) -> str:
 def replica_processes(served: Application) -> dict[str, list[int]]:
     """The process ids of an application's replicas, by deployment."""
     found: dict[str, list[int]] = {}
-    prefix = f"ray::ServeReplica:{served.name}:"
-    for process in psutil.Process(served.pid).children(recursive=True):
-        try:
-            title = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if title.startswith(prefix):
-            found.setdefault(title.removeprefix(prefix).split()[0], []).append(process.pid)
+    for process, deployment in titled(served.pid, f"ray::ServeReplica:{served.name}:"):
+        found.setdefault(deployment.split()[0], []).append(process.pid)
     return found

@@ -17,16 +17,17 @@ from typing import Any
 import httpx
 import uvloop
 
+from experiments.common.audit import NO_LIMIT, SteadyTraffic
 from experiments.common.node_application import NAME, NodeApplication, served_on_nodes
 from experiments.common.nodes import HEAD, NodeSpec
 from experiments.deaths.traffic import (
+    LENGTHS,
     LOG_DELAY_S,
-    NO_LIMIT,
     TIMEOUT_S,
     DeathsCase,
     DeathSignal,
     DeathsSettings,
-    Traffic,
+    figures_of,
 )
 
 ENGINES, SCHEDULER, CONTROL = "node of engines", "node of the scheduler", "control service"
@@ -61,7 +62,7 @@ class NodeDeathsPlay:
     back_s: list[float | None] = field(default_factory=list)
     without_s: list[float] = field(default_factory=list)
     entrances: Sequence[str] = ()
-    traffic: Traffic | None = None
+    traffic: SteadyTraffic | None = None
 
     async def run(self) -> None:
         """Send requests until the last death is some time ago."""
@@ -81,14 +82,15 @@ class NodeDeathsPlay:
 
             await asyncio.to_thread(self._until, self._finds_entrances)
             # The gateway replaces spaces in a request's id, and the answer would count as another's.
-            self.traffic = Traffic(self.case.kind.replace(" ", "-"), self.settings.rate_per_s, client)
+            label = self.case.kind.replace(" ", "-")
+            self.traffic = SteadyTraffic(label, self.settings.rate_per_s, client, LENGTHS)
             await self.traffic.run_beside(self._die_again_and_again(self.traffic.began))
 
     def figures(self) -> dict[str, Any]:
         """Of the row."""
         assert self.traffic is not None, "it has run"
         log = self.served.cluster.log_lines(NAME, "gateway")
-        figures = self.traffic.figures(self.back_s, log)
+        figures = figures_of(self.traffic, self.back_s, log)
         return {**figures, "without_s": self.without_s} if self.without_s else figures
 
     async def _die_again_and_again(self, began: float) -> None:

@@ -18,11 +18,20 @@ import httpx
 import psutil
 import uvloop
 
-from experiments.common.application import BUILD_APP, Application, is_whole, serve_config, served_application
+from experiments.common.application import Application, is_whole, serve_config, served_application
+from experiments.common.audit import NO_LIMIT, SteadyTraffic
 from experiments.common.experiment import Context, Experiment, Measurement
+from experiments.common.processes import titled
 from experiments.common.provenance import generated
 from experiments.deaths.nodes import KINDS, play_nodes
-from experiments.deaths.traffic import LOG_DELAY_S, NO_LIMIT, TIMEOUT_S, DeathsCase, DeathsSettings, Traffic
+from experiments.deaths.traffic import (
+    LENGTHS,
+    LOG_DELAY_S,
+    TIMEOUT_S,
+    DeathsCase,
+    DeathsSettings,
+    figures_of,
+)
 
 # How the processes of each kind call themselves, and how many of them there are.
 PROCESSES = {
@@ -49,14 +58,14 @@ class DeathsPlay:
     settings: DeathsSettings
     case: DeathsCase
     served: Application
-    traffic: Traffic | None = None
+    traffic: SteadyTraffic | None = None
     back_s: list[float | None] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         """Send requests until the last death is some time ago."""
         async with httpx.AsyncClient(base_url=self.served.url, timeout=TIMEOUT_S, limits=NO_LIMIT) as http:
-            self.traffic = Traffic(self.case.kind, self.settings.rate_per_s, lambda: http)
+            self.traffic = SteadyTraffic(self.case.kind, self.settings.rate_per_s, lambda: http, LENGTHS)
             await self.traffic.run_beside(self._kill_again_and_again())
 
     async def _kill_again_and_again(self) -> None:
@@ -84,12 +93,7 @@ class ApplicationState:
 
     def processes(self) -> list[psutil.Process]:
         """Those of the kind."""
-        found = []
-        for process in psutil.Process(self._served.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(PROCESSES[self._kind][0]):
-                    found.append(process)
-        return found
+        return [process for process, _ in titled(self._served.pid, PROCESSES[self._kind][0])]
 
     def is_whole_without(self, victim: psutil.Process) -> bool:
         """Whether the victim has been replaced, and by one that works as far as a scheduler can tell."""
@@ -129,7 +133,7 @@ def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any
         # Lines of the log come a little later than the answers.
         time.sleep(LOG_DELAY_S)
         assert played.traffic is not None
-        return played.traffic.figures(played.back_s, served.log_lines("gateway"))
+        return figures_of(played.traffic, played.back_s, served.log_lines("gateway"))
 
 
 def _config() -> dict[str, Any]:
@@ -142,7 +146,7 @@ def _config() -> dict[str, Any]:
         }
 
     models = [{"name": "demo", "pools": [pool("short", 2048, 2), pool("long", 8192, 1)]}]
-    return serve_config("deaths", models, BUILD_APP, 0, {"replicas": 2, "num_cpus": 0.1})
+    return serve_config("deaths", {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.1}})
 
 
 EXPERIMENT = Experiment(settings=DeathsSettings, play=play, only_by_name="it takes two hours: name it")

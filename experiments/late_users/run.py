@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from experiments.common.application import started_application
+from experiments.common.application import serve_config, served_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import all_completed, play_trace
 from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import settings
-from serve_app.lab.bench.connection import BenchError
 from serve_app.lab.bench.load import BenchEndpoint, BodyKind, BodySettings
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
@@ -50,17 +49,12 @@ class Figures:
     """One play of the scenario.
 
     Attributes:
-        b_ttft_s, c_ttft_s: from when their client meant to send.
+        b_ttft_s: from when its client meant to send.
         a_ttft_s: mean over the requests of A.
-        before_b: requests of A that were dispatched before B.
-        in_engine: those of them that had been dispatched when B came, and could not be passed any more.
     """
 
     b_ttft_s: float
-    c_ttft_s: float
     a_ttft_s: float
-    before_b: int
-    in_engine: int
 
 
 def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]:
@@ -69,10 +63,9 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
         return
     played: dict[str, list[Figures]] = {mode: [] for mode in settings.modes}
     trace = scenario(settings)
+    models = [model(mode, settings.policy) for mode in settings.modes]
     with (
-        started_application(
-            "late-users", [model(mode, settings.policy) for mode in settings.modes]
-        ) as served,
+        served_application(serve_config("late-users", {"models": models})) as served,
         progress_bar("late_users", settings.repeats * len(settings.modes)) as advance,
     ):
         for _repeat in range(settings.repeats):
@@ -114,29 +107,15 @@ def scenario(settings: LateUsersSettings) -> Trace:
 
 def figures_of(records: Sequence[RequestRecord]) -> Figures:
     """Who was served when."""
-    of = {name: [one for one in records if one.tenant == name] for name in (_FIRST, *_LATE)}
-    (b,), (c,) = (of[name] for name in _LATE)
-    dispatched = [_dispatched_at(one) for one in of[_FIRST]]
-    return Figures(
-        b_ttft_s=b.ttft_s or 0.0,
-        c_ttft_s=c.ttft_s or 0.0,
-        a_ttft_s=fmean(one.ttft_s or 0.0 for one in of[_FIRST]),
-        before_b=sum(at < _dispatched_at(b) for at in dispatched),
-        in_engine=sum(at < (b.sent_at or b.arrived_at) for at in dispatched),
-    )
+    (late,) = (one for one in records if one.tenant == _LATE[0])
+    first = fmean(one.ttft_s or 0.0 for one in records if one.tenant == _FIRST)
+    return Figures(b_ttft_s=late.ttft_s or 0.0, a_ttft_s=first)
 
 
 def _request(tenant: str, arrival_s: float) -> TraceRequest:
     return TraceRequest(
         arrival_s=arrival_s, prompt_tokens=_PROMPT_TOKENS, output_tokens=_OUTPUT_TOKENS, tenant=tenant
     )
-
-
-def _dispatched_at(record: RequestRecord) -> float:
-    """When it left the queue: the client's own time, and the wait that the answer's header tells."""
-    if record.dispatched_at is None:
-        raise BenchError(f"request {record.request_id} tells no queue wait: is this our gateway?")
-    return record.dispatched_at
 
 
 EXPERIMENT = Experiment(settings=LateUsersSettings, play=play)

@@ -1,7 +1,6 @@
 """The tables of this experiment."""
 
 from collections.abc import Sequence
-from statistics import fmean
 
 from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown, plus_minus
@@ -16,22 +15,6 @@ def _headline(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
-
-
-def _places(rows: Sequence[Row]) -> str:
-    head = ["service is counted", "TTFT of B, s", "of C, s", "longest of both, s", "of A, s", "before B"]
-    lines = [
-        [
-            _counted(row),
-            *(plus_minus(row.figures[name]) for name in ("b_ttft_s", "c_ttft_s")),
-            f"{max((*row.figures['b_ttft_s'], *row.figures['c_ttft_s'])):.2f}",
-            plus_minus(row.figures["a_ttft_s"]),
-            *(f"{fmean(row.figures[name]):.1f}" for name in ("before_b", "in_engine")),
-            f"{fmean(row.figures['before_b']) - fmean(row.figures['in_engine']):.1f}",
-        ]
-        for row in rows
-    ]
-    return f"{markdown([*head, 'in the engine', 'after its turn'], lines)}\n\n{_circumstances(rows)}"
 
 
 def _counted(row: Row) -> str:
@@ -49,4 +32,4 @@ def _circumstances(rows: Sequence[Row]) -> str:
 
 _NOTE = "Live, emulated engines. Means over the repeats with their 95 % intervals"
 
-TABLES = {"headline": Table(text=_headline, note=_NOTE), "places": Table(text=_places, note=_NOTE)}
+TABLES = {"headline": Table(text=_headline, note=_NOTE)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from experiments.common.application import BUILD_APP, serve_config, served_application
+from experiments.common.application import serve_config, served_application
 from experiments.common.light_endpoint import MODEL
 from experiments.common.processes import CpuMeter, role_of
 from experiments.overhead.client import KEY
@@ -32,9 +32,8 @@ def started_ours(endpoints: Endpoints) -> Iterator[System]:
 
 def application(model: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of `serve run` for a model: with keys, and all else is on by default."""
-    config = serve_config("overhead", [model], BUILD_APP, 0)
-    config["applications"][0]["args"]["gateway"] = {"keys": [{"tenant": "bench", "key": KEY}]}
-    return config
+    gateway = {"keys": [{"tenant": "bench", "key": KEY}]}
+    return serve_config("overhead", {"models": [model], "gateway": gateway})
 
 
 def remote_model(endpoints: Endpoints) -> dict[str, Any]:

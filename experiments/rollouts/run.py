@@ -10,7 +10,6 @@ import copy
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Annotated, Any
 import httpx
 import uvloop
 
-from experiments.common.application import BUILD_APP, Application, serve_config, served_application
-from experiments.common.audit import Ended, account, answered_twice, asked
+from experiments.common.application import Application, serve_config, served_application
+from experiments.common.audit import NO_LIMIT, Ended, SteadyTraffic, ends_of
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import generated
 from experiments.common.redeployment import redeploy, replica_processes
@@ -28,8 +27,7 @@ from experiments.rollouts.keys import RotatedKey
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, settings
 
 _TIMEOUT_S = 180.0
-_NO_LIMIT = httpx.Limits(max_connections=None)
-_SHORTEST, _LENGTHS = 20, 8
+_LENGTHS = 8
 
 
 @settings
@@ -77,38 +75,25 @@ class RolloutPlay:
     served: Application
     config: dict[str, Any]
     key: RotatedKey
-    ended: list[Ended] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)
+    traffic: SteadyTraffic = field(init=False)
     streams: list[Ended] = field(default_factory=list)
     changed_at: float = 0.0
     complete_at: float = 0.0
 
     async def run(self) -> None:
         """Send requests from before the change until some time after it."""
-        async with httpx.AsyncClient(base_url=self.served.url, timeout=_TIMEOUT_S, limits=_NO_LIMIT) as http:
-            changing = asyncio.create_task(self._change(http))
-            sent: set[asyncio.Task[None]] = set()
-            number, began = 0, time.monotonic()
-            while not changing.done():
-                planned_at = began + number / self.settings.rate_per_s
-                await asyncio.sleep(max(0.0, planned_at - time.monotonic()))
-                self.late_s.append(time.monotonic() - planned_at)
-                tokens = _SHORTEST + number % _LENGTHS
-                sent.add(asyncio.create_task(self._one(http, f"steady-{number}", tokens, self.ended)))
-                number += 1
-            await changing
-            await asyncio.gather(*sent)
-
-    async def _one(self, http: httpx.AsyncClient, name: str, tokens: int, ended: list[Ended]) -> None:
-        started_s = time.monotonic()
-        end, detail = await asked(http, name, tokens, headers=self.key.headers)
-        ended.append(Ended(name, end, started_s, time.monotonic(), detail))
+        async with httpx.AsyncClient(base_url=self.served.url, timeout=_TIMEOUT_S, limits=NO_LIMIT) as http:
+            rate_per_s = self.settings.rate_per_s
+            self.traffic = SteadyTraffic(
+                "steady", rate_per_s, lambda: http, _LENGTHS, lambda: self.key.headers
+            )
+            await self.traffic.run_beside(self._change(http))
 
     async def _change(self, http: httpx.AsyncClient) -> None:
         await asyncio.sleep(self.settings.before_s)
         tokens = self.settings.stream_tokens
         streams = [
-            asyncio.create_task(self._one(http, f"stream-{number}", tokens + number, self.streams))
+            asyncio.create_task(self.traffic.request(f"stream-{number}", tokens + number))
             for number in range(self.case.streams)
         ]
         if streams:
@@ -119,7 +104,7 @@ class RolloutPlay:
         for _ in range(self.case.rotations):
             await self.key.rotate(http)
         self.complete_at = time.monotonic()
-        await asyncio.gather(*streams)
+        self.streams = await asyncio.gather(*streams)
         await asyncio.sleep(self.settings.after_s)
 
 
@@ -135,11 +120,10 @@ def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
             if case.rotations:
                 client_key.create()
                 args = changed_args(args, {"gateway.keys_file": str(key_file)})
-            served = stack.enter_context(served_application(_config(args)))
+            served = stack.enter_context(served_application(serve_config("rollouts", args)))
             before = replica_processes(served)
             port = int(served.url.rsplit(":", 1)[1])
-            changed = _config(changed_args(args, case.changes))
-            changed["http_options"]["port"] = port
+            changed = serve_config("rollouts", changed_args(args, case.changes), port=port)
             played = RolloutPlay(settings, case, served, changed, client_key)
             uvloop.run(played.run())
             # Lines of the log come a little later than the answers.
@@ -164,19 +148,17 @@ def figures_of(
     played: RolloutPlay, before: Mapping[str, list[int]], after: Mapping[str, list[int]]
 ) -> dict[str, Any]:
     """How requests ended, how long they took before the change and during it, what was replaced."""
-    calm = [one for one in played.ended if one.ended_s < played.changed_at]
-    during = [one for one in played.ended if calm and one.ended_s >= played.changed_at]
-    details = Counter(f"{one.end}: {one.detail}" for one in (*played.ended, *played.streams) if one.detail)
+    steady = played.traffic.ended
+    calm = [one for one in steady if one.ended_s < played.changed_at]
+    during = [one for one in steady if calm and one.ended_s >= played.changed_at]
     at_gateway = _times_at_gateways(played)
     outlived = sum(one.ended_s > played.complete_at for one in played.streams)
     return {
-        "sent": len(played.ended) + len(played.streams),
-        "ends": account((*played.ended, *played.streams)),
-        "answered_twice": answered_twice(played.served.log_lines("gateway"), ""),
+        **ends_of([*steady, *played.streams], played.served.log_lines("gateway"), ""),
         "before_s": _percentiles(calm),
         "during_s": _percentiles(during),
         "during_at_gateways_s": _shares([at_gateway[one.name] for one in during if one.name in at_gateway]),
-        "client_late_s": _shares(played.late_s),
+        "client_late_s": _shares(played.traffic.late_s),
         "refused_after_s": played.key.refused_after_s,
         "took_s": played.complete_at - played.changed_at,
         "replaced": sorted(name for name, pids in before.items() if not set(pids) & set(after.get(name, ()))),
@@ -184,7 +166,6 @@ def figures_of(
         "streams": len(played.streams),
         "streams_that_outlived_it": outlived,
         "slowest_stream_s": max((one.ended_s - one.started_s for one in played.streams), default=0.0),
-        "details": dict(details.most_common(10)),
     }
 
 
@@ -204,12 +185,6 @@ def _percentiles(ended: list[Ended]) -> dict[str, float]:
 def _shares(values: list[float]) -> dict[str, float]:
     took = sorted(values) or [0.0]
     return {"p50": took[len(took) // 2], "p99": took[int(0.99 * (len(took) - 1))], "worst": took[-1]}
-
-
-def _config(args: Mapping[str, Any]) -> dict[str, Any]:
-    config = serve_config("rollouts", args["models"], BUILD_APP, 0, args["gateways"])
-    config["applications"][0]["args"].update(args)
-    return config
 
 
 EXPERIMENT = Experiment(settings=RolloutSettings, play=play, only_by_name="it takes half an hour: name it")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.common.application import Application, started_application
+from experiments.common.application import Application, serve_config, served_application
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.open_loop import play_trace
 from experiments.common.processes import CpuMeter
@@ -121,7 +121,7 @@ def play(settings: TunerCostSettings, context: Context) -> Iterator[Measurement]
     sides: dict[str, list[Slice]] = {"idle": [], "working": []}
     slices = 2 * settings.pairs
     with (
-        started_application("tuner-cost", [model(settings.core_share)]) as served,
+        served_application(serve_config("tuner-cost", {"models": [model(settings.core_share)]})) as served,
         progress_bar("tuner_cost", slices) as advance,
     ):
         player = Player(settings, served)

@@ -47,7 +47,7 @@ class Mortal:
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortal]:
     file = tmp_path_factory.mktemp("mortal") / "dead"
-    config = serve_config("ewsjf", [MODEL], "tests.chaos.mortal:build_app", 0)
+    config = serve_config("ewsjf", {"models": [MODEL]}, import_path="tests.chaos.mortal:build_app")
     config["http_options"]["keep_alive_timeout_s"] = KEEP_ALIVE_S
     with served_application(config, environment={FILE_VARIABLE: str(file)}) as application:
         served = Served(application)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from experiments.common.application import Application, serve_config, served_application
 from serve_app.lab.bench.connection import BenchError
 from serve_app.settings.checking.serve_file import NO_PROXY
 
@@ -152,17 +152,13 @@ def serve(
 ) -> Iterator[Served]:
     """Serve an application with these settings, and end every process of it afterwards."""
     with served_application(
-        _config(args, 0, proxy_location), environment=environment or {}, start_timeout_s=start_timeout_s
+        serve_config("ewsjf", args, proxy_location=proxy_location),
+        environment=environment or {},
+        start_timeout_s=start_timeout_s,
     ) as application:
         yield Served(application)
 
 
 def serve_config_of(served: Served, args: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that gives a running application these arguments."""
-    return _config(args, int(served.url.rsplit(":", 1)[1]), NO_PROXY)
-
-
-def _config(args: Mapping[str, Any], port: int, proxy_location: str) -> dict[str, Any]:
-    config = serve_config("ewsjf", args["models"], BUILD_APP, port, args["gateways"], proxy_location)
-    config["applications"][0]["args"].update(args)
-    return config
+    return serve_config("ewsjf", args, port=int(served.url.rsplit(":", 1)[1]))

@@ -34,8 +34,8 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def tuned() -> Iterator[Served]:
-    gateways = {"replicas": 1, "num_cpus": 0.1}
-    config = serve_config("ewsjf", [MODEL], "tests.e2e.poisoned_tuner:build_app", 0, gateways)
+    args = {"models": [MODEL], "gateways": {"replicas": 1, "num_cpus": 0.1}}
+    config = serve_config("ewsjf", args, import_path="tests.e2e.poisoned_tuner:build_app")
     with served_application(config, environment={}, start_timeout_s=200.0) as application:
         yield Served(application)
 

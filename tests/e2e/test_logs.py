@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.common.application import BUILD_APP, Application, serve_config, served_application
+from experiments.common.application import Application, serve_config, served_application
 from tests.serving.gateway.tracing.collector import Collector, collecting
 
 pytestmark = pytest.mark.timeout(400)
@@ -46,10 +46,9 @@ def wait_for(collector: Collector, count: int) -> None:
 
 
 def test_a_line_of_json_says_who_has_called_and_leads_to_the_trace() -> None:
-    config = serve_config("logs", [MODEL], BUILD_APP, 0)
-    config["logging_config"] = {"enable_access_log": False, "encoding": "JSON"}
     key = {"tenant": "acme", "key": "s3cret-of-acme"}
-    config["applications"][0]["args"]["gateway"] = {"keys": [key], "tracing": True}
+    config = serve_config("logs", {"models": [MODEL], "gateway": {"keys": [key], "tracing": True}})
+    config["logging_config"] = {"enable_access_log": False, "encoding": "JSON"}
     asked = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     headers = {
         "authorization": "Bearer s3cret-of-acme",

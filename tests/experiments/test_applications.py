@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.common.application import BUILD_APP, serve_config
+from experiments.common.application import serve_config
 from experiments.late_users.run import model as late_users_model
 from experiments.overhead.ours import application, remote_model
 from experiments.overhead.system import Endpoints
@@ -18,7 +18,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_application_can_be_served(name: str) -> None:
-    (application,) = serve_config("test", [MODELS[name]], BUILD_APP, 8_000)["applications"]
+    (application,) = serve_config("test", {"models": [MODELS[name]]})["applications"]
     (model,) = settings_of(application["args"]).models
     assert model.name == MODELS[name]["name"]
 
