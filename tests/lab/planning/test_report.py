@@ -20,7 +20,7 @@ from serve_app.lab.planning.verification import PoolFigures, RunFigures, Verific
 from tests.lab.planning.builders import demand
 
 LARGE = PoolPlan(profile="llama2-70b-h100-tp4")
-FORM = ClosedForm(short_request_ratio=0.9, short_work_ratio=0.5, rho_short=2.0)
+FORM = ClosedForm(short_request_ratio=0.9, short_work_ratio=0.5, rho_short=2.0, rho_long=0.5)
 
 
 def sized(plan: FleetPlan, counts: Counts, *, share: float = 1.0) -> SizedFleet:
@@ -78,7 +78,8 @@ def test_the_json_has_its_documented_fields() -> None:
     assert {pool: one["replicas"] for pool, one in pools["per_pool"].items()} == {"short": 5, "long": 3}
     saved = pools["savings"]
     assert saved["paged-homogeneous"]["simulated"] == pytest.approx(0.2)
-    assert saved["paged-homogeneous"]["closed_form"]["by_work"] == pytest.approx(0.25)
+    form = saved["paged-homogeneous"]["closed_form"]
+    assert (form["by_requests"], form["by_work"], form["by_both_pools"]) == (0.45, 0.25, -0.25)
     assert saved["worst-case-homogeneous"]["simulated"] == pytest.approx(0.6)
     (of_paged,) = fleets["paged-homogeneous"]["savings"].values()
     assert of_paged["simulated"] == pytest.approx(0.5)
