@@ -6,6 +6,7 @@
 The host ends when its standard input ends, so it never outlives its supervisor, however that died.
 """
 
+import contextlib
 import importlib
 import os
 import queue
@@ -87,7 +88,8 @@ class ApplicationHost:
             self._tell(progress)
             if not progress.lines and self._cluster.is_ready():
                 break
-            if self._next_order(_START_POLL_S) is not None:
+            with contextlib.suppress(queue.Empty):
+                self._orders.get(timeout=_START_POLL_S)
                 raise ServeAppError("stopped before it was ready")
         self._cluster.connect()
         self._tell(Ready(self._cluster.dashboard))
@@ -106,19 +108,12 @@ class ApplicationHost:
         """
         answered_at = time.monotonic()
         while True:
-            order = self._next_order(_RUN_POLL_S)
-            if order is not None:
-                return order.stop
+            with contextlib.suppress(queue.Empty):
+                return self._orders.get(timeout=_RUN_POLL_S)
             if self._cluster.answers():
                 answered_at = time.monotonic()
             elif time.monotonic() - answered_at > _LOST_AFTER_S:
                 raise ServeAppError(f"Ray has not answered for {_LOST_AFTER_S:.0f} s: see the logs of Ray")
-
-    def _next_order(self, timeout_s: float) -> "_Order | None":
-        try:
-            return _Order(self._orders.get(timeout=timeout_s))
-        except queue.Empty:
-            return None
 
     def _read(self, orders: BinaryIO) -> None:
         for line in orders:
@@ -132,13 +127,6 @@ class ApplicationHost:
         except BrokenPipeError:
             # The supervisor is gone; the end of standard input says so as well.
             return
-
-
-class _Order:
-    """An order; one without `stop` means that the supervisor is gone."""
-
-    def __init__(self, stop: Stop | None) -> None:
-        self.stop = stop
 
 
 def main() -> int:

@@ -177,13 +177,9 @@ class Supervisor:
         if not self._is_ready and self._signals:
             self._console.line("stopped before it was ready")
         elif not self._signals:
-            self._on_lost_host()
+            self._failed = self._failed or "The process that runs Ray ended unexpectedly."
         else:
             await self._drain(reading)
-
-    def _on_lost_host(self) -> None:
-        if self._failed is None:
-            self._failed = "The process that runs Ray ended unexpectedly."
 
     async def _drain(self, reading: asyncio.Task[None]) -> None:
         assert self._host is not None
