@@ -23,13 +23,18 @@ class CommandEntry:
     """One line of the table.
 
     Attributes:
-        summary: of the command itself, so that the list of commands needs none of their modules.
-        module: has the command as `COMMAND`.
+        summary: one line for the list of commands, which needs none of their modules.
+        place: of its module in this package; by default its name.
     """
 
     name: str
     summary: str
-    module: str
+    place: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that has the command as `COMMAND`."""
+        return f"{__name__}.{self.place or self.name}"
 
     def load(self) -> Command:
         """The command itself."""
@@ -39,82 +44,30 @@ class CommandEntry:
 
 COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
-        "init",
-        "write a first configuration: asks what there is, or takes it as options",
-        "serve_app.cli.init.command",
+        "init", "write a first configuration: asks what there is, or takes it as options", "init.command"
     ),
     CommandEntry(
-        "check",
-        "say what is wrong with a configuration, with line numbers, before anything starts",
-        "serve_app.cli.check",
+        "check", "say what is wrong with a configuration, with line numbers, before anything starts"
     ),
+    CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
+    CommandEntry("stop", "stop an application in good order: open answers may end"),
+    CommandEntry("status", "show queues, replicas, tenants and the tuner of a running application"),
+    CommandEntry("mode", "show or change how much of the traffic of a running application is scheduled"),
+    CommandEntry("explain", "say where the time of a request went, and why it waited"),
+    CommandEntry("capture", "write the requests of the last ten minutes as a trace, without their text"),
+    CommandEntry("keys", "make, list and revoke API keys in a file, and show what was used with each"),
     CommandEntry(
-        "serve", "check a configuration and serve its application until Ctrl-C", "serve_app.cli.serve.command"
+        "doctor", "say what is wrong with a running application, the worst first, each with the next step"
     ),
-    CommandEntry("stop", "stop an application in good order: open answers may end", "serve_app.cli.stop"),
+    CommandEntry("simulate", "play a trace on simulated replicas, with any policies side by side"),
     CommandEntry(
-        "status",
-        "show queues, replicas, tenants and the tuner of a running application",
-        "serve_app.cli.status",
+        "replay", "feed a decision log to a new scheduler: the same events must give the same commands"
     ),
-    CommandEntry(
-        "mode",
-        "show or change how much of the traffic of a running application is scheduled",
-        "serve_app.cli.mode",
-    ),
-    CommandEntry(
-        "explain",
-        "say where the time of a request went, and why it waited",
-        "serve_app.cli.explain",
-    ),
-    CommandEntry(
-        "capture",
-        "write the requests of the last ten minutes as a trace, without their text",
-        "serve_app.cli.capture",
-    ),
-    CommandEntry(
-        "keys",
-        "make, list and revoke API keys in a file, and show what was used with each",
-        "serve_app.cli.keys",
-    ),
-    CommandEntry(
-        "doctor",
-        "say what is wrong with a running application, the worst first, each with the next step",
-        "serve_app.cli.doctor",
-    ),
-    CommandEntry(
-        "simulate",
-        "play a trace on simulated replicas, with any policies side by side",
-        "serve_app.cli.simulate",
-    ),
-    CommandEntry(
-        "replay",
-        "feed a decision log to a new scheduler: the same events must give the same commands",
-        "serve_app.cli.replay",
-    ),
-    CommandEntry(
-        "bench",
-        "open-loop load against a live endpoint, or against two in turns, from a trace",
-        "serve_app.cli.bench",
-    ),
-    CommandEntry(
-        "plan",
-        "size a fleet to latency limits: one pool or two, verified in simulation",
-        "serve_app.cli.plan",
-    ),
-    CommandEntry(
-        "tune",
-        "search better scheduler settings for a trace in the digital twin",
-        "serve_app.cli.tune",
-    ),
-    CommandEntry(
-        "calibrate",
-        "fit an engine profile to the request timestamps of a real engine",
-        "serve_app.cli.calibrate",
-    ),
-    CommandEntry(
-        "completion", "print a script that completes commands in a shell", "serve_app.cli.completion"
-    ),
+    CommandEntry("bench", "open-loop load against a live endpoint, or against two in turns, from a trace"),
+    CommandEntry("plan", "size a fleet to latency limits: one pool or two, verified in simulation"),
+    CommandEntry("tune", "search better scheduler settings for a trace in the digital twin"),
+    CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
+    CommandEntry("completion", "print a script that completes commands in a shell"),
 )
 """All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and name it here."""
 
