@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 from serve_app.cli.command import Command, program, say
 from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
 from serve_app.cli.serve.failures import engine_cause
-from serve_app.cli.serve.instance import Instance, running_instances
+from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.cli.status import add_address, api_key_for, default_url
 from serve_app.errors import ServeAppError, SettingsError
 from serve_app.settings.checking.machine import holder
@@ -140,7 +140,7 @@ _SKEW_S = 30.0
 def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
     """What is known where nothing answers."""
     what = f"nothing answers at {url}: {reason}"
-    if mine := next((each for each in running if each.url == url), None):
+    if mine := instance_at(url, running):
         return Trouble(
             Severity.DOWN,
             f"{what}; the application of {mine.config} starts there, or is about to end",
@@ -166,7 +166,7 @@ def is_ours(seen: Inspection) -> bool:
 
 def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
     """Something answers that is no gateway."""
-    mine = next((each for each in running if each.url == url), None)
+    mine = instance_at(url, running)
     if mine is not None or seen.health.status in {502, 503, 504}:
         folder = f" in {mine.folder}" if mine is not None else ""
         return Trouble(
@@ -494,7 +494,7 @@ def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Tro
         return [why_silent(url, str(error), running)]
     if not is_ours(seen):
         return [why_foreign(url, seen, running)]
-    mine = next((each for each in running if each.url == url), None)
+    mine = instance_at(url, running)
     return sorted(_inside(seen, mine), key=lambda trouble: trouble.severity)
 
 

@@ -68,7 +68,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _ACTIONS = ("create", "list", "revoke", "usage")
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent", "queued")
+_LIMITS = {
+    "requests_per_minute": "requests admitted in any 60 s, for each model",
+    "tokens_per_minute": "tokens admitted in any 60 s, for each model",
+    "concurrent": "requests that wait or run at once, for each model",
+    "queued": "requests that wait at once, for each model",
+}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +103,7 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
         help="no request may be of a class above it (%(default)s)",
     )
     group.add_argument("--model", action="append", default=[], help="that it may use; repeat it (all)")
-    for limit, text in zip(
-        _LIMITS,
-        (
-            "requests admitted in any 60 s, for each model",
-            "tokens admitted in any 60 s, for each model",
-            "requests that wait or run at once, for each model",
-            "requests that wait at once, for each model",
-        ),
-        strict=True,
-    ):
+    for limit, text in _LIMITS.items():
         group.add_argument(f"--{limit.replace('_', '-')}", type=positive_int, help=f"most {text} (no limit)")
     group.add_argument("--expires-in-days", type=positive_float, metavar="DAYS", help="its life (no end)")
     group.add_argument("--admin", action="store_true", help="may look at all requests, and stop tuners")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from serve_app.cli.command import Command, positive_int, say
 from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
-from serve_app.cli.serve.instance import running_instances
+from serve_app.cli.serve.instance import instance_at, running_instances
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import shown_table
 from serve_app.serving.access import read_admin_key
@@ -44,9 +44,8 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 def api_key_for(url: str, given: str | None) -> str | None:
     """The key for an application: the given one, or the one that `serve` made if it runs on this machine."""
-    named = url.rstrip("/").replace("//localhost", "//127.0.0.1")
-    own = (each for each in running_instances() if each.url.rstrip("/") == named)
-    return given or next((read_admin_key(Path(each.folder)) for each in own), None)
+    own = instance_at(url, running_instances())
+    return given or (None if own is None else read_admin_key(Path(own.folder)))
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import time
 import psutil
 
 from serve_app.cli.command import Command, positive_float, say
-from serve_app.cli.serve.instance import Instance, running_instances
+from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.cli.serve.messages import Draining, HostMessage, Stop
 from serve_app.errors import ServeAppError
 
@@ -61,10 +61,8 @@ def _chosen(running: list[Instance], url: str | None) -> Instance:
         if len(running) > 1:
             raise ServeAppError(f"several applications run here: choose one by --url: {urls}")
         return running[0]
-    wanted = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
-    for each in running:
-        if each.url == wanted:
-            return each
+    if found := instance_at(url, running):
+        return found
     raise ServeAppError(f"no application of this user runs at {url}: {urls} do")
 
 

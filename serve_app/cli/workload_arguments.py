@@ -300,14 +300,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
 
 def fleet(args: argparse.Namespace) -> FleetSettings:
     """The replicas."""
-    engine = EngineChanges(
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-        kv_tokens=args.kv_tokens,
-        max_model_len=args.max_model_len,
-        scheduling_policy=args.scheduling_policy,
-    )
+    engine = EngineChanges(**{name: getattr(args, name) for name in _ENGINE_FIELDS})
     if args.config is not None:
         return replace(fleet_of_file(args.config, args.profile), engine=engine)
     return fleet_of(args, engine)

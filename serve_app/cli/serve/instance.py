@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -60,6 +60,12 @@ def running_instances() -> Iterator[Instance]:
             instance = msgspec.json.decode(file.read_bytes(), type=Instance)
             if instance.is_running():
                 yield instance
+
+
+def instance_at(url: str, running: Iterable[Instance]) -> Instance | None:
+    """Return the application at an address, however the address is written; None when there is none."""
+    named = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
+    return next((each for each in running if each.url.rstrip("/") == named), None)
 
 
 def _file(folder: Path) -> Path:
