@@ -3,12 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Answer = Callable[[str, str, Mapping[str, str]], tuple[int, object]]
+Answer = Callable[[str, str, Message], tuple[int, object]]
 """Status and content for a method, a path and the headers; what is no text is sent as JSON."""
 
 

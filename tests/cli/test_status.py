@@ -2,7 +2,8 @@
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ COSTS = {
 POSTED: list[str] = []
 
 
-def answer(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, object]:
+def answer(method: str, path: str, headers: Message) -> tuple[int, object]:
     if method == "POST":
         POSTED.append(path)
         message = f"the tuner was asked to {path.rpartition('/')[2]}"

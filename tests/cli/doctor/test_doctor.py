@@ -6,8 +6,9 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def running(change: Change | None = None) -> Iterator[str]:
     if change is not None:
         change(answers)
 
-    def answer(_method: str, path: str, _headers: Mapping[str, str]) -> tuple[int, object]:
+    def answer(_method: str, path: str, _headers: Message) -> tuple[int, object]:
         usual = 200 if path in answers else 404
         return answers.get(f"status:{path}", usual), answers.get(path, "not found")
 

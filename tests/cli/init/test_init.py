@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import pty
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +16,12 @@ from serve_app.engines.emulated.engine import EmulatedEngineSettings
 from serve_app.settings.application import ModelSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.loading import load_settings
+from tests.cli.serve.application import on_terminal
 from tests.engines.servers import free_port
 from tests.lab.bench.live import emulated_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
+END_S = 120.0
 
 # Options, and the contexts and engines of the pools that they give.
 GPUS = {
@@ -244,71 +244,33 @@ def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -
     assert model.scheduler.routing.b_short_tokens == 1024
 
 
-class Conversation:
-    """`init` on a terminal, and a person who types."""
-
-    def __init__(self, path: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        os.set_blocking(self._ours, False)
-        self.shown = ""
-        self.program = subprocess.Popen(
-            [sys.executable, "-m", "serve_app", "init", str(path)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
-        )
-        os.close(theirs)
-
-    def answer(self, question: str, text: str) -> None:
-        """Wait for a question, and type."""
-        self._until(lambda: question in self.shown)
-        self.shown = ""
-        os.write(self._ours, f"{text}\n".encode())
-
-    def end(self) -> int:
-        """The exit status."""
-        self._until(lambda: self.program.poll() is not None)
-        os.close(self._ours)
-        return self.program.wait()
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            with contextlib.suppress(OSError):
-                self.shown += os.read(self._ours, 65_536).decode()
-            assert time.monotonic() < deadline, self.shown
-            time.sleep(0.02)
-
-
 def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
-    talk = Conversation(tmp_path / "x.yaml")
-    talk.answer("What answers requests?", "gpus")
-    talk.answer("How many GPUs", "4")
-    talk.answer("Model", "owner/model")
-    talk.answer("GPUs of one engine", "")
-    talk.answer("Longest context", "")
-    talk.answer("Port", str(free_port()))
-    assert talk.end() == 0, talk.shown
+    with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
+        talk.answer("What answers requests?", "gpus")
+        talk.answer("How many GPUs", "4")
+        talk.answer("Model (", "owner/model")
+        talk.answer("GPUs of one engine", "")
+        talk.answer("Longest context", "")
+        talk.answer("Port", str(free_port()))
+        assert talk.ended(END_S) == 0, talk.output
     assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [3, 1]
 
 
 def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
-    with servers(engine(2048, "a")) as urls:
-        talk = Conversation(tmp_path / "x.yaml")
+    with servers(engine(2048, "a")) as urls, on_terminal("init", str(tmp_path / "x.yaml")) as talk:
         talk.answer("What answers requests?", "servers")
         talk.answer("Addresses", urls[0])
         talk.answer("Environment variable", "")
         talk.answer("Port", str(free_port()))
-        assert talk.end() == 0, talk.shown
+        assert talk.ended(END_S) == 0, talk.output
     (pool,) = written(tmp_path / "x.yaml").pools
     assert pool.engine.remote is not None
     assert pool.engine.remote.endpoints == (urls[0],)
 
 
 def test_a_person_may_accept_every_proposal(tmp_path: Path) -> None:
-    talk = Conversation(tmp_path / "x.yaml")
-    talk.answer("What answers requests?", "emulated")
-    talk.answer("Port", str(port := free_port()))
-    assert talk.end() == 0, talk.shown
+    with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
+        talk.answer("What answers requests?", "emulated")
+        talk.answer("Port", str(port := free_port()))
+        assert talk.ended(END_S) == 0, talk.output
     assert yaml.safe_load((tmp_path / "x.yaml").read_text())["http_options"]["port"] == port

@@ -1,4 +1,4 @@
-"""`python -m serve_app serve` as a user runs it: in a terminal of its own, which may be closed."""
+"""`python -m serve_app` as a user runs it: in a terminal of its own, which may be closed."""
 
 import contextlib
 import fcntl
@@ -23,24 +23,24 @@ START_TIMEOUT_S = 200.0
 
 
 class Terminal:
-    """A terminal in which `serve` runs as the foreground process.
+    """A terminal in which a command runs as the foreground process.
 
     Attributes:
         output: what stands on it so far.
     """
 
-    def __init__(self, config: Path) -> None:
+    def __init__(self, *words: str) -> None:
         self._screen, inside = pty.openpty()
         os.set_blocking(self._screen, False)
         self.output = ""
         # The arguments are our own.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app", "serve", str(config)],
+            [sys.executable, "-m", "serve_app", *words],
             cwd=ROOT,
             stdin=inside,
             stdout=inside,
             stderr=inside,
-            env={**os.environ, "TERM": "xterm", "RAY_raylet_start_wait_time_s": "120"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "RAY_raylet_start_wait_time_s": "120"},
             preexec_fn=_own_terminal,  # noqa: PLW1509 - a terminal is taken in the child
         )
         os.close(inside)
@@ -61,6 +61,11 @@ class Terminal:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
         self._family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def answer(self, question: str, text: str) -> None:
+        """Wait for a question, and type."""
+        self.wait_for(question)
+        os.write(self._screen, f"{text}\n".encode())
 
     def type_interrupt(self) -> None:
         """Press Ctrl-C."""
@@ -106,10 +111,15 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-@contextlib.contextmanager
-def terminal(config: Path) -> Iterator[Terminal]:
+def terminal(config: Path) -> contextlib.AbstractContextManager[Terminal]:
     """Run `serve` until the block ends."""
-    opened = Terminal(config)
+    return on_terminal("serve", str(config))
+
+
+@contextlib.contextmanager
+def on_terminal(*words: str) -> Iterator[Terminal]:
+    """Run a command until the block ends."""
+    opened = Terminal(*words)
     try:
         yield opened
     finally:
