@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
                 self._head = head
                 return
             self._head = head
-            self._length = _content_length(head)
+            self._length = content_length(head) or 0
             self._missing = self._length - len(body)
         if not self._missing:
             head, self._head = self._head, b""
@@ -228,11 +228,12 @@ class _Connection(asyncio.Protocol):
         return b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % counts
 
 
-def _content_length(head: bytes) -> int:
+def content_length(head: bytes) -> int | None:
+    """Return the length of a body by the head of its message; None if it states none."""
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             return int(line[15:])
-    return 0
+    return None
 
 
 async def _serve() -> None:

@@ -6,6 +6,7 @@ that saturates the same replicas under FCFS. Times are TTFT from arrival.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from experiments.common.config import as_json
 from experiments.common.experiment import Context, Experiment, Measurement
@@ -35,7 +36,7 @@ def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
                     figures={figure: [run[figure] for run in figures] for figure in figures[0]},
                     seeds=seeds,
                     traces=generated("paper-mix"),
-                    settings=as_json(settings.with_variants(scene, {name: variant})),
+                    settings=as_json(replace(settings, scenes={scene: {name: variant}})),
                 )
             advance()
 

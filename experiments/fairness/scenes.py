@@ -63,10 +63,6 @@ class FairnessSettings:
         count = self.replicas if replicas is None else replicas
         return FleetSettings(profile=self.profile, replicas={ONE_POOL: count}, engine=engine)
 
-    def with_variants(self, scene: str, variants: Mapping[str, Variant]) -> "FairnessSettings":
-        """The same with this scene alone: what a row records."""
-        return replace(self, scenes={scene: variants})
-
 
 Figures = Mapping[str, float]
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
-from experiments.common.light_endpoint import MODEL
+from experiments.common.light_endpoint import MODEL, content_length
 from experiments.overhead.system import RequestKind
 from serve_app.lab.bench.connection import BenchError, Target
 from serve_app.lab.bench.load import BodyFactory, BodySettings
@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
                 self._fail(self._head[:300].decode("latin-1"))
                 return
             self._in_body = True
-            self._missing = _content_length(head)
+            self._missing = content_length(head)
         if data and not self._first_at:
             self._first_at = time.perf_counter()
         if self._missing is not None:
@@ -225,13 +225,6 @@ class _Connection(asyncio.Protocol):
         self._run.error = self._run.error or error
         assert self._transport is not None
         self._transport.abort()
-
-
-def _content_length(head: bytes) -> int | None:
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return int(line[15:])
-    return None
 
 
 def _request(load: Load) -> tuple[bytes, bytes]:
