@@ -11,7 +11,7 @@ from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import ApiError, invalid, unknown_model, unreadable
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
-from serve_app.engines.emulated.text import Prompt, RawText, Script, write_script
+from serve_app.engines.emulated.text import Prompt, Script, write_script
 from serve_app.engines.model import EngineModelSettings, EngineSequence, SchedulingPolicy
 
 
@@ -124,13 +124,13 @@ class EmulatedAdmission:
     metrics: EngineMetrics
     max_num_queued_reqs: int | None
 
-    def admit(self, generation: Generation, request_id: str, raw: RawText | None = None) -> Ticket:
+    def admit(self, generation: Generation, request_id: str, raw: str | None) -> Ticket:
         """A ticket with a sequence for every choice of every prompt.
 
         Args:
             generation: the request.
             request_id: of its answer.
-            raw: the text of constrained answers.
+            raw: the text of a constrained answer or a call; None for placeholder text.
         """
         limits = self.limits
         self._check_priority(generation.body.priority)
@@ -144,21 +144,19 @@ class EmulatedAdmission:
             )
         output_limits = [self._output_limit(generation, prompt) for prompt in generation.prompts]
         self._check_queue(len(output_limits) * generation.choices)
+        spec = generation.spec
         sequences: list[EngineSequence] = []
-        reasons: list[str] = []
         scripts: list[Script] = []
         for prompt, output_limit in zip(generation.prompts, output_limits, strict=True):
             for _ in range(generation.choices):
                 number = len(sequences)
-                tokens, reason = self.lengths.draw(generation, output_limit)
-                if generation.spec is not None:
-                    script = write_script(generation.spec, raw, number, (tokens, reason), output_limit)
-                    tokens, reason = len(script.tokens), script.finish_reason
-                    scripts.append(script)
-                reasons.append(reason)
-                sequence_id = f"{request_id}-{number}"
+                length = self.lengths.draw(generation, output_limit)
+                seed = number + (prompt.seed if spec.seed is None else spec.seed)
+                script = write_script(spec, raw, seed, length, output_limit)
+                scripts.append(script)
+                sequence_id, tokens = f"{request_id}-{number}", len(script.tokens)
                 sequences.append(self._sequence(sequence_id, prompt, tokens, generation.body.priority))
-        return Ticket(sequences, reasons, streaming=bool(generation.body.stream), scripts=scripts)
+        return Ticket(sequences, scripts, streaming=bool(generation.body.stream))
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
         """A ticket with sequences that compute their prompts and generate nothing."""
@@ -170,7 +168,7 @@ class EmulatedAdmission:
             self._sequence(f"{request_id}-{index}", prompt, 0, priority)
             for index, prompt in enumerate(prompts)
         ]
-        return Ticket(sequences, ["stop"] * len(sequences), streaming=False)
+        return Ticket(sequences)
 
     def _output_limit(self, generation: Generation, prompt: Prompt) -> int:
         """The most output tokens: `max_tokens`, or the rest of the context."""

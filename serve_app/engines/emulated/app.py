@@ -23,9 +23,9 @@ from serve_app.engines.emulated.completions import (
 from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed, no_such_route
 from serve_app.engines.emulated.messages import (
+    MessageAnswer,
     anthropic_errors,
     failed_event,
-    message_answer,
     read_count,
     read_messages,
 )
@@ -40,7 +40,7 @@ from serve_app.engines.emulated.requests import (
     read_tokenize,
 )
 from serve_app.engines.emulated.responses import RESPONSES_PATH, EmulatedResponses, response_answer
-from serve_app.engines.emulated.text import PseudoTokenizer, text_of
+from serve_app.engines.emulated.text import PseudoTokenizer, text_of, token_ids
 from serve_app.engines.engine import (
     Receive,
     Scope,
@@ -51,6 +51,9 @@ from serve_app.engines.engine import (
     wait_for_disconnect,
 )
 from serve_app.errors import EngineError
+
+# Length of the vectors that `/v1/embeddings` answers with, where the request does not say.
+_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +73,12 @@ class EmulatedRoute:
 _CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
 _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
 # As in vLLM, a message has the id of the chat that it is.
-_MESSAGES = EmulatedRoute(read_messages, message_answer, "chatcmpl", failed_event)
+_MESSAGES = EmulatedRoute(read_messages, MessageAnswer, "chatcmpl", failed_event)
 _RESPONSES = EmulatedRoute(read_responses, response_answer, "resp")
 
 
 class EmulatedApp:
-    """Routes requests; each generating request holds a ticket of the driver.
-
-    Args:
-        embedding_dimensions: of vectors whose request does not say.
-    """
+    """Routes requests; each generating request holds a ticket of the driver."""
 
     def __init__(
         self,
@@ -88,14 +87,12 @@ class EmulatedApp:
         metrics: EngineMetrics,
         tokenizer: PseudoTokenizer,
         names: EmulatedNames,
-        embedding_dimensions: int,
     ) -> None:
         self._driver = driver
         self._admission = admission
         self._metrics_page = metrics.text
         self._tokenizer = tokenizer
         self._names = names
-        self._dimensions = embedding_dimensions
         self._created = int(time.time())
         self._responses = EmulatedResponses(lambda call: self._generate(_RESPONSES, call))
         # vLLM serves ranks, scores, classes and transcriptions for models of that kind alone.
@@ -148,20 +145,16 @@ class EmulatedApp:
         model = self._names.check(generation.body.model)
         request_id = generation.request_id or call.request_id(route.id_prefix)
         spec, raw = generation.spec, None
-        if spec is not None:
+        if (text := spec.constraint if spec.call is None else spec.call.arguments) is not None:
             # In a thread, so that a large schema delays no step.
-            raw = await asyncio.to_thread(spec.raw_text)
+            raw = await asyncio.to_thread(text)
         ticket = self._admission.admit(generation, request_id, raw)
         head = AnswerHead(
             request_id=request_id,
             created=int(time.time()),
             model=model,
-            sequences=ticket.sequences,
-            finish_reasons=ticket.finish_reasons,
-            prompts=len(generation.prompts),
-            include_usage=generation.include_usage,
-            spec=spec,
-            scripts=ticket.scripts,
+            generation=generation,
+            ticket=ticket,
         )
         answer = route.answer(head)
         async with self._in_engine(call, ticket):
@@ -227,13 +220,13 @@ class EmulatedApp:
         model = self._names.check(body.model)
         request_id = call.request_id("embd")
         ticket = self._admission.admit_embeddings(prompts, body.priority, request_id)
-        dimensions = body.dimensions or self._dimensions
+        dimensions = body.dimensions or _DIMENSIONS
         as_base64 = body.encoding_format == "base64"
 
         def whole() -> bytes:
             data = [
                 {"object": "embedding", "index": index, "embedding": _embedded(vector, as_base64=as_base64)}
-                for index, vector in enumerate(_vector(prompt.fingerprint, dimensions) for prompt in prompts)
+                for index, vector in enumerate(_vector(prompt.seed, dimensions) for prompt in prompts)
             ]
             tokens = sum(prompt.tokens for prompt in prompts)
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -262,7 +255,7 @@ class EmulatedApp:
     async def _tokenize(self, call: Call) -> None:
         model, text = read_tokenize(call.body)
         self._names.check(model)
-        tokens = self._tokenizer.token_ids(text)
+        tokens = token_ids(text)
         counts = {"count": len(tokens), "max_model_len": self._admission.limits.max_model_len}
         await _send(call, {**counts, "tokens": tokens, "token_strs": None})
 
@@ -311,7 +304,7 @@ async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
     ticket.abandon()
 
 
-def _vector(seed: str, dimensions: int) -> list[float]:
+def _vector(seed: int, dimensions: int) -> list[float]:
     """A unit vector that depends on `seed` alone: equal for equal inputs and unrelated otherwise."""
     rng = random.Random(seed)  # noqa: S311 - a placeholder, not a secret
     values = [rng.gauss(0.0, 1.0) for _ in range(dimensions)]

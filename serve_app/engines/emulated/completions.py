@@ -1,9 +1,7 @@
 """Chat and text completions in OpenAI's format, whole or as a stream of events.
 
-The constant part of a plain answer is encoded once, so that a token costs one concatenation of bytes. An
-answer that the request prescribes (tool calls, logprobs, stop strings, JSON) costs more per token. The events
-and their order are those of vLLM: a chunk with the role, a chunk per token with the finish reason in the last
-one, the usage when it was asked for, `[DONE]`.
+The events and their order are those of vLLM: a chunk with the role, a chunk per token with the finish reason
+in the last one, the usage when it was asked for, `[DONE]`.
 """
 
 import hashlib
@@ -12,16 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from serve_app.engines.emulated.driver import Ticket
 from serve_app.engines.emulated.http import encode
-from serve_app.engines.emulated.text import (
-    CallForm,
-    OutputSpec,
-    Script,
-    ToolCall,
-    chat_logprobs,
-    pieces,
-    ranked,
-)
+from serve_app.engines.emulated.requests import Generation
+from serve_app.engines.emulated.text import Script, ToolCall, chat_logprobs, ranked
 from serve_app.engines.model import EngineSequence
 
 DONE = b"data: [DONE]\n\n"
@@ -34,38 +26,23 @@ class AnswerHead:
     Attributes:
         request_id: id of the answer.
         created: Unix time in whole seconds.
-        sequences: one per choice, in the order of the prompts.
-        finish_reasons: one per choice.
-        prompts: number of prompts that the choices answer.
-        include_usage: whether a stream ends with the token counts.
-        spec: what the request asked of the text; None for placeholder text.
-        scripts: the prescribed text of each choice; empty for placeholder text.
     """
 
     request_id: str
     created: int
     model: str
-    sequences: Sequence[EngineSequence]
-    finish_reasons: Sequence[str]
-    prompts: int = 1
-    include_usage: bool = False
-    spec: OutputSpec | None = None
-    scripts: Sequence[Script] = ()
+    generation: Generation
+    ticket: Ticket
 
-    def text(self, choice: int, start: int, count: int) -> bytes:
-        """Placeholder text of some tokens of a choice."""
-        return pieces(self.sequences[choice].number, start, count)
-
-    def whole_text(self, choice: int) -> str:
-        """Text of a finished choice."""
-        if self.scripts:
-            return self.scripts[choice].text
-        return self.text(choice, 0, self.sequences[choice].output_tokens).decode()
+    @property
+    def scripts(self) -> Sequence[Script]:
+        """One per choice, in the order of the prompts."""
+        return self.ticket.scripts
 
     @property
     def call(self) -> ToolCall | None:
         """The tool call that the answer is."""
-        return None if self.spec is None else self.spec.call
+        return self.generation.spec.call
 
     def call_id(self, choice: int) -> str:
         """Hexadecimal digits that tell a call from all others."""
@@ -74,10 +51,10 @@ class AnswerHead:
 
     def logprobs(self, choice: int, start: int = 0, count: int | None = None) -> list[dict[str, Any]] | None:
         """Entries of some tokens, as chats and responses have them; None when they were not asked for."""
-        if self.spec is None or self.spec.top_logprobs is None:
+        top, script = self.generation.spec.top_logprobs, self.scripts[choice]
+        if top is None:
             return None
-        tokens = self.scripts[choice].tokens[start : None if count is None else start + count]
-        return chat_logprobs(self.spec.seed + choice, start, tokens, self.spec.top_logprobs)
+        return chat_logprobs(script, start, len(script.tokens) if count is None else start + count, top)
 
     @property
     def prompt_tokens(self) -> int:
@@ -92,7 +69,7 @@ class AnswerHead:
     @property
     def output_tokens(self) -> int:
         """Tokens of all choices."""
-        return sum(sequence.output_tokens for sequence in self.sequences)
+        return sum(sequence.output_tokens for sequence in self.ticket.sequences)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -104,7 +81,7 @@ class AnswerHead:
         }
 
     def _one_per_prompt(self) -> Sequence[EngineSequence]:
-        return self.sequences[:: len(self.sequences) // self.prompts]
+        return self.ticket.sequences[:: self.generation.choices]
 
 
 class EmulatedAnswer(ABC):
@@ -137,64 +114,68 @@ class EmulatedAnswer(ABC):
 class _ChoicesAnswer(EmulatedAnswer):
     """The common part of the two completion APIs: choices, as one object or in chunks.
 
-    A subclass states the objects' names in OpenAI's API, the format of a plain chunk, and the content of a
-    choice.
+    A subclass states the objects' names in OpenAI's API and the content of a choice.
     """
 
     _kind: ClassVar[str]
     _chunk_kind: ClassVar[str]
-    # The chunk's head, the choice's number, its text, and its finish reason.
-    _chunk_format: ClassVar[bytes]
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
-        opening = encode(self._common(self._chunk_kind)).removesuffix(b"}")
-        self._chunk_head = b"data: " + opening + b',"choices":[{"index":'
+        # Equal in all chunks of a stream.
+        common = encode(self._common(self._chunk_kind)).removesuffix(b"}")
+        self._chunk_start = b"data: " + common + b',"choices":['
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
         """One chunk; none for tokens that the client does not see."""
-        head = self._head
-        if head.spec is None:
-            reason = b'"%s"' % head.finish_reasons[choice].encode() if ends else b"null"
-            return self._chunk_format % (self._chunk_head, choice, head.text(choice, start, count), reason)
         content = self._delta(choice, start, count, ends=ends)
-        return b"" if content is None else self._chunk(choice, content, tokens=start + count)
+        if content is None:
+            return b""
+        if ends:
+            content["finish_reason"] = self._finish_reason(choice)
+            content["stop_reason"] = self._head.scripts[choice].stop_reason
+        return self._chunk(choice, content, tokens=start + count)
 
     def ending(self) -> bytes:
         """The usage, when it was asked for, and the end mark."""
-        if not self._head.include_usage:
+        if not self._head.generation.includes_usage:
             return DONE
-        usage = encode({**self._common(self._chunk_kind), "choices": [], "usage": self._head.usage()})
-        return b"data: " + usage + b"\n\n" + DONE
+        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._head.usage()}
+        return b"data: " + encode(usage) + b"\n\n" + DONE
 
     def whole(self) -> bytes:
         """The object that holds all choices."""
-        head = self._head
-        choices = []
-        for choice, reason in enumerate(head.finish_reasons):
-            end = {"finish_reason": reason, "stop_reason": None}
-            if head.scripts:
-                end["stop_reason"] = head.scripts[choice].stop_reason
-            choices.append({"index": choice, **end, **self._content(choice)})
-        return encode({**self._common(self._kind), "choices": choices, "usage": head.usage()})
+        choices = [
+            {
+                "index": choice,
+                **self._content(choice),
+                "finish_reason": self._finish_reason(choice),
+                "stop_reason": script.stop_reason,
+            }
+            for choice, script in enumerate(self._head.scripts)
+        ]
+        return encode({**self._common(self._kind), "choices": choices, "usage": self._head.usage()})
 
     def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int) -> bytes:
         """An event with one choice, which has so many tokens by now."""
-        head = self._head
-        event: dict[str, Any] = {**self._common(self._chunk_kind), "choices": [{"index": choice, **content}]}
-        if head.spec is not None and head.spec.continuous_usage:
-            prompt = head.sequences[choice].prompt_tokens
-            event["usage"] = {
+        event = self._chunk_start + encode({"index": choice, **content}) + b"]"
+        if self._head.generation.counts_continuously:
+            prompt = self._head.ticket.sequences[choice].prompt_tokens
+            usage = {
                 "prompt_tokens": prompt,
                 "total_tokens": prompt + tokens,
                 "completion_tokens": tokens,
             }
-        return b"data: " + encode(event) + b"\n\n"
+            event += b',"usage":' + encode(usage)
+        return event + b"}\n\n"
 
     def _common(self, kind: str) -> dict[str, Any]:
         """The beginning of every object and chunk of an answer."""
         head = self._head
         return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}
+
+    def _finish_reason(self, choice: int) -> str:
+        return self._head.scripts[choice].finish_reason
 
     @abstractmethod
     def _content(self, choice: int) -> dict[str, Any]:
@@ -202,7 +183,7 @@ class _ChoicesAnswer(EmulatedAnswer):
 
     @abstractmethod
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        """The content of a chunk of a prescribed answer."""
+        """The content of a chunk that ends nothing, None to send none."""
 
 
 class ChatAnswer(_ChoicesAnswer):
@@ -210,52 +191,33 @@ class ChatAnswer(_ChoicesAnswer):
 
     _kind = "chat.completion"
     _chunk_kind = "chat.completion.chunk"
-    _chunk_format = b'%s%d,"delta":{"content":"%s"},"logprobs":null,"finish_reason":%s}]}\n\n'
 
     def opening(self) -> bytes:
         """The role, once per choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.sequences)))
+        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.scripts)))
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        script = self._head.scripts[choice]
-        delta: dict[str, Any] = {}
-        if self._head.call is None:
-            delta = {"content": script.added(start, count)}
-        elif added := script.added_arguments(start, count):
-            text, is_first = added
-            call = self._call(choice, text) if is_first else {"function": {"arguments": text}}
-            delta = {"tool_calls": [{"index": 0, **call}]}
+        text = self._head.scripts[choice].added(start, count)
         logprobs = self._logprobs(choice, start, count)
-        if not delta and logprobs is None and not ends:
+        delta: dict[str, Any] = {"content": text}
+        if self._head.call is not None:
+            call = {"function": {"arguments": text}} if start else self._call(choice, text)
+            delta = {"tool_calls": [{"index": 0, **call}]}
+        if not (text or logprobs or ends):
             return None
-        content: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if ends:
-            content["finish_reason"] = self._finish_reason(choice, streaming=True)
-            content["stop_reason"] = script.stop_reason
-        return content
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _content(self, choice: int) -> dict[str, Any]:
-        content = {"message": self._message(choice), "logprobs": self._logprobs(choice)}
-        return {**content, "finish_reason": self._finish_reason(choice, streaming=False)}
-
-    def _message(self, choice: int) -> dict[str, Any]:
-        text, call = self._head.whole_text(choice), self._head.call
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if call is None:
-            return message
-        # vLLM reads calls out of the finished text: a list that is cut is none, and marks that are cut are
-        # text. The arguments of a named tool are handed on as they are.
-        script = self._head.scripts[choice]
-        if call.form is not CallForm.AUTO:
+        script, call = self._head.scripts[choice], self._head.call
+        message: dict[str, Any] = {"role": "assistant", "content": script.text}
+        if call is not None:
             message["content"] = ""
-        if call.form is CallForm.NAMED and text.strip():
-            message["tool_calls"] = [self._call(choice, text)]
-        elif call.form is not CallForm.NAMED and script.is_whole and script.arguments is not None:
-            begin, end = script.arguments
-            message["tool_calls"] = [self._call(choice, text[begin:end])]
-            message["content"] = None if call.form is CallForm.AUTO else ""
-        return message
+            # vLLM hands on the arguments of a named tool as they are. It reads other calls out of the
+            # finished text, and one that is cut is none.
+            if call.is_named or script.finish_reason == "stop":
+                message["tool_calls"] = [self._call(choice, script.text)]
+        return {"message": message, "logprobs": self._logprobs(choice)}
 
     def _call(self, choice: int, arguments: str) -> dict[str, Any]:
         call = self._head.call
@@ -266,16 +228,10 @@ class ChatAnswer(_ChoicesAnswer):
             "function": {"name": call.name, "arguments": arguments},
         }
 
-    def _finish_reason(self, choice: int, *, streaming: bool) -> str:
+    def _finish_reason(self, choice: int) -> str:
         """As in vLLM: "tool_calls" after a call that was chosen or required, not after a named one."""
-        reason, call = self._head.finish_reasons[choice], self._head.call
-        if call is None or call.form is CallForm.NAMED or reason != "stop":
-            return reason
-        if call.form is CallForm.REQUIRED and not streaming:
-            return "tool_calls"
-        script = self._head.scripts[choice]
-        called = script.arguments is not None and len(script.text) > script.arguments[0]
-        return "tool_calls" if called and (streaming or script.is_whole) else "stop"
+        reason, call = super()._finish_reason(choice), self._head.call
+        return "tool_calls" if call is not None and not call.is_named and reason == "stop" else reason
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         entries = self._head.logprobs(choice, start, count)
@@ -286,29 +242,27 @@ class CompletionAnswer(_ChoicesAnswer):
     """An answer of `/v1/completions`."""
 
     _kind = _chunk_kind = "text_completion"
-    _chunk_format = b'%s%d,"text":"%s","logprobs":null,"finish_reason":%s,"stop_reason":null}]}\n\n'
 
-    def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
+    def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any]:  # noqa: ARG002
         script = self._head.scripts[choice]
         return {
             "text": script.added(start, count),
             "logprobs": self._logprobs(choice, start, count),
-            "finish_reason": script.finish_reason if ends else None,
-            "stop_reason": script.stop_reason if ends else None,
+            "finish_reason": None,
+            "stop_reason": None,
         }
 
     def _content(self, choice: int) -> dict[str, Any]:
-        return {"text": self._head.whole_text(choice), "logprobs": self._logprobs(choice)}
+        script = self._head.scripts[choice]
+        return {"text": script.text, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         """The object of text completions."""
-        spec = self._head.spec
-        if spec is None or spec.top_logprobs is None:
+        top, script = self._head.generation.spec.top_logprobs, self._head.scripts[choice]
+        if top is None:
             return None
-        script, top = self._head.scripts[choice], max(1, spec.top_logprobs)
-        end = len(script.tokens) if count is None else start + count
-        tokens = script.tokens[start:end]
-        named = [ranked(spec.seed + choice, start + at, token, top) for at, token in enumerate(tokens)]
+        tokens = script.tokens[start : None if count is None else start + count]
+        named = [ranked(script.seed, at, token, max(1, top)) for at, token in enumerate(tokens, start)]
         return {
             "text_offset": [0, *script.ends][start : start + len(tokens)],
             "token_logprobs": [entry[0][1] for entry in named],

@@ -31,8 +31,7 @@ class Ticket:
 
     Attributes:
         sequences: one per answer, in the order of the choices.
-        finish_reasons: why each answer will end.
-        scripts: the text of each answer, where the request asks for more than some text; else empty.
+        scripts: the answer of each sequence; empty where none is generated.
         streaming: wake the handler at every token, not only at the end.
         abandoned: the client has disconnected.
     """
@@ -43,7 +42,6 @@ class Ticket:
         "_unfinished",
         "_waiter",
         "abandoned",
-        "finish_reasons",
         "scripts",
         "sequences",
         "streaming",
@@ -52,13 +50,11 @@ class Ticket:
     def __init__(
         self,
         sequences: Sequence[EngineSequence],
-        finish_reasons: Sequence[str],
-        *,
-        streaming: bool,
         scripts: Sequence[Script] = (),
+        *,
+        streaming: bool = False,
     ) -> None:
         self.sequences = sequences
-        self.finish_reasons = finish_reasons
         self.scripts = scripts
         self.streaming = streaming
         self.abandoned = False
@@ -248,7 +244,9 @@ class EngineDriver:
                 ticket.wake()
         for sequence in outcome.finished:
             ticket = tickets.pop(sequence)
-            reason = ticket.finish_reasons[ticket.sequences.index(sequence)]
+            reason = "stop"
+            if ticket.scripts:
+                reason = ticket.scripts[ticket.sequences.index(sequence)].finish_reason
             self._metrics.count_finished(sequence, reason, self._speed_up)
             ticket.count_finished()
 

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import Annotated
 
-from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, at_least, settings
+from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames, OutputLengthSampler
 from serve_app.engines.emulated.app import EmulatedApp
 from serve_app.engines.emulated.driver import EngineDriver
@@ -46,8 +46,6 @@ class EmulatedEngineSettings:
     long_prefill_token_threshold: Annotated[int, ADVANCED] = 0
     # Order of the engine's own queue: by arrival, or by the `priority` in the request's body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
-    # Prompt blocks computed before are taken from the cache.
-    enable_prefix_caching: Annotated[bool, INTERNAL] = True
     # None never refuses: requests that the engine cannot run yet wait in the scheduler.
     max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
@@ -58,10 +56,6 @@ class EmulatedEngineSettings:
     mean_output_tokens: Annotated[float, POSITIVE, INTERNAL] = 120.0
     # Standard deviation of the logarithm of those lengths.
     output_tokens_sigma: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.8
-    # With a vocabulary of 128,000 tokens English has 4 or more, code 3, Chinese 2 to 3; this is between.
-    bytes_per_token: Annotated[float, at_least(1), INTERNAL] = 3.7
-    # Length of the vectors that `/v1/embeddings` answers with.
-    embedding_dimensions: Annotated[int, POSITIVE, INTERNAL] = 64
 
     def __post_init__(self) -> None:
         if not all(self.model_names) or not self.model_names:
@@ -95,7 +89,6 @@ class EmulatedEngineSettings:
                 kv_tokens=self.kv_tokens,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 scheduling_policy=self.scheduling_policy,
-                prefix_caching=self.enable_prefix_caching,
             )
         except ValueError as error:
             raise SettingsError(f"emulated engine on profile {self.profile}: {error}") from error
@@ -123,10 +116,8 @@ class EmulatedEngine:
             metrics=metrics,
             max_num_queued_reqs=settings.max_num_queued_reqs,
         )
-        tokenizer = PseudoTokenizer(settings.bytes_per_token, self._limits.block_size)
-        self._app = EmulatedApp(
-            self._driver, admission, metrics, tokenizer, self._names, settings.embedding_dimensions
-        )
+        tokenizer = PseudoTokenizer(self._limits.block_size)
+        self._app = EmulatedApp(self._driver, admission, metrics, tokenizer, self._names)
 
     def __repr__(self) -> str:
         return f"<EmulatedEngine profile={self._settings.profile} {self._driver!r}>"

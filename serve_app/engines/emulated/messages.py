@@ -17,6 +17,7 @@ from serve_app.engines.emulated.requests import (
     Generation,
     Part,
     StreamOptions,
+    as_raw,
     chat_generation,
     conversation,
     decode,
@@ -44,7 +45,7 @@ class ImageSource(msgspec.Struct):
     def part(self) -> Part:
         """The image as a part of a chat's message."""
         url = self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
-        return Part(type="image_url", image_url=_raw({"url": url}))
+        return Part(type="image_url", image_url=as_raw({"url": url}))
 
 
 class Block(msgspec.Struct):
@@ -134,7 +135,7 @@ def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     response_format = _NOTHING
     if wanted is not None and wanted.schema is not None:
         named = {"name": "json_schema", "schema": wanted.schema}
-        response_format = _raw({"type": "json_schema", "json_schema": named})
+        response_format = as_raw({"type": "json_schema", "json_schema": named})
     chat = ChatBody(
         **_chat(body),
         max_tokens=body.max_tokens,
@@ -148,7 +149,7 @@ def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
         ewsjf_prompt_tokens=body.ewsjf_prompt_tokens,
         ewsjf_output_tokens=body.ewsjf_output_tokens,
     )
-    return chat_generation(chat, raw, tokenizer)
+    return chat_generation(chat, tokenizer)
 
 
 def read_count(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[str | None, int]:
@@ -169,10 +170,10 @@ def _chat(body: CountBody) -> dict[str, Any]:
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
             for tool in body.tools
         ]
-        chat["tools"] = _raw([{"type": "function", "function": function} for function in functions])
+        chat["tools"] = as_raw([{"type": "function", "function": function} for function in functions])
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
-        chat["tool_choice"] = _raw(named if choice.type == "tool" else _CHOICES[choice.type])
+        chat["tool_choice"] = as_raw(named if choice.type == "tool" else _CHOICES[choice.type])
     return chat
 
 
@@ -207,7 +208,7 @@ def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
             yield from _result(block)
     if parts or calls:
         yield ChatMessage(
-            role=turn.role, content=parts or None, tool_calls=_raw(calls) if calls else _NOTHING
+            role=turn.role, content=parts or None, tool_calls=as_raw(calls) if calls else _NOTHING
         )
 
 
@@ -220,48 +221,61 @@ def _result(block: Block) -> Iterator[ChatMessage]:
         yield ChatMessage(role="user", content=images)
 
 
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(encode(value))
-
-
 # -- answers -----------------------------------------------------------------------------------------------
 
 
 class MessageAnswer(EmulatedAnswer):
-    """An answer of `/v1/messages`: text."""
+    """An answer of `/v1/messages`: one block, of text or with the call of a tool."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._block: dict[str, Any] = {"type": "text", "text": ""}
+        if head.call is not None:
+            call_id = f"chatcmpl-tool-{head.call_id(0)}"
+            self._block = {"type": "tool_use", "id": call_id, "name": head.call.name, "input": {}}
 
     def opening(self) -> bytes:
-        """The message without content, and its block of text."""
-        return self._message_start() + _block_start({"type": "text", "text": ""})
+        """The message without content, and the start of its block."""
+        usage = {**self._usage(), "output_tokens": 0}
+        message = self._message([], None, None, usage)
+        start = _event("message_start", message=message)
+        return start + _event("content_block_start", content_block=self._block, index=0)
 
     # `EmulatedAnswer` marks the last token; here the end is an event of its own.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """One text delta; none for tokens that the client does not see."""
-        if self._head.spec is None:
-            return (
-                b"event: content_block_delta\n"
-                b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"%s"},'
-                b'"index":0}\n\n' % self._head.text(choice, start, count)
-            )
+        """What some tokens add to the block; none for tokens that the client does not see."""
         text = self._head.scripts[0].added(start, count)
-        return _delta({"type": "text_delta", "text": text}) if text else b""
+        if not text:
+            return b""
+        delta = {"type": "text_delta", "text": text}
+        if self._head.call is not None:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return _event("content_block_delta", delta=delta, index=0)
 
     def ending(self) -> bytes:
         """The end of the block, why the message ended, and the end of the message."""
-        return _event("content_block_stop", index=0) + self._message_end()
+        reason, stop = self._reason()
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        end = _event("content_block_stop", index=0)
+        return end + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def whole(self) -> bytes:
         """A message object."""
-        return encode(self._message(self._content(), *self._reason(), self._usage()))
-
-    def _content(self) -> list[dict[str, Any]]:
-        return [{"type": "text", "text": self._head.whole_text(0)}]
+        script = self._head.scripts[0]
+        block = {"type": "text", "text": script.text}
+        # As in vLLM, a call that is cut is text.
+        if self._head.call is not None and script.finish_reason == "stop":
+            block = {**self._block, "input": msgspec.json.decode(script.text)}
+        return encode(self._message([block], *self._reason(), self._usage()))
 
     def _reason(self) -> tuple[str, str | None]:
         """Why it ended, and the stop string that ended it."""
-        if self._head.finish_reasons[0] == "length":
+        script = self._head.scripts[0]
+        if script.finish_reason == "length":
             return "max_tokens", None
-        stop = self._head.scripts[0].stop_reason if self._head.scripts else None
+        if self._head.call is not None:
+            return "tool_use", None
+        stop = script.stop_reason
         return ("end_turn", None) if stop is None else ("stop_sequence", stop)
 
     def _usage(self) -> dict[str, int]:
@@ -272,15 +286,6 @@ class MessageAnswer(EmulatedAnswer):
             "output_tokens": head.output_tokens,
             "cache_read_input_tokens": head.cached_tokens,
         }
-
-    def _message_start(self) -> bytes:
-        usage = {**self._usage(), "output_tokens": 0}
-        return _event("message_start", message=self._message([], None, None, usage))
-
-    def _message_end(self) -> bytes:
-        reason, stop = self._reason()
-        delta = {"stop_reason": reason, "stop_sequence": stop}
-        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, int]
@@ -295,50 +300,6 @@ class MessageAnswer(EmulatedAnswer):
             "stop_sequence": stop,
             "usage": usage,
         }
-
-
-class ToolUseAnswer(MessageAnswer):
-    """A message that calls a tool."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
-        assert head.call is not None, "only the answer that is a call has one"
-        self._block = {"type": "tool_use", "id": f"chatcmpl-tool-{head.call_id(0)}", "name": head.call.name}
-        self._called = False
-
-    def opening(self) -> bytes:
-        """The message without content; its block begins with the arguments."""
-        return self._message_start()
-
-    def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """The arguments that some tokens add."""
-        added = self._head.scripts[0].added_arguments(start, count)
-        if added is None:
-            return b""
-        text, is_first = added
-        self._called = True
-        begin = _block_start({**self._block, "input": {}}) if is_first else b""
-        return begin + _delta({"type": "input_json_delta", "partial_json": text})
-
-    def ending(self) -> bytes:
-        """The end of the block, if it began, and of the message."""
-        return super().ending() if self._called else self._message_end()
-
-    def _content(self) -> list[dict[str, Any]]:
-        """As in vLLM, a call that is cut is text."""
-        script = self._head.scripts[0]
-        if not script.is_whole or script.arguments is None:
-            return super()._content()
-        begin, end = script.arguments
-        return [{**self._block, "input": msgspec.json.decode(script.text[begin:end])}]
-
-    def _reason(self) -> tuple[str, str | None]:
-        return ("tool_use", None) if self._head.scripts[0].is_whole else super()._reason()
-
-
-def message_answer(head: AnswerHead) -> MessageAnswer:
-    """The answer that the request asks for."""
-    return MessageAnswer(head) if head.call is None else ToolUseAnswer(head)
 
 
 def failed_event() -> bytes:
@@ -360,14 +321,6 @@ def anthropic_errors(handler: Callable[[Call], Awaitable[None]]) -> Callable[[Ca
             raise
 
     return answered
-
-
-def _block_start(block: dict[str, Any]) -> bytes:
-    return _event("content_block_start", content_block=block, index=0)
-
-
-def _delta(delta: dict[str, Any]) -> bytes:
-    return _event("content_block_delta", delta=delta, index=0)
 
 
 def _event(kind: str, **content: Any) -> bytes:

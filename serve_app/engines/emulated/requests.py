@@ -5,13 +5,12 @@ replayable. `ewsjf_prompt_tokens` states the length of the prompt, so that no te
 sent; such a prompt does not use the prefix cache. `ewsjf_output_tokens` states the length of the answer;
 `max_tokens` still limits it, and `finish_reason` is then "length".
 
-Fields of type `Raw` are read by those who need them, so that a request without them pays nothing. Fields that
-vLLM ignores are ignored here. Since the text of answers is a placeholder, most sampling parameters change
+Messages and responses are turned into chats. Fields of type `Raw` are decoded where they are used, so that a
+request without them pays nothing. Since the text of answers is a placeholder, most sampling parameters change
 nothing; they are refused out of their range as vLLM does. What would change an answer visibly and is not
-emulated is refused.
+emulated is refused. All other fields are ignored.
 """
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable
@@ -21,18 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from serve_app.engines.emulated.http import encode, invalid, not_emulated, unreadable
-from serve_app.engines.emulated.structured import (
-    ANY_OBJECT,
-    chat_call,
-    is_given,
-    json_constraint,
-    read_constraint,
-    read_raw,
-    responses_call,
-)
+from serve_app.engines.emulated.structured import chat_call, is_given, read_constraint
 from serve_app.engines.emulated.text import (
     VOCABULARY,
-    CallForm,
     Constraint,
     OutputSpec,
     Prompt,
@@ -158,15 +148,23 @@ class ResponsesText(msgspec.Struct):
     format: ResponsesFormat | None = None
 
 
+class ResponsesTool(msgspec.Struct):
+    """A function, or a tool that the server would have to bring, which is never called."""
+
+    type: str
+    name: str = ""
+    parameters: dict[str, Any] | None = None
+
+
 class ResponsesBody(GeneratingBody, kw_only=True):
     """`/v1/responses`; input items other than messages are ignored."""
 
     input: str | list[ChatMessage]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: msgspec.Raw = _NOTHING
-    tool_choice: msgspec.Raw = _NOTHING
-    text: msgspec.Raw = _NOTHING
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: ResponsesText | None = None
     include: list[str] | None = None
     top_logprobs: int | None = 0
     request_id: str | None = None
@@ -204,7 +202,7 @@ class Generation:
         prompts: one or more; each has `choices` answers.
         max_tokens: the client's limit per answer; None when it stated none.
         max_tokens_param: name of that field in the request.
-        spec: what it asks of the text of its answers; None when some text will do.
+        spec: what it asks of the text of its answers.
         request_id: the id that its answer is to have; None for one that is made here.
     """
 
@@ -212,7 +210,7 @@ class Generation:
     prompts: list[Prompt]
     max_tokens: int | None
     max_tokens_param: str
-    spec: OutputSpec | None
+    spec: OutputSpec
     request_id: str | None = None
 
     @property
@@ -221,10 +219,16 @@ class Generation:
         return 1 if self.body.n is None else self.body.n
 
     @property
-    def include_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
+
+    @property
+    def counts_continuously(self) -> bool:
+        """Whether each chunk of a stream carries the token counts."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
 B = TypeVar("B")
@@ -255,20 +259,31 @@ _TOKENIZE = decoder_of(TokenizeBody)
 
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     """A chat completion request."""
-    return chat_generation(decode(_CHAT, raw), raw, tokenizer)
+    return chat_generation(decode(_CHAT, raw), tokenizer)
 
 
-def chat_generation(body: ChatBody, raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A chat completion, also one that Anthropic's message was turned into."""
+def chat_generation(
+    body: ChatBody, tokenizer: PseudoTokenizer, limit: tuple[int | None, str] | None = None
+) -> Generation:
+    """A chat completion, also one that a message or a response was turned into.
+
+    Args:
+        body: the request.
+        tokenizer: counts the prompt.
+        limit: `max_tokens` and the name of its field, where they are not those of a chat.
+    """
     if not body.messages:
         raise invalid("messages must not be empty", param="messages")
-    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    call: ToolCall | None = None
-    if body.tools or body.tool_choice:
-        call = chat_call(body.tools, body.tool_choice, _last_words(body.messages))
-    spec = _spec(body, raw, _constraint(body, call), call, _chat_logprobs(body))
+    if limit is None:
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = getattr(body, param), param
+    call = chat_call(body.tools, body.tool_choice, _last_words(body.messages))
+    if call is not None and call.is_named and is_given(body.structured_outputs):
+        raise invalid("You can only either use constraints for structured outputs or tools, not both.")
+    constraint = read_constraint(body.response_format, body.structured_outputs)
+    spec = _spec(body, constraint, _chat_logprobs(body), call)
     prompt = conversation(body.messages, body.tools, tokenizer)
-    return _generation(body, [prompt], (getattr(body, param), param), spec)
+    return _generation(body, [prompt], limit, spec)
 
 
 def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
@@ -276,7 +291,7 @@ def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     body = decode(_COMPLETION, raw)
     prompts = _inputs(body.prompt, tokenizer, "prompt")
     top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    spec = _spec(body, raw, _constraint(body, None), None, top)
+    spec = _spec(body, read_constraint(body.response_format, body.structured_outputs), top)
     return _generation(body, prompts, (body.max_tokens, "max_tokens"), spec)
 
 
@@ -290,21 +305,49 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
         raise invalid("a response has one output, n must be 1", param="n", value=body.n)
     if is_given(body.prompt):
         raise not_emulated("prompt")
-    call = responses_call(body.tools, body.tool_choice, _last_words(messages))
-    constraint = read_constraint(_NOTHING, body.structured_outputs)
-    wanted = read_raw(body.text, ResponsesText).format if is_given(body.text) else None
-    if wanted is not None and wanted.type != "text":
-        if constraint is not None:
-            message = "Cannot specify both structured_outputs and text.format"
-            raise invalid(message, param="structured_outputs")
-        constraint = ANY_OBJECT if wanted.schema is None else json_constraint(wanted.schema)
-    top: int | None = None
-    if body.include and "message.output_text.logprobs" in body.include:
-        top = _checked_logprobs(body.top_logprobs or 0, "top_logprobs")
-    spec = _spec(body, raw, constraint, call, top)
-    prompt = conversation(messages, body.tools, tokenizer)
-    generation = _generation(body, [prompt], (body.max_output_tokens, "max_output_tokens"), spec)
+    chat = ChatBody(
+        **{name: getattr(body, name) for name in GeneratingBody.__struct_fields__},
+        messages=messages,
+        **_function_tools(body),
+        logprobs="message.output_text.logprobs" in (body.include or ()),
+    )
+    if chat.logprobs:
+        chat.top_logprobs = body.top_logprobs
+    wanted = None if body.text is None else body.text.format
+    if wanted is not None:
+        schema = {"name": "", "schema": wanted.schema or {"type": "object"}}
+        chat.response_format = as_raw({"type": wanted.type, "json_schema": schema})
+    generation = chat_generation(chat, tokenizer, (body.max_output_tokens, "max_output_tokens"))
     return replace(generation, request_id=body.request_id)
+
+
+def _function_tools(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of a chat for the tools of a response."""
+    functions = [tool for tool in body.tools or () if tool.type == "function"]
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        if choice.get("type") in {"function", "custom"}:
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            if choice["function"]["name"] not in {tool.name for tool in functions}:
+                message = "Tool choice 'function' not found in 'tools' parameter."
+                raise invalid(message, param="tool_choice")
+        else:
+            choice = "auto"
+    if not functions:
+        if choice == "required":
+            message = "Tool choice 'required' must be specified with 'tools' parameter."
+            raise invalid(message, param="tool_choice")
+        return {}
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
+        for tool in functions
+    ]
+    return {"tools": as_raw(tools), "tool_choice": as_raw(choice)}
+
+
+def as_raw(value: Any) -> msgspec.Raw:
+    """A field of a body, from its value."""
+    return msgspec.Raw(encode(value))
 
 
 def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
@@ -318,13 +361,7 @@ def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsB
         raise invalid(
             f"dimensions must be between 1 and {_MAX_DIMENSIONS}", param="dimensions", value=body.dimensions
         )
-    prompts = _stated(body, _inputs(body.input, tokenizer, "input"))
-    is_batch = isinstance(body.input, list) and not isinstance(body.input[0], int)
-    inputs = body.input if is_batch else [body.input]
-    return body, [
-        replace(prompt, fingerprint=hashlib.md5(encode(item), usedforsecurity=False).hexdigest())
-        for prompt, item in zip(prompts, inputs, strict=True)
-    ]
+    return body, _stated(body, _inputs(body.input, tokenizer, "input"))
 
 
 def read_detokenize(raw: bytes) -> tuple[str | None, list[int]]:
@@ -376,7 +413,7 @@ _UNWANTED = {b"false", b"[]", b'""'}
 
 
 def _generation(
-    body: GeneratingBody, prompts: list[Prompt], limit: tuple[int | None, str], spec: OutputSpec | None
+    body: GeneratingBody, prompts: list[Prompt], limit: tuple[int | None, str], spec: OutputSpec
 ) -> Generation:
     """The request, checked; `limit` is `max_tokens` and the name of its field."""
     max_tokens, param = limit
@@ -451,36 +488,24 @@ def _checked_logprobs(count: int, param: str) -> int:
 # -- the text asked for -----------------------------------------------------------------------------------
 
 
-def _constraint(body: ChatBody | CompletionBody, call: ToolCall | None) -> Constraint | None:
-    if not (body.response_format or body.structured_outputs):
-        return None
-    if call is not None and call.form is CallForm.NAMED and is_given(body.structured_outputs):
-        raise invalid("You can only either use constraints for structured outputs or tools, not both.")
-    return read_constraint(body.response_format, body.structured_outputs)
-
-
 def _spec(
     body: GeneratingBody,
-    raw: bytes,
     constraint: Constraint | None,
-    call: ToolCall | None,
     top_logprobs: int | None,
-) -> OutputSpec | None:
-    """What the request asks of the text of its answers; None when some text will do."""
-    options = body.stream_options
-    continuous = options is not None and bool(options.include_usage and options.continuous_usage_stats)
-    if constraint is None and call is None and top_logprobs is None and not (body.stop or continuous):
-        return None
+    call: ToolCall | None = None,
+) -> OutputSpec:
+    """What the request asks of the text of its answers."""
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return OutputSpec(
         # As in vLLM, -1 is no seed.
-        seed=zlib.crc32(raw) if body.seed in {None, -1} else int(body.seed or 0),
+        seed=None if body.seed == -1 else body.seed,
         constraint=constraint,
         call=call,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        # A call ends with its arguments.
+        stop=stop if call is None else (),
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         top_logprobs=top_logprobs,
-        continuous_usage=continuous,
     )
 
 
@@ -504,7 +529,7 @@ def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
         return prompts
     if tokens < 1:
         raise invalid("ewsjf_prompt_tokens must be at least 1", param="ewsjf_prompt_tokens", value=tokens)
-    return [Prompt(tokens)] * len(prompts)
+    return [Prompt(tokens, (), prompt.seed) for prompt in prompts]
 
 
 def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Prompt]:

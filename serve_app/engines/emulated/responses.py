@@ -35,9 +35,6 @@ class ResponsesAnswer(EmulatedAnswer):
         super().__init__(head)
         self._item_id = f"msg_{head.request_id}"
         self._events = 0
-        # Everything of a text delta but its text and its number.
-        delta = {"type": "response.output_text.delta", **self._place(), "logprobs": []}
-        self._delta = b"event: response.output_text.delta\ndata: " + encode(delta).removesuffix(b"}")
 
     def announcement(self) -> bytes:
         """The events that say that the response is being worked on: vLLM sends them before the prefill."""
@@ -56,17 +53,13 @@ class ResponsesAnswer(EmulatedAnswer):
     # `EmulatedAnswer` marks the last token; here the end is an event of its own.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """One text delta."""
-        head = self._head
-        if head.spec is None:
-            number = self._number()
-            text = head.text(choice, start, count)
-            return b'%s,"delta":"%s","sequence_number":%d}\n\n' % (self._delta, text, number)
-        added, logprobs = head.scripts[0].added(start, count), head.logprobs(0, start, count) or []
+        added = self._head.scripts[0].added(start, count)
+        logprobs = self._head.logprobs(0, start, count) or []
         return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
 
     def ending(self) -> bytes:
         """The whole text, part, item and response, each in the event that completes it."""
-        text, logprobs = self._head.whole_text(0), self._head.logprobs(0) or []
+        text, logprobs = self._head.scripts[0].text, self._head.logprobs(0) or []
         return b"".join(
             (
                 self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
@@ -87,21 +80,18 @@ class ResponsesAnswer(EmulatedAnswer):
         )
 
     def _whole_item(self) -> Document:
-        return self._item(self._status, self._head.whole_text(0), self._head.logprobs(0) or [])
+        return self._item(self._status, self._head.scripts[0].text, self._head.logprobs(0) or [])
 
     @property
     def _status(self) -> str:
-        return "completed" if self._head.finish_reasons[0] == "stop" else "incomplete"
+        return "completed" if self._head.scripts[0].finish_reason == "stop" else "incomplete"
 
     def _place(self) -> Document:
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
-    def _number(self) -> int:
-        self._events += 1
-        return self._events - 1
-
     def _event(self, kind: str, **content: Any) -> bytes:
-        data = encode({"type": kind, **content, "sequence_number": self._number()})
+        data = encode({"type": kind, **content, "sequence_number": self._events})
+        self._events += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
     def _item(self, status: str, text: str, logprobs: list[Document]) -> Document:
@@ -143,10 +133,8 @@ class FunctionCallAnswer(ResponsesAnswer):
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """The arguments that some tokens add."""
-        added = self._head.scripts[0].added_arguments(start, count)
-        if added is None:
-            return b""
-        return self._event("response.function_call_arguments.delta", **self._call_place, delta=added[0])
+        added = self._head.scripts[0].added(start, count)
+        return self._event("response.function_call_arguments.delta", **self._call_place, delta=added)
 
     def ending(self) -> bytes:
         """The whole arguments, item and response, each in the event that completes it."""
@@ -156,9 +144,7 @@ class FunctionCallAnswer(ResponsesAnswer):
         return event + self._completion()
 
     def _whole_item(self) -> Document:
-        script = self._head.scripts[0]
-        begin, end = script.arguments or (0, 0)
-        return self._function_call(self._status, script.text[begin:end])
+        return self._function_call(self._status, self._head.scripts[0].text)
 
     def _function_call(self, status: str, arguments: str) -> Document:
         return {"type": "function_call", **self._function, "arguments": arguments, "status": status}

@@ -14,7 +14,7 @@ import msgspec
 
 from serve_app.engines.emulated.http import ApiError, encode, invalid, not_emulated, unreadable
 from serve_app.engines.emulated.smallest import UnsatisfiableError, shortest_match, smallest_json
-from serve_app.engines.emulated.text import CallForm, Constraint, ToolCall
+from serve_app.engines.emulated.text import Constraint, ToolCall
 
 # Shorter words of a name ("get", "set", "run") are in many sentences.
 _MIN_WORD = 4
@@ -164,14 +164,6 @@ class ChatTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class ResponsesTool(msgspec.Struct):
-    """A tool of the Responses API: a function, or one that the server would have to bring."""
-
-    type: str
-    name: str = ""
-    parameters: dict[str, Any] | None = None
-
-
 def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
     """The call of a chat completion, None for text.
 
@@ -198,7 +190,7 @@ def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> 
         name = _name_of(choice)
         for function in functions:
             if function.name == name:
-                return _call(function, CallForm.NAMED)
+                return _call(function, is_named=True)
         message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
         raise invalid(message, param="tool_choice")
     if choice not in {None, "auto", "required"}:
@@ -210,27 +202,12 @@ def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> 
     return _chosen(functions, choice, last_words)
 
 
-def responses_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
-    """The call of a response, None for text; tools other than functions are never called."""
-    given = read_raw(tools, list[ResponsesTool]) if is_given(tools) else []
-    functions = [Function(tool.name, tool.parameters) for tool in given if tool.type == "function"]
-    choice = read_raw(tool_choice, Any) if is_given(tool_choice) else "auto"
-    if isinstance(choice, dict) and choice.get("type") in {"function", "custom"}:
-        for function in functions:
-            if function.name == choice.get("name"):
-                return _call(function, CallForm.NAMED)
-        raise invalid("Tool choice 'function' not found in 'tools' parameter.", param="tool_choice")
-    if choice == "required" and not functions:
-        raise invalid("Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice")
-    return None if choice == "none" else _chosen(functions, choice, last_words)
-
-
 def _chosen(functions: list[Function], choice: Any, last_words: str) -> ToolCall | None:
     """The call of `required`: a tool that is mentioned, else the first; of `auto`: one that is mentioned."""
     mentioned = _mentioned(functions, last_words)
     if choice == "required":
-        return _call(mentioned or functions[0], CallForm.REQUIRED)
-    return None if mentioned is None else _call(mentioned, CallForm.AUTO)
+        return _call(mentioned or functions[0])
+    return None if mentioned is None else _call(mentioned)
 
 
 def _mentioned(functions: Iterable[Function], last_words: str) -> Function | None:
@@ -242,9 +219,9 @@ def _mentioned(functions: Iterable[Function], last_words: str) -> Function | Non
     return None
 
 
-def _call(function: Function, form: CallForm) -> ToolCall:
+def _call(function: Function, *, is_named: bool = False) -> ToolCall:
     schema = function.parameters or {"type": "object", "properties": {}}
-    return ToolCall(function.name, json_constraint(schema), form)
+    return ToolCall(function.name, json_constraint(schema), is_named)
 
 
 def _name_of(choice: dict[str, Any]) -> str:

@@ -383,7 +383,6 @@ async def test_the_engine_satisfies_the_protocol_and_returns_its_limits() -> Non
     [
         ({"speed_up": 0}, "speed_up must be positive, got 0"),
         ({"served_model_names": ()}, "at least one name"),
-        ({"bytes_per_token": 0.5}, "bytes_per_token must be at least 1, got 0.5"),
         ({"output_tokens_sigma": -1}, "got -1"),
         ({"max_num_queued_reqs": -1}, "got -1"),
     ],

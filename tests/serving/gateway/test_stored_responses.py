@@ -26,9 +26,7 @@ ASKED: dict[str, Any] = {"model": MODEL, "input": "Tell me more.", "max_output_t
 
 
 async def started(stack: AsyncExitStack, **settings: Any) -> EmulatedEngine:
-    engine = EmulatedEngine(
-        EmulatedEngineSettings(served_model_names=(MODEL,), speed_up=4.0, embedding_dimensions=8, **settings)
-    )
+    engine = EmulatedEngine(EmulatedEngineSettings(served_model_names=(MODEL,), speed_up=4.0, **settings))
     await engine.start()
     stack.push_async_callback(engine.stop)
     return engine
