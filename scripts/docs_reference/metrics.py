@@ -12,11 +12,13 @@ from prometheus_client.registry import Collector
 
 from docs_reference.markdown import code, document, sentence, table
 from docs_reference.metric_advice import METRIC_ADVICE
+from serve_app.core import SchedulerSettings
 from serve_app.core.scaling import ScalingSettings
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
+from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
-from serve_app.serving.scheduler.metrics import SchedulerMetrics
+from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.usage import UsageLedger
 from serve_app.serving.state import StateKeeper, StateStore
 
@@ -115,7 +117,11 @@ async def _gateway() -> object:
 
 
 async def _scheduler() -> object:
-    return SchedulerMetrics("model", 1)
+    options = LiveSchedulerOptions(incarnation=1, channel=ChannelSettings())
+    live = LiveScheduler(SchedulerSettings(model="model"), options)
+    # Its gauges are read when a page is asked for.
+    await live.exposition()
+    return live
 
 
 async def _scaling() -> object:

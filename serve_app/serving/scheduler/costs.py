@@ -9,17 +9,18 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from serve_app.core import Scheduler
-from serve_app.core.accounting.costs import OTHERS
+from serve_app.core.accounting.costs import OTHERS, TenantTotals
 from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
-from serve_app.serving.scheduler.gauges import CostFigures, Row, look_at_costs
 
 # As many as a core keeps by name. Tenants come and go over the years, and a file must not grow with them.
 _MOST = 1_000
 _NAMES = ("pool", "class", "tenant", "seconds")
+
+Row = tuple[str, str, str, float]
+"""Pool, class, tenant, and seconds so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,18 @@ class KeptCosts:
 
     Attributes:
         since: when the first of them began to count, in seconds since 1970.
+        used: time of engines.
+        imposed: delay of other tenants' requests.
     """
 
     since: float = field(default_factory=time.time)
-    figures: CostFigures = field(default_factory=CostFigures)
+    used: tuple[Row, ...] = ()
+    imposed: tuple[Row, ...] = ()
 
     def with_those_of(self, core: Scheduler) -> "KeptCosts":
         """These, and what a scheduler has counted so far."""
-        own, before = look_at_costs(core), self.figures
-        sums = CostFigures(_sum(before.used, own.used), _sum(before.imposed, own.imposed))
-        return KeptCosts(self.since, sums)
+        used, imposed = core.in_flight.engine_time.used, core.waits.imposed
+        return KeptCosts(self.since, _sum(self.used, used), _sum(self.imposed, imposed))
 
     def document(self, gpus: Mapping[str, float]) -> dict[str, Any]:
         """What the requests of each tenant cost, by pool and class; the dearest first.
@@ -45,8 +48,8 @@ class KeptCosts:
         Args:
             gpus: of a replica, by pool; 0 where it has none.
         """
-        used = {row[:3]: row[3] for row in self.figures.used}
-        imposed = {row[:3]: row[3] for row in self.figures.imposed}
+        used = {row[:3]: row[3] for row in self.used}
+        imposed = {row[:3]: row[3] for row in self.imposed}
         worked_s = sum(used.values())
         rows = [
             {
@@ -67,7 +70,7 @@ class KeptCosts:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        rows = {"used": self.figures.used, "imposed": self.figures.imposed}
+        rows = {"used": self.used, "imposed": self.imposed}
         listed = {name: [dict(zip(_NAMES, row, strict=True)) for row in each] for name, each in rows.items()}
         return {"since": self.since, **listed}
 
@@ -85,7 +88,7 @@ class KeptCosts:
             return cls()
         state = section(document, name)
         since = number(state, "since", at_least=0)
-        return cls(since, CostFigures(_rows(state, "used"), _rows(state, "imposed")))
+        return cls(since, _rows(state, "used"), _rows(state, "imposed"))
 
 
 def _rows(state: Snapshot, name: str) -> tuple[Row, ...]:
@@ -95,11 +98,13 @@ def _rows(state: Snapshot, name: str) -> tuple[Row, ...]:
     )
 
 
-def _sum(*counted: tuple[Row, ...]) -> tuple[Row, ...]:
+def _sum(earlier: tuple[Row, ...], own: TenantTotals) -> tuple[Row, ...]:
     """By pool, class and tenant; the smallest of too many are put together under one name."""
     sums = defaultdict[tuple[str, str, str], float](float)
-    for pool, priority, tenant, seconds in chain(*counted):
+    for pool, priority, tenant, seconds in earlier:
         sums[pool, priority, tenant] += seconds
+    for pool, priority_class, tenant, seconds in own:
+        sums[pool, priority_class.value, tenant] += seconds
     if len(sums) > _MOST:
         for key in sorted(sums, key=lambda each: -sums[each])[_MOST:]:
             sums[(*key[:2], OTHERS)] += sums.pop(key)

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -36,10 +36,18 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.process import precise_clock
 from serve_app.serving.scheduler.decision_log import DecisionLogFile, DecisionLogSettings
 from serve_app.serving.scheduler.documents import queue_document, replica_documents
-from serve_app.serving.scheduler.gauges import look_at_costs, look_at_pools, look_at_queue
+from serve_app.serving.scheduler.gauges import (
+    Figures,
+    core_figures,
+    cost_figures,
+    figure,
+    pool_figures,
+    queue_figures,
+    replica_figures,
+)
 from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
-from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
@@ -113,8 +121,8 @@ class LiveScheduler:
         self.ended = ""
         self.questions: Questions | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
-        self._metrics = SchedulerMetrics(settings.model, options.incarnation)
-        self._page = CachedPage(self._status_for_metrics, self._render)
+        self._metrics = SchedulerMetrics(settings.model)
+        self._page = CachedPage(self._figures, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
         self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
@@ -306,27 +314,33 @@ class LiveScheduler:
             scheduled = core.find(event.request.request_id)
         return Entry(core, now, event, commands, took_s, scheduled, gateway_request)
 
-    async def _status_for_metrics(self) -> SchedulerStatus:
-        book, predictor = self._gateways.book, self.core.admission.predictor
-        return SchedulerStatus(
-            waiting=book.waiting(),
-            in_flight=book.in_flight(),
-            replicas=self._replicas.reports(),
-            stale=len(self._replicas.stale()),
-            gateways=self._gateways.connected,
-            learned_queues=len(self.tuner.queues),
-            partition_age_s=self.tuner.queues.age_s(self.now()),
-            drain_tokens_per_s=predictor.drain.tokens_per_s,
-            retry_reservations=len(self.core.admission.retry_reservations),
-            errors=replace(predictor.errors),
-            b_short_tokens=self.core.router.b_short_tokens,
-            queue=look_at_queue(self.core, self.now()),
-            pools=look_at_pools(self.core, self.now()),
-            costs=look_at_costs(self.core),
-        )
+    async def _figures(self) -> list[Figures]:
+        core, now, names, book = self.core, self.now(), self._metrics.names, self._gateways.book
+        waiting = book.waiting()
+        return [
+            figure(
+                "ewsjf_scheduler_incarnation",
+                "Rises with every scheduler started.",
+                self._options.incarnation,
+            ),
+            Figures(
+                "ewsjf_requests_waiting",
+                "Requests in the queue.",
+                ("class",),
+                {(priority.value,): waiting.get(priority, 0) for priority in PriorityClass},
+            ),
+            figure("ewsjf_replicas_stale", "Replicas without a fresh report.", len(self._replicas.stale())),
+            figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected),
+            *replica_figures(self._replicas.reports(), book.in_flight()),
+            *core_figures(core),
+            *queue_figures(core, now, names),
+            *pool_figures(core, now),
+            *cost_figures(core, names),
+            *self.tuner.figures(now),
+        ]
 
-    def _render(self, status: SchedulerStatus) -> str:
-        return self._metrics.exposition(status) + self._options.more_metrics()
+    def _render(self, figures: list[Figures]) -> str:
+        return self._metrics.exposition(figures) + self._options.more_metrics()
 
     def _carry_out(self, command: Command, entry: Entry) -> None:
         match command:

@@ -1,41 +1,28 @@
 """Prometheus metrics of one model's scheduler.
 
 The registry is the process's own: Ray does not scrape it, a gateway's `/metrics` asks for the text over the
-control channel. Gauges are set when they are asked for; only counters and histograms cost anything per event.
-The text is drawn up in a thread, from a snapshot: with 1,000 replicas it takes a good part of 0.1 s.
+control channel. Gauges (`gauges.py`) are read when they are asked for; only counters and histograms cost
+anything per event. The text is drawn up in a thread, from the figures of one moment: with 1,000 replicas it
+takes a good part of 0.1 s.
 
 Engines count tokens; without their count an ended request shows nothing here but its tenant.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause
-from serve_app.core.admission.wait_prediction import PredictionErrors
 from serve_app.core.commands import Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.outlook.watched import VERDICTS, Honesty
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.adaptive_b_short import BShortChanged
-from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
-from serve_app.serving.scheduler.gauges import (
-    CostCounters,
-    CostFigures,
-    Names,
-    PoolGauges,
-    PoolLoad,
-    QueueFigures,
-    QueueGauges,
-    TunerFigures,
-)
+from serve_app.serving.scheduler.gauges import Figures, Moment, Names
 from serve_app.serving.scheduler.journal import Entry
 
 # From "there was room" to the patience of batch work.
@@ -44,102 +31,28 @@ _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120,
 _ERROR_BUCKETS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStatus:
-    """How things stand at the moment of a scrape."""
-
-    waiting: Mapping[PriorityClass, int]
-    in_flight: Mapping[str, int]
-    replicas: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]]
-    stale: int
-    gateways: int
-    learned_queues: int = 0
-    partition_age_s: float | None = None
-    drain_tokens_per_s: float = 0.0
-    retry_reservations: int = 0
-    errors: PredictionErrors = field(default_factory=PredictionErrors)
-    b_short_tokens: int = 0
-    queue: QueueFigures = field(default_factory=QueueFigures)
-    pools: Mapping[str, PoolLoad] = field(default_factory=dict)
-    costs: CostFigures = field(default_factory=CostFigures)
-
-
-class _ReplicaGauges(Collector):
-    """What the last snapshot says of each replica; replicas that left leave the metrics, too."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.status = SchedulerStatus(waiting={}, in_flight={}, replicas={}, stale=0, gateways=0)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield three families; prometheus_client asks for them at each page."""
-        labels = ("model", "pool", "replica")
-        text = "Requests sent to a replica."
-        in_flight = GaugeMetricFamily("ewsjf_requests_in_flight", text, labels=labels)
-        text = "KV cache in use, as last reported."
-        kv_usage = GaugeMetricFamily("ewsjf_replica_kv_usage_ratio", text, labels=labels)
-        text = "Requests in the engine's own queue, as last reported."
-        waiting = GaugeMetricFamily("ewsjf_replica_waiting", text, labels=labels)
-        for replica_id, (spec, report) in self.status.replicas.items():
-            values = (self._model, spec.pool, replica_id)
-            in_flight.add_metric(values, self.status.in_flight.get(replica_id, 0))
-            if report is not None and report.kv_usage_ratio is not None:
-                kv_usage.add_metric(values, report.kv_usage_ratio)
-            if report is not None and report.waiting is not None:
-                waiting.add_metric(values, report.waiting)
-        yield from (in_flight, kv_usage, waiting)
-
-
 class SchedulerMetrics:
     """The metrics of one scheduler.
 
     Attributes:
         requests: of requests that were dispatched or have ended.
         honesty: of what waiting requests were told.
-        tuner: what the tuner tells of itself.
+        names: of tenants and length queues.
     """
 
-    def __init__(self, model: str, incarnation: int) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
         self._registry = CollectorRegistry()
         self._dispatch_children: dict[tuple[str, PriorityClass], tuple[CounterCell, HistogramCell]] = {}
         self._conclusion_children: dict[tuple[PriorityClass, Outcome], CounterCell] = {}
         self._error_children: dict[PriorityClass, HistogramCell] = {}
-        self._make_gauges()
         self._make_counters()
-        names = Names()
-        self.requests = RequestMetrics(model, self._registry, names)
+        self.names = Names()
+        self.requests = RequestMetrics(model, self._registry, self.names)
         self.honesty = HonestyMetrics(model, self._registry)
-        self._replicas, self._pools = _ReplicaGauges(model), PoolGauges(model)
-        self._queue, self.tuner = QueueGauges(model, names), TunerFigures(model)
-        own = ProcessMetrics({"process": "scheduler", "model": model})
-        self._costs = CostCounters(model, names)
-        for collector in (self._replicas, self._queue, self._pools, self._costs, self.tuner, own):
-            self._registry.register(collector)
-        started = self._gauge("ewsjf_scheduler_incarnation", "Rises with every scheduler started.")
-        started.labels(model).set(incarnation)
-
-    def _make_gauges(self) -> None:
-        gauge = self._gauge
-        self._waiting = gauge("ewsjf_requests_waiting", "Requests in the queue.", "class")
-        self._stale = gauge("ewsjf_replicas_stale", "Replicas without a fresh report.")
-        self._gateways = gauge("ewsjf_gateways_connected", "Gateways connected.")
-        text = "Learned length queues in force; 0 while the policy has those that it began with."
-        self._learned_queues = gauge("ewsjf_length_queues", text)
-        text = "Time since the length queues in force were learned."
-        self._partition_age = gauge("ewsjf_partition_age_seconds", text)
-        text = "Estimated tokens dispatched per second while requests waited."
-        self._drain = gauge("ewsjf_queue_drain_tokens_per_second", text)
-        self._bookings = gauge("ewsjf_retry_reservations", "Refused requests whose return is expected.")
-        text = "Token budget up to which a request is at home in the first pool."
-        self._b_short = gauge("ewsjf_b_short_tokens", text)
-        self._tuned = gauge("ewsjf_tuned_value", "A setting that is tuned, as it is in force.", "setting")
-        text = "Mean latency in the tuner's twin over that of the engines, less 1, as last measured."
-        self._twin_error = gauge("ewsjf_twin_error_ratio", text, "latency")
-        text = "Predicted minus actual wait in the queue, mean of the last fifty or so."
-        self._error_mean = gauge("ewsjf_queue_wait_prediction_error_mean_seconds", text)
-        text = "Size of the difference of predicted and actual wait, mean of the last fifty or so."
-        self._error_size = gauge("ewsjf_queue_wait_prediction_error_absolute_mean_seconds", text)
+        self._moment = Moment(model)
+        self._registry.register(self._moment)
+        self._registry.register(ProcessMetrics({"process": "scheduler", "model": model}))
 
     def _make_counters(self) -> None:
         counter = self._counter
@@ -176,9 +89,6 @@ class SchedulerMetrics:
         self._b_short_moves = counter("ewsjf_b_short_moves", "Times that the border of the pools moved.")
         self._errors = counter("ewsjf_scheduler_errors", "Events that the core could not handle.")
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model", *labels), registry=self._registry)
-
     def _counter(self, name: str, text: str, *labels: str) -> CellFamily[CounterCell]:
         family = counters(self._registry, name, text, ("model", *labels))
         if not labels:
@@ -214,38 +124,21 @@ class SchedulerMetrics:
         """Learned queues were put in force."""
         self._partition_changes.labels(self._model, reason).inc()
 
-    def retuned(self, values: Mapping[str, float]) -> None:
+    def on_retuning(self) -> None:
         """Tuned values were put in force."""
-        for path, value in values.items():
-            self._tuned.labels(self._model, path).set(value)
         self._retunings.labels(self._model).inc()
-
-    def on_twin_error(self, ttft_ratio: float, tpot_ratio: float) -> None:
-        """The error of the tuner's twin was measured."""
-        self._twin_error.labels(self._model, "ttft").set(ttft_ratio)
-        self._twin_error.labels(self._model, "tpot").set(tpot_ratio)
 
     def on_core_failure(self) -> None:
         """The core raised."""
         self._errors.labels(self._model).inc()
 
-    def exposition(self, standing: SchedulerStatus) -> str:
-        """Return everything in the Prometheus text format; may be called in a thread, one at a time."""
-        for priority in PriorityClass:
-            self._waiting.labels(self._model, priority.value).set(standing.waiting.get(priority, 0))
-        self._stale.labels(self._model).set(standing.stale)
-        self._gateways.labels(self._model).set(standing.gateways)
-        self._learned_queues.labels(self._model).set(standing.learned_queues)
-        self._drain.labels(self._model).set(standing.drain_tokens_per_s)
-        self._bookings.labels(self._model).set(standing.retry_reservations)
-        self._b_short.labels(self._model).set(standing.b_short_tokens)
-        self._error_mean.labels(self._model).set(standing.errors.mean_s)
-        self._error_size.labels(self._model).set(standing.errors.mean_absolute_s)
-        if standing.partition_age_s is not None:
-            self._partition_age.labels(self._model).set(standing.partition_age_s)
-        self._replicas.status = standing
-        self._queue.figures, self._pools.pools = standing.queue, dict(standing.pools)
-        self._costs.figures = standing.costs
+    def exposition(self, figures: Sequence[Figures]) -> str:
+        """Return everything in the Prometheus text format; may be called in a thread, one at a time.
+
+        Args:
+            figures: of this moment.
+        """
+        self._moment.metrics = figures
         return generate_latest(self._registry).decode()
 
     def _on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from serve_app.core import Scheduler, SchedulerSettings
-from serve_app.core.commands import Command
 from serve_app.core.events import Arrived, Event, PartitionChanged, Retuned
 from serve_app.core.policies.length_queues import Partition
 from serve_app.core.retuning import checked_retuning
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import ChannelError, SettingsError
+from serve_app.serving.scheduler.gauges import SUM, Figures, figure
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
@@ -171,18 +171,12 @@ class TuningEndpoint:
 
     def on_entry(self, entry: Entry) -> None:
         """Take note of an event."""
-        self.note(entry.event, entry.commands, entry.now)
-
-    def note(self, event: Event, commands: list[Command], now: float) -> None:
-        """The core has handled an event."""
-        if isinstance(event, Arrived):
-            scheduled = self.host.core.find(event.request.request_id)
-            if scheduled is not None:
-                self.queues.on_arrival(scheduled.prefill_tokens)
-                if self._outcomes is not None:
-                    self._outcomes.on_arrival(scheduled)
+        if isinstance(entry.event, Arrived) and entry.scheduled is not None:
+            self.queues.on_arrival(entry.scheduled.prefill_tokens)
+            if self._outcomes is not None:
+                self._outcomes.on_arrival(entry.scheduled)
         if self._outcomes is not None:
-            self._outcomes.on_event(event, commands, now)
+            self._outcomes.on_event(entry.event, entry.commands, entry.now)
 
     def observed(self, *, outcomes: bool = False) -> Observed:
         """What happened since the last call.
@@ -258,22 +252,17 @@ class TuningEndpoint:
     def freeze(self, reason: str) -> None:
         """Return to what is in force for good, and try nothing until `thaw`."""
         self.frozen = reason or "by command"
-        self.metrics.tuner.frozen = True
         self._go_back("tuning was frozen")
         logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
 
     def thaw(self) -> None:
         """Something may be tried again."""
         self.frozen = ""
-        self.metrics.tuner.frozen = False
         logger.info("event=tuning_thawed model=%s", self.model)
 
     def show(self, document: Mapping[str, Any]) -> None:
         """Keep what the tuner tells of itself."""
-        self.shown = self.metrics.tuner.shown = document
-        error = (document.get("twin") or {}).get("error")
-        if error is not None:
-            self.metrics.on_twin_error(error["ttft_ratio"], error["tpot_ratio"])
+        self.shown = document
 
     def status(self) -> dict[str, Any]:
         """What the tuner does, for people."""
@@ -281,6 +270,51 @@ class TuningEndpoint:
         if self.frozen:
             shown["state"] = f"frozen: {self.frozen}"
         return {**shown, "values": dict(self._tuned), "frozen": self.frozen}
+
+    def figures(self, now: float) -> list[Figures]:
+        """Return the metrics of learned queues, of tuned values and of the tuner."""
+        error = (self.shown.get("twin") or {}).get("error") or {}
+        counts = self.shown.get("counts") or {"searches": None, "trials": None, "decisions": {}}
+        return [
+            figure(
+                "ewsjf_length_queues",
+                "Learned length queues in force; 0 while the policy has those that it began with.",
+                len(self.queues),
+            ),
+            figure(
+                "ewsjf_partition_age_seconds",
+                "Time since the length queues in force were learned.",
+                self.queues.age_s(now),
+            ),
+            Figures(
+                "ewsjf_tuned_value",
+                "A setting that is tuned, as it is in force.",
+                ("setting",),
+                {(path,): value for path, value in self._tuned.items()},
+            ),
+            Figures(
+                "ewsjf_twin_error_ratio",
+                "Mean latency in the tuner's twin over that of the engines, less 1, as last measured.",
+                ("latency",),
+                {(latency,): error[f"{latency}_ratio"] for latency in ("ttft", "tpot") if error},
+            ),
+            figure("ewsjf_tuner_searches", "Searches of the tuner that ended.", counts["searches"], SUM),
+            figure(
+                "ewsjf_tuner_trials", "Candidates that the tuner tried in its twin.", counts["trials"], SUM
+            ),
+            Figures(
+                "ewsjf_tuner_decisions",
+                "Decisions of the tuner about values that it tried in production.",
+                ("decision",),
+                {(decision,): count for decision, count in counts["decisions"].items()},
+                SUM,
+            ),
+            figure(
+                "ewsjf_tuner_frozen",
+                "1 while the tuner may try nothing, by command or because it failed.",
+                bool(self.frozen) if self.shown.get("counts") else None,
+            ),
+        ]
 
     def stop(self) -> None:
         """The scheduler ends."""
@@ -297,7 +331,7 @@ class TuningEndpoint:
     def _apply(self, settings: SchedulerSettings, values: Mapping[str, float], reason: str) -> None:
         self.host.feed(Retuned(settings))
         self._tuned = dict(values)
-        self.metrics.retuned(values)
+        self.metrics.on_retuning()
         told = " ".join(f"{path}={value:g}" for path, value in values.items())
         logger.info(
             "event=retuned model=%s incarnation=%d reason=%r %s", self.model, self.incarnation, reason, told

@@ -3,10 +3,23 @@ import time
 
 import pytest
 
+from serve_app.core import events as ev
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler import costs as kept_costs
 from serve_app.serving.scheduler.costs import KeptCosts
-from serve_app.serving.scheduler.gauges import CostFigures
-from tests.serving.scheduler.test_cost_gauges import busy
+from tests.builders import ManualDriver, one_replica
+
+
+def busy() -> ManualDriver:
+    """Two tenants have used the engine, one for two seconds and one for one; who waited has not begun."""
+    driver = one_replica(backpressure=BackpressureSettings(report_limit_s=1_000.0))
+    for tenant, seconds in (("heavy", 2.0), ("light", 1.0)):
+        driver.arrive(tenant, tenant=tenant, prompt_tokens=1, priority=PriorityClass.BATCH)
+        usage = Usage(prompt_tokens=1, output_tokens=5)
+        driver.feed(ev.Finished(tenant, Outcome.COMPLETED, usage), after_s=seconds)
+    return driver
 
 
 def seconds(costs: KeptCosts) -> dict[str, float]:
@@ -42,7 +55,7 @@ def test_what_earlier_schedulers_counted_is_added_and_outlives_a_file() -> None:
 def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_costs, "_MOST", 2)
     used = tuple(("only", "batch", f"t{number}", float(number)) for number in range(5))
-    costs = KeptCosts(figures=CostFigures(used=used)).with_those_of(busy().scheduler)
+    costs = KeptCosts(used=used).with_those_of(busy().scheduler)
 
     assert seconds(costs) == {"t4": 4.0, "t3": 3.0, "other": 2.0 + 2.0 + 1.0 + 1.0}
 

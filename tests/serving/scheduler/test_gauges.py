@@ -6,26 +6,27 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.waits import waits_for
-from serve_app.request import PriorityClass
+from serve_app.core.dispatch.backpressure import BackpressureSettings
+from serve_app.errors import Outcome
+from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
+    Moment,
     Names,
-    PoolGauges,
-    QueueGauges,
-    look_at_pools,
-    look_at_queue,
+    cost_figures,
+    pool_figures,
+    queue_figures,
 )
 from tests import builders
+from tests.serving.scheduler.test_costs import busy
 
 
-def pages(driver: builders.ManualDriver) -> str:
+def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
     """What a scrape shows of a scheduler."""
-    registry = CollectorRegistry()
-    queue, pools = QueueGauges("m", Names()), PoolGauges("m")
-    queue.figures = look_at_queue(driver.scheduler, driver.now)
-    pools.pools = look_at_pools(driver.scheduler, driver.now)
-    registry.register(queue)
-    registry.register(pools)
+    registry, moment = CollectorRegistry(), Moment("m")
+    core, now, names = driver.scheduler, driver.now, Names(of_tenants=BoundedNames(most_tenants))
+    moment.metrics = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
+    registry.register(moment)
     return generate_latest(registry).decode()
 
 
@@ -86,6 +87,28 @@ def test_heads_are_blocked_by_what_receipts_say_that_they_waited_for(
     assert waits_for(driver.find("r1")) == cause
     (view,) = driver.scheduler.queue_snapshot(driver.now, 10).sub_queues
     assert view.cause == cause
+
+
+def test_engine_time_is_counted_by_pool_class_and_tenant() -> None:
+    line = 'ewsjf_tenant_engine_seconds_total{class="batch",model="m",pool="only",tenant="%s"} %s'
+    shown = pages(busy())
+    assert line % ("heavy", "2.0") in shown
+    assert line % ("light", "1.0") in shown
+    bounded = pages(busy(), most_tenants=1)
+    assert line % ("heavy", "2.0") in bounded
+    assert line % ("other", "1.0") in bounded
+
+
+def test_delay_is_counted_where_it_was_imposed() -> None:
+    driver = builders.one_replica(backpressure=BackpressureSettings(report_limit_s=1_000.0))
+    builders.fill(driver)
+    driver.arrive("ahead", tenant="first", priority=PriorityClass.INTERACTIVE)
+    driver.arrive("behind", tenant="second", priority=PriorityClass.INTERACTIVE)
+    usage = Usage(prompt_tokens=50, output_tokens=5)
+    driver.feed(ev.Finished("f0", Outcome.COMPLETED, usage), after_s=3.0)
+
+    labels = 'class="interactive",model="m",pool="only",tenant="first"'
+    assert f"ewsjf_tenant_imposed_delay_seconds_total{{{labels}}} 3.0" in pages(driver)
 
 
 def test_names_from_traffic_are_bounded() -> None:

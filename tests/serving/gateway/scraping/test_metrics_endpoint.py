@@ -1,6 +1,6 @@
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from serve_app.errors import SettingsError
 from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.metrics_page import MetricsKey
-from serve_app.serving.scheduler.metrics import SchedulerMetrics, SchedulerStatus
+from serve_app.serving.scheduler.gauges import Figures
+from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 from tests.serving.gateway.builders import FakeDispatcher, gateway, serving
 
@@ -38,9 +39,9 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
     threads: list[int] = []
     draw_up = SchedulerMetrics.exposition
 
-    def counted(metrics: SchedulerMetrics, standing: SchedulerStatus) -> str:
+    def counted(metrics: SchedulerMetrics, figures: Sequence[Figures]) -> str:
         threads.append(threading.get_ident())
-        return draw_up(metrics, standing)
+        return draw_up(metrics, figures)
 
     monkeypatch.setattr(SchedulerMetrics, "exposition", counted)
     # A flood on a busy machine leaves the loop no time for heartbeats.
