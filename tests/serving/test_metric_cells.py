@@ -20,7 +20,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
 
 def test_histograms_are_those_of_prometheus_client() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    cell = histograms(ours, "x_seconds", "Text.", ("a",), BOUNDS).labels("b")
+    cell = histograms(ours, "x_seconds", "Text.", ("a",), BOUNDS)[("b",)]
     reference = Histogram("x_seconds", "Text.", ("a",), buckets=BOUNDS, registry=theirs).labels("b")
     # On each bound, between them, and beyond.
     for value in (0.0, 0.1, 0.10001, 0.5, 1.0, 2.0, 3.0, 3.0):
@@ -32,11 +32,11 @@ def test_histograms_are_those_of_prometheus_client() -> None:
 def test_counts_have_their_labels_and_a_total() -> None:
     registry = CollectorRegistry()
     family = counters(registry, "x", "Text.", ("a", "b"))
-    family.labels("1", "2").inc()
-    family.labels("1", "2").inc(2.5)
+    family["1", "2"].inc()
+    family["1", "2"].inc(2.5)
     assert 'x_total{a="1",b="2"} 3.5' in generate_latest(registry).decode()
     with pytest.raises(ValueError, match="x has the labels a, b"):
-        family.labels("1")
+        family["1",]
 
 
 def test_a_process_says_what_it_is_and_what_it_takes() -> None:

@@ -25,7 +25,7 @@ from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes
 from serve_app.serving.gateway.answer.responses import HeaderList, encode
 from serve_app.serving.gateway.request.headers import RECEIPT_HEADER
 from serve_app.serving.gateway.request_log import ConcludedRequest, RequestLog
-from serve_app.serving.metric_cells import CellFamily, CounterCell, HistogramCell, counters, histograms
+from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -60,17 +60,17 @@ class _Series:
     )
 
     def __init__(self, metrics: "Telemetry", labels: tuple[str, str, str, str]) -> None:
-        self.ttft = metrics.ttft.labels(*labels)
-        self.judged = metrics.judged.labels(*labels)
-        self.good = metrics.good.labels(*labels)
+        self.ttft = metrics.ttft[labels]
+        self.judged = metrics.judged[labels]
+        self.good = metrics.good[labels]
         # All kinds at once: a rate of what has not happened yet is 0, not nothing.
-        self.misses = {miss: metrics.misses.labels(*labels, miss) for miss in Miss}
-        self.tpot = metrics.tpot.labels(*labels)
-        self.gaps = metrics.gaps.labels(*labels)
-        self.e2e = metrics.e2e.labels(*labels)
-        self.queue_wait = metrics.queue_wait.labels(*labels)
-        self.prompt = metrics.tokens.labels(*labels, "prompt")
-        self.output = metrics.tokens.labels(*labels, "output")
+        self.misses = {miss: metrics.misses[(*labels, miss)] for miss in Miss}
+        self.tpot = metrics.tpot[labels]
+        self.gaps = metrics.gaps[labels]
+        self.e2e = metrics.e2e[labels]
+        self.queue_wait = metrics.queue_wait[labels]
+        self.prompt = metrics.tokens[(*labels, "prompt")]
+        self.output = metrics.tokens[(*labels, "output")]
 
 
 class Telemetry:
@@ -104,8 +104,6 @@ class Telemetry:
         self._upstream_counts = upstream_counts
         self._held_body_bytes = held_body_bytes
         self._targets = targets
-        self._outcomes: dict[tuple[str, str, str, str], CounterCell] = {}
-        self._overheads: dict[str, tuple[HistogramCell, HistogramCell]] = {}
         self._series: dict[tuple[str, str, str], _Series] = {}
         self._make_counters()
         self._make_histograms()
@@ -171,16 +169,10 @@ class Telemetry:
             whole_at: when its body had come, on the monotonic clock.
             asked_at: when it was submitted.
         """
-        cells = self._overheads.get(model)
-        if cells is None:
-            parse, schedule = (
-                self.overhead.labels(self._gateway_id, model, stage) for stage in ("parse", "schedule")
-            )
-            cells = self._overheads[model] = (parse, schedule)
-        cells[0].observe(asked_at - whole_at)
+        self.overhead[self._gateway_id, model, "parse"].observe(asked_at - whole_at)
         schedule_s = monotonic() - asked_at - granted.queue_wait_s
         # The scheduler's clock and ours may be off by a hair.
-        cells[1].observe(max(0.0, schedule_s))
+        self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
     def gaps_of(self, submission: Submission, granted: Dispatch) -> HistogramCell:
         """Where the gaps between the pieces of a stream are counted."""
@@ -188,12 +180,12 @@ class Telemetry:
 
     def put_back(self, model: str, failure: DispatchFailure) -> None:
         """A granted request came back before its first byte."""
-        self.put_backs.labels(self._gateway_id, model, failure).inc()
+        self.put_backs[self._gateway_id, model, failure].inc()
 
     def on_conclusion(self, concluded: ConcludedRequest) -> None:
         """Count and log a request that has reached its outcome."""
         record, model = concluded.record, concluded.model
-        self._outcome_counter(model, record).inc()
+        self.requests[self._gateway_id, model, record.priority, record.pool, record.outcome].inc()
         if model:
             self._judge(model, record)
         if record.dispatched_at is not None:
@@ -274,19 +266,12 @@ class Telemetry:
         series.prompt.inc(record.prompt_tokens)
         series.output.inc(record.output_tokens)
 
-    def _outcome_counter(self, model: str, record: RequestRecord) -> CounterCell:
-        key = (model, record.priority, record.pool, record.outcome)
-        counter = self._outcomes.get(key)
-        if counter is None:
-            counter = self._outcomes[key] = self.requests.labels(self._gateway_id, *key)
-        return counter
-
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> CellFamily[CounterCell]:
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Cells[CounterCell]:
         return counters(self.registry, f"ewsjf_gateway_{name}", text, labels)
 
     def _histogram(
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]
-    ) -> CellFamily[HistogramCell]:
+    ) -> Cells[HistogramCell]:
         return histograms(self.registry, f"ewsjf_gateway_{name}", text, labels, buckets)
 
 

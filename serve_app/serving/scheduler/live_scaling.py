@@ -59,7 +59,7 @@ class LiveScaling(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         text = "Decisions of autoscaling that failed; the last one stays in force."
-        self._failures = counters(self._registry, "ewsjf_scaling_failures", text, ("model",)).labels(model)
+        self._failures = counters(self._registry, "ewsjf_scaling_failures", text, ("model",))[(model,)]
         text = "Times that autoscaling asked for more replicas of a pool (`up`), or for fewer (`down`)."
         labels = ("model", "pool", "direction")
         self._changes = counters(self._registry, "ewsjf_scaling_decisions", text, labels)
@@ -142,7 +142,7 @@ class LiveScaling(Collector):
         for name, pool in self._settings.pools.items():
             if pool.autoscaling is not None:
                 for direction in ("up", "down"):
-                    self._changes.labels(self._model, name, direction)
+                    self._changes[self._model, name, direction].inc(0)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
@@ -181,7 +181,7 @@ class LiveScaling(Collector):
         if self._settings.pools[name].autoscaling is None:
             return
         direction = "up" if decision.replicas > before.replicas else "down"
-        self._changes.labels(self._model, name, direction).inc()
+        self._changes[self._model, name, direction].inc()
         logger.info(
             "event=pool_scaled model=%s pool=%s replicas=%d before=%d ready=%d reason=%r",
             self._model,

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
 from serve_app.core import Scheduler
-from serve_app.core.outlook.watched import Outlook, WatchedRequests
+from serve_app.core.outlook.watched import Honesty, Outlook, WatchedRequests
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.scheduler.metrics import HonestyMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,7 +29,7 @@ class QueueWatch:
     Args:
         now: the scheduler's clock.
         tell: brings outlooks to the gateways that hold the requests.
-        honesty: where it is counted how right they were.
+        count: notes how right they were.
     """
 
     def __init__(
@@ -38,9 +37,9 @@ class QueueWatch:
         core: Scheduler,
         now: Callable[[], float],
         tell: Callable[[Iterable[RequestOutlook]], None],
-        honesty: HonestyMetrics,
+        count: Callable[[Iterable[Honesty]], None],
     ) -> None:
-        self._now, self._tell, self._honesty = now, tell, honesty
+        self._now, self._tell, self._count = now, tell, count
         self._watched = WatchedRequests(core)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -66,10 +65,10 @@ class QueueWatch:
         if not self._watched:
             return
         for _, scheduled in entry.dispatched:
-            self._honesty.observe(self._watched.on_dispatch(scheduled, entry.now))
+            self._count(self._watched.on_dispatch(scheduled, entry.now))
         for command, _ in entry.concluded:
             outcome = command.conclusion.outcome
-            self._honesty.observe(self._watched.on_conclusion(command.request_id, outcome, entry.now))
+            self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))
 
     def stop(self) -> None:
         """Tell nothing any more."""

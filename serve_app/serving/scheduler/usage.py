@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core.routing.snapshot import section
 from serve_app.request import Usage
+from serve_app.serving.metric_cells import counters
+from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.state import StateKeeper, StateStore
 
@@ -30,7 +32,6 @@ USAGE_KIND = "usage"
 _KEPT_DAYS = 92
 # Keys with metrics of their own; further ones are added up.
 _MOST_LABELS = 1_000
-_OTHERS = "other"
 
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
@@ -52,13 +53,12 @@ class UsageLedger:
         self._days: dict[str, _Day] = {}
         # Days that were handed out as state: one is copied before it is counted into again.
         self._handed_out: set[str] = set()
-        self._labelled: set[str] = set()
+        self._label = BoundedNames(_MOST_LABELS)
         self._registry = CollectorRegistry()
-        labels, registry = ("model", "key"), self._registry
         text = "Requests that ended in an engine, by API key."
-        self._requests = Counter("ewsjf_key_requests", text, labels, registry=registry)
+        self._requests = counters(self._registry, "ewsjf_key_requests", text, ("model", "key"))
         text = "Tokens as the engines counted them, by API key."
-        self._tokens = Counter("ewsjf_key_tokens", text, (*labels, "kind"), registry=registry)
+        self._tokens = counters(self._registry, "ewsjf_key_tokens", text, ("model", "key", "kind"))
 
     def __repr__(self) -> str:
         return f"<UsageLedger {self._model} days={len(self._days)}>"
@@ -83,9 +83,9 @@ class UsageLedger:
         for index, amount in enumerate(counted):
             figures[index] += amount
         label = self._label(key_id)
-        self._requests.labels(self._model, label).inc()
+        self._requests[self._model, label].inc()
         for kind, amount in zip(("prompt", "cached", "generated"), counted[1:], strict=True):
-            self._tokens.labels(self._model, label, kind).inc(amount)
+            self._tokens[self._model, label, kind].inc(amount)
 
     def rows(self) -> list[dict[str, Any]]:
         """Every line, the oldest day first."""
@@ -148,14 +148,6 @@ class UsageLedger:
                 for key_id, models in self._days[day].items()
             }
         return self._days[day]
-
-    def _label(self, key_id: str) -> str:
-        if key_id in self._labelled:
-            return key_id
-        if len(self._labelled) >= _MOST_LABELS:
-            return _OTHERS
-        self._labelled.add(key_id)
-        return key_id
 
 
 def _day_of(moment: float) -> str:
