@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from serve_app.engines.engine import ASGIApp
 from serve_app.serving.gateway import Gateway
 from tests.http_server import as_plain_asgi
 
@@ -34,23 +36,32 @@ def served_as_asgi() -> bool:
 
 @pytest.fixture
 async def stage(served_as_asgi: bool) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as engine_port:
-        dispatcher = FakeDispatcher([engine_port])
-        app = gateway(dispatcher)
-        async with staged(engine, dispatcher, app, served_as_asgi=served_as_asgi) as made:
-            yield made
+    async with staged(served_as_asgi=served_as_asgi) as made:
+        yield made
 
 
 @asynccontextmanager
 async def staged(
-    engine: Engine, dispatcher: FakeDispatcher, app: Gateway, *, served_as_asgi: bool = False
+    dispatcher: FakeDispatcher | None = None,
+    *,
+    engine: ASGIApp | None = None,
+    served_as_asgi: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Stage]:
-    async with serving(as_plain_asgi(app) if served_as_asgi else app) as port:
-        url = f"http://127.0.0.1:{port}"
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=10) as http,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as sdk,
-        ):
-            yield Stage(engine, dispatcher, app, port, http, sdk)
-    app.close()
+    """A gateway with these settings.
+
+    Args:
+        engine: whose answers the test does not script; `Stage.engine` is idle then.
+    """
+    scripted, dispatcher = Engine(), dispatcher or FakeDispatcher([])
+    async with serving(engine or scripted) as engine_port:
+        dispatcher.ports = [engine_port]
+        app = gateway(dispatcher, **settings)
+        async with serving(as_plain_asgi(app) if served_as_asgi else app) as port:
+            url = f"http://127.0.0.1:{port}"
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=30) as http,
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as sdk,
+            ):
+                yield Stage(scripted, dispatcher, app, port, http, sdk)
+        app.close()

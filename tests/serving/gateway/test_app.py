@@ -12,7 +12,7 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 
-from .builders import MODEL, TOKEN, Engine, FakeDispatcher, chat, gateway, replies, serving
+from .builders import MODEL, TOKEN, FakeDispatcher, chat, gateway, replies
 from .conftest import Stage, staged
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -179,12 +179,11 @@ async def test_each_try_brings_the_engine_the_priority_of_its_own_grant(stage: S
 
 async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
     key = ApiKey(tenant="a", key="k", highest_class=PriorityClass.DEFAULT)
-    dispatcher = FakeDispatcher([1])
-    async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
+    async with staged(keys=(key,)) as stage:
         bearer = {"authorization": "Bearer k"}
         answer = await stage.http.post(CHAT, json=chat(priority=-1), headers=bearer)
     assert (answer.status_code, answer.json()["error"]["param"]) == (403, "priority")
-    assert not dispatcher.submissions
+    assert not stage.dispatcher.submissions
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,7 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
 async def test_refusals_speak_openais_language(
     method: str, path: str, content: bytes, headers: dict[str, str], status: int, code: str | None, words: str
 ) -> None:
-    dispatcher = FakeDispatcher([1])
-    async with staged(Engine(), dispatcher, gateway(dispatcher, max_body_bytes=2048)) as stage:
+    async with staged(max_body_bytes=2048) as stage:
         answer = await stage.http.request(method, path, content=content, headers=headers)
     error = answer.json()["error"]
     assert answer.status_code == status
@@ -215,39 +213,29 @@ async def test_refusals_speak_openais_language(
     assert words in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert answer.headers["x-request-id"]
-    assert dispatcher.events == []
+    assert stage.dispatcher.events == []
 
 
 async def test_a_body_that_grows_past_the_limit_is_cut_off() -> None:
-    dispatcher = FakeDispatcher([1])
-
     async def endless() -> Any:
         for _ in range(100):
             yield b"x" * 1000
 
-    async with staged(Engine(), dispatcher, gateway(dispatcher, max_body_bytes=2048)) as stage:
+    async with staged(max_body_bytes=2048) as stage:
         answer = await stage.http.post(CHAT, content=endless())
     assert answer.status_code == 413
 
 
-async def test_keys_are_asked_for_where_work_is_done_and_not_by_probes() -> None:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        key = ApiKey(tenant="acme", key="k1", default_class=PriorityClass.BATCH)
-        async with staged(engine, dispatcher, gateway(dispatcher, keys=(key,))) as stage:
-            for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
-                answer = await stage.http.request(method, path, json=chat())
-                assert answer.status_code == 401
-                assert answer.json()["error"]["code"] == "invalid_api_key"
-            for path in ("/health", "/ready"):
-                assert (await stage.http.get(path)).status_code == 200
-            with pytest.raises(openai.AuthenticationError):
-                await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
-            sdk = stage.sdk.with_options(api_key="k1")
-            await sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
-    assert dispatcher.submissions[0].tenant == "acme"
-    assert dispatcher.submissions[0].priority is PriorityClass.BATCH
+async def test_the_sdk_sends_its_key_and_raises_without_it() -> None:
+    key = ApiKey(tenant="acme", key="k1", default_class=PriorityClass.BATCH)
+    async with staged(keys=(key,)) as stage:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+        assert caught.value.code == "invalid_api_key"
+        sdk = stage.sdk.with_options(api_key="k1")
+        await sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
+    (submission,) = stage.dispatcher.submissions
+    assert (submission.tenant, submission.priority) == ("acme", PriorityClass.BATCH)
 
 
 async def test_models_are_listed_and_shown(stage: Stage) -> None:
@@ -371,15 +359,3 @@ def test_a_model_without_a_scheduler_stops_the_start() -> None:
 def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         GatewaySettings(**fields)
-
-
-async def test_who_is_not_known_gets_401_and_who_may_not_403() -> None:
-    dispatcher = FakeDispatcher([1])
-    key = ApiKey(tenant="t", key="k", highest_class=PriorityClass.DEFAULT)
-    async with staged(Engine(), dispatcher, gateway(dispatcher, keys=(key,))) as stage:
-        unknown = await stage.http.post(CHAT, json=chat())
-        assert (unknown.status_code, unknown.headers["www-authenticate"]) == (401, "Bearer")
-        known = {"authorization": "Bearer k"}
-        denied = await stage.http.post(CHAT, json=chat(), headers={**known, "x-priority": "interactive"})
-        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "not_allowed")
-        assert "www-authenticate" not in denied.headers

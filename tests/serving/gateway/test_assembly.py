@@ -20,7 +20,6 @@ from tests.engines.servers import Served, served
 
 from .builders import (
     MODEL,
-    Engine,
     FakeDispatcher,
     chat,
     error_json,
@@ -111,14 +110,9 @@ def apart_from_ids(document: Any) -> Any:
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        silent = UpstreamSettings(silence_timeout_s=0.6)
-        async with staged(
-            engine, dispatcher, gateway(dispatcher, assemble_answers=True, upstream=silent)
-        ) as it:
-            yield it
+    silent = UpstreamSettings(silence_timeout_s=0.6)
+    async with staged(assemble_answers=True, upstream=silent) as it:
+        yield it
 
 
 async def test_an_answer_that_takes_longer_than_any_silence_is_served(stage: Stage) -> None:
@@ -192,9 +186,6 @@ async def test_reasoning_and_text_are_joined_apart(stage: Stage) -> None:
 
 
 async def test_without_the_setting_bodies_go_on_as_they_came() -> None:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        async with staged(engine, dispatcher, gateway(dispatcher)) as stage:
-            await stage.http.post(CHAT, json=chat())
-            assert json.loads(engine.bodies[0]) == chat()
+    async with staged() as stage:
+        await stage.http.post(CHAT, json=chat())
+        assert json.loads(stage.engine.bodies[0]) == chat()

@@ -11,7 +11,6 @@ from serve_app.errors import Outcome
 from serve_app.serving import http_server
 
 from .builders import (
-    Engine,
     FakeDispatcher,
     chat,
     eventually,
@@ -20,7 +19,7 @@ from .builders import (
     serving,
     start_stream,
 )
-from .conftest import Stage, staged
+from .conftest import Stage
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -161,9 +160,8 @@ async def test_a_client_that_leaves_in_a_stream_ends_its_request(stage: Stage) -
     await eventually(lambda: stage.engine.aborted == 1)
 
 
-async def test_a_slow_reader_gets_every_piece_in_order() -> None:
+async def test_a_slow_reader_gets_every_piece_in_order(stage: Stage) -> None:
     """More than all buffers between it and the engine hold."""
-    engine = Engine()
     text = "x" * 20_000
 
     async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
@@ -172,18 +170,15 @@ async def test_a_slow_reader_gets_every_piece_in_order() -> None:
             await send_event(send, {"choices": [{"index": 0, "delta": {"content": f"{number} {text}"}}]})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    engine.answers.append(answers)
-    async with serving(engine) as engine_port:
-        dispatcher = FakeDispatcher([engine_port])
-        async with staged(engine, dispatcher, gateway(dispatcher)) as stage:
-            reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-            writer.write(post(chat(stream=True), CLOSE))
-            await asyncio.sleep(0.5)
-            assert engine.running == 1
-            async with asyncio.timeout(30):
-                answer = await reader.read()
-            writer.close()
+    stage.engine.answers.append(answers)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    writer.write(post(chat(stream=True), CLOSE))
+    await asyncio.sleep(0.5)
+    assert stage.engine.running == 1
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
     found = [int(piece.split(b" ", 1)[0]) for piece in answer.split(b'"content": "')[1:]]
     assert found == list(range(1_500))
     assert b"data: [DONE]\n\n" in answer
-    assert dispatcher.outcomes() == [Outcome.COMPLETED]
+    assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]

@@ -1,7 +1,7 @@
 """Browsers: preflights, and the headers without which a page's script reads no answer."""
 
-import contextlib
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +10,7 @@ from serve_app.errors import SettingsError
 from serve_app.serving.gateway import ApiKey
 from serve_app.serving.gateway.cors import CorsSettings
 
-from .builders import MODEL, Engine, FakeDispatcher, chat, gateway, reply_json, serving
+from .builders import MODEL, chat, reply_json
 from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -23,14 +23,8 @@ PREFLIGHT = {
 }
 
 
-@contextlib.asynccontextmanager
-async def staged_for(*origins: str, **changes: object) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, cors=CorsSettings(allow_origins=origins), **changes)
-        async with staged(engine, dispatcher, app) as made:
-            yield made
+def staged_for(*origins: str, **changes: Any) -> AbstractAsyncContextManager[Stage]:
+    return staged(cors=CorsSettings(allow_origins=origins), **changes)
 
 
 def words(answer: httpx.Response, name: str) -> set[str]:

@@ -14,17 +14,13 @@ from serve_app.serving.gateway import Gateway, UpstreamSettings
 
 from .builders import (
     MODEL,
-    Engine,
-    FakeDispatcher,
     RawReplica,
     chat,
     error_json,
     eventually,
-    gateway,
     refusal,
     replies,
     send_event,
-    serving,
     start_stream,
 )
 from .conftest import Stage, staged
@@ -307,17 +303,6 @@ async def test_a_client_that_leaves_before_its_body_is_complete_reaches_no_sched
     assert stage.dispatcher.events == []
 
 
-async def test_a_client_that_expects_to_be_asked_for_its_body_is(stage: Stage) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-    body = json.dumps(chat()).encode()
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % (CHAT.encode(), len(body)))
-    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    writer.write(body)
-    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
-    writer.close()
-
-
 async def test_a_client_that_never_reads_loses_its_answer_and_frees_the_engine() -> None:
     async def floods(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         await start_stream(send)
@@ -326,17 +311,13 @@ async def test_a_client_that_never_reads_loses_its_answer_and_frees_the_engine()
             # The server drops what is sent to nobody without a pause: this loop must not hold up the others.
             await asyncio.sleep(0)
 
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, upstream=UpstreamSettings(stalled_client_timeout_s=0.2))
-        async with staged(engine, dispatcher, app) as stage:
-            engine.answers.append(floods)
-            _, writer = await raw_request(stage, chat(stream=True))
-            await eventually(dispatcher.outcomes, within_s=10)
-            await eventually(lambda: engine.running == 0)
-            assert dispatcher.outcomes() == [Outcome.CANCELLED]
-            writer.close()
+    async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=0.2)) as stage:
+        stage.engine.answers.append(floods)
+        _, writer = await raw_request(stage, chat(stream=True))
+        await eventually(stage.dispatcher.outcomes, within_s=10)
+        await eventually(lambda: stage.engine.running == 0)
+        assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+        writer.close()
 
 
 async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.serving.gateway.request.body import check_structure
 
-from .builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, serving
+from .builders import MODEL, chat, eventually
 from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -62,26 +62,23 @@ ONE_MIB = 1024 * 1024
 
 
 async def test_bodies_beyond_the_budget_are_refused_until_there_is_room() -> None:
-    engine = Engine()
-    async with serving(engine) as engine_port:
-        dispatcher = FakeDispatcher([engine_port])
-        app = gateway(dispatcher, max_held_body_bytes=ONE_MIB)
-        async with staged(engine, dispatcher, app) as stage:
-            dispatcher.gate.clear()
-            waiting = asyncio.ensure_future(stage.http.post(CHAT, json=chat(messages=LARGE)))
-            await eventually(lambda: dispatcher.waiting == 1)
-            refused = await stage.http.post(CHAT, json=chat(messages=LARGE))
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "body_memory_full"
-            assert int(refused.headers["retry-after"]) >= 1
-            # Small ones are let in, into what large ones may not fill.
-            small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
-            await eventually(lambda: dispatcher.waiting == 6)
-            dispatcher.gate.set()
-            for answer in (waiting, *small):
-                assert (await answer).status_code == 200
-            assert (await stage.http.post(CHAT, json=chat(messages=LARGE))).status_code == 200
-            await until_held(stage, lambda held: held == 0)
+    async with staged(max_held_body_bytes=ONE_MIB) as stage:
+        dispatcher = stage.dispatcher
+        dispatcher.gate.clear()
+        waiting = asyncio.ensure_future(stage.http.post(CHAT, json=chat(messages=LARGE)))
+        await eventually(lambda: dispatcher.waiting == 1)
+        refused = await stage.http.post(CHAT, json=chat(messages=LARGE))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "body_memory_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        # Small ones are let in, into what large ones may not fill.
+        small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
+        await eventually(lambda: dispatcher.waiting == 6)
+        dispatcher.gate.set()
+        for answer in (waiting, *small):
+            assert (await answer).status_code == 200
+        assert (await stage.http.post(CHAT, json=chat(messages=LARGE))).status_code == 200
+        await until_held(stage, lambda held: held == 0)
 
 
 async def test_a_body_is_dropped_once_its_answer_has_begun(stage: Stage) -> None:

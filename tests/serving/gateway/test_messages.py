@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSettings
-from serve_app.engines.engine import Scope, Send
+from serve_app.engines.engine import ASGIApp, Scope, Send
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.gateway import ApiKey
@@ -23,13 +23,12 @@ from .builders import (
     FakeDispatcher,
     error_json,
     eventually,
-    gateway,
     refusal,
     replies,
     send_event,
-    serving,
     start_stream,
 )
+from .conftest import staged
 
 PATH = "/v1/messages"
 HELLO: Any = {"model": MODEL, "max_tokens": 6, "messages": [{"role": "user", "content": "hello"}]}
@@ -47,18 +46,11 @@ class Desk:
     engine: Engine
 
 
-async def _desk(engine: Any, **settings: Any) -> AsyncIterator[Desk]:
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, **settings)
-        async with serving(app) as front:
-            url = f"http://127.0.0.1:{front}"
-            async with (
-                httpx.AsyncClient(base_url=url, timeout=30) as http,
-                anthropic.AsyncAnthropic(base_url=url, api_key="k1", max_retries=0, timeout=30) as sdk,
-            ):
-                yield Desk(dispatcher, http, sdk, engine)
-        app.close()
+async def _desk(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator[Desk]:
+    async with staged(engine=engine, **settings) as stage:
+        url = f"http://127.0.0.1:{stage.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="k1", max_retries=0, timeout=30) as sdk:
+            yield Desk(stage.dispatcher, stage.http, sdk, stage.engine)
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ async def desk() -> AsyncIterator[Desk]:
 @pytest.fixture
 async def scripted() -> AsyncIterator[Desk]:
     """In front of an engine that does as a test says, and that asks for keys."""
-    async for made in _desk(Engine(), keys=(ApiKey(tenant="t", key="k1"),)):
+    async for made in _desk(keys=(ApiKey(tenant="t", key="k1"),)):
         yield made
 
 
@@ -329,7 +321,7 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> N
 
 
 async def test_a_refusal_in_a_stream_that_waits_is_an_error_event() -> None:
-    async for waiting in _desk(Engine(), queued_comment_s=0.05):
+    async for waiting in _desk(queued_comment_s=0.05):
         waiting.dispatcher.gate.clear()
         waiting.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}

@@ -17,16 +17,12 @@ from serve_app.serving.gateway.answer.waiting import ASK_AFTER_S
 
 from .builders import (
     Answer,
-    Engine,
-    FakeDispatcher,
     chat,
     error_json,
     eventually,
-    gateway,
     refusal,
     replies,
     send_event,
-    serving,
     start_stream,
 )
 from .conftest import Stage, staged
@@ -36,14 +32,12 @@ COMMENTS, EVENTS = {"x-ewsjf-queue": "comments"}, {"x-ewsjf-queue": "events"}
 
 
 @asynccontextmanager
-async def queued(engine: Engine | None = None, **changes: Any) -> AsyncIterator[Stage]:
-    """A gateway whose scheduler lets everybody wait."""
-    engine, dispatcher = engine or Engine(), FakeDispatcher([])
-    async with serving(engine) as port:
-        dispatcher.ports = [port]
-        dispatcher.gate.clear()
-        async with staged(engine, dispatcher, gateway(dispatcher, **changes)) as stage:
-            yield stage
+async def queued(*answers: Answer, **changes: Any) -> AsyncIterator[Stage]:
+    """A gateway whose scheduler lets everybody wait, before an engine with these answers."""
+    async with staged(**changes) as stage:
+        stage.engine.answers.extend(answers)
+        stage.dispatcher.gate.clear()
+        yield stage
 
 
 async def tell(stage: Stage, position: int, *start: float) -> None:
@@ -138,9 +132,7 @@ async def test_a_refusal_after_news_is_an_error_event() -> None:
 
 
 async def test_a_request_that_comes_back_from_its_replica_may_be_told_again() -> None:
-    engine = Engine()
-    engine.answers.append(replies(503, error_json("busy", 503)))
-    async with queued(engine) as stage:
+    async with queued(replies(503, error_json("busy", 503))) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await tell(stage, 1)
         stage.dispatcher.gate.set()
@@ -287,9 +279,7 @@ def messages_stream() -> Answer:
 
 
 async def test_anthropics_sdk_reads_a_commented_stream_without_noticing() -> None:
-    engine = Engine()
-    engine.answers.append(messages_stream())
-    async with queued(engine) as stage:
+    async with queued(messages_stream()) as stage:
         url = f"http://127.0.0.1:{stage.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk:
 

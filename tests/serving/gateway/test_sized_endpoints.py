@@ -1,17 +1,15 @@
 """Ranks, scores, pooling and audio: sized by the bytes of their bodies, passed on unchanged and counted."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_app.request import RequestSpec
 from serve_app.serving.gateway.request.endpoints import AUDIO, TEXTS, read_form
 
-from .builders import MODEL, Engine, FakeDispatcher, gateway, serving
+from .builders import MODEL, FakeDispatcher
+from .conftest import Stage, staged
 
 TEXT_PATHS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
@@ -20,27 +18,10 @@ TEXT_PATHS = (
 AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 
-@dataclass
-class Stage:
-    """A gateway over one engine that answers anything."""
-
-    http: httpx.AsyncClient
-    dispatcher: FakeDispatcher
-    engine: Engine
-
-    @property
-    def spec(self) -> RequestSpec:
-        return self.dispatcher.submissions[-1].spec
-
-
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with AsyncExitStack() as stack:
-        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine))], engine_priority=7)
-        front = await stack.enter_async_context(serving(gateway(dispatcher)))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
-        yield Stage(http, dispatcher, engine)
+    async with staged(FakeDispatcher([], engine_priority=7)) as made:
+        yield made
 
 
 def form(upload: bytes | None, **fields: str) -> tuple[bytes, bytes]:
@@ -57,10 +38,10 @@ async def test_texts_are_scheduled_by_the_bytes_of_their_body(stage: Stage, path
     assert answer.status_code == 200
     assert stage.engine.paths == [path]
     size = len(answer.request.content)
-    shape = stage.spec.shape
-    assert (shape.tool_bytes, shape.text_bytes, shape.prompts) == (size, 0, -(-size // TEXTS.bytes_per_piece))
-    assert (stage.spec.max_output_tokens, stage.spec.streamed) == (0, False)
     (submission,) = stage.dispatcher.submissions
+    spec, shape = submission.spec, submission.spec.shape
+    assert (shape.tool_bytes, shape.text_bytes, shape.prompts) == (size, 0, -(-size // TEXTS.bytes_per_piece))
+    assert (spec.max_output_tokens, spec.streamed) == (0, False)
     assert (submission.priority, submission.tenant) == ("batch", "shop")
     assert stage.dispatcher.outcomes() == ["completed"]
 
@@ -89,8 +70,9 @@ async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
     (submission,) = stage.dispatcher.submissions
     assert (submission.priority, submission.tenant) == ("batch", "radio")
     # As many pieces as the bytes have, each a sequence with its own tokens.
-    assert (stage.spec.choices, stage.spec.shape.prompts, stage.spec.shape.prompt_tokens) == (3, 3, 12)
-    assert stage.spec.max_output_tokens == AUDIO.output_tokens
+    spec = submission.spec
+    assert (spec.choices, spec.shape.prompts, spec.shape.prompt_tokens) == (3, 3, 12)
+    assert spec.max_output_tokens == AUDIO.output_tokens
     assert stage.dispatcher.outcomes() == ["completed"]
 
 

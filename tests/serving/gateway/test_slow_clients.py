@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
 from serve_app.errors import Outcome
 from serve_app.serving import http_server
 
-from .builders import Engine, FakeDispatcher, chat, error_json, eventually, gateway, refusal, replies, serving
+from .builders import chat, error_json, eventually, refusal, replies
 from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -16,9 +17,7 @@ HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.e
 
 
 async def test_a_body_that_does_not_come_is_refused_and_counts_as_in_flight() -> None:
-    engine, dispatcher = Engine(), FakeDispatcher([1])
-    app = gateway(dispatcher, body_grace_s=0.5, least_body_bytes_per_s=100_000.0)
-    async with staged(engine, dispatcher, app) as stage:
+    async with staged(body_grace_s=0.5, least_body_bytes_per_s=100_000.0) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD)
         await eventually(lambda: stage.gateway.in_flight == 1)
@@ -34,18 +33,14 @@ async def test_a_body_that_does_not_come_is_refused_and_counts_as_in_flight() ->
 
 
 async def test_a_long_body_that_comes_at_a_fair_rate_is_taken() -> None:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, body_grace_s=1.0, least_body_bytes_per_s=1_000.0)
-        async with staged(engine, dispatcher, app) as stage:
-            body = json.dumps(chat()).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-            writer.write(HEAD + b" " * (200_000 - len(body) - 10))
-            await asyncio.sleep(2.0)
-            writer.write(body + b" " * 10)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-            writer.close()
+    async with staged(body_grace_s=1.0, least_body_bytes_per_s=1_000.0) as stage:
+        body = json.dumps(chat()).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(HEAD + b" " * (200_000 - len(body) - 10))
+        await asyncio.sleep(2.0)
+        writer.write(body + b" " * 10)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
 
 
 async def test_a_head_that_does_not_end_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,64 +73,59 @@ async def waiting_stream(stage: Stage) -> asyncio.Task[str]:
     return reading
 
 
-async def commented(engine: Engine, dispatcher: FakeDispatcher) -> str:
-    """The text of a stream that was served or refused after some comments."""
-    async with serving(engine) as port:
-        dispatcher.ports = [port]
-        dispatcher.gate.clear()
-        async with staged(engine, dispatcher, gateway(dispatcher, queued_comment_s=0.1)) as stage:
-            reading = await waiting_stream(stage)
-            dispatcher.gate.set()
-            text = await reading
-            assert stage.gateway.in_flight == 0
+@pytest.fixture
+async def queued() -> AsyncIterator[Stage]:
+    """A gateway whose scheduler lets everybody wait, with a comment every 0.1 s."""
+    async with staged(queued_comment_s=0.1) as stage:
+        stage.dispatcher.gate.clear()
+        yield stage
+
+
+async def commented(stage: Stage) -> str:
+    """The text of a stream that is served or refused after some comments."""
+    reading = await waiting_stream(stage)
+    stage.dispatcher.gate.set()
+    text = await reading
+    assert stage.gateway.in_flight == 0
     comments, _, rest = text.partition("data: ")
     assert comments.count(": queued\n\n") >= 2
     assert ": queued" not in rest
     return "data: " + rest
 
 
-async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
-    dispatcher = FakeDispatcher([])
-    text = await commented(Engine(), dispatcher)
+async def test_a_stream_that_waits_gets_comments_and_then_its_answer(queued: Stage) -> None:
+    text = await commented(queued)
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events[-1] == "[DONE]"
     words = [json.loads(event)["choices"][0]["delta"]["content"] for event in events[:-1]]
     assert words == ["w0 ", "w1 ", "w2 "]
-    assert dispatcher.outcomes() == [Outcome.COMPLETED]
+    assert queued.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
-async def test_a_refusal_after_comments_is_an_error_event() -> None:
-    dispatcher = FakeDispatcher([])
-    dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
-    text = await commented(Engine(), dispatcher)
+async def test_a_refusal_after_comments_is_an_error_event(queued: Stage) -> None:
+    queued.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+    text = await commented(queued)
     assert json.loads(text.removeprefix("data: "))["error"]["code"] == "queue_timeout"
 
 
-async def test_an_engines_error_after_comments_is_an_event_as_well() -> None:
-    engine = Engine()
-    engine.answers.append(replies(400, error_json("no such thing")))
-    text = await commented(engine, FakeDispatcher([]))
+async def test_an_engines_error_after_comments_is_an_event_as_well(queued: Stage) -> None:
+    queued.engine.answers.append(replies(400, error_json("no such thing")))
+    text = await commented(queued)
     assert json.loads(text.removeprefix("data: "))["error"]["message"] == "no such thing"
 
 
-async def test_a_request_is_sent_again_after_comments() -> None:
-    engine = Engine()
-    engine.answers.append(replies(503, error_json("busy", 503)))
-    text = await commented(engine, FakeDispatcher([]))
+async def test_a_request_is_sent_again_after_comments(queued: Stage) -> None:
+    queued.engine.answers.append(replies(503, error_json("busy", 503)))
+    text = await commented(queued)
     assert text.endswith("data: [DONE]\n\n")
-    assert len(engine.bodies) == 2
+    assert len(queued.engine.bodies) == 2
 
 
-async def test_an_answer_that_is_not_streamed_gets_no_comments() -> None:
-    engine, dispatcher = Engine(), FakeDispatcher([])
-    async with serving(engine) as port:
-        dispatcher.ports = [port]
-        dispatcher.gate.clear()
-        async with staged(engine, dispatcher, gateway(dispatcher, queued_comment_s=0.05)) as stage:
-            asked = asyncio.create_task(stage.http.post(CHAT, json=chat()))
-            await eventually(lambda: dispatcher.waiting == 1)
-            await asyncio.sleep(0.3)
-            dispatcher.gate.set()
-            answer = await asked
+async def test_an_answer_that_is_not_streamed_gets_no_comments(queued: Stage) -> None:
+    asked = asyncio.create_task(queued.http.post(CHAT, json=chat()))
+    await eventually(lambda: queued.dispatcher.waiting == 1)
+    await asyncio.sleep(0.3)
+    queued.dispatcher.gate.set()
+    answer = await asked
     assert answer.status_code == 200
     assert answer.headers["x-pool"] == "short"

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,13 +13,9 @@ from serve_app.request import Usage
 from serve_app.serving.gateway import UpstreamSettings
 
 from .builders import (
-    Engine,
-    FakeDispatcher,
     chat,
     eventually,
-    gateway,
     send_event,
-    serving,
     start_stream,
     usage_json,
 )
@@ -29,16 +23,6 @@ from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
 PIECE = {"choices": [{"index": 0, "delta": {"content": "x" * 1_000}}]}
-
-
-@asynccontextmanager
-async def stage_of(**upstream: Any) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, upstream=UpstreamSettings(**upstream))
-        async with staged(engine, dispatcher, app) as stage:
-            yield stage
 
 
 async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket:
@@ -66,7 +50,7 @@ async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int) -> None:
         await send_event(send, {"choices": [], "usage": usage_json(7, 3_000)})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async with stage_of(stalled_client_timeout_s=1.0) as stage:
+    async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=1.0)) as stage:
         stage.engine.answers.append(answers)
         sock = await silent_client(stage, chat(stream=True))
         await eventually(lambda: stage.engine.bodies)
@@ -89,7 +73,7 @@ async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_st
         await send_event(send, {"choices": [], "usage": usage_json(7, 3_000)})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async with stage_of() as stage:
+    async with staged() as stage:
         stage.engine.answers.append(answers)
         reads = asyncio.Event()
         sent: list[Any] = []
@@ -123,7 +107,7 @@ async def test_an_engine_lost_while_its_client_does_not_read_gives_its_place_bac
         await dies.wait()
         raise ConnectionError("the engine died")
 
-    async with stage_of() as stage:
+    async with staged() as stage:
         stage.engine.answers.append(answers)
         reads = asyncio.Event()
         sent: list[Any] = []
@@ -145,7 +129,7 @@ async def test_an_engine_lost_while_its_client_does_not_read_gives_its_place_bac
 @pytest.mark.parametrize("path", ["/v1/models", CHAT, "/nowhere"])
 async def test_no_send_may_take_for_ever(path: str) -> None:
     """Documents, whole answers and refusals alike."""
-    async with stage_of(stalled_client_timeout_s=0.3) as stage:
+    async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=0.3)) as stage:
 
         async def send(message: Any) -> None:
             await asyncio.sleep(3_600)
@@ -171,23 +155,19 @@ async def _call(stage: Stage, send: Any, path: str = CHAT) -> None:
 
 
 async def test_a_client_that_does_not_read_its_comments_gets_no_answer_either() -> None:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        dispatcher.gate.clear()
-        upstream = UpstreamSettings(stalled_client_timeout_s=0.3)
-        app = gateway(dispatcher, upstream=upstream, queued_comment_s=0.05)
-        async with staged(engine, dispatcher, app) as stage:
-            blocked: list[Any] = []
+    upstream = UpstreamSettings(stalled_client_timeout_s=0.3)
+    async with staged(upstream=upstream, queued_comment_s=0.05) as stage:
+        stage.dispatcher.gate.clear()
+        blocked: list[Any] = []
 
-            async def send(message: Any) -> None:
-                blocked.append(message)
-                await asyncio.sleep(3_600)
+        async def send(message: Any) -> None:
+            blocked.append(message)
+            await asyncio.sleep(3_600)
 
-            task = asyncio.create_task(_call(stage, send))
-            await eventually(lambda: blocked)
-            await asyncio.sleep(0.8)
-            dispatcher.gate.set()
-            await asyncio.wait_for(task, 10)
-            assert dispatcher.outcomes() == [Outcome.CANCELLED]
-            assert len(blocked) == 1
+        task = asyncio.create_task(_call(stage, send))
+        await eventually(lambda: blocked)
+        await asyncio.sleep(0.8)
+        stage.dispatcher.gate.set()
+        await asyncio.wait_for(task, 10)
+        assert stage.dispatcher.outcomes() == [Outcome.CANCELLED]
+        assert len(blocked) == 1

@@ -19,6 +19,7 @@ from tests.serving.channel.harness import scheduler_settings
 from tests.serving.test_api_keys import record
 
 from .builders import MODEL, Engine, FakeDispatcher, eventually, gateway, serving
+from .conftest import staged
 from .fleet import Fleet, fleet_of, gathered
 
 CREATE = "/v1/responses"
@@ -238,16 +239,11 @@ async def test_a_key_for_an_adapter_alone_gets_back_what_it_made(tmp_path: Path)
         def adapters(self) -> dict[str, frozenset[str]]:
             return {"sql": frozenset(each.replica_id for each in self.all_replicas())}
 
-    async with AsyncExitStack() as stack:
-        dispatcher = Adapted([await stack.enter_async_context(serving(Engine()))])
-        front = await stack.enter_async_context(
-            serving(gateway(dispatcher, keys_file=str(tmp_path / "keys.json")))
-        )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
-        http.headers["authorization"] = f"Bearer {secret}"
-        made = await http.post(CREATE, json={**ASKED, "model": "sql"})
+    async with staged(Adapted([]), keys_file=str(tmp_path / "keys.json")) as stage:
+        stage.http.headers["authorization"] = f"Bearer {secret}"
+        made = await stage.http.post(CREATE, json={**ASKED, "model": "sql"})
         assert made.status_code == 200, made.text
-        assert (await http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
+        assert (await stage.http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
 
 
 async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
@@ -255,9 +251,7 @@ async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
     async with AsyncExitStack() as stack:
         engine = await started(stack)
         keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
-        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine.app))])
-        front = await stack.enter_async_context(serving(gateway(dispatcher, keys=keys)))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
+        http = (await stack.enter_async_context(staged(engine=engine.app, keys=keys))).http
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
         # Not kept, so that the engine goes on to have the other one under this name.
@@ -274,15 +268,11 @@ async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
 async def test_work_whose_name_nobody_can_ask_for_does_not_keep_its_place_for_ever() -> None:
     """As of an engine that names responses in a way that fits in no request line."""
     engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
-    async with AsyncExitStack() as stack:
-        dispatcher = FakeDispatcher([await stack.enter_async_context(serving(engine))])
-        app = gateway(dispatcher)
-        front = await stack.enter_async_context(serving(app))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
-        assert (await http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
-        await eventually(lambda: not dispatcher.held, within_s=5)
-        assert dispatcher.outcomes() == ["failed"]
-        assert app.in_flight == 0
+    async with staged(engine=engine) as stage:
+        assert (await stage.http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
+        await eventually(lambda: not stage.dispatcher.held, within_s=5)
+        assert stage.dispatcher.outcomes() == ["failed"]
+        assert stage.gateway.in_flight == 0
 
 
 class ScriptedApp:

@@ -25,7 +25,7 @@ from serve_app.serving.gateway.request_log import (
     text_line,
 )
 
-from ..builders import MODEL, Engine, FakeDispatcher, chat, eventually, gateway, refusal, serving
+from ..builders import MODEL, chat, eventually, refusal
 from ..conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -56,21 +56,17 @@ async def test_each_request_is_concluded_in_one_log_line(
 async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        app = gateway(dispatcher, keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),))
-        async with staged(engine, dispatcher, app) as stage:
-            key = {"authorization": "Bearer s3cret-of-acme"}
-            traced = {
-                "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
-                "x-forwarded-for": "9.9.9.9, 8.8.8.8",
-            }
-            assert (await stage.http.post(CHAT, json=chat(), headers={**key, **traced})).status_code == 200
-            dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
-            assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
-            assert (await stage.http.post(CHAT, json=chat())).status_code == 401
-            stage.gateway.telemetry.flush_log()
+    async with staged(keys=(ApiKey(tenant="acme", key="s3cret-of-acme"),)) as stage:
+        key = {"authorization": "Bearer s3cret-of-acme"}
+        traced = {
+            "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
+            "x-forwarded-for": "9.9.9.9, 8.8.8.8",
+        }
+        assert (await stage.http.post(CHAT, json=chat(), headers={**key, **traced})).status_code == 200
+        stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+        assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
+        assert (await stage.http.post(CHAT, json=chat())).status_code == 401
+        stage.gateway.telemetry.flush_log()
     served, full, unknown = (each.getMessage() for each in caplog.records if "concluded" in each.getMessage())
     assert "outcome=completed status=200 " in served
     assert " tenant=acme key=config/acme client=127.0.0.1 forwarded_for=9.9.9.9,8.8.8.8 " in served

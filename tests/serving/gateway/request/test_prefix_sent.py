@@ -1,24 +1,13 @@
 """What a gateway tells of the beginning of a prompt: to the scheduler, and to an engine."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 
 from serve_app.serving.gateway.request.prefix import PrefixSettings, engine_salt
-from tests.serving.gateway.builders import Engine, FakeDispatcher, chat, gateway, serving
+from tests.serving.gateway.builders import chat
 from tests.serving.gateway.conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
 LONG = [{"role": "user", "content": "x" * 600}]
-
-
-@contextlib.asynccontextmanager
-async def staged_with(prefix: PrefixSettings) -> AsyncIterator[Stage]:
-    engine = Engine()
-    async with serving(engine) as port:
-        dispatcher = FakeDispatcher([port])
-        async with staged(engine, dispatcher, gateway(dispatcher, prefix=prefix)) as made:
-            yield made
 
 
 async def test_the_scheduler_is_told_how_a_prompt_begins(stage: Stage) -> None:
@@ -28,13 +17,13 @@ async def test_the_scheduler_is_told_how_a_prompt_begins(stage: Stage) -> None:
 
 
 async def test_with_prefixes_switched_off_the_scheduler_is_told_nothing_of_them() -> None:
-    async with staged_with(PrefixSettings(enabled=False)) as stage:
+    async with staged(prefix=PrefixSettings(enabled=False)) as stage:
         await stage.http.post(CHAT, json=chat(messages=LONG))
         assert stage.dispatcher.submissions[0].prefix == ()
 
 
 async def test_tenants_that_are_kept_apart_share_neither_hashes_nor_blocks_of_an_engine() -> None:
-    async with staged_with(PrefixSettings(per_tenant=True)) as stage:
+    async with staged(prefix=PrefixSettings(per_tenant=True)) as stage:
         for tenant in ("a", "b", "a"):
             body = chat(messages=LONG, cache_salt="of the client")
             await stage.http.post(CHAT, json=body, headers={"x-tenant": tenant})
