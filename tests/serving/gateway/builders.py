@@ -5,9 +5,11 @@ import contextlib
 import itertools
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from serve_app.core.commands import Dispatch
 from serve_app.core.events import DispatchFailure
@@ -15,7 +17,7 @@ from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
-from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel, UpstreamSettings
+from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from tests.http_server import listening
 
 MODEL = "tiny"
@@ -431,3 +433,22 @@ class Answers:
         if question in self._answers:
             return await self._answers[question](*arguments.values())
         return {"recording": "", "capture": []}.get(question, {})
+
+
+@contextlib.asynccontextmanager
+async def looked_into(views: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway whose schedulers answer so, and a client with the key of an admin; `k2` is another's.
+
+    Args:
+        views: by model.
+    """
+    keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
+    settings = {"models": tuple(ServedModel(name=name) for name in views), "keys": keys, **changes}
+    app = Gateway(GatewaySettings(**settings), {name: FakeDispatcher([]) for name in views}, "gw", views)
+    headers = {"authorization": "Bearer k1"}
+    async with (
+        serving(app) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as http,
+    ):
+        yield http
+    app.close()

@@ -1,11 +1,8 @@
 import csv
 import io
 
-import httpx
-
-from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.admin import cost_table
-from tests.serving.gateway.builders import Answers, FakeDispatcher
+from tests.serving.gateway.builders import Answers, looked_into
 
 
 def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:
@@ -65,19 +62,11 @@ async def test_the_table_is_whole_or_refused() -> None:
     async def silent() -> dict[str, object]:
         raise ConnectionError("gone")
 
-    async def frozen(_: str) -> None:
-        raise AssertionError
-
-    good = Answers(queue=silent, status=silent, freeze=frozen, costs=counted)
-    bad = Answers(queue=silent, status=silent, freeze=frozen, costs=silent)
-    admin = {"authorization": "Bearer k"}
+    good, bad = Answers(costs=counted), Answers(costs=silent)
     for views, expected in (({"a": good}, 200), ({"a": good, "b": bad}, 503)):
-        models = tuple(ServedModel(name=name) for name in views)
-        settings = GatewaySettings(models=models, keys=(ApiKey(tenant="o", key="k", admin=True),))
-        app = Gateway(settings, {name: FakeDispatcher([]) for name in views}, "gw", views)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as http:
-            answer = await http.get("/debug/costs.csv", headers=admin)
-            as_json = await http.get("/debug/costs", headers=admin)
+        async with looked_into(views) as http:
+            answer = await http.get("/debug/costs.csv")
+            as_json = await http.get("/debug/costs")
         assert answer.status_code == expected
         assert as_json.json()["models"][0] == costs(row("me"), model="a")
         if expected == 200:
