@@ -55,30 +55,26 @@ def consequences(path: str, value: object) -> tuple[set[str], set[str]]:
     )
 
 
-def test_another_version_of_the_application_alone_changes_nothing() -> None:
-    assert consequences("models.0.name", "demo") == (set(), set())
-
-
-def test_settings_of_a_scheduler_reach_its_process_and_no_other() -> None:
-    assert consequences("models.0.scheduler", {"max_waiting": 9}) == (set(), {SCHEDULER})
-
-
-def test_keys_reach_the_gateways() -> None:
-    keys = [{"tenant": "a", "key": "secret-of-a"}]
-    assert consequences("gateway.keys", keys) == (set(), {GATEWAY})
-
-
-def test_bounds_of_a_pool_reach_the_scheduler_that_decides_within_them() -> None:
-    bounds = {"min_replicas": 2, "max_replicas": 4}
-    assert consequences("models.0.pools.0.autoscaling", bounds) == (set(), {SCHEDULER})
-
-
-def test_another_engine_replaces_its_pool_and_no_other() -> None:
-    engine = {"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}
-    replaced, _ = consequences("models.0.pools.0.engine", engine)
-    assert replaced == {SHORT}
-    replaced, _ = consequences("models.0.pools.1.resources", {"num_cpus": 3})
-    assert replaced == {LONG}
+@pytest.mark.parametrize(
+    ("path", "value", "replaced", "changed"),
+    [
+        # Another version of the application alone.
+        ("models.0.name", "demo", set(), set()),
+        ("models.0.scheduler", {"max_waiting": 9}, set(), {SCHEDULER}),
+        ("gateway.keys", [{"tenant": "a", "key": "secret-of-a"}], set(), {GATEWAY}),
+        # The scheduler decides within the bounds of a pool.
+        ("models.0.pools.0.autoscaling", {"min_replicas": 2, "max_replicas": 4}, set(), {SCHEDULER}),
+        ("models.0.pools.0.engine", {"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}, {SHORT}, None),
+        ("models.0.pools.1.resources", {"num_cpus": 3}, {LONG}, None),
+    ],
+)
+def test_a_change_replaces_some_processes_and_reaches_others(
+    path: str, value: object, replaced: set[str], changed: set[str] | None
+) -> None:
+    found_replaced, found_changed = consequences(path, value)
+    assert found_replaced == replaced
+    if changed is not None:
+        assert found_changed == changed
 
 
 def test_what_was_deployed_is_what_new_processes_begin_with() -> None:

@@ -8,17 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import changed_keys
-from serve_app.serving.channel.replica_client import ReplicaClient
-from serve_app.serving.channel.scheduler_client import ReplicaAddress
-from serve_app.serving.gateway import Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.answer.responses import duration
-from tests.serving.channel.harness import FAST, Simulation, scheduler_settings, until
 from tests.serving.test_api_keys import record
 
-from .builders import Engine, chat, serving
+from .builders import Engine, chat, gateway, serving
+from .fleet import fleet_of
 
 LIMIT = 7
 
@@ -31,8 +27,7 @@ class Stage:
 
     async def ask(self, gateway: int, **changes: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.secret}"}
-        body = chat(model="m", **changes)
-        return await self.clients[gateway].post("/v1/chat/completions", json=body, headers=headers)
+        return await self.clients[gateway].post("/v1/chat/completions", json=chat(**changes), headers=headers)
 
 
 @pytest.fixture
@@ -45,33 +40,15 @@ async def stage(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[Stage]:
     found, secret = record(**terms)
     path = tmp_path / "keys.json"
     changed_keys(path, lambda _: [found])
-    settings = GatewaySettings(models=(ServedModel(name="m"),), keys_file=str(path))
     engine = Engine()
-    world = Simulation(scheduler_settings(), FAST)
-    await world.begin()
-    async with serving(engine) as engine_port:
-        spec = ReplicaSpec(
-            replica_id="s1", pool="short", max_model_len=10_000, kv_tokens=10**6, max_num_seqs=64
-        )
-        address = ReplicaAddress(replica_id="s1", pool="short", host="127.0.0.1", port=engine_port, token="t")
-
-        async def load() -> ReplicaReport:
-            return ReplicaReport(received=0, waiting=0, running=0, kv_usage_ratio=0.0)
-
-        replica = ReplicaClient(spec, address, world.locate_for_replica, load, FAST)
-        replica.start()
-        await until(lambda: world.reported("s1"), "the replica reports")
-        apps = [Gateway(settings, {"m": await world.gateway(name)}, name) for name in ("g1", "g2")]
-        async with serving(apps[0]) as first, serving(apps[1]) as second:
-            urls = [f"http://127.0.0.1:{port}" for port in (first, second)]
-            clients = [httpx.AsyncClient(base_url=url, timeout=30) for url in urls]
-            yield Stage(secret, clients, engine)
-            for client in clients:
-                await client.aclose()
-        for app in apps:
-            app.close()
-        await replica.close()
-        await world.close()
+    async with fleet_of([engine], keys_file=str(path)) as fleet:
+        other = gateway(await fleet.world.gateway("g2"), keys_file=str(path))
+        async with (
+            serving(other) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        ):
+            yield Stage(secret, [fleet.http, http], engine)
+        other.close()
 
 
 async def test_two_gateways_together_let_exactly_the_limit_through(stage: Stage) -> None:
