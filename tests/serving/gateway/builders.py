@@ -400,14 +400,19 @@ def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = N
 _numbers = itertools.count()
 
 
-def gateway(dispatcher: FakeDispatcher, **changes: Any) -> Gateway:
-    """A gateway over one model."""
+def gateway(dispatcher: FakeDispatcher, views: Any = None, **changes: Any) -> Gateway:
+    """A gateway over one model.
+
+    Args:
+        views: answers what admins ask; None answers nothing.
+    """
     settings = {
         "models": (ServedModel(name=MODEL, max_model_len=4096),),
         "upstream": UpstreamSettings(connect_timeout_s=2.0),
         **changes,
     }
-    return Gateway(GatewaySettings(**settings), {MODEL: dispatcher}, f"gw{next(_numbers)}")
+    seen = {} if views is None else {MODEL: views}
+    return Gateway(GatewaySettings(**settings), {MODEL: dispatcher}, f"gw{next(_numbers)}", seen)
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:

@@ -79,7 +79,7 @@ async def fleet_of(
         ]
         wire = await world.wire() if relayed else None
         client = await world.gateway(wire=wire)
-        app = gateway(wrap(client), **gateway_settings)
+        app = gateway(wrap(client), client, **gateway_settings)
         stack.callback(app.close)
         port = await stack.enter_async_context(serving(app))
         # As many connections as a test likes: a client of its own must not be what queues.

@@ -94,6 +94,9 @@ def test_engine_time_is_counted_by_pool_class_and_tenant() -> None:
     shown = pages(busy())
     assert line % ("heavy", "2.0") in shown
     assert line % ("light", "1.0") in shown
+    # The lead is of tokens, not of time: a share of that of the class.
+    assert 'ewsjf_tenant_lead_ratio{class="batch",model="m",tenant="heavy"} 0.0' in shown
+    assert 'ewsjf_tenant_lead_ratio{class="batch",model="m",tenant="light"} 1.0' in shown
     bounded = pages(busy(), most_tenants=1)
     assert line % ("heavy", "2.0") in bounded
     assert line % ("other", "1.0") in bounded

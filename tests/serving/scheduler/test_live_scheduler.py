@@ -1,6 +1,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from serve_app.core.decision_log import LoggedRun, read_runs, replay
 from serve_app.core.events import Arrived, DispatchFailure, Event, Finished, PartitionChanged
 from serve_app.core.policies.length_queues import LengthInterval, Partition
 from serve_app.errors import ChannelError, Outcome
-from serve_app.request import Usage
+from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.tuning_endpoint import PartitionUpdate
 from tests.serving.channel.harness import (
     FAST,
+    ReplicaDouble,
     Simulation,
     granted,
     refused,
@@ -150,6 +152,28 @@ async def test_the_status_shows_who_waits_and_what_replicas_say(world: Simulatio
     assert status["replicas"]["s1"]["in_flight"] == 1
     assert status["replicas"]["s1"]["max_num_seqs"] == 8
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
+
+
+async def test_gauges_show_who_waits_and_whose_report_is_stale(world: Simulation) -> None:
+    live = await world.begin()
+    gateway = await world.gateway()
+
+    def drain(double: ReplicaDouble) -> None:
+        double.report = replace(double.report, draining=True)
+
+    await world.replica("s1", prepare=drain)
+    task = asyncio.create_task(gateway.acquire(submission("r1", priority=PriorityClass.BATCH)))
+    await until(lambda: len(live.core) == 1)
+    live._replicas.on_stale("s1")
+    text = await live.exposition()
+    for line in (
+        'ewsjf_requests_waiting{class="batch",model="m"} 1.0',
+        'ewsjf_requests_waiting{class="interactive",model="m"} 0.0',
+        'ewsjf_replicas_stale{model="m"} 1.0',
+        'ewsjf_gateways_connected{model="m"} 1.0',
+    ):
+        assert line in text, line
+    task.cancel()
 
 
 async def test_the_repr_shows_the_counts(world: Simulation) -> None:

@@ -11,27 +11,17 @@ import pytest
 from serve_app.cli import main
 from serve_app.core.learned_state import learned_state, take_over
 from serve_app.core.scheduler import Scheduler
-from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
+from serve_app.serving.gateway import ApiKey
 from tests.builders import settings
-from tests.serving.channel.harness import scheduler_settings
-from tests.serving.gateway.builders import MODEL, Engine, serving
+from tests.serving.gateway.builders import MODEL, Engine
 from tests.serving.gateway.fleet import Fleet, fleet_of
-
-ADMIN = {"authorization": "Bearer sk-admin"}
 
 
 @asynccontextmanager
 async def fleet_with_admin(engine: Engine) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
-    async with fleet_of([engine], settings=scheduler_settings(model=MODEL)) as fleet:
-        served = GatewaySettings(
-            models=(ServedModel(name=MODEL),), keys=(ApiKey(tenant="ops", key="sk-admin", admin=True),)
-        )
-        app = Gateway(served, {MODEL: fleet.client}, "gw2", {MODEL: fleet.client})
-        async with serving(app) as port:
-            url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, headers=ADMIN, timeout=30) as http:
-                yield fleet, http
-        app.close()
+    async with fleet_of([engine], keys=(ApiKey(tenant="ops", key="sk-admin", admin=True),)) as fleet:
+        fleet.http.headers["authorization"] = "Bearer sk-admin"
+        yield fleet, fleet.http
 
 
 async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> None:
@@ -110,7 +100,7 @@ async def test_mistakes_are_told_and_change_nothing(body: dict[str, Any], says: 
 
 
 async def test_the_tuner_tries_nothing_while_others_pass_by() -> None:
-    async with fleet_of([Engine()], settings=scheduler_settings(model=MODEL)) as fleet:
+    async with fleet_of([Engine()]) as fleet:
         live = fleet.world.live
         live.mode.change(0.25)
         observed = live.tuner.observed(outcomes=True)

@@ -54,6 +54,20 @@ async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulat
     assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in page
 
 
+async def test_what_the_tuner_counts_is_shown_and_whether_it_is_frozen(world: Simulation) -> None:
+    counts = {"searches": 2, "trials": 30, "decisions": {"adopted": 1}}
+    world.live.tuner.show({"counts": counts})
+    world.live.tuner.freeze("an incident")
+    text = await world.live.exposition()
+    for line in (
+        'ewsjf_tuner_searches_total{model="m"} 2.0',
+        'ewsjf_tuner_trials_total{model="m"} 30.0',
+        'ewsjf_tuner_decisions_total{decision="adopted",model="m"} 1.0',
+        'ewsjf_tuner_frozen{model="m"} 1.0',
+    ):
+        assert line in text, line
+
+
 async def test_values_on_trial_run_out_when_the_tuner_is_silent(world: Simulation) -> None:
     before = target(world)
     world.live.tuner.retune(Retune(values={TARGET: 9}, valid_s=0.05))
