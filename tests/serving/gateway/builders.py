@@ -16,7 +16,13 @@ from serve_app.core.events import DispatchFailure
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Submission, Usage
-from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
+from serve_app.serving.channel.scheduler_client import (
+    Grant,
+    ReplicaAddress,
+    RequestOutlook,
+    RequestTimes,
+    SchedulerClient,
+)
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
 from tests.http_server import listening
 
@@ -400,7 +406,7 @@ def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = N
 _numbers = itertools.count()
 
 
-def gateway(dispatcher: FakeDispatcher, views: Any = None, **changes: Any) -> Gateway:
+def gateway(dispatcher: SchedulerClient, views: Any = None, **changes: Any) -> Gateway:
     """A gateway over one model.
 
     Args:

@@ -38,8 +38,8 @@ async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket
     return sock
 
 
-@pytest.mark.parametrize("pieces", [3, 30])
-async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int) -> None:
+@pytest.mark.parametrize(("pieces", "outcome"), [(3, Outcome.COMPLETED), (300, Outcome.CANCELLED)])
+async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int, outcome: Outcome) -> None:
     """Whether what is left of the answer fits the gateway's buffers, or not."""
 
     async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
@@ -55,6 +55,7 @@ async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int) -> None:
         sock = await silent_client(stage, chat(stream=True))
         await eventually(lambda: stage.engine.bodies)
         await eventually(stage.dispatcher.outcomes, within_s=8)
+        assert stage.dispatcher.outcomes() == [outcome]
         await eventually(lambda: stage.engine.running == 0)
         await eventually(lambda: stage.gateway.in_flight == 0)
         sock.close()
