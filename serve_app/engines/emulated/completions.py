@@ -204,7 +204,9 @@ class ChatAnswer(_ChoicesAnswer):
         if self._head.call is not None:
             call = {"function": {"arguments": text}} if start else self._call(choice, text)
             delta = {"tool_calls": [{"index": 0, **call}]}
-        if not (text or logprobs or ends):
+        # The first chunk of a call has its name, even if a stop string may begin in all that is generated.
+        begins = self._head.call is not None and not start
+        if not (text or logprobs or begins or ends):
             return None
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
@@ -215,7 +217,7 @@ class ChatAnswer(_ChoicesAnswer):
             message["content"] = ""
             # vLLM hands on the arguments of a named tool as they are. It reads other calls out of the
             # finished text, and one that is cut is none.
-            if call.is_named or script.finish_reason == "stop":
+            if call.is_named or script.is_whole:
                 message["tool_calls"] = [self._call(choice, script.text)]
         return {"message": message, "logprobs": self._logprobs(choice)}
 
@@ -230,8 +232,9 @@ class ChatAnswer(_ChoicesAnswer):
 
     def _finish_reason(self, choice: int) -> str:
         """As in vLLM: "tool_calls" after a call that was chosen or required, not after a named one."""
-        reason, call = super()._finish_reason(choice), self._head.call
-        return "tool_calls" if call is not None and not call.is_named and reason == "stop" else reason
+        script, call = self._head.scripts[choice], self._head.call
+        calls = call is not None and not call.is_named and script.is_whole
+        return "tool_calls" if calls else script.finish_reason
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         entries = self._head.logprobs(choice, start, count)

@@ -243,7 +243,7 @@ class MessageAnswer(EmulatedAnswer):
 
     # `EmulatedAnswer` marks the last token; here the end is an event of its own.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """What some tokens add to the block; none for tokens that the client does not see."""
+        """Text that some tokens add to the block; empty for tokens that the client does not see."""
         text = self._head.scripts[0].added(start, count)
         if not text:
             return b""
@@ -264,7 +264,7 @@ class MessageAnswer(EmulatedAnswer):
         script = self._head.scripts[0]
         block = {"type": "text", "text": script.text}
         # As in vLLM, a call that is cut is text.
-        if self._head.call is not None and script.finish_reason == "stop":
+        if self._head.call is not None and script.is_whole:
             block = {**self._block, "input": msgspec.json.decode(script.text)}
         return encode(self._message([block], *self._reason(), self._usage()))
 
@@ -273,7 +273,7 @@ class MessageAnswer(EmulatedAnswer):
         script = self._head.scripts[0]
         if script.finish_reason == "length":
             return "max_tokens", None
-        if self._head.call is not None:
+        if self._head.call is not None and script.is_whole:
             return "tool_use", None
         stop = script.stop_reason
         return ("end_turn", None) if stop is None else ("stop_sequence", stop)

@@ -149,7 +149,7 @@ class ResponsesText(msgspec.Struct):
 
 
 class ResponsesTool(msgspec.Struct):
-    """A function, or a tool that the server would have to bring, which is never called."""
+    """A function, or a tool that runs on the server. The latter is never called."""
 
     type: str
     name: str = ""
@@ -226,7 +226,7 @@ class Generation:
 
     @property
     def counts_continuously(self) -> bool:
-        """Whether each chunk of a stream carries the token counts."""
+        """True if each chunk of a stream carries the token counts."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
@@ -265,7 +265,7 @@ def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 def chat_generation(
     body: ChatBody, tokenizer: PseudoTokenizer, limit: tuple[int | None, str] | None = None
 ) -> Generation:
-    """A chat completion, also one that a message or a response was turned into.
+    """Return a chat completion request, possibly converted from a message or a response.
 
     Args:
         body: the request.
@@ -314,7 +314,10 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
     if chat.logprobs:
         chat.top_logprobs = body.top_logprobs
     wanted = None if body.text is None else body.text.format
-    if wanted is not None:
+    if wanted is not None and wanted.type != "text":
+        if is_given(body.structured_outputs):
+            message = "Cannot specify both structured_outputs and text.format"
+            raise invalid(message, param="structured_outputs")
         schema = {"name": "", "schema": wanted.schema or {"type": "object"}}
         chat.response_format = as_raw({"type": wanted.type, "json_schema": schema})
     generation = chat_generation(chat, tokenizer, (body.max_output_tokens, "max_output_tokens"))
@@ -322,7 +325,7 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 
 
 def _function_tools(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of a chat for the tools of a response."""
+    """Return the tool fields of a chat for the tools of a response."""
     functions = [tool for tool in body.tools or () if tool.type == "function"]
     choice = body.tool_choice
     if isinstance(choice, dict):
@@ -346,7 +349,7 @@ def _function_tools(body: ResponsesBody) -> dict[str, Any]:
 
 
 def as_raw(value: Any) -> msgspec.Raw:
-    """A field of a body, from its value."""
+    """Encode the value of a body's field."""
     return msgspec.Raw(encode(value))
 
 
@@ -494,15 +497,13 @@ def _spec(
     top_logprobs: int | None,
     call: ToolCall | None = None,
 ) -> OutputSpec:
-    """What the request asks of the text of its answers."""
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    """Return the requirements of a request on the text of its answers."""
     return OutputSpec(
         # As in vLLM, -1 is no seed.
         seed=None if body.seed == -1 else body.seed,
         constraint=constraint,
         call=call,
-        # A call ends with its arguments.
-        stop=stop if call is None else (),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         top_logprobs=top_logprobs,

@@ -80,13 +80,13 @@ class PseudoTokenizer:
 
 
 def token_ids(text: bytes) -> list[int]:
-    """Ids in place of the tokens of a text."""
+    """Return placeholder ids for the tokens of a text."""
     ends = [int(index * _BYTES_PER_TOKEN) for index in range(_count(text))] + [len(text)]
     return [zlib.crc32(text[start:end]) % VOCABULARY for start, end in itertools.pairwise(ends)]
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """A text in place of the one that these tokens were; ids do not tell it here."""
+    """Return placeholder text for token ids, which do not determine a text here."""
     return "".join(_PIECES[token % len(_PIECES)] for token in ids).lstrip()
 
 
@@ -124,7 +124,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """What a request asks of the text of its answers.
+    """Requirements of a request on the text of its answers.
 
     Attributes:
         seed: the request's, None for the prompt's: equal requests have equal answers.
@@ -166,6 +166,11 @@ class Script:
     finish_reason: str
     stop_reason: str | None = None
     held_back: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if neither a limit nor a stop string cut the answer."""
+        return self.finish_reason == "stop" and self.stop_reason is None
 
     def added(self, start: int, count: int) -> str:
         """Text that a stream sends with some tokens."""

@@ -122,6 +122,17 @@ async def test_a_trace_states_its_own_lengths(engine: Served) -> None:
     assert (usage_of(answer).prompt_tokens, usage_of(answer).completion_tokens) == (3_000, 2)
 
 
+async def test_equal_requests_have_equal_answers_and_another_seed_gives_another(engine: Served) -> None:
+    async def answer(content: str, seed: int | None) -> str | None:
+        asked: Any = [{"role": "user", "content": content}]
+        made = await engine.sdk.chat.completions.create(model="tiny", messages=asked, max_tokens=5, seed=seed)
+        return made.choices[0].message.content
+
+    assert await answer("a", None) == await answer("a", None)
+    assert await answer("a", 1) == await answer("b", 1)
+    assert await answer("a", 1) != await answer("a", 2)
+
+
 async def test_drawn_lengths_repeat_with_the_seed_and_respect_their_bounds() -> None:
     async def lengths(seed: int) -> list[int]:
         settings = EmulatedEngineSettings(mean_output_tokens=20, speed_up=20, seed=seed)

@@ -42,6 +42,13 @@ async def test_responses_parse_into_a_pydantic_model_too(engine: Served) -> None
     assert isinstance(answer.output_parsed, Recipe)
 
 
+async def test_a_response_with_two_formats_is_refused(engine: Served) -> None:
+    two = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["a"]}}
+    answer = await engine.http.post("/v1/responses", json={"model": "tiny", "input": "x", **two})
+    assert answer.status_code == 400
+    assert "both structured_outputs and text.format" in answer.json()["error"]["message"]
+
+
 async def test_a_stream_adds_up_to_the_same_json_and_the_same_count(engine: Served) -> None:
     request: dict[str, Any] = {
         "model": "tiny",

@@ -156,6 +156,42 @@ async def test_a_call_that_max_tokens_cuts_ends_with_length(engine: Served, choi
     assert len(answer.choices[0].message.tool_calls or []) == calls
 
 
+async def test_a_stop_string_cuts_a_call_as_any_text(engine: Served) -> None:
+    request: Any = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], "stop": '"days"'}
+    choices: list[tuple[Any, int]] = [("required", 0), (NAMED, 1)]
+    for choice, calls in choices:
+        answer = await engine.sdk.chat.completions.create(**request, tool_choice=choice)
+        assert answer.choices[0].finish_reason == "stop"
+        found = answer.choices[0].message.tool_calls or []
+        assert len(found) == calls
+        assert all('"days"' not in call.function.arguments for call in found)
+        stream: Any = await engine.sdk.chat.completions.create(**request, tool_choice=choice, stream=True)
+        parts = [call for chunk in [each async for each in stream] for call in called(chunk)]
+        assert [part.function.name for part in parts if part.function and part.function.name] == [
+            "get_weather"
+        ]
+        arguments = "".join(part.function.arguments or "" for part in parts if part.function)
+        assert arguments.startswith("{")
+        assert '"days"' not in arguments
+
+
+def called(chunk: Any) -> list[ChoiceDeltaToolCall]:
+    return [call for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+
+
+async def test_a_message_whose_call_is_cut_is_text(engine: Served) -> None:
+    tool = {"name": "get_weather", "input_schema": PARAMETERS}
+    body = {"model": "tiny", "max_tokens": 4, "messages": QUESTION, "tools": [tool]}
+    wanted = {**body, "tool_choice": {"type": "tool", "name": "get_weather"}}
+    for more, reason in (
+        ({}, "max_tokens"),
+        ({"max_tokens": 99, "stop_sequences": ['"days"']}, "stop_sequence"),
+    ):
+        message = (await engine.http.post("/v1/messages", json={**wanted, **more})).json()
+        assert message["stop_reason"] == reason
+        assert [block["type"] for block in message["content"]] == ["text"]
+
+
 async def test_responses_call_the_function_too_whole_and_as_a_stream(engine: Served) -> None:
     tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
     for choice in ("required", {"type": "function", "name": "get_weather"}):
