@@ -129,7 +129,7 @@ async def asked(
 
 
 NO_LIMIT = httpx.Limits(max_connections=None)
-"""Of a client that sends at a steady rate, however many answers are open."""
+"""Limits of a client that sends at a steady rate, whatever the number of open answers."""
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class SteadyTraffic:
 
 
 def ends_of(ended: Sequence[Ended], log: Iterable[str], prefix: str) -> dict[str, Any]:
-    """How requests ended, and what clients heard besides.
+    """Return the ends of requests and the messages that clients received.
 
     Args:
         log: the lines of all gateways.

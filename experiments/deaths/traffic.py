@@ -54,13 +54,13 @@ class DeathsSettings:
 
 TIMEOUT_S = 60.0
 LENGTHS = 180
-"""Different lengths of answers."""
+"""Number of different lengths of answers."""
 # Lines of a log come a little later than the answers that they are about.
 LOG_DELAY_S = 2.0
 
 
 def figures_of(traffic: SteadyTraffic, back_s: Sequence[float | None], log: Iterable[str]) -> dict[str, Any]:
-    """How requests ended, and how soon what was killed was replaced.
+    """Return the ends of requests and the times until killed processes were replaced.
 
     Args:
         back_s: from each death until the application was whole; None when it took too long.

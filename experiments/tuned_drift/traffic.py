@@ -12,11 +12,11 @@ from serve_app.lab.workloads.generators import LognormalLengths, UniformLengths,
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 Halves = tuple[float, float]
-"""A figure of the first half of the time, and of the second."""
+"""Figures of the first and the second half of the time."""
 
 _SHORT, _LONG = UniformLengths(32, 256), UniformLengths(1_024, 4_096)
 _ANSWERS = LognormalLengths(mean=100, cv=0.5, max_tokens=512)
-# Requests of which the saturated rate of a mix is measured.
+# Number of requests from which the saturated rate of a mix is measured.
 _BACKLOG = 4_000
 
 

@@ -33,7 +33,7 @@ class CommandEntry:
 
     @property
     def module(self) -> str:
-        """The module that has the command as `COMMAND`."""
+        """Name of the module that defines the command as `COMMAND`."""
         return f"{__name__}.{self.place or self.name}"
 
     def load(self) -> Command:

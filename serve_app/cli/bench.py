@@ -327,7 +327,7 @@ def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSet
 
 
 def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Driven]]) -> Driven:
-    """Drive so many requests, with a progress bar that ends after the event loop."""
+    """Drive `requests` requests with a progress bar that ends after the event loop."""
     with progress_bar("requests", requests) as advance:  # noqa: SIM117 - see above
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(drive(lambda _: advance()))

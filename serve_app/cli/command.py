@@ -30,7 +30,7 @@ _SPEED_OVER_S = 1_800.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command; its name and summary stand in the table of all.
+    """One sub-command. The table of commands has its name and summary.
 
     Attributes:
         example: shown at the end of its `--help`.

@@ -74,7 +74,7 @@ _Cell = TypeVar("_Cell", CounterCell, HistogramCell)
 
 
 class Cells(dict[tuple[str, ...], _Cell], Generic[_Cell]):
-    """The cells of a metric by the values of its labels; a missing one is made when it is asked for.
+    """Cells of a metric by the values of its labels. A missing cell is created on access.
 
     Args:
         name: of the metric, for the message.
@@ -112,7 +112,7 @@ def counters(
 
     def collected() -> Metric:
         family = CounterMetricFamily(name, text, labels=labels)
-        # A list is made at once; cells may come while a page is drawn up in another thread.
+        # Copied at once: cells may be added while another thread renders a page.
         for values, cell in list(cells.items()):
             family.add_metric(values, cell.value)
         return family

@@ -94,6 +94,7 @@ def test_fleets_scale_by_the_pool_that_they_serve() -> None:
 
 
 def test_fleets_scale_by_a_metric_that_exists() -> None:
-    for scaled in render(values_of("servers_outside")):
-        if scaled["kind"] == "ScaledObject":
-            check_promql(scaled["spec"]["triggers"][0]["metadata"]["query"])
+    scaled = [each for each in render(values_of("servers_outside")) if each["kind"] == "ScaledObject"]
+    assert scaled
+    for each in scaled:
+        check_promql(each["spec"]["triggers"][0]["metadata"]["query"])

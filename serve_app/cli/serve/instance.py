@@ -63,7 +63,7 @@ def running_instances() -> Iterator[Instance]:
 
 
 def instance_at(url: str, running: Iterable[Instance]) -> Instance | None:
-    """Return the application at an address, however the address is written; None when there is none."""
+    """Return the application at an address in any spelling, or None if there is none."""
     named = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
     return next((each for each in running if each.url.rstrip("/") == named), None)
 

@@ -55,7 +55,7 @@ class Names:
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 SUM = CounterMetricFamily
-"""The family of a figure that only rises."""
+"""Family of a figure that only rises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def figure(name: str, text: str, value: float | None, family: _Family = GaugeMet
 
 
 class Moment(Collector):
-    """The metrics of one model as they were last looked at."""
+    """Exports the metrics of one model from its latest snapshot."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class Moment(Collector):
 def replica_figures(
     reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]], in_flight: Mapping[str, int]
 ) -> list[Figures]:
-    """Return what is known of each replica.
+    """Return the load of each replica.
 
     Args:
         in_flight: requests on each, as gateways report.

@@ -27,7 +27,7 @@ from serve_app.serving.scheduler.journal import Entry
 
 # From "there was room" to the patience of batch work.
 _WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-# A wait predicted or told, and the actual one: the sign says which was longer.
+# Difference of an expected wait or start and the actual one, either sign.
 _ERROR_BOUNDS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 # Estimated over actual: 1 is right, 2 is twice too much.
 _RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 4, 10)
@@ -115,7 +115,7 @@ class SchedulerMetrics:
         return counters(self._registry, name, text, ("model", *labels))
 
     def _single(self, name: str, text: str) -> CounterCell:
-        """A count of the model alone: 0, not nothing, while it has not happened."""
+        """Return a counter without further labels. It is exported as 0 before its first event."""
         return self._counter(name, text)[(self._model,)]
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Cells[HistogramCell]:
@@ -178,7 +178,7 @@ class SchedulerMetrics:
                 self._misroutes[model, home, "long" if is_long else "short"].inc()
 
     def on_honesty(self, honesty: Iterable[Honesty]) -> None:
-        """Count how right estimates were that waiting requests were told."""
+        """Count the errors of estimates that were sent to queued requests."""
         for one in honesty:
             labels = self._model, one.priority, one.told
             # All verdicts at once: a rate of what has not happened yet is 0, not nothing.
