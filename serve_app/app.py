@@ -2,10 +2,10 @@
 
     serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `WrittenApplication`
 
-Each model has one scheduler, one deployment per pool, and a tuner where there is something to learn. All
-models share the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so
-a second deployment of the same settings changes nothing. Each deployment has a version of its own
-(`serving.discovery`): other settings replace the processes that cannot change to them, and no others.
+Each model has one scheduler, one deployment per pool, and a tuner if anything can be tuned. All models share
+the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so a second
+deployment of the same settings changes nothing. Each deployment has a separate version (`serving.discovery`):
+changed settings replace only the processes that cannot change to them.
 """
 
 import re
@@ -36,9 +36,9 @@ from serve_app.settings.application import (
 )
 from serve_app.settings.loading import settings_of
 
-# Time for a replica to end its server and its engine after its last answer, before Ray ends the process.
+# Time for a replica to stop its server and its engine after its last answer, before Ray ends the process.
 _STOP_MARGIN_S = 30.0
-# Between the cut of a gateway's last responses and the end of its process.
+# Time between the end of a gateway's last responses and the end of its process.
 _GATEWAY_STOP_MARGIN_S = 5.0
 _MOST_PROXIED = 10_000
 # The replica's own health check times out before Ray's, because its message names the engine.
@@ -46,7 +46,7 @@ _HEALTH_RATIO = 0.8
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """The application of a Serve configuration, ready for `serve.run`.
+    """Return the application of a Serve configuration, ready for `serve.run`.
 
     Raises:
         SettingsError: see `settings_of` and `application_of`.
@@ -55,10 +55,10 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 
 def application_of(settings: AppSettings) -> Application:
-    """The application with these settings.
+    """Return the application with these settings.
 
     Raises:
-        SettingsError: two deployments would have one name, or vLLM is installed here and refuses the
+        SettingsError: two deployments would have the same name, or vLLM is installed here and rejects the
             arguments of an engine.
     """
     _refuse_shared_names(settings)
@@ -87,7 +87,7 @@ def application_of(settings: AppSettings) -> Application:
     deployment = serve.deployment(
         name="gateway",
         **_scale_of(gateways),
-        # Counted only where a proxy of Ray Serve passes requests on.
+        # Only effective if a proxy of Ray Serve forwards requests.
         max_ongoing_requests=_MOST_PROXIED,
         graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
         # A gateway waits for its requests itself.
@@ -139,7 +139,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         **({"autoscaling_config": scheduler_config(name)} if scales else {"num_replicas": 1}),
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
-    # Serve asks only those processes for their numbers that were scaled when they started.
+    # Ray Serve queries autoscaling metrics only of processes that were autoscaled when they started.
     return with_own_version(deployment, *actor.cold(), scales).bind(actor)
 
 
@@ -170,7 +170,7 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=pool.health_check_timeout_s,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
-        # Serve counts no requests here, so it need not wait before the replica drains.
+        # Ray Serve counts no requests here, so it need not wait before the replica drains.
         graceful_shutdown_wait_loop_s=0.1,
         max_surge_percent=pool.surge_percent,
         **_scale(pool, _deployment_name("scheduler", model)),
@@ -223,7 +223,7 @@ def _pool_names(model: ModelSettings) -> list[str]:
 
 
 def _deployment_name(kind: str, model: str) -> str:
-    """A name that is valid in metric labels, URLs and `serve status`."""
+    """Return a name that is valid in metric labels, URLs and `serve status`."""
     return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
 
 

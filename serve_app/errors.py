@@ -1,6 +1,6 @@
-"""The ways in which a request can end, and the package's exceptions.
+"""Outcomes of requests, and the package's exceptions.
 
-Every request reaches exactly one `Outcome`. It labels the metrics and picks the HTTP status in one table.
+Every request reaches exactly one `Outcome`, which labels the metrics and determines the HTTP status.
 """
 
 import enum
@@ -10,9 +10,9 @@ from serve_app.request import RateLimitStatus
 
 
 class Outcome(enum.StrEnum):
-    """The one end of a request, grouped by the phase of life in which it comes."""
+    """The outcome of a request, grouped by the phase in which it is reached."""
 
-    # Refused at the door: never queued.
+    # Rejected.
     REJECTED_INVALID = "rejected_invalid"
     REJECTED_UNAUTHORISED = "rejected_unauthorised"
     REJECTED_UNKNOWN_MODEL = "rejected_unknown_model"
@@ -24,9 +24,9 @@ class Outcome(enum.StrEnum):
     REJECTED_RATE_LIMITED = "rejected_rate_limited"
     REJECTED_NO_REPLICA = "rejected_no_replica"
     REJECTED_STOPPING = "rejected_stopping"
-    # Left the queue without being dispatched.
+    # Expired in the queue.
     EXPIRED = "expired"
-    # At any time.
+    # Cancelled by the client, at any time.
     CANCELLED = "cancelled"
     # After dispatch.
     FAILED = "failed"
@@ -34,7 +34,7 @@ class Outcome(enum.StrEnum):
 
     @property
     def is_rejection(self) -> bool:
-        """Whether the request was refused, here or by an engine."""
+        """True if the request was rejected, here or by an engine."""
         return self.value.startswith("rejected")
 
 
@@ -59,12 +59,12 @@ HTTP_STATUS: dict[Outcome, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """How a request ended.
+    """The end of a request: its outcome, and the details for its client.
 
     Attributes:
-        message: for the client, when it gets no answer of an engine; names the value and the remedy.
-        retry_after_s: when a new try is worth while; None when it never is.
-        rate_limits: how the limits of the request's key stand; None when it has none.
+        message: for the client if it gets no answer of an engine; names the value and the remedy.
+        retry_after_s: seconds after which the client may retry; None if a retry is useless.
+        rate_limits: status of the limits of the request's key; None if it has none.
     """
 
     outcome: Outcome
@@ -78,7 +78,7 @@ class ServeAppError(Exception):
 
 
 class SettingsError(ServeAppError, ValueError):
-    """A setting is unknown, missing or out of range; the message names it and the remedy."""
+    """A setting is unknown, missing or out of range. The message names it and the remedy."""
 
 
 class EngineError(ServeAppError):
@@ -86,4 +86,4 @@ class EngineError(ServeAppError):
 
 
 class ChannelError(ServeAppError):
-    """The control channel refused or lost a peer."""
+    """The control channel rejected or lost a peer."""

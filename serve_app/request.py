@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Limits of one API key, each for one model; None where there is none.
+    """Limits of one API key, each per model; None for no limit.
 
     Attributes:
-        requests_per_minute: most requests that are admitted in any 60 s.
-        tokens_per_minute: most tokens, of prompts and answers, that are admitted in any 60 s.
-        concurrent: most requests under way at once, those that wait included.
-        queued: most requests that wait at once.
+        requests_per_minute: maximum number of requests admitted in any 60 s.
+        tokens_per_minute: maximum number of prompt and output tokens admitted in any 60 s.
+        concurrent: maximum number of queued and running requests.
+        queued: maximum number of queued requests.
     """
 
     requests_per_minute: int | None = None
@@ -26,11 +26,11 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyTerms:
-    """What of an API key concerns a scheduler. It travels with each request of the key.
+    """The parts of an API key that a scheduler needs. They are sent with each request of the key.
 
     Attributes:
-        key_id: names the key in limits and in the ledger of usage; it is not secret.
-        weight: of the request's tenant in the fair sharing; None where `fairness.weights` decides.
+        key_id: name of the key in limits and usage records; not secret.
+        weight: fair-share weight of the request's tenant; None to use `fairness.weights`.
     """
 
     key_id: str
@@ -40,11 +40,11 @@ class KeyTerms:
 
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
-    """How one limit per minute stands.
+    """The status of one limit per minute.
 
     Attributes:
-        remaining: what may still be admitted now.
-        reset_s: seconds until the whole limit is free again, if nothing else comes.
+        remaining: amount that may still be admitted now.
+        reset_s: seconds until the whole limit is available again without further requests.
     """
 
     limit: int
@@ -54,14 +54,14 @@ class LimitStatus:
 
 @dataclass(frozen=True, slots=True)
 class RateLimitStatus:
-    """How the limits per minute of a key stand; None for a limit that it has not."""
+    """The status of a key's limits per minute; None for a limit that it does not have."""
 
     requests: LimitStatus | None = None
     tokens: LimitStatus | None = None
 
 
 class PriorityClass(enum.StrEnum):
-    """How urgent a request is; `rank` orders the classes, 0 first."""
+    """Priority class of a request; `rank` orders the classes, 0 first."""
 
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -69,7 +69,7 @@ class PriorityClass(enum.StrEnum):
 
     @property
     def rank(self) -> int:
-        """Position in the order of service between classes, 0 is served first."""
+        """Position in the order of service between classes; 0 is served first."""
         return _RANKS[self]
 
 
@@ -77,7 +77,7 @@ _RANKS = {PriorityClass.INTERACTIVE: 0, PriorityClass.DEFAULT: 1, PriorityClass.
 
 
 class TextCategory(enum.StrEnum):
-    """What kind of text a prompt is made of; each kind has its own bytes-per-token ratio."""
+    """Kind of a prompt's text; each kind has its own bytes-per-token ratio."""
 
     PROSE = "prose"
     CODE = "code"
@@ -87,18 +87,18 @@ class TextCategory(enum.StrEnum):
 
 
 class Destination(NamedTuple):
-    """Which replicas of its pools will do for a request.
+    """The replicas of its pools that can serve a request.
 
     Attributes:
-        replica_id: the only one, since it keeps what the request refers to; None for any.
-        adapter: those that hold this LoRA adapter; None for all.
+        replica_id: the only replica with the state that the request refers to; None for any.
+        adapter: the LoRA adapter that a replica must hold; None for none.
     """
 
     replica_id: str | None = None
     adapter: str | None = None
 
     def admits(self, replica_id: str, adapters: Container[str]) -> bool:
-        """Whether a replica with these adapters will do."""
+        """Return whether a replica with these adapters can serve the request."""
         return self.replica_id in (None, replica_id) and (self.adapter is None or self.adapter in adapters)
 
 
@@ -107,17 +107,16 @@ ANYWHERE = Destination()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptShape:
-    """What the gateway measures of a prompt without a tokenizer.
+    """The size of a prompt as the gateway measures it without a tokenizer.
 
     Attributes:
         text_bytes: UTF-8 bytes of the text that the model reads, without tool definitions and media.
-        category: the kind of that text.
         messages: number of chat messages; 0 for a plain completion or an embedding.
         tool_bytes: UTF-8 bytes of tool definitions and response schemas.
-        media_items: images, audio clips and the like; their bytes are not text.
-        prompt_tokens: exact length, known only when the client sent token ids.
-        prompts: independent prompts in this one request (batched completions, embeddings); all sizes above
-            are sums over them, while a context limit holds for each of them alone.
+        media_items: images, audio clips and other media; their bytes are not text.
+        prompt_tokens: exact length; only known if the client sent token ids.
+        prompts: independent prompts in this request (batched completions, embeddings). All sizes above are
+            sums over them, while a context limit applies to each of them separately.
     """
 
     text_bytes: int
@@ -131,15 +130,14 @@ class PromptShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What a request asks of an engine, as read from its body.
+    """The requirements of a request for an engine, read from its body.
 
     Attributes:
-        model: the name of the model.
-        adapter: the name that the client used, where it is a LoRA adapter of the model.
-        max_output_tokens: the client's own limit per choice; None when it gave none, 0 when nothing is
-            generated (embeddings).
+        adapter: the name that the client used, if it is a LoRA adapter of the model.
+        max_output_tokens: the client's limit per choice; None if it set none, 0 if nothing is generated
+            (embeddings).
         choices: sequences that the engine generates: `n` for each prompt.
-        streamed: its answer is streamed, so its first token is seen.
+        streamed: whether its answer is streamed, so that its first token is observable.
     """
 
     model: str
@@ -152,16 +150,16 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request as a gateway hands it to the scheduler.
+    """A request as a gateway submits it to the scheduler.
 
     Attributes:
-        request_id: unique among all gateways of a model (the gateway's own, not the client's header).
-        queue_timeout_s: how long it may wait in the queue, from the moment it came in; None for the class's
-            default.
-        no_wait: refuse at once rather than queue (`x-queue: no-wait`).
+        request_id: unique among all gateways of a model; assigned by the gateway, not the client's header.
+        queue_timeout_s: maximum queue time from its arrival, in seconds; None for the default of its class.
+        no_wait: whether to reject it instead of queueing (`x-queue: no-wait`).
         prefix: hashes of the prompt's leading blocks, longest last, for prefix affinity.
-        key: of the API key that it came with; None where it needed none.
-        bound_to: the only replica that may serve it, since that one keeps what it refers to; None for any.
+        key: terms of its API key; None if it needed none.
+        bound_to: the only replica that can serve it, because it has the state that the request refers to;
+            None for any.
     """
 
     request_id: str
@@ -181,9 +179,9 @@ class Request:
 
     Attributes:
         gateway_id: the gateway that holds the client's connection.
-        expires_at: when the client no longer wants to wait in the queue.
-        attempts: how often it has been dispatched before (a replica was lost or refused it).
-        lost: the last of these dispatches ended with the loss of its replica.
+        expires_at: end of its queue timeout.
+        attempts: number of earlier dispatches (whose replica was lost or rejected it).
+        lost: whether the last of these dispatches ended with the loss of its replica.
     """
 
     submission: Submission
@@ -193,7 +191,7 @@ class Request:
     attempts: int = 0
     lost: bool = False
 
-    # What the core asks for all the time, under short names.
+    # Shortcuts to fields that the core uses often.
 
     @property
     def request_id(self) -> str:
@@ -202,28 +200,28 @@ class Request:
 
     @property
     def tenant(self) -> str:
-        """On whose behalf it is served."""
+        """The tenant on whose behalf the request is made."""
         return self.submission.tenant
 
     @property
     def priority(self) -> PriorityClass:
-        """How urgent it is."""
+        """The priority class."""
         return self.submission.priority
 
     @property
     def bound_to(self) -> str | None:
-        """The only replica that may serve it; None for any."""
+        """The only replica that can serve it; None for any."""
         return self.submission.bound_to
 
     @property
     def destination(self) -> Destination:
-        """Which replicas of its pools will do."""
+        """The replicas of its pools that can serve it."""
         bound_to, adapter = self.submission.bound_to, self.submission.spec.adapter
         return ANYWHERE if bound_to is None and adapter is None else Destination(bound_to, adapter)
 
     @property
     def spec(self) -> RequestSpec:
-        """What it asks of an engine."""
+        """Its requirements for an engine."""
         return self.submission.spec
 
     @property

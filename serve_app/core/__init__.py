@@ -1,8 +1,8 @@
-"""The scheduling core: events in, commands out, without a clock of its own.
+"""The scheduling core: events in, commands out, without a clock.
 
-Read `events`, `commands`, then `scheduler` (one event at a time), `admission` (which requests may wait),
-`queueing` (where they wait, and how tenants share), `policies` (the order of the heads) and `dispatch` (which
-request is sent where). `isolation` limits long prefills. The ledger and the token estimates are in
+Read `events`, `commands`, then `scheduler` (one event at a time), `admission` (which requests may queue),
+`queueing` (sub-queues, and fair shares of tenants), `policies` (the order of the heads) and `dispatch` (the
+next request and its replica). `isolation` limits long prefills. The ledger and the token estimates are in
 `serve_app.core.routing`.
 """
 

@@ -1,4 +1,4 @@
-"""Commands: what the scheduler wants done. Events and commands together are the decision log."""
+"""Commands: the actions that the scheduler requests. Events and commands together form the decision log."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,16 @@ from serve_app.request import RateLimitStatus, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """Send a request to a replica; its place is already reserved.
+    """Send a request to a replica, where its capacity is already reserved.
 
     Attributes:
-        pool: the pool that the replica belongs to; may differ from the request's home pool (spill).
-        length_queue: name of the queue it was taken from.
-        estimated_tokens: its token budget (prompt and output), as estimated.
-        queue_wait_s: time since it arrived.
-        engine_priority: its place in the engine's own queue, lower is served first; None where engines are
-            not told one.
-        rate_limits: how the limits of its key stand; None when it has none.
-        passed: it was not scheduled (`dispatch.pass_through`).
-        waited: what it has waited for since it arrived; None when it did not wait.
+        pool: pool of the replica; differs from the request's home pool after a spill.
+        estimated_tokens: its estimated token budget (prompt and output).
+        engine_priority: its position in the engine's own queue, lower is served first; None if engines get no
+            priorities.
+        rate_limits: status of its key's limits; None if it has none.
+        passed: whether it bypassed the scheduler (`dispatch.pass_through`).
+        waited: causes of its wait since its arrival; None if it did not wait.
     """
 
     request_id: str
@@ -42,12 +40,12 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclude:
-    """A request has reached its one outcome.
+    """Report the outcome of a request.
 
     Attributes:
-        dispatched: it had been sent to a replica, so its gateway knows already how it ended, unless
-            the conclusion was reached here after a put-back.
-        waited: what it has waited for, where it was concluded in the queue.
+        dispatched: whether it was sent to a replica. Its gateway then knows its outcome already, unless the
+            scheduler concluded it after a put-back.
+        waited: causes of its wait if it was concluded in the queue.
     """
 
     request_id: str
@@ -59,7 +57,7 @@ class Conclude:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStale:
-    """A replica has not reported for longer than the limit; it counts as saturated until it does."""
+    """The report of a replica is stale. The replica counts as saturated until the next report."""
 
     replica_id: str
     age_s: float
@@ -67,18 +65,14 @@ class ReportStale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFresh:
-    """A replica that was stale has reported again."""
+    """A stale replica has reported again."""
 
     replica_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSilent:
-    """An engine that owes answers hangs, as far as can be told, or goes on.
-
-    Attributes:
-        silent_s: for how long it has given no sign; 0 when it goes on.
-    """
+    """An engine with outstanding answers appears to hang. `silent_s` is 0 once it has recovered."""
 
     replica_id: str
     silent_s: float
@@ -86,11 +80,7 @@ class EngineSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLearned:
-    """The context limit of a replica that does not tell it has been learned, or has turned out otherwise.
-
-    Attributes:
-        context_tokens: the limit; None where nothing is known of it any more.
-    """
+    """The learned context limit of a replica has changed; None if it is unknown again."""
 
     replica_id: str
     context_tokens: int | None
@@ -99,7 +89,7 @@ class ContextLearned:
 def dispatch_of(
     scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
 ) -> Dispatch:
-    """The command for a request whose place on a replica is reserved."""
+    """Return the command for a request whose capacity on a replica is reserved."""
     return Dispatch(
         request_id=scheduled.request.request_id,
         gateway_id=scheduled.request.gateway_id,
@@ -118,7 +108,7 @@ def dispatch_of(
 def conclude_of(
     request: Request, conclusion: Conclusion, *, dispatched: bool, waited: WaitBreakdown | None = None
 ) -> Conclude:
-    """The command for a request that is over."""
+    """Return the command for a request that has ended."""
     return Conclude(
         request_id=request.request_id,
         gateway_id=request.gateway_id,

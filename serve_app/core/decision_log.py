@@ -1,9 +1,10 @@
-"""The decision log: every event that a scheduler was fed, with its time and the commands that answered it.
+"""The decision log: every event of a scheduler, with its time and the resulting commands.
 
-One JSON value a line. A run begins with a header, an object that holds all that its scheduler began with, so
-that the same events, fed to a new scheduler, must give the same commands (`replay`). A decision is an array:
-time, name of the event, the event, and the commands, each with its name. Live and simulated schedulers write
-the same lines: the same inputs give the same bytes. JSON here is Python's: infinite times are `Infinity`.
+Each line is one JSON value. A run starts with a header, an object with the scheduler's complete initial
+state, so that the same events, fed to a new scheduler, must give the same commands (`replay`). A decision is
+an array: time, name of the event, the event, and the commands, each with its name. Live and simulated
+schedulers write the same lines: the same inputs give the same bytes. The JSON dialect is Python's: infinite
+times are `Infinity`.
 """
 
 import json
@@ -24,18 +25,17 @@ from serve_app.errors import ServeAppError
 
 
 class DecisionLogError(ServeAppError):
-    """A decision log cannot be read or replayed; the message names the line and the reason."""
+    """A decision log cannot be read or replayed. The message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What a scheduler began with.
+    """The initial state of a scheduler.
 
     Attributes:
-        now: seconds on the scheduler's clock.
-        learned: what an earlier scheduler had learned, see `learned_state`; None for nothing.
-        run: what the run goes by (label, seed, incarnation); for people.
-        not_replayable: why a replay cannot give the same commands; empty when it must.
+        learned: learned state of an earlier scheduler, see `learned_state`; None for none.
+        run: labels of the run for readers (label, seed, incarnation).
+        not_replayable: why a replay may give other commands; empty if it must give the same.
     """
 
     settings: SchedulerSettings
@@ -47,7 +47,7 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One call of the scheduler: when, what happened, what it wanted done."""
+    """One call of the scheduler: time, event, and resulting commands."""
 
     now: float
     event: Event
@@ -56,7 +56,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """A run as it was read, each decision with the number of its line."""
+    """A run read from a log, with the line number of each decision."""
 
     header: RunHeader
     decisions: list[tuple[int, Decision]]
@@ -64,7 +64,7 @@ class LoggedRun:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first decision of a replay that is not the logged one."""
+    """The first decision of a replay that differs from the logged one."""
 
     line: int
     logged: Decision
@@ -78,24 +78,24 @@ class Difference:
 
 
 def encode_header(header: RunHeader) -> str:
-    """The line that begins a run."""
+    """Return the line that starts a run."""
     return _dumps(msgspec.to_builtins(header))
 
 
 def encode_decision(decision: Decision) -> str:
-    """The line of one decision."""
+    """Return the line of one decision."""
     event, commands = decision.event, decision.commands
     named = [[type(command).__name__, msgspec.to_builtins(command)] for command in commands]
     return _dumps([decision.now, type(event).__name__, msgspec.to_builtins(event), named])
 
 
 def encode_end(reason: str) -> str:
-    """The line that ends a run before its scheduler does."""
+    """Return the line that ends a run before its scheduler ends."""
     return _dumps({"ended": reason})
 
 
 def read_runs(lines: Iterable[str]) -> Iterator[LoggedRun]:
-    """The runs of a log, in order.
+    """Yield the runs of a log, in order.
 
     Raises:
         DecisionLogError: a line is no header, decision or end of this format.
@@ -120,13 +120,13 @@ def replay(
     policies: Mapping[str, MakePolicy] = POLICIES,
     on_decision: Callable[[], object] = lambda: None,
 ) -> Difference | None:
-    """Feed a run's events to a new scheduler; return the first decision that differs, None when none does.
+    """Feed a run's events to a new scheduler. Return the first decision that differs, or None.
 
     Args:
-        on_decision: called after each decision that is the same.
+        on_decision: called after each equal decision.
 
     Raises:
-        DecisionLogError: the run says that it cannot be replayed.
+        DecisionLogError: the run is marked as not replayable.
     """
     header = run.header
     if header.not_replayable:

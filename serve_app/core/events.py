@@ -1,4 +1,4 @@
-"""Events: what can happen to a scheduler. Each is a plain value; time is given beside it, never inside it."""
+"""Events: the inputs of a scheduler, as plain values. Their time is passed separately."""
 
 import enum
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from serve_app.request import Request, Usage
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A gateway submits a request, or submits it again after a new scheduler took over."""
+    """A gateway submits a request, or resubmits it to a new scheduler."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A gateway tells a new scheduler of a request that runs on a replica already."""
+    """A gateway reports to a new scheduler a request that already runs on a replica."""
 
     request: Request
     replica_id: str
@@ -35,11 +35,11 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A dispatched request is over.
+    """A dispatched request has ended.
 
     Attributes:
-        outcome: COMPLETED, FAILED, CANCELLED, or REJECTED_* when the engine refused the request itself.
-        usage: the engine's own count, None when it gave none.
+        outcome: COMPLETED, FAILED, CANCELLED, or REJECTED_* if the engine rejected the request itself.
+        usage: the engine's token counts; None if it sent none.
     """
 
     request_id: str
@@ -48,27 +48,27 @@ class Finished:
 
 
 class DispatchFailure(enum.StrEnum):
-    """Why a dispatched request came back before its first byte."""
+    """The reason why a dispatched request was put back before its first byte."""
 
     UNREACHABLE = "unreachable"
-    """No connection, a replica that drains, or one that refuses the gateway: no engine saw the request."""
+    """No connection, a draining replica, or one that rejects the gateway: no engine received the request."""
     LOST = "lost"
     """The connection broke, or the engine died, after the request was sent."""
     ENGINE_ERROR = "engine_error"
-    """The engine answered with an error of its own (500), and lives."""
+    """The engine answered with an internal error (500), and is alive."""
     BUSY = "busy"
-    """The engine refused for lack of room (429, 503)."""
+    """The engine rejected the request for lack of capacity (429, 503)."""
     TOO_LONG = "too_long"
-    """The engine's context limit is below the request's real length."""
+    """The engine's context limit is below the request's actual length."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchFailed:
-    """A dispatched request came back before the first byte reached the client: it waits again.
+    """A dispatched request is put back before the first byte reached the client.
 
     Attributes:
-        stated_context: of an engine that found it too long: the context limit that the engine names, in
-            tokens; None where it names none.
+        stated_context: context limit in tokens that the engine states when it rejects a request as too long;
+            None if it states none.
     """
 
     request_id: str
@@ -80,16 +80,16 @@ class DispatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client went away, while the request was waiting or running."""
+    """The client disconnected while the request was queued or running."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway cannot be heard any more: its waiting requests are gone with it.
+    """A gateway is lost, and its queued requests with it.
 
-    What runs stays charged until it is cancelled: an engine may still be at work on it.
+    Running requests remain charged until they are cancelled, because an engine may still process them.
     """
 
     gateway_id: str
@@ -97,14 +97,14 @@ class GatewayLost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica is ready to take requests, or joins again with other limits."""
+    """A replica is ready to accept requests, or joins again with other limits."""
 
     spec: ReplicaSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReported:
-    """A report has come in."""
+    """A replica has reported its load."""
 
     replica_id: str
     report: ReplicaReport
@@ -112,43 +112,35 @@ class ReplicaReported:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """A replica is gone. Its requests come back one by one, as `DispatchFailed` from their gateways."""
+    """A replica is lost. The gateways report its requests one by one, as `DispatchFailed`."""
 
     replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionChanged:
-    """Queues have been learned anew; waiting requests are queued again, and keep their time of arrival."""
+    """New length queues have been learned. Queued requests are queued again, with their time of arrival."""
 
     partition: Partition
 
 
 @dataclass(frozen=True, slots=True)
 class Retuned:
-    """Some settings have other values from now on, and no request loses its place by it.
-
-    Attributes:
-        settings: of which only what `retuning.RETUNABLE` names may differ from those in force.
-    """
+    """Settings in `retuning.RETUNABLE` change, without an effect on the order of queued requests."""
 
     settings: SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveShareChanged:
-    """Another share of the requests is scheduled from now on; those that wait are not concerned.
-
-    Attributes:
-        active_share: 0 for none, 1 for all.
-    """
+    """The share of scheduled requests changes, 0 to 1. Queued requests are not affected."""
 
     active_share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """The time asked for by `next_wakeup` has come."""
+    """The time returned by `next_wakeup` has been reached."""
 
 
 Event = (

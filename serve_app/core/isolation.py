@@ -1,22 +1,22 @@
-"""Prefill isolation: a bound on the long prefills in flight on a replica. Ours, not from the papers.
+"""Prefill isolation: a limit on the long prefills in flight on a replica. Ours, not from the papers.
 
 While an engine mixes prefills, the order in which requests reach it has little effect: every short prompt
-shares its iterations with the long ones under way. So at most `max_long_prefills` long prefills are in flight
-on a replica, from dispatch to first token. The others wait in the queue, where short requests can pass them.
-In the engine, `long_prefill_token_threshold` keeps long prefills from filling whole iterations, and belongs
-to the method (`StepTimeModel.chunk_tokens`).
+shares its iterations with the long ones in progress. So at most `max_long_prefills` long prefills are in
+flight on a replica, from dispatch to first token. The others remain queued, where short requests can pass
+them. In the engine, `long_prefill_token_threshold` prevents long prefills from filling whole iterations, and
+is part of the method (`StepTimeModel.chunk_tokens`).
 
 Prefills have classes (`PrefillClass`). Short ones always pass, and long ones are limited. Of the longest only
 `max_longest_prefills` may be in flight, so that a medium prompt never waits for two of them. That lowers the
 tail latency of short and medium prompts, and raises the mean of the longest.
 
 The boundaries are learned, since no constant fits all traffic. The first is the length below which prompts
-make up about `short_work_share` of all prefill work, moved into a gap between lengths where there is one
-nearby. Above the second is `longest_work_share` of the work. So short prompts delay each other by at most
-their share. A prompt of no more than a chunk is always short (`NEVER_LONG_TOKENS`).
+make up about `short_work_share` of all prefill work, moved to a nearby gap between lengths if there is one.
+Above the second is `longest_work_share` of the work. So short prompts delay each other by at most their
+share. A prompt of at most one chunk is always short (`NEVER_LONG_TOKENS`).
 
-Where feedback is delayed, the limits grow so that as many prefills as intended are in the engines
-(`feedback_delay`).
+If feedback is delayed, the limits grow so that as many prefills as intended are in the engines
+(`FeedbackDelay`).
 """
 
 import heapq
@@ -32,19 +32,15 @@ from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaStat
 from serve_app.core.settings_base import INNER_SHARE, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
 from serve_app.request import PriorityClass
 
-# Few enough to follow a change within seconds, enough that one of them waited for no other prefill.
+# Short enough to follow a change within seconds, long enough for one prompt that waited for no other prefill.
 _WINDOW = 64
 _MIN_OBSERVATIONS = 16
-# Weight of one long prefill in their mean: about the last thirty count.
+# Weight of one long prefill in their mean: an average over about the last thirty.
 _WEIGHT = 0.03
 
 
 class FeedbackDelay:
-    """The delay of one fleet.
-
-    Attributes:
-        seconds: to the engine and back; 0 until it is known.
-    """
+    """The round trip from dispatch to first-token notice without the engine's work; 0 until known."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -55,24 +51,26 @@ class FeedbackDelay:
         return f"<FeedbackDelay {self.seconds:.3f} s n={len(self._recent)}>"
 
     def on_short_first_token(self, seconds: float) -> None:
-        """A first-token notice of a short prompt; `seconds` from dispatch, less prefill and one iteration."""
+        """Record a short prompt's time from dispatch to notice, less its prefill and one iteration."""
         oldest = self._recent[0] if len(self._recent) == _WINDOW else None
         self._recent.append(seconds)
         if len(self._recent) < _MIN_OBSERVATIONS:
             return
-        # The minimum changes only with a new one, or when the old one leaves the window.
+        # The minimum changes only with a smaller value, or when the old minimum leaves the window.
         if seconds <= self.seconds or oldest is None or oldest <= self.seconds:
             self.seconds = max(0.0, min(self._recent))
 
     def on_long_first_token(self, seconds: float) -> None:
-        """A first-token notice of a long prompt, so many seconds after its dispatch."""
+        """Record a long prompt's time from dispatch to first-token notice."""
         self._long_s = seconds if self._long_s is None else self._long_s + _WEIGHT * (seconds - self._long_s)
 
     def limit_factor(self, usual_s: float) -> float:
-        """The factor (T + L) / T for limits on long prefills in flight.
+        """Return the factor (T + L) / T for limits on long prefills in flight.
+
+        L is the delay above `usual_s`, and T the mean time of a long prefill without it.
 
         Args:
-            usual_s: the part of the delay that costs nothing.
+            usual_s: part of the delay that costs nothing.
         """
         delay_s = self.seconds - usual_s
         if delay_s <= 0 or self._long_s is None:
@@ -81,53 +79,54 @@ class FeedbackDelay:
 
 
 NEVER_LONG_TOKENS = 256
-"""A prompt of so many tokens is short, whatever else arrives: it takes no more of an iteration than one chunk
-of a long prefill does, which isolation lets pass. Limits on such prompts only leave iterations empty."""
+"""A prompt of at most this length is always short. It takes no more of an iteration than one chunk of a long
+prefill, which isolation lets pass, so limits on such prompts would only leave iterations empty."""
 
 _BUCKETS_PER_OCTAVE = 8
 _RELEARN_EVERY = 64
-# A gap this much below or above the share is as good a boundary as the share itself, and more stable.
+# A gap is preferred to the exact share within this relative distance: it is a more stable boundary.
 _GAP_TOLERANCE = 0.6
-# Buckets with less of the work than this are outliers in a gap.
+# Buckets with a smaller share of the work are treated as outliers in a gap.
 _OUTLIER_SHARE = 0.001
-# Requests after which the learned boundaries are used.
+# Number of requests after which the learned boundaries replace the prior ones.
 _LEARNED_REQUESTS = 200
-# Seconds to an engine and back that do not count as delay: a part of an iteration costs nothing.
+# Round trip in seconds that does not count as delay: a part of an iteration costs nothing.
 _USUAL_LAG_S = 0.05
-# Share of a length's weight that is left after 1,000 requests, so that old traffic fades.
+# Weight of an observation after 1,000 requests, so that old traffic decays.
 _KEEP_PER_THOUSAND = 0.5
 
 
 @settings(block="isolation")
 class IsolationSettings:
-    """Limits on long prefills in flight, and how long prompts are classified."""
+    """Limits on long prefills in flight, and the classification of prompts by length."""
 
-    # Long prefills in flight per replica, the longest included; 0 switches isolation off. Two keep the engine
-    # busy while first-token notices are under way, and admit a medium prompt beside a huge one. One lowers
-    # the TTFT of short requests slightly, and raises that of long ones much more.
+    # Maximum number of long prefills in flight per replica, including the longest; 0 disables isolation. Two
+    # keep the engine busy while first-token notices are in transit, and admit a medium prompt beside a huge
+    # one. One lowers the TTFT of short requests slightly, and raises that of long ones much more.
     max_long_prefills: Annotated[int, NOT_NEGATIVE.hint("0 switches isolation off")] = 2
-    # Of the longest alone. At `max_long_prefills` there is one class for both.
+    # Maximum number of the longest prefills. At `max_long_prefills` both classes have the same limit.
     max_longest_prefills: Annotated[int, POSITIVE] = 1
-    # Share of prefill work that counts as short. Higher isolates less.
+    # Share of prefill work that counts as short. A higher share isolates less.
     short_work_share: Annotated[float, INNER_SHARE] = 0.25
-    # Share of prefill work that counts as longest. Higher leaves more capacity to medium prompts.
+    # Share of prefill work that counts as longest. A higher share leaves more capacity to medium prompts.
     longest_work_share: Annotated[float, INNER_SHARE] = 0.5
-    # The boundaries of "long" and "longest" until enough requests have been observed, in tokens.
+    # Boundary of "long" in prompt tokens, until enough requests have been observed.
     prior_boundary_tokens: Annotated[int, INTERNAL] = 1_024
-    # See `prior_boundary_tokens`.
+    # The same for "longest".
     prior_longest_tokens: Annotated[int, INTERNAL] = 4_096
-    # Fair shares take precedence over isolation: a tenant with mostly long requests would otherwise never get
-    # its share beside others with short ones. For each so many average requests that it is behind every other
-    # waiting tenant, it may have one more long prefill, up to `max_owed` more. At 1, tenants that are alike
-    # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy ones.
+    # Fair shares take precedence over isolation. Otherwise a tenant with mostly long requests would never get
+    # its share beside others with short ones. A tenant may have one more long prefill for each time that it
+    # is this many average requests behind every other waiting tenant, up to `max_owed`. At 1, similar tenants
+    # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy tenants.
     owed_requests: Annotated[float, POSITIVE, INTERNAL] = 2.0
-    # See `owed_requests`.
+    # Maximum number of additional long prefills in flight because of `owed_requests`.
     max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off"), INTERNAL] = 4
-    # When no short request above the batch class has arrived for so many seconds, there is none to protect.
-    # Then as many long prefills may be in flight as fill an iteration with their chunks (2,048 by 256 on a
-    # 70B profile). Otherwise a backlog of long prompts alone would leave much of each iteration unused.
+    # Seconds without a short request above the batch class after which there is none to protect. Then the
+    # limit rises to `no_short_long_prefills`. Otherwise a backlog of long prompts alone would leave much of
+    # each iteration unused.
     no_short_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
-    # See `no_short_s`.
+    # Maximum number of long prefills in flight per replica after `no_short_s`: as many as fill an iteration
+    # with their chunks (2,048 by 256 tokens on a 70B profile).
     no_short_long_prefills: Annotated[int, POSITIVE, INTERNAL] = 8
 
     def __post_init__(self) -> None:
@@ -139,12 +138,7 @@ class IsolationSettings:
 
 
 class PrefillIsolation:
-    """Learns the boundaries of the classes, and limits the long prefills in flight on a replica.
-
-    Args:
-        delay: of first-token notices.
-        wanted: whether the policy asks for isolation; baselines do not.
-    """
+    """Learns the boundaries of prefill classes, and limits the long prefills in flight on a replica."""
 
     def __init__(self, settings: IsolationSettings, delay: FeedbackDelay, *, wanted: bool) -> None:
         self._settings = settings
@@ -158,11 +152,11 @@ class PrefillIsolation:
 
     @property
     def is_on(self) -> bool:
-        """Whether long prefills are limited at all."""
+        """True if long prefills are limited at all."""
         return self._wanted and self._settings.max_long_prefills > 0
 
     def retune(self, settings: IsolationSettings) -> None:
-        """Use other limits and shares from now on; the learned distribution of lengths stays."""
+        """Apply other limits and shares from now on. The learned distribution of lengths is retained."""
         self._settings = settings
         if self._observed:
             self._update_boundaries()
@@ -176,14 +170,14 @@ class PrefillIsolation:
             self._learn()
 
     def prefill_class(self, prompt_tokens: int) -> PrefillClass:
-        """Class of a prefill of this length; always `SHORT` while isolation is off."""
+        """Return the class of a prefill of this length; always `SHORT` while isolation is off."""
         if not self.is_on or prompt_tokens <= self.boundary_tokens:
             return PrefillClass.SHORT
         longest = prompt_tokens > self.longest_boundary_tokens
         return PrefillClass.LONGEST if longest else PrefillClass.LONG
 
     def on_arrival(self, scheduled: ScheduledRequest, now: float) -> None:
-        """Count a request that has arrived, and give it the class of its whole prefill."""
+        """Count a request that has arrived, and set the class of its whole prefill."""
         self.observe(scheduled.prefill_tokens)
         scheduled.prefill_class = self.prefill_class(scheduled.estimate.expected_prompt_tokens)
         is_protected = scheduled.request.priority is not PriorityClass.BATCH
@@ -193,12 +187,7 @@ class PrefillIsolation:
     def limits(
         self, prefill_class: PrefillClass, now: float, behind_requests: float = 0.0
     ) -> tuple[int, ...]:
-        """Limits on prefills in flight of a replica that gets one more: (), (long), or (long, longest).
-
-        Args:
-            now: seconds on the scheduler's clock.
-            behind_requests: how far its tenant is behind its share (`FairShares.behind_requests`).
-        """
+        """Return limits for a replica that gets one more prefill: (), (long), or (long, longest)."""
         if prefill_class is PrefillClass.SHORT:
             return ()
         settings = self._settings
@@ -226,7 +215,7 @@ class PrefillIsolation:
         )
 
     def _boundary_bucket(self) -> float:
-        """The bucket below which is the share of short work, or the middle of the widest gap nearby."""
+        """Return the bucket at the share of short work, or the middle of the widest gap nearby."""
         share, total = self._settings.short_work_share, sum(self._work.values())
         below, widest, middle, crossing = 0.0, 1, None, None
         buckets = sorted(bucket for bucket, work in self._work.items() if work > _OUTLIER_SHARE * total)
@@ -242,7 +231,7 @@ class PrefillIsolation:
         return crossing if crossing is not None else float(buckets[-1])
 
     def _longest_bucket(self) -> float:
-        """The bucket above which is at most the share of the longest; 0 where nearly all have one length."""
+        """Return the bucket at the share of longest work, or 0 if nearly all prompts have one length."""
         wanted = self._settings.longest_work_share * sum(self._work.values())
         above = 0.0
         for bucket in sorted(self._work, reverse=True):
@@ -257,23 +246,19 @@ class PrefillIsolation:
         return f"<PrefillIsolation {'on' if self.is_on else 'off'} {boundaries}>"
 
 
-# The end of each prefill in flight, as observed or assumed, and what it teaches.
+# The end of each prefill in flight, as observed or assumed.
 #
 # The first token of a streamed answer marks the end of its prefill. An answer that is not streamed has no
-# such mark, so its prefill counts as ended after its usual time, as learned from the others.
+# such mark, so its prefill counts as ended after its usual time, as learned from streamed ones.
 
 
-# The end of an unobserved prefill is assumed late rather than early: a second long prefill beside a first one
-# costs more than a short pause.
+# The end of an unobserved prefill is assumed late rather than early: a second concurrent long prefill costs
+# more than a short pause.
 _USUAL_TIMES = 2.0
 
 
 class PrefillWatch:
-    """Ends prefills in the ledger, and teaches their cost and the feedback delay.
-
-    Attributes:
-        costs: of prefills, by pool.
-    """
+    """Ends prefills in the ledger, and learns their cost and the feedback delay."""
 
     def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
         self._ledger = ledger
@@ -284,7 +269,7 @@ class PrefillWatch:
         self._sent = 0
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request has just been dispatched."""
+        """Schedule the assumed end of a dispatched request's prefill if its answer is not streamed."""
         if not scheduled.request.spec.streamed:
             assert scheduled.replica_id is not None
             cost = self.costs.of(self._ledger[scheduled.replica_id].spec.pool)
@@ -293,21 +278,21 @@ class PrefillWatch:
             heapq.heappush(self._assumed, (ends_at, self._sent, scheduled, scheduled.dispatch_number))
 
     def on_first_token(self, scheduled: ScheduledRequest, replica: ReplicaState, now: float) -> None:
-        """A streamed answer has begun on a replica; `ReplicaLedger.start` ends its prefill."""
+        """Learn from the first token of a streamed answer. `ReplicaLedger.start` ends its prefill."""
         still_alone = scheduled.dispatch_number == replica.dispatches
         if scheduled.prefilled_alone and still_alone:
             self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
         self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
 
     def end_overdue(self, now: float) -> None:
-        """End the prefills whose assumed time has come."""
+        """End the prefills whose assumed end has come."""
         while self._assumed and self._assumed[0][0] <= now:
             _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)
             if scheduled.dispatch_number == dispatch_number:
                 self._end(scheduled, now)
 
     def next_at(self) -> float | None:
-        """When the next prefill is assumed to end."""
+        """Return the next assumed end of a prefill, or None."""
         return self._assumed[0][0] if self._assumed else None
 
     def _learn_delay(self, scheduled: ScheduledRequest, replica: ReplicaState, seconds: float) -> None:

@@ -1,8 +1,9 @@
-"""The learned state of a scheduler, which is kept for the next one.
+"""The learned state of a scheduler, persisted for the next one.
 
-It has bytes per token, template overhead, output lengths, the cost of a prefill in each pool, an adaptive
-`B_short`, and the share of requests that is scheduled. The tuner keeps the learned length queues. Requests,
-replicas and their caches are not part of it: gateways and replicas report them to every new scheduler.
+It contains bytes per token, template overhead, output lengths, the cost of a prefill in each pool, an
+adaptive `B_short`, and the share of requests that is scheduled. The tuner persists the learned length queues.
+Requests, replicas and their caches are not included: gateways and replicas report them to every new
+scheduler.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ STATE_KIND = "scheduler"
 
 
 def learned_state(core: Scheduler) -> dict[str, Any]:
-    """Everything to keep, as plain values that later events do not change."""
+    """Return everything to persist, as plain values that later events do not change."""
     return {
         "estimator": core.estimator.state(),
         "prefill_costs": core.prefill_costs.state(),
@@ -26,25 +27,22 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
 
 
 def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
-    """Restore what `learned_state` returned.
-
-    Args:
-        now: seconds on the core's clock.
+    """Restore a result of `learned_state`.
 
     Raises:
-        ValueError: a value is missing, out of range or of another version; a part may have been restored.
+        ValueError: a value is missing, out of range or of another version. A part may have been restored.
     """
     b_short_tokens = int(number(document, "b_short_tokens", at_least=1))
     core.estimator.restore(section(document, "estimator"))
     core.prefill_costs.restore(section(document, "prefill_costs"))
     core.router.restore(b_short_tokens, now)
-    # What a person has chosen while it ran holds, until the configuration says something else than it did.
+    # A share that an operator set at run time applies until the configured share changes.
     if document.get("configured_active_share") == core.settings.active_share:
         core.passing.change(number(document, "active_share", at_least=0, at_most=1))
 
 
 def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
-    """Why a scheduler with these settings cannot restore a state; empty when it can."""
+    """Return why a scheduler with these settings cannot restore a state, or an empty string if it can."""
     try:
         take_over(Scheduler(settings), document, 0.0)
     except (ValueError, TypeError, OverflowError) as exc:

@@ -1,4 +1,4 @@
-"""A request inside the scheduler, from its admission to its outcome, and the table of all that are known."""
+"""A request inside the scheduler, from its admission to its outcome, and the table of these requests."""
 
 import math
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ WaitKind = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class PredictedWait:
-    """The wait that was predicted for a request when it arrived, in seconds.
+    """The predicted wait of a request, computed at its arrival, in seconds.
 
     Attributes:
-        at: when it was predicted.
+        at: time of the prediction.
         uncorrected_s: work ahead / drain rate.
         wait_s: the same, times the correction of its kind.
     """
@@ -33,44 +33,41 @@ class PredictedWait:
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """One request, waiting or running.
+    """One request, queued or running.
 
     Attributes:
         sequence: order of admission; breaks ties.
-        pools: pools that may serve it, its home first.
-        expires_at: when its queue timeout ends.
-        length_queue: the length queue that it waits in, or was dispatched from.
-        returned: it came back from a replica that was lost, and is dispatched before requests that never
-            were.
-        claimed: it claimed a retry reservation, and is dispatched before others of its sub-queue.
-        put_backs: how often it came back from a replica, for whatever reason.
-        losses: replicas that it was lost on; after the first it is in quarantine.
-        avoided: replicas that it has failed on.
-        failed_on: the replica that it failed on last, until an answer begins.
-        last_failure: why, in the words of its gateway.
-        resting_until: it waits, and is not dispatched before this time; 0 where it may be at once.
-        above_tokens: context limit of the longest engine that refused it as too long.
-        too_long_for: replicas that refused it as too long, and do not tell their context limit.
-        queued: it is in the request queue.
-        replica_id: where it runs; None while it waits, and after its end.
-        counted_at: what the router's `on_arrival` returned for it.
-        hold: what its replica's ledger holds for it.
+        pools: pools that may serve it, the home pool first.
+        expires_at: end of its queue timeout.
+        length_queue: the length queue in which it waits or waited.
+        returned: whether it was put back through no fault of its own and precedes requests never dispatched.
+        claimed: whether it claimed a retry reservation and precedes others of its sub-queue.
+        put_backs: number of put-backs, for any reason.
+        losses: replicas lost under it; after the first loss it is in quarantine.
+        avoided: replicas on which it has failed.
+        failed_on: the replica on which it failed last, until an answer starts.
+        last_failure: reason of the last failure, as reported by its gateway.
+        resting_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
+        above_tokens: longest context limit of the engines that rejected it as too long.
+        too_long_for: replicas without a reported context limit that rejected it as too long.
+        replica_id: its replica; None while it is queued, and after its end.
+        counted_at: the return value of the router's `on_arrival` for it.
+        hold: its reservation in the replica's ledger.
         engine_priority: the priority sent to its engine; None for none.
-        prefill_class: of its whole prefill, by the boundaries at its admission (see `isolation`).
-        cached_tokens: of its prompt, on the replica where it runs; while it waits, on the one that has most.
-        dispatched_at: when it was sent to that replica.
-        dispatch_number: requests that replica had been sent by then, this one included.
-        prefilled_alone: no other prefill was under way on that replica when it was sent.
-        started: its answer has begun.
-        started_at: when that was heard of; None where an earlier scheduler heard of it.
-        charged: service that its tenant was charged for it.
-        key_charge: tokens that the limit of its key was charged; None where there is no such limit.
-        usage: what the engine counted, once it is over.
-        prediction: of its wait; None when none was possible, or it came back from a replica.
-        turn: work that leaves the queue before it in the order of arrival, see `queueing.delay_bound`; None
-            for short prompts, and outside the queue.
+        prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
+        cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
+        dispatch_number: number of requests sent to that replica by then, this one included.
+        prefilled_alone: whether that replica had no other prefill in flight at the dispatch.
+        started_at: time at which its answer started; None if an earlier scheduler observed it.
+        charged: service charged to its tenant for it.
+        key_charge: tokens charged to the limit of its key; None without such a limit.
+        usage: token counts of its engine, after its end.
+        prediction: its predicted wait; None if none was possible or it was put back.
+        turn: work that leaves the queue before it in order of arrival, see `queueing.delay_bound`; None for
+            short prompts, and outside the queue.
+        passed: whether it bypasses the scheduler.
         waits: its wait so far by cause; None until it has waited.
-        engine_share: what it owes to its replica; None while it is on none.
+        engine_share: its account of engine time; None while it is on no replica.
     """
 
     request: Request
@@ -112,7 +109,7 @@ class ScheduledRequest:
 
     @property
     def prefill_tokens(self) -> int:
-        """Expected prompt tokens that are not cached, at least 1: its length as policies see it."""
+        """Expected uncached prompt tokens, at least 1. Policies use it as the length of the request."""
         return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
 
     def __repr__(self) -> str:
@@ -121,11 +118,11 @@ class ScheduledRequest:
 
 
 class RequestTable:
-    """All requests that wait or run, by id and by the gateway that holds their client's connection.
+    """All queued and running requests, by id and by the gateway that holds the client's connection.
 
     Attributes:
-        above_batch: how many are of a class above batch.
-        last_above_batch_at: when the last of these arrived, on the scheduler's clock; -inf before the first.
+        above_batch: number of requests above the batch class.
+        last_above_batch_at: arrival of the last of these, on the scheduler's clock; -inf before the first.
     """
 
     def __init__(self) -> None:
@@ -144,11 +141,11 @@ class RequestTable:
             self.last_above_batch_at = max(self.last_above_batch_at, request.arrived_at)
 
     def get(self, request_id: str) -> ScheduledRequest | None:
-        """The request of this id; None when it is unknown or has ended."""
+        """Return the request with this id, or None if it is unknown or has ended."""
         return self._requests.get(request_id)
 
     def pop(self, request_id: str) -> ScheduledRequest | None:
-        """Remove a request and return it; None when it is unknown."""
+        """Remove and return a request, or return None if it is unknown."""
         scheduled = self._requests.pop(request_id, None)
         if scheduled is not None:
             of_gateway = self._by_gateway[scheduled.request.gateway_id]
@@ -159,7 +156,7 @@ class RequestTable:
         return scheduled
 
     def of_gateway(self, gateway_id: str) -> list[ScheduledRequest]:
-        """All requests of one gateway."""
+        """Return all requests of one gateway."""
         return list(self._by_gateway.get(gateway_id, {}).values())
 
     def __contains__(self, request_id: str) -> bool:

@@ -1,8 +1,8 @@
-"""The settings that may change in a running scheduler, without any effect on the order inside its queues.
+"""Retuning: the settings that may change in a running scheduler without an effect on the order in its queues.
 
-These are read for each decision: the weights of the score, the limits of prefill isolation, and the targets
-of backpressure. All others are built into queues, accounts or reservations. They need a new scheduler
-in the same process (`SchedulerActor.reconfigure`), to which gateways submit their requests again.
+They are read for each decision: the weights of the score, the limits of prefill isolation, and the targets of
+backpressure. All others are part of the state of queues, accounts or reservations. Changing them requires a
+new scheduler in the same process (`SchedulerActor.reconfigure`), to which gateways resubmit their requests.
 """
 
 from dataclasses import fields, replace
@@ -18,20 +18,16 @@ RETUNABLE = (
     "backpressure.max_prefill_backlog_s",
     "engine_priority.target_waiting",
 )
-"""Paths of the settings that may change, with all below them."""
+"""Paths of the settings that may change, including everything below them."""
 
 
 def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> SchedulerSettings:
-    """`wanted`, if it differs from `current` only in what is retunable.
-
-    Raises:
-        ValueError: something else differs; the message names it.
-    """
-    # Changed by an event of its own; a tuner may not know of it yet.
+    """Return `wanted`. Raise `ValueError` if it differs from `current` in other than retunable settings."""
+    # A separate event changes it, and a tuner may not know the current value.
     wanted = replace(wanted, active_share=current.active_share)
     was, will = current.isolation.max_long_prefills, wanted.isolation.max_long_prefills
-    # Isolation cannot be switched on or off: the waiting requests have no prefill class, or one that is not
-    # used.
+    # Isolation cannot be enabled or disabled, because queued requests have no prefill class, or one that
+    # would not be used.
     isolation = wanted.isolation if (was > 0) is (will > 0) else current.isolation
     allowed = replace(
         current,

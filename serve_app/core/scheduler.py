@@ -1,20 +1,20 @@
-"""The scheduler: which request goes next, to which replica, and when, decided by a machine without a clock.
+"""The scheduler: decides which request is dispatched next, to which replica, and when. It has no clock.
 
-Theory of operation. `handle(event, now)` first ends what time has ended (queue timeouts, old reports), then
-applies the event, then dispatches until no head of any sub-queue fits anywhere. It returns the commands, in
-order. `next_wakeup()` says when time alone will change something. The live scheduler and the simulator do the
-same three things with it: feed events, carry out commands, arm the next wake-up.
+Theory of operation. `handle(event, now)` first processes what has timed out (queue timeouts, stale reports),
+then applies the event, then dispatches until no head of any sub-queue fits anywhere. It returns the commands,
+in order. `next_wakeup()` returns when time alone will change something. The live scheduler and the simulator
+do the same three things with it: feed events, execute commands, schedule the next wake-up.
 
 A request is in exactly one of three places: in the queue, on a replica in the ledger, or concluded and
-forgotten.
+removed.
 
 Rules:
-- A decision is its reservation: `Dispatch` is returned with the ledger already holding the request's tokens.
-- Late binding: a request waits for *a pool that may serve it*. Pools first serve requests that are at home in
-  them, then those that spill.
-- A head that does not fit holds up the sub-queue behind it, or small requests would starve large ones.
-- An event about a request that is unknown, or not where the event says, changes nothing: it crossed another
-  event on its way.
+- A decision is its reservation: `Dispatch` is returned when the ledger already holds the request's tokens.
+- Late binding: a request waits for *a pool that may serve it*. Each pool first serves requests whose home
+  pool it is, then those that spill.
+- A head that does not fit blocks the sub-queue behind it. Otherwise small requests would starve large ones.
+- An event about an unknown request, or one in another place than the event says, changes nothing: two events
+  crossed in transit.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,25 +62,25 @@ class Scheduler:
     """The scheduler of one model.
 
     Args:
-        now: time at which it begins, in seconds on the clock that its events will use.
-        policies: what `settings.policy` may name; simulations add research baselines.
-        estimator: instead of the one that the settings describe; simulations add noise to it.
+        now: start time, in seconds on the clock of its events.
+        policies: the policies that `settings.policy` may name; simulations add research baselines.
+        estimator: replaces the estimator that the settings describe; simulations add noise to it.
 
     Attributes:
-        queue: the requests that wait.
-        ledger: the replicas and what they have been promised.
-        estimator: what has been learned of bytes per token and of output lengths.
-        suspensions: which replicas get nothing for a while, because they fail.
-        affinity: which replicas have probably cached which prompts.
-        isolation: what counts as a long prefill.
+        queue: the queued requests.
+        ledger: the replicas and their reservations.
+        estimator: token estimates, with learned bytes per token and output lengths.
+        suspensions: suspends failing replicas.
+        affinity: the prefix caches of replicas.
+        isolation: the prefill classes and their limits.
         dispatcher: the order of service.
-        in_flight: the requests on replicas, and whose they are.
-        prefill_costs: how long prefills take in each pool.
-        passing: who is not scheduled.
-        admission: who may wait, and how long that is predicted to take.
-        router: which pools a request may go to.
-        arrived: the work that has arrived so far, for whoever scales the pools.
-        waits: what keeps waiting requests waiting.
+        in_flight: the requests on replicas, and their engine time.
+        prefill_costs: learned duration of prefills in each pool.
+        passing: selects the requests that bypass the scheduler.
+        admission: decides which requests may queue, and predicts their wait.
+        router: selects the pools that may serve a request.
+        arrived: the work that has arrived so far, for autoscaling.
+        waits: attributes waits to their causes.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class Scheduler:
         }
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
-        """Fold one event in and return what to do about it, in order.
+        """Apply one event and return the resulting commands, in order.
 
         Args:
-            now: seconds; never less than at the call before.
+            now: time in seconds, not less than in the previous call.
 
         Raises:
             ValueError: time went back.
@@ -167,26 +167,26 @@ class Scheduler:
         return commands
 
     def next_wakeup(self) -> float | None:
-        """When time alone changes something; None when only an event can."""
+        """Return when time alone changes something, or None if only an event can."""
         waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
         return earliest(waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at())
 
     def find(self, request_id: str) -> ScheduledRequest | None:
-        """The request as it stands, None when it is unknown or over."""
+        """Return the current state of a request, or None if it is unknown or has ended."""
         return self._requests.get(request_id)
 
     def requests_of(self, gateway_id: str) -> list[ScheduledRequest]:
-        """All requests of one gateway, waiting and running."""
+        """Return all requests of one gateway, queued and running."""
         return self._requests.of_gateway(gateway_id)
 
     def queue_snapshot(self, now: float, most: int = MAX_SUB_QUEUES) -> QueueSnapshot:
-        """Which requests wait where, and why, with at most so many sub-queues; for people."""
+        """Return a snapshot of the queue for operators, with at most `most` sub-queues."""
         parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
         return take_queue_snapshot(*parts, now, most)
 
     def __len__(self) -> int:
-        """Requests that are waiting or running."""
+        """Return the number of queued and running requests."""
         return len(self._requests)
 
     def __repr__(self) -> str:
@@ -217,7 +217,7 @@ class Scheduler:
         if choice is not None:
             self._send(choice, now)
         elif denial is not None:
-            # It may go at once: those that wait may be waiting for another pool.
+            # It may still fit now, because the queued requests may wait for another pool.
             self._dispatch(now)
             if scheduled.queued:
                 self._refuse_waiting(scheduled, self.admission.deny(scheduled, denial, now))
@@ -239,7 +239,7 @@ class Scheduler:
         return scheduled
 
     def _on_resume(self, event: ev.Resumed, now: float) -> None:
-        """The gateway that holds the request is right about where it runs."""
+        """Resume a request on its replica. The gateway that holds it is authoritative about its place."""
         scheduled = self._requests.get(event.request.request_id)
         if scheduled is None:
             estimate = self.estimator.estimate(event.request)
@@ -267,7 +267,7 @@ class Scheduler:
         if scheduled is None:
             return
         scheduled.usage = event.usage
-        # The count of an answer that broke off would teach that answers are short.
+        # The count of an interrupted answer would bias output lengths down.
         if event.outcome is Outcome.COMPLETED and event.usage is not None:
             self.estimator.observe(scheduled.request, event.usage)
             self.queue.settle(scheduled, event.usage)
@@ -300,7 +300,7 @@ class Scheduler:
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
-            # An engine that failed has worked for it.
+            # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
         self.suspensions.on_failure(event.replica_id, event.failure, now)
         if end := exhausted(scheduled, self.settings) or self.admission.overdue(scheduled, now):
@@ -309,8 +309,9 @@ class Scheduler:
             self._put_back(scheduled, event.message, now)
 
     def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
-        """Let it wait again, as `put_backs` has noted."""
-        # Routed again: an engine may have found it too long, and pools may have changed while it ran.
+        """Queue a put-back request again, as `note_put_back` has recorded."""
+        # Route it again, because an engine may have rejected it as too long, and pools may have changed
+        # since.
         scheduled.pools, refusal = self._routing.route_again(scheduled, now)
         if refusal:
             if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
@@ -375,7 +376,7 @@ class Scheduler:
             self.queue.requeue_all()
 
     def _on_retune(self, event: ev.Retuned, now: float) -> None:
-        """Weights, isolation and backpressure; the ledger's own limits are not retunable."""
+        """Apply weights, isolation and backpressure. The limits of the ledger itself are not retunable."""
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)
@@ -388,7 +389,7 @@ class Scheduler:
             self._send(choice, now)
 
     def _send(self, choice: Choice, now: float) -> None:
-        """Reserve what was chosen, and say so: the decision is its reservation."""
+        """Reserve capacity for a choice and emit its command: the decision is its reservation."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         if scheduled.queued:
             self.queue.remove(scheduled)
@@ -435,7 +436,7 @@ class Scheduler:
         self._conclude(scheduled.request, refusal)
 
     def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
-        """Say how it ended. One that is refused on arrival was never remembered."""
+        """Emit the outcome of a request. A request rejected on arrival is not in the table."""
         waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
             self.router.on_departure(scheduled.estimate, scheduled.counted_at)

@@ -1,4 +1,4 @@
-"""Settings of one model's scheduler, with those of admission and of the EWSJF policies."""
+"""Settings of one model's scheduler, including those of admission and of the EWSJF policies."""
 
 from dataclasses import asdict, field, fields, replace
 from typing import Annotated
@@ -27,25 +27,24 @@ from serve_app.request import PriorityClass
 
 @settings(block="admission")
 class AdmissionSettings:
-    """Who may wait, besides the bound `max_waiting` on all of them.
+    """Limits on queued requests, in addition to `max_waiting`.
 
     Attributes:
-        tenant_share: share of `max_waiting` that one tenant can fill when it is alone.
+        tenant_share: share of `max_waiting` that a single active tenant may fill.
     """
 
-    # A fifth is left for tenants that arrive later; two heavy tenants get 44 % each, and a ninth is left.
+    # The default leaves a fifth for tenants that arrive later. Two heavy tenants get 44 % each, and a ninth
+    # is left.
     tenant_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.8
-
-
-# Settings of EWSJF: the score's weights and the life of queues.
 
 
 @settings(block="ewsjf.weights")
 class ScoreWeights:
     """Weights of the density-weighted score, Eq 1 and Eq 4; names as in the paper.
 
-    `w_urg(b) = a_u * b + b_u` weighs waiting, `w_fair(b) = a_f * b + b_f` weighs length, b being the mean
-    length of the queue. Both are clamped to `floor`, or long queues could end up with a negative urgency.
+    `w_urg(b) = a_u * b + b_u` weighs waiting, `w_fair(b) = a_f * b + b_f` weighs length, where b is the mean
+    length of the queue. Both are clamped to `floor`, because long queues could otherwise have a negative
+    urgency.
     """
 
     w_base: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -59,24 +58,24 @@ class ScoreWeights:
 PAPER_WEIGHTS = ScoreWeights()
 
 OWN_WEIGHTS = ScoreWeights(a_u=0.0, b_u=0.1)
-"""Ours. With the paper's weights a request that has waited a hundred times its own prefill outscores a fresh
-request of a tenth of its length. After a burst that holds for all long ones, which then delay the short ones.
-The bound on waiting is not the score's task: `promotion` sets it. `experiments/policies` compares both."""
+"""Our weights. With the paper's weights a request that has waited a hundred times its own prefill outscores a
+fresh request of a tenth of its length. After a burst that applies to all long ones, which then delay the
+short ones. The score does not bound waits, because `promotion` does. `experiments/policies` compares both."""
 
 
 @settings
 class GivenWeights:
-    """Weights that were set; the policy uses its own for those that are None."""
+    """Configured weights; the policy's defaults replace those that are None."""
 
     # Constant term of the score.
     w_base: Annotated[float | None, INTERNAL] = None
-    # The part of the weight of waiting that grows with the mean length of the queue, per token.
+    # Part of the weight of waiting that grows with the mean length of the queue, per token.
     a_u: float | None = None
-    # The part of the weight of waiting that is the same for all queues.
+    # Part of the weight of waiting that is the same for all queues.
     b_u: float | None = None
-    # The part of the weight of length that grows with the mean length of the queue, per token.
+    # Part of the weight of length that grows with the mean length of the queue, per token.
     a_f: float | None = None
-    # The part of the weight of length that is the same for all queues.
+    # Part of the weight of length that is the same for all queues.
     b_f: float | None = None
     # Lower bound of both weights.
     floor: Annotated[float | None, INTERNAL] = None
@@ -86,11 +85,11 @@ class GivenWeights:
 
     @classmethod
     def all_of(cls, weights: ScoreWeights) -> "GivenWeights":
-        """Every weight set explicitly."""
+        """Return weights that are all set explicitly."""
         return cls(**asdict(weights))
 
     def over(self, others: ScoreWeights) -> ScoreWeights:
-        """These weights, and `others` where one is None."""
+        """Return these weights, with those of `others` in place of None."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return ScoreWeights(
             **{name: getattr(others, name) if value is None else value for name, value in given.items()}
@@ -99,56 +98,58 @@ class GivenWeights:
 
 @settings(block="ewsjf")
 class EwsjfSettings:
-    """How the EWSJF policies queue and score."""
+    """Settings of the EWSJF policies."""
 
-    # By default the paper's policy has the paper's weights, and ours ages less (`OWN_WEIGHTS`).
+    # By default `ewsjf-paper` has the paper's weights, and `ewsjf` weighs waiting less (`OWN_WEIGHTS`).
     weights: GivenWeights = field(default_factory=GivenWeights)
 
 
 @settings(block="queue_timeout_s")
 class QueueTimeouts:
-    """Seconds that a request of each class may wait in the queue, when its client states no timeout."""
+    """Queue timeouts by class, in seconds, for requests whose client sets none."""
 
-    # People leave long before a minute is over. A program's own timeout is often ten minutes (the default of
-    # the OpenAI SDK), so the default class ends well before that, and the client gets a 504.
+    # Users leave long before a minute has passed.
     interactive: Annotated[float, POSITIVE] = 60.0
-    # Inside the ten minutes after which programs give up.
+    # Below ten minutes, the default timeout of the OpenAI SDK and of many programs, so that the client
+    # receives a 504.
     default: Annotated[float, POSITIVE] = 300.0
-    # Batch work waits for idle capacity, which may come only at night.
+    # Batch work waits for idle capacity, which may only be available at night.
     batch: Annotated[float, POSITIVE] = 43_200.0
 
     def of(self, priority: PriorityClass) -> float:
-        """The time for one class, in seconds."""
+        """Return the timeout of one class, in seconds."""
         timeout: float = getattr(self, priority.value)
         return timeout
 
 
-# As a file has it: `SchedulerSettings` adds the names of model and pools, which stand elsewhere in the file.
+# The part that is written in a file. `SchedulerSettings` adds model and pools, which are configured elsewhere
+# in the file.
 @settings
 class WrittenScheduler:
-    """How one model's requests are admitted, ordered and sent to engines.
+    """Admission, ordering and dispatch of one model's requests.
 
     Attributes:
         policy: name of the ordering policy, a key of `POLICIES` in `serve_app.core.policies`.
     """
 
     policy: str = "ewsjf"
-    # Share of the requests that are scheduled. The others go straight to the replica with the fewest: 0 only
-    # observes what scheduling would do, and `python -m serve_app mode` changes it while it runs.
+    # Share of the requests that are scheduled. The others go directly to the replica with the fewest
+    # requests: with 0, the scheduler only observes. `python -m serve_app mode` changes the share at run time.
     active_share: Annotated[float, SHARE] = 1.0
-    # A bound on memory and on the wait of the last request. At 20 requests/s it is nearly two minutes of
-    # work; beyond that a refusal with Retry-After serves the client better than a longer queue.
+    # Maximum number of queued requests, which bounds memory and the wait of the last one. The default is
+    # nearly two minutes of work at 20 requests/s. Beyond that a rejection with `Retry-After` serves clients
+    # better than a longer queue.
     max_waiting: Annotated[int, at_least(1)] = 2_000
     queue_timeout_s: QueueTimeouts = field(default_factory=QueueTimeouts)
-    # Replicas that a request may be lost on before it fails. After the first it goes where no other suspect
-    # is, so the second loss is its own doing, or rare bad luck. Each costs everybody an engine.
+    # Number of replicas lost under a request after which it fails. After the first loss it is quarantined
+    # from other suspects, so it most likely caused the second loss itself. Each loss costs an engine.
     max_attempts: Annotated[int, at_least(1), ADVANCED] = 2
-    # Times that a request may come back from replicas, for whatever reason, before it fails. With the
-    # backoff between them, 16 take about four minutes; its queue timeout usually ends it before.
+    # Number of put-backs, for any reason, after which a request fails. With backoff, 16 take about four
+    # minutes, and the queue timeout usually ends the request earlier.
     max_put_backs: Annotated[int, at_least(1), INTERNAL] = 16
-    # How long a request waits while no replica that could take it is alive, before it is refused with 503.
-    # It covers a replica that reconnects or whose report is late. It is not meant to cover the start of an
-    # engine: a client that is told so at once may go elsewhere.
+    # Seconds that a request waits while no replica that could serve it is alive, before it is rejected with
+    # 503. This covers a replica that reconnects or reports late. It does not cover the start of an engine, so
+    # that clients can fail over early.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 5.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     routing: WrittenRouting = field(default_factory=WrittenRouting)
@@ -169,7 +170,7 @@ class SchedulerSettings(WrittenScheduler):
     """All settings of one model's scheduler.
 
     Attributes:
-        model: name that clients request.
+        model: the model name that clients send.
         aliases: other names for the same model (LoRA adapters, old names).
         on_demand_pools: pools whose first replica starts when a request waits for them.
     """
@@ -181,7 +182,7 @@ class SchedulerSettings(WrittenScheduler):
 
     @property
     def backpressure_in_force(self) -> BackpressureSettings:
-        """Backpressure as it applies: an engine that orders its own queue may have a longer one."""
+        """The effective settings: an engine that orders its own queue may have a longer one."""
         mode = self.engine_priority
         if not mode.enabled:
             return self.backpressure

@@ -5,15 +5,15 @@
         batch_s: Annotated[float, POSITIVE] = 1_800.0
         promoted_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.2
 
-A class of settings is a frozen dataclass with keyword arguments only. Every value is compared with its range
-whenever an object is made, from a file or in Python. Checks that concern two settings stand in the class's
-own `__post_init__`, which runs after the ranges. `read` makes settings of the values of a file, and names
-everything that is wrong with them at once, each by its full path.
+A settings class is a frozen dataclass with keyword arguments only. Every value is checked against its range
+when an object is created, from a file or in Python. Checks that involve two settings are in the class's
+`__post_init__`, which runs after the range checks. `read` creates settings from the values of a file, and
+reports all faults at once, each with its full path.
 
-A setting has one of three audiences. Every user may need one without a mark. `ADVANCED` ones stand under
-`advanced` in their block of a file. `INTERNAL` ones stand in no file and no reference: they are for code that
-makes settings in Python (experiments, ablations, tests that shorten a time) and for `simulate --set`. What
-nothing turns at all is a constant beside the code.
+A setting has one of three audiences. Settings without a mark are for every user. `ADVANCED` ones are under
+`advanced` in their block of a file. `INTERNAL` ones are in no file and no reference: they are for code that
+creates settings in Python (experiments, ablations, tests that shorten a time) and for `simulate --set`. A
+value that never needs to change is a constant in the code.
 """
 
 import difflib
@@ -40,18 +40,18 @@ class Audience(enum.Enum):
 
 
 ADVANCED = Audience.ADVANCED
-"""Marks a setting whose default suits nearly everybody; a file gives it under `advanced` in its block."""
+"""Marks a setting whose default suits almost all users; a file contains it under `advanced` in its block."""
 INTERNAL = Audience.INTERNAL
-"""Marks a setting, or a block of them, that is set in Python only."""
+"""Marks a setting, or a block of settings, that is set only in Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that a setting may have, both ends included. None, where the type allows it, is in range.
+    """The allowed numbers of a setting, both ends included. None, if the type allows it, is in range.
 
     Attributes:
-        words: what a message says of a value outside, such as `must be positive`.
-        remedy: what else it says, after the value and a colon.
+        words: the message for a value outside, such as `must be positive`.
+        remedy: appended to the message after the value, with a colon.
     """
 
     low: float
@@ -88,30 +88,28 @@ INNER_SHARE = Range(_after(0), _before(1), "must be above 0 and below 1")
 
 
 def at_least(low: float) -> Range:
-    """Numbers from `low` on."""
+    """Return the range of numbers from `low`."""
     return Range(low, math.inf, f"must be at least {low:,}")
 
 
 def share_below(high: float) -> Range:
-    """Shares from 0 on that do not reach `high`."""
+    """Return the range of shares from 0 to below `high`."""
     return Range(0, _before(high), f"must be at least 0 and below {high}")
 
 
 def between(low: float, high: float) -> Range:
-    """Numbers from `low` to `high`."""
+    """Return the range of numbers from `low` to `high`."""
     return Range(low, high, f"must be from {low:,} to {high:,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a class says of one of its settings.
+    """The description of one setting of a class.
 
     Attributes:
-        kind: its type, without marks and ranges.
-        default: `dataclasses.MISSING` when it has none.
-        allowed: its range, if it has one.
-        is_advanced: files give it under `advanced`.
-        is_internal: files do not give it.
+        default: its default; `dataclasses.MISSING` if it has none.
+        is_advanced: whether files contain it under `advanced`.
+        is_internal: whether files cannot contain it.
     """
 
     name: str
@@ -124,18 +122,18 @@ class Setting:
 
 @cache
 def describe(cls: type) -> tuple[Setting, ...]:
-    """Return the settings of a class that `settings` made, in the order of their declaration."""
+    """Return the settings of a settings class, in the order of their declaration."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_described(each, hints[each.name]) for each in fields(cls))
 
 
 def in_files(cls: type) -> dict[str, Setting]:
-    """Return the settings of a class that files may give, by name."""
+    """Return the settings of a class that files may contain, by name."""
     return {each.name: each for each in describe(cls) if not each.is_internal}
 
 
 def block_of(kind: Any) -> type | None:
-    """The class of settings that a setting of this type holds, None when it holds a plain value."""
+    """Return the settings class of a setting that is a block, or None for a plain value."""
     arms = typing.get_args(kind) if _is_union(kind) else (kind,)
     blocks = (arm for arm in map(_plain, arms) if isinstance(arm, type) and is_dataclass(arm))
     return next(blocks, None)
@@ -153,11 +151,11 @@ def settings(*, block: str = "") -> Callable[[type[Settings]], type[Settings]]: 
 def settings(
     cls: type[Settings] | None = None, /, *, block: str = ""
 ) -> type[Settings] | Callable[[type[Settings]], type[Settings]]:
-    """Make a class of settings out of annotations and defaults.
+    """Create a settings class from annotations and defaults.
 
     Args:
-        cls: the class, when the decorator stands without parentheses.
-        block: name of the block in files, which messages put before the setting's own.
+        cls: the class, if the decorator is used without parentheses.
+        block: name of the block in files, which prefixes the setting's name in messages.
     """
     return _made(cls, block) if cls is not None else lambda given: _made(given, block)
 
@@ -185,7 +183,7 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
         if own is not None:
             own(self)
 
-    # Before the dataclass is made: one with slots is a copy of this class.
+    # Before the dataclass is created, because one with slots is a copy of this class.
     for name, value in (("__post_init__", check), ("__pydantic_config__", {"extra": "forbid"})):
         setattr(cls, name, value)
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
@@ -223,22 +221,19 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return typing.get_args(_plain(kind)) if typing.get_origin(_plain(kind)) is Literal else ()
 
 
-# Reading and writing plain values: those of YAML, JSON and `user_config`.
-
-
 def read(
     cls: type[Settings], value: object, *, as_file: bool, extended: Mapping[type, type] = MappingProxyType({})
 ) -> Settings:
-    """Make settings of plain values.
+    """Create settings from plain values, such as those of YAML, JSON and `user_config`.
 
     Args:
-        as_file: advanced settings stand under `advanced`, and internal ones are refused. Otherwise all stand
+        as_file: advanced settings are under `advanced`, and internal ones are rejected. Otherwise all are
             side by side, as in Python.
-        extended: for each class of a file, the class that completes it. The fault for a key that only the
+        extended: for each class of a file, the class that completes it. The message for a key that only the
             latter has says that it follows from the models.
 
     Raises:
-        SettingsError: everything that is unknown, misplaced, missing or out of range, one line each.
+        SettingsError: all unknown, misplaced, missing and out-of-range settings, one line each.
     """
     reader = _Reader(as_file=as_file, extended=extended)
     found = reader.block(value, cls, "")
@@ -248,7 +243,7 @@ def read(
 
 
 def plain(value: object) -> Any:
-    """Return settings as plain values, all side by side; `read` makes settings of them again."""
+    """Return settings as plain values, all side by side. `read` restores them."""
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
@@ -259,14 +254,13 @@ def plain(value: object) -> Any:
 
 
 def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as a file gives them: the advanced ones under `advanced` in their block.
+    """Return values as a file contains them: advanced ones under `advanced` in their block.
 
     Args:
-        cls: the class of the block that they belong to.
-        values: by name; those of a block inside it are a mapping again.
+        values: values by name; a nested block is a mapping.
 
     Raises:
-        SettingsError: there is no such setting.
+        SettingsError: a setting does not exist.
     """
     usual: dict[str, Any] = {}
     advanced: dict[str, Any] = {}
@@ -281,15 +275,15 @@ def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hot_settings(settings: object, cold: Collection[str]) -> dict[str, Any]:
-    """Return all settings but the cold ones, which need a new process, as plain values for `user_config`."""
+    """Return settings as plain values for `user_config`, except cold ones, which need a new process."""
     return {name: value for name, value in plain(settings).items() if name not in cold}
 
 
 def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collection[str]) -> Settings:
-    """Return the settings with what is given in place of what they had.
+    """Return the settings with given values replaced.
 
     Args:
-        given: by name. A block counts as a whole: what is left out in it has its default.
+        given: values by name. A block is replaced as a whole: omitted settings in it have their defaults.
 
     Raises:
         SettingsError: a name is unknown or cold, or a value is out of range.
@@ -308,14 +302,14 @@ def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collec
 
 
 class _Faulty:
-    """Stands for a value that cannot be made; the reason is among the faults."""
+    """Placeholder for an invalid value; its reason is among the faults."""
 
 
 _FAULTY = _Faulty()
 
 
 class _Reader:
-    """Makes settings of plain values, and notes every fault with the full path of its key."""
+    """Creates settings from plain values, and collects all faults with the full paths of their keys."""
 
     def __init__(self, *, as_file: bool, extended: Mapping[type, type]) -> None:
         self._as_file = as_file
@@ -323,8 +317,8 @@ class _Reader:
         self.faults: list[str] = []
 
     def block(self, given: object, cls: type, path: str) -> Any:
-        """Make an object of a settings class."""
-        # A key with nothing behind it: all defaults.
+        """Create an object of a settings class."""
+        # A key without a value: all defaults.
         given = {} if given is None else given
         if not isinstance(given, Mapping):
             return self._fault(f"{path or 'args'} must hold settings, got {given!r}")
@@ -355,7 +349,7 @@ class _Reader:
     def _entries(
         self, given: Mapping[Any, Any], cls: type, path: str
     ) -> Iterator[tuple[Any, Any, str, bool]]:
-        """Yield each key of a block with its value and full path, and whether it stands under `advanced`."""
+        """Yield each key of a block with its value and full path, and whether it is under `advanced`."""
         has_advanced = self._as_file and any(each.is_advanced for each in self._known(cls).values())
         for key, value in given.items():
             here = _joined(path, key)
@@ -384,7 +378,7 @@ class _Reader:
         return self._fault(f"{path} {allowed.refusal(found)}")
 
     def _value(self, value: Any, kind: Any, path: str) -> Any:
-        """Make a value of a type."""
+        """Create a value of a type."""
         kind = _plain(kind)
         if _is_union(kind):
             return self._one_of(value, typing.get_args(kind), path)
@@ -401,7 +395,7 @@ class _Reader:
         return found
 
     def _collection(self, value: Any, kinds: tuple[Any, ...], path: str) -> Any:
-        """Make a tuple or a mapping."""
+        """Create a tuple or a mapping."""
         if not isinstance(value, Mapping):
             found = [self._value(each, kinds[0], f"{path}[{place}]") for place, each in enumerate(value)]
             return _FAULTY if _FAULTY in found else tuple(found)
@@ -412,7 +406,7 @@ class _Reader:
         return _FAULTY if _FAULTY in (*pairs, *pairs.values()) else pairs
 
     def _one_of(self, value: object, arms: tuple[Any, ...], path: str) -> Any:
-        """Make a value of the first type that takes it."""
+        """Create a value of the first type that accepts it."""
         if value is None and types.NoneType in arms:
             return None
         arms = tuple(arm for arm in arms if arm is not types.NoneType)
@@ -438,9 +432,9 @@ def _known_values(kind: Any) -> tuple[Any, ...]:
 
 
 def _scalar(value: object, kind: Any) -> Any:
-    """Return the value as a text, a number, a truth value or one of known values; None where it is none.
+    """Return the value as a string, a number, a boolean or one of known values, else None.
 
-    Numbers may stand in quotation marks: YAML takes `1e-4` for a text.
+    Numbers may be quoted: YAML reads `1e-4` as a string.
     """
     if known := _known_values(kind):
         made = kind(value) if isinstance(kind, type) and value in known else value

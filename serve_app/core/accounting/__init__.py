@@ -1,1 +1,1 @@
-"""Accounting: readers of events and commands that explain waits, attribute costs and predict starts."""
+"""Accounting: explains waits, attributes engine time to tenants and takes snapshots of the queue."""

@@ -1,4 +1,4 @@
-"""Costs of requests: the engine time that they use, divided among them, and sums by class and tenant."""
+"""Cost attribution: engine time divided among the requests that used it, summed by class and tenant."""
 
 from collections.abc import Iterator
 
@@ -8,28 +8,21 @@ from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass, Request
 
-# Sums by class and tenant, bounded in number.
-
-
-# Tenants beyond these are summed together.
+# Bound on memory: seconds of tenants beyond these are summed under `OTHERS`.
 _MOST = 1_000
 OTHERS = "other"
-"""The name under which all further tenants are summed."""
+"""The name under which all tenants beyond the bound are summed."""
 
 
 class TenantTotals:
-    """Seconds by a place, class and tenant.
-
-    Args:
-        most: how many sums there may be besides those of `OTHERS`.
-    """
+    """Seconds by place (such as a pool), class and tenant: at most `most` sums, and those of `OTHERS`."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._seconds: dict[tuple[str, PriorityClass, str], float] = {}
 
     def add(self, place: str, request: Request, seconds: float) -> None:
-        """A request has so much more on its account; nothing is kept of no time at all."""
+        """Add seconds to the sum of a request's class and tenant at a place. Zero creates no entry."""
         if not seconds:
             return
         key = place, request.priority, request.tenant
@@ -39,7 +32,7 @@ class TenantTotals:
         known[key] = known.get(key, 0.0) + seconds
 
     def __iter__(self) -> Iterator[tuple[str, PriorityClass, str, float]]:
-        """Place, class, tenant and the seconds so far."""
+        """Yield place, class, tenant and seconds so far."""
         for (place, priority, tenant), seconds in self._seconds.items():
             yield place, priority, tenant, seconds
 
@@ -47,39 +40,36 @@ class TenantTotals:
         return f"<TenantTotals {len(self._seconds)} sums, {sum(self._seconds.values()):.1f} s>"
 
 
-# Engine time: the seconds that replicas worked, divided among the requests that they worked on.
+# Engine time: the seconds for which replicas were busy, divided among their requests.
 #
-# An engine works while it has a request. What it does in each step is not told, so its time is divided by a
-# model of steps:
+# An engine is busy while it has a request. Engines do not report the content of each step, so a model of
+# steps divides the time:
 #
 # - A step reads the weights of the model once for all requests in it. This *common* time is divided equally
 #   among the requests on the replica.
-# - A step with prompt tokens takes longer where computing them takes longer than the reading
-#   (`engines.model.step_time`). Only that excess is charged to the prompt's request. A prompt of `b` uncached
-#   tokens passes in `k = max(1, b / chunk)` steps, each of which has room for as many as are computed while
-#   the weights are read. The prefills under way beside it, `m` with its own, share that room:
+# - A step with prompt tokens takes longer if computing them takes longer than reading the weights
+#   (`engines.model.step_time`). Only this excess is charged to the prompt's request. A prompt of `b` uncached
+#   tokens takes `k = max(1, b / chunk)` steps. Each step computes some prompt tokens at no cost while the
+#   weights are read. The `m` prefills in progress, this one included, share that capacity:
 #
 #       excess = max(0, per_token * b - k * base / m)
 #
-#   `per_token` and `base` are those of the learned cost of a prefill (`core.routing.prefill_cost`): what is
-#   left for an empty prompt is about one reading of the weights.
+#   `per_token` and `base` are from the learned cost of a prefill (`core.routing.prefill_cost`): the cost of
+#   an empty prompt is about one read of the weights.
 #
-# So that nothing is divided twice, the time between two events goes into a *pot*. Prefills that have not been
-# paid keep what they need of it. The rest moves the *common clock*: the seconds that a request has used which
-# was there all the while. A request pays the difference of that clock between its dispatch and its end, and
-# its excess at its first token, or at its end where the answer is not streamed. What remains when the last
-# request leaves is its own. The sum of all that is charged is the time worked.
+# To divide no time twice, the time between two events enters a *pot*. Unpaid prefills reserve their excess in
+# the pot. The rest advances the *common clock*: the seconds used by a request that was present all the time.
+# A request pays the advance of that clock between its dispatch and its end. It pays its excess at its first
+# token, or at its end if the answer is not streamed. The last request to leave pays what remains in the pot.
+# All charges add up to the busy time.
 
 
-# vLLM's default for `max_num_batched_tokens` on most GPUs, where an engine does not state its own.
+# vLLM's default for `max_num_batched_tokens` on most GPUs, for engines that do not report theirs.
 _LIKELY_CHUNK_TOKENS = 2048
 
 
 class EngineTime:
-    """Divides the time of engines.
-
-    Args:
-        costs: of prefills, as learned.
+    """Divides the busy time of engines among their requests.
 
     Attributes:
         used: seconds of requests that have left their replica, by pool, class and tenant.
@@ -94,7 +84,10 @@ class EngineTime:
         return f"<EngineTime of {len(self._replicas)} replicas at work, {self.used}>"
 
     def on_dispatch(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
-        """A request is on a replica, which holds it already; its answer may have begun."""
+        """Open the account of a request that the replica already holds.
+
+        A request whose answer has already started owes no prefill.
+        """
         spec = state.spec
         time = self._replicas.get(spec.replica_id)
         if time is None:
@@ -111,7 +104,7 @@ class EngineTime:
         scheduled.engine_share = EngineShare(time, cost.per_token_s * tokens, read_s, state.unstarted or 1)
 
     def on_first_token(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
-        """The streamed answer of a request has begun; the replica holds its prefill still."""
+        """Charge the prefill of a streamed request. The replica must still count it as unstarted."""
         share = scheduled.engine_share
         if share is not None:
             share.time.advance(now)
@@ -120,11 +113,7 @@ class EngineTime:
     def on_departure(
         self, scheduled: ScheduledRequest, state: ReplicaState, now: float, *, ran: bool
     ) -> None:
-        """A request leaves its replica.
-
-        Args:
-            ran: the engine has worked on it, as far as is known; else its prefill costs nothing.
-        """
+        """Move a request's seconds to `used`. If it never ran on the engine, its prefill costs nothing."""
         share = scheduled.engine_share
         if share is None:
             return

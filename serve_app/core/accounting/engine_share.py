@@ -1,15 +1,13 @@
-"""What one request owes to the replica that it runs on."""
+"""Accounts of the engine time that one request owes to its replica (see `costs`)."""
 
 
 class ReplicaTime:
-    """The time of one replica since it last had nothing to do.
+    """The time of one replica since it was last idle.
 
     Attributes:
-        at: when it was last looked at.
-        pot_s: time that is not divided yet.
-        owed_s: prefills that are not paid.
-        common_s: the common clock.
-        requests: how many are on the replica.
+        at: time of the last update, in seconds.
+        pot_s: time not yet divided.
+        owed_s: excess of the unpaid prefills.
     """
 
     __slots__ = ("at", "common_s", "owed_s", "pot_s", "requests")
@@ -25,7 +23,7 @@ class ReplicaTime:
         return f"<ReplicaTime at {self.at}: pot {self.pot_s} s, {self.requests} requests>"
 
     def advance(self, now: float) -> None:
-        """Put the time since the last look into the pot, and divide what no prefill needs."""
+        """Add the time since the last update to the pot, and divide what the unpaid prefills do not need."""
         pot_s, owed_s = self.pot_s + now - self.at, self.owed_s
         self.at = now
         if pot_s > owed_s:
@@ -39,13 +37,12 @@ class EngineShare:
     """The account of one request on one replica.
 
     Attributes:
-        time: of the replica.
-        since: where the common clock stood when it came.
-        compute_s: of its prompt.
-        read_s: of the weights, in the steps that its prompt passes in.
-        prefills: prefills under way on the replica when it came, its own included.
-        owed_s: what its prefill keeps of the pot; 0 once that is paid.
-        paid_s: for its prefill.
+        since: common clock at its dispatch, in seconds.
+        compute_s: time to compute its prompt.
+        read_s: time to read the weights in the steps that its prompt takes.
+        prefills: prefills in progress on the replica at its dispatch, this one included.
+        owed_s: time in the pot reserved for its prefill; 0 once that is paid.
+        paid_s: time paid for its prefill.
     """
 
     __slots__ = ("compute_s", "owed_s", "paid_s", "prefills", "read_s", "since", "time")
@@ -64,15 +61,15 @@ class EngineShare:
         return f"<EngineShare since {self.since}, owes {self.owed_s} s, has paid {self.paid_s} s>"
 
     def excess_s(self, prefills: float) -> float:
-        """What its prompt adds to its steps, with so many prefills under way."""
+        """Return the time that the prompt adds to its steps if `prefills` prefills share them."""
         return max(0.0, self.compute_s - self.read_s / prefills)
 
     def pay(self, seconds: float) -> None:
-        """Its prefill has ended, and has taken so much, if there was so much time."""
+        """Charge `seconds` for the completed prefill, at most what the pot holds."""
         time = self.time
         paid = min(seconds, time.pot_s)
         self.paid_s += paid
         time.pot_s -= paid
-        # Sums of floats: not less than nothing is owed.
+        # Rounding errors of the sums could make this negative.
         time.owed_s = max(0.0, time.owed_s - self.owed_s)
         self.owed_s = self.compute_s = 0.0

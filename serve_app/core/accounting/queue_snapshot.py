@@ -1,4 +1,4 @@
-"""A snapshot of the request queue for operators: which requests wait where, for how long, and why."""
+"""A snapshot of the request queue for operators: queued requests, their queue times and the causes."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -13,23 +13,21 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.request import PriorityClass
 
-# More than a person would read; a bound on the scheduler's time.
+# Bounds the scheduler's time; more than an operator would read.
 MAX_SUB_QUEUES = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubQueueView:
-    """One sub-queue, by its head.
+    """One sub-queue and its head.
 
     Attributes:
-        pools: where its requests may go, their home first.
-        prefill_class: of their prefills (see `isolation`).
-        waiting: requests in the sub-queue.
+        pools: pools that may serve its requests, the home pool first.
         head: id of the first request.
-        wait_s: how long the head has waited.
+        wait_s: queue time of the head so far.
         score: the policy's score of the head now; comparable only within one policy.
         cause: what the head waits for, as receipts and metrics count it.
-        why: why the head is not dispatched now, by pool.
+        why: the reason in each pool why the head is not dispatched now.
     """
 
     priority: PriorityClass
@@ -47,13 +45,13 @@ class SubQueueView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthQueueView:
-    """One length queue, of all tenants and classes.
+    """One length queue, summed over all tenants and classes.
 
     Attributes:
-        bounds: its lengths; None under a policy whose queues have none.
-        waiting: requests in it, but for those in backoff.
-        longest_wait_s: of a head in it; None while it is empty.
-        head: the sub-queue whose head the policy scores highest; None while it is empty.
+        bounds: its range of lengths; None if the policy's queues have none.
+        waiting: requests in it, except those in backoff.
+        longest_wait_s: longest queue time of its heads; None if it is empty.
+        head: the sub-queue whose head the policy scores highest; None if it is empty.
     """
 
     name: str
@@ -68,11 +66,11 @@ class QueueSnapshot:
     """The length queues, the sub-queues whose heads have waited longest, and the service of each tenant.
 
     Attributes:
-        length_queues: the shortest lengths first; those without bounds by their names.
-        sub_queues: the longest wait first.
-        left_out: number of sub-queues beyond those.
+        length_queues: by rising length; those without bounds by name.
+        sub_queues: longest wait first.
+        left_out: sub-queues beyond the limit of the snapshot.
         served: service over weight by class and tenant, in the units of the fairness mode.
-        b_short_tokens: the budget up to which a request is at home in the first pool now.
+        b_short_tokens: current token budget up to which the first pool is the home pool.
     """
 
     length_queues: tuple[LengthQueueView, ...]
@@ -90,7 +88,7 @@ def take_queue_snapshot(
     now: float,
     most: int,
 ) -> QueueSnapshot:
-    """Take a snapshot at `now`, with at most so many sub-queues; changes nothing."""
+    """Take a snapshot at `now` with at most `most` sub-queues. Changes no state."""
     heads = list(queue.sub_queue_heads())
     longest = heapq.nsmallest(most, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
     return QueueSnapshot(

@@ -1,4 +1,4 @@
-"""What can keep a request waiting, and how a wait is divided among those causes."""
+"""Causes of waits, and the tally that divides one request's wait among them."""
 
 import enum
 from dataclasses import dataclass, field
@@ -9,42 +9,42 @@ if TYPE_CHECKING:
 
 
 class WaitCause(enum.StrEnum):
-    """What a request waited for. The first four are matters of order: others went first."""
+    """A cause of a wait. The first four mean that a slot became free and another request got it."""
 
     HIGHER_CLASS = "higher_class"
-    """A place in an engine came free, and a request of a higher class got it."""
+    """A request of a higher class got the slot."""
     OTHER_TENANTS = "other_tenants"
-    """A request of another tenant of its class got the place."""
+    """A request of another tenant of the same class got the slot."""
     OWN_REQUESTS = "own_requests"
-    """Another request of its own tenant and class got the place."""
+    """Another request of the same tenant and class got the slot."""
     LOWER_CLASS = "lower_class"
-    """A request of a lower class got the place: its floor share, or it had waited too long."""
+    """A request of a lower class got the slot, because of its class floor or its starvation bound."""
     ENGINES_BUSY = "engines_busy"
-    """No engine took more, until this request got the next place."""
+    """No engine accepted more requests. This request got the next slot."""
     LONG_PREFILL = "long_prefill"
-    """It has a long prompt, and as many long prefills as are allowed were under way."""
+    """It has a long prompt, and the maximum number of long prefills was in flight."""
     KV_CACHE = "kv_cache"
-    """The free places had too little KV cache for it."""
+    """The free slots had too little KV cache for it."""
     ENGINE_QUEUE = "engine_queue"
-    """Batch work waits for an engine without a queue of its own."""
+    """Batch work waits for an engine with an empty queue."""
     PARTICULAR_REPLICA = "particular_replica"
-    """Only some replicas will do for it, for an adapter or a stored response, and those took nothing."""
+    """Only the replicas with its adapter or stored response can serve it, and they accepted nothing."""
     NO_REPLICA = "no_replica"
     """No replica of its pools was connected."""
     STALE_REPORT = "stale_report"
-    """The replicas were connected, and did not report, or drained."""
+    """The connected replicas did not report their load or were draining."""
     FAILING_REPLICAS = "failing_replicas"
-    """The replicas were suspended because they failed, or gave no sign."""
+    """The replicas were suspended after failures, or hung."""
     BACKOFF = "backoff"
-    """It had come back from more than one replica, and rested before the next try."""
+    """It was put back by more than one replica and waited for its backoff to end."""
     EARLIER_ATTEMPT = "earlier_attempt"
-    """It was on a replica that gave it back."""
+    """It was in flight on a replica that put it back."""
     BEFORE_SCHEDULER = "before_scheduler"
-    """Before this scheduler knew of it: a scheduler that has been replaced since may have held it."""
+    """Time before this scheduler received it, for example in the queue of the scheduler it replaced."""
 
     @property
     def meaning(self) -> str:
-        """What it means, in words for a reader of a receipt."""
+        """The cause in words, for readers of a receipt."""
         return _MEANINGS[self]
 
 
@@ -69,11 +69,11 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class WaitBreakdown:
-    """Where a wait went.
+    """The causes of one wait.
 
     Attributes:
-        causes: nanoseconds by cause, without those that are 0. They add up to the time since the arrival.
-        ahead: how many requests took a place in its pool meanwhile that it could have had, by cause.
+        causes: nanoseconds by cause, without zeros. They add up to the time since arrival.
+        ahead: requests that took a slot in its pool during the wait that it could have had, by cause.
     """
 
     causes: dict[WaitCause, int] = field(default_factory=dict)
@@ -86,26 +86,23 @@ class WaitBreakdown:
 
     @property
     def main_cause(self) -> WaitCause | None:
-        """The cause of most of it; None where there was no wait."""
+        """The cause of the largest part; None if there was no wait."""
         return max(self.causes, key=self.causes.__getitem__, default=None)
 
 
 def nanoseconds(at: float) -> int:
-    """A time in seconds as a whole number, so that sums of differences are exact."""
+    """Return a time in whole nanoseconds, so that sums of differences are exact."""
     return int(at * 1e9)
-
-
-# The tally of one request: its wait so far by cause, and what its account stood at when it began to wait.
 
 
 class WaitTally:
     """The wait of one request so far, by cause.
 
     Attributes:
-        account: the account that it waits by; None while it rests or runs.
-        sums: what the account stood at when the request joined it.
-        own: the same, of the places that its own tenant took: nanoseconds and number.
-        resting_since: when its backoff began, in nanoseconds; None outside of one.
+        account: the wait account that it has joined; None during backoff or on a replica.
+        sums: sums of the account when the request joined it.
+        own: the same for the slots that its tenant took: nanoseconds and count.
+        resting_since: start of its backoff in nanoseconds; None outside a backoff.
     """
 
     __slots__ = ("_ahead", "_causes", "account", "own", "resting_since", "sums")
@@ -129,7 +126,7 @@ class WaitTally:
             self._causes[cause] = self._causes.get(cause, 0) + nanoseconds
 
     def add_ahead(self, cause: WaitCause, places: int) -> None:
-        """Count others that took a place during the wait."""
+        """Count requests that took a slot during the wait."""
         if places:
             self._ahead[cause] = self._ahead.get(cause, 0) + places
 

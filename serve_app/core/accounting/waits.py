@@ -1,18 +1,17 @@
-"""Wait accounting: the causes of each request's wait, and the sums that divide it among them exactly.
+"""Wait accounting: attributes each request's wait to its causes, exactly.
 
-After each event every request that still waits does so for one of these reasons, looked at in the first of
-its pools that has a replica which takes requests at all:
+After each event every queued request waits for one of these reasons. The reason is evaluated in the first of
+its pools with a replica that is alive and not suspended:
 
-- no pool has such a replica: none is connected, none reports, or all that do are suspended;
-- none of the pool's replicas takes more now: the engines are busy. Whoever gets the next place is the cause;
-  if that place could not have been its own, what it lacks is: KV cache, leave for a long prefill, an engine
-  without a queue, or the replica that it wants;
-- a replica would take more, and not this request: again what it lacks. No request that fits is kept waiting
-  (`leaves_no_room_idle`).
+- No pool has such a replica: none is connected, none reports, or all that report are suspended.
+- No replica of the pool has capacity: the engines are busy. The request that gets the next slot is the cause.
+  If this request could not have used that slot, the cause is what it lacks: KV cache, permission for another
+  long prefill, an engine with an empty queue, or its particular replica.
+- A replica has capacity, but not for this request: again the cause is what it lacks. A request that fits is
+  never left waiting (`leaves_no_room_idle`).
 
-Requests of one kind (`account`) are looked at together, by the smallest that is of the kind. So the cause can
-be too mild by less than a factor of two in tokens: a request may lack KV cache while the places that others
-take are named.
+Requests of one kind share an account, which assumes the smallest size of the kind. The error is below a
+factor of two in tokens: a request that lacks KV cache may be attributed to the slots that others took.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,19 +24,19 @@ from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.request import ANYWHERE, Destination, PriorityClass
 
-# Wait accounts: the time of all waiting requests of one kind by cause, at the cost of one.
+# Wait accounts attribute the time of all waiting requests of one kind at the cost of one.
 #
-# Requests of one kind wait for the same: of one class, for the same pools, with prefills of one class, and
-# about as large. So an account adds up the time since it exists by cause, and a request notes the sums when
-# it begins to wait. The differences at its end are its own wait. All sums are whole nanoseconds, so what is
-# taken apart adds up again exactly.
+# Requests of one kind have the same class, pools, prefill class and destination, and similar sizes, so they
+# wait for the same thing. An account sums its time by cause. A request records the sums when it starts to
+# wait, and the differences at the end are its wait. All sums are whole nanoseconds, so the parts add up
+# exactly.
 #
-# While engines are busy the cause is not known before the next place comes free: whoever gets it is what the
-# others have waited for. That time is *open* until then. A request that came in the middle of it (a newcomer)
-# has the part before its arrival taken off once the cause is known.
+# While engines are busy, the cause is unknown until the next slot is free: the request that gets it is what
+# the others have waited for. Until then that time is *open*. A request that joins during it (a newcomer) is
+# not charged for the part before its arrival.
 
 
-# Places of the sums in an account: first those of places that others took, by the rank of their class.
+# Indices of the sums in an account. The first are slots that others took, by the rank of their class.
 BUSY = len(PriorityClass)
 _STATES = (
     WaitCause.ENGINES_BUSY,
@@ -50,10 +49,10 @@ _STATES = (
     WaitCause.FAILING_REPLICAS,
 )
 PLACE_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
-# After the sums come the counts of places that others took, by the rank of their class.
+# After the sums, the numbers of slots that others took, by the rank of their class.
 _COUNTS = BUSY + len(_STATES)
 _LENGTH = _COUNTS + len(PriorityClass)
-# Below so many tokens a request is never kept waiting by the size of a KV cache alone.
+# A request below this many tokens never waits because of the size of a KV cache alone.
 _SMALL_TOKENS_BITS = 12
 
 WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination]
@@ -61,21 +60,19 @@ WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destin
 
 
 def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:
-    """The kind of a waiting request."""
+    """Return the kind of a waiting request."""
     request = scheduled.request
     bits = max(_SMALL_TOKENS_BITS, scheduled.estimate.expected_tokens.bit_length())
     return request.priority, scheduled.pools, scheduled.prefill_class, bits, request.destination
 
 
 class WaitAccount:
-    """The account of one kind.
+    """The account of one kind of request.
 
     Attributes:
-        key: the kind.
-        tokens: the fewest that a request of this kind needs.
-        pool: the pool whose places its requests wait for now; empty while none has any.
-        state: what they wait for now, as a place among the sums.
-        waiting: how many wait.
+        tokens: the fewest tokens that a request of this kind needs.
+        pool: the pool whose slots its requests wait for now; empty if no pool has a usable replica.
+        state: index of the sum for what its requests wait for now.
     """
 
     __slots__ = (
@@ -104,23 +101,23 @@ class WaitAccount:
         self.waiting = 0
         self._since = now
         self._sums = [0] * _LENGTH
-        # Of each tenant, the time and number of the places that it took.
+        # Time and number of the slots that each tenant took.
         self._own: dict[str, tuple[int, int]] = {}
         self._tenants: dict[str, int] = {}
         self._newcomers: dict[ScheduledRequest, int] = {}
 
     @property
     def cause(self) -> WaitCause:
-        """What its requests wait for now."""
+        """The cause for which its requests wait now."""
         return _STATES[self.state - BUSY]
 
     @property
     def is_particular(self) -> bool:
-        """Whether only some replicas will do for its requests."""
+        """True if only some replicas can serve its requests."""
         return self.destination is not ANYWHERE
 
     def join(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
-        """A request begins to wait."""
+        """Start the wait of a request."""
         open_ns = now - self._since
         if open_ns and self.state == BUSY:
             self._newcomers[scheduled] = open_ns
@@ -134,14 +131,14 @@ class WaitAccount:
         self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
 
     def leave(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
-        """A request waits no more: divide its wait."""
+        """End the wait of a request and divide it among its causes."""
         self.divide(scheduled, tally, now)
         self._newcomers.pop(scheduled, None)
         tally.account, tally.sums = None, []
         self._leave(scheduled.request.tenant)
 
     def divide(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
-        """Add to a tally what the request has waited for since it joined; the account stays as it is."""
+        """Add the request's wait since it joined to its tally, without changing the account."""
         tenant, rank = scheduled.request.tenant, self.priority.rank
         before_ns = self._newcomers.get(scheduled, 0)
         gained = [now_ns - then_ns for now_ns, then_ns in zip(self._sums, tally.sums, strict=True)]
@@ -159,11 +156,7 @@ class WaitAccount:
                 tally.add(cause, gained[number])
 
     def on_place_taken(self, taker: ScheduledRequest, now: int) -> int:
-        """A request of any class took a place that these could have had.
-
-        Returns:
-            The delay that it imposed on other tenants' requests of this kind: nanoseconds, over all of them.
-        """
+        """Attribute the open time to `taker`. Return the delay of other tenants' requests, in nanoseconds."""
         rank, tenant = taker.request.priority.rank, taker.request.tenant
         open_ns = now - self._since
         is_own_class = rank == self.priority.rank
@@ -181,17 +174,17 @@ class WaitAccount:
         return imposed
 
     def on_place_unfit(self, state: int, now: int) -> None:
-        """A place was taken that these could not have had, for the reason of that state."""
+        """Attribute the open time to `state`: these requests could not have used the slot that was taken."""
         self._close(state, now)
 
     def change(self, state: int, now: int) -> None:
-        """They wait for something else from now on."""
+        """Set what the requests wait for from now on."""
         if state != self.state:
             self._close(self.state, now)
             self.state = state
 
     def _close(self, place: int, now: int) -> None:
-        """The time since the last change has this cause."""
+        """Add the time since the last change to one sum."""
         self._sums[place] += now - self._since
         self._since = now
         if self._newcomers:
@@ -207,7 +200,7 @@ class WaitAccount:
             self._tenants[tenant] = left
         else:
             del self._tenants[tenant]
-            # Nobody compares with it any more.
+            # No waiting request compares with it any more.
             self._own.pop(tenant, None)
 
     def __repr__(self) -> str:
@@ -216,25 +209,18 @@ class WaitAccount:
 
 
 def _taken_by(rank: int, own_rank: int) -> WaitCause:
-    """The cause where a request of one class took the place of one of another."""
+    """Return the cause if a request of class `rank` took the slot of one of class `own_rank`."""
     if rank == own_rank:
         return WaitCause.OTHER_TENANTS
     return WaitCause.HIGHER_CLASS if rank < own_rank else WaitCause.LOWER_CLASS
 
 
-# The wait accounts of a queue: who joins which, and what each request's wait adds up to.
-
-
-# One that is dispatched by the event with which it comes has not waited; a live clock runs on meanwhile.
+# A request dispatched by the event that queued it did not wait, but a live clock advances during the event.
 _NO_WAIT_S = 1e-3
 
 
 class WaitAccounts:
-    """The accounts of all kinds of requests that wait now.
-
-    Attributes:
-        opened: how many have been opened so far.
-    """
+    """The accounts of all kinds of requests in the queue."""
 
     def __init__(self) -> None:
         self._accounts: dict[WaitAccountKey, WaitAccount] = {}
@@ -252,15 +238,15 @@ class WaitAccounts:
 
     @property
     def are_idle(self) -> bool:
-        """Whether nobody waits, and nobody has come."""
+        """True if no request waits and none was added since the last event."""
         return not (self._accounts or self._new)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """A request has come into the queue; it begins to wait if it is still there after the event."""
+        """Add a request that entered the queue. Its wait starts if the event does not dispatch it."""
         self._new.append(scheduled)
 
     def remove(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request has left the queue, or the kind that it was of."""
+        """Remove a request that left the queue or changed its kind."""
         tally = scheduled.waits
         if tally is None:
             return
@@ -274,7 +260,7 @@ class WaitAccounts:
             tally.resting_since = None
 
     def join(self, now: float) -> None:
-        """Those that came with an event, and still wait after it, begin to wait."""
+        """Start the wait of the requests that an event added and did not dispatch."""
         if not self._new:
             return
         at = nanoseconds(now)
@@ -295,29 +281,29 @@ class WaitAccounts:
 
 
 def waits_for(scheduled: ScheduledRequest) -> WaitCause:
-    """What a request in the queue waits for now, between two events."""
+    """Return what a queued request waits for now. Valid between two events."""
     tally = scheduled.waits
     if tally is None or tally.account is None:
-        # Without an account it rests after failures.
+        # A queued request without an account is in backoff.
         return WaitCause.BACKOFF
     return tally.account.cause
 
 
 def note_attempt(scheduled: ScheduledRequest, now: float) -> None:
-    """A replica has given a request back: it was there since its dispatch."""
+    """Attribute the time since the dispatch to the replica that put the request back."""
     tally = _tally(scheduled, scheduled.dispatched_at)
     tally.add(WaitCause.EARLIER_ATTEMPT, nanoseconds(now) - nanoseconds(scheduled.dispatched_at))
 
 
 def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | None:
-    """Where the wait of a request went that has left the queue; None when it did not wait."""
+    """Return the causes of the wait of a request that has left the queue, or None if it did not wait."""
     if scheduled.waits is None and now - scheduled.request.arrived_at < _NO_WAIT_S:
         return None
     return _tally(scheduled, now).breakdown()
 
 
 def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
-    """Where the wait of a request in the queue went up to now; changes nothing."""
+    """Return the causes of a queued request's wait until now. Changes no state."""
     if scheduled.waits is None:
         return WaitBreakdown()
     tally, at = scheduled.waits.copy(), nanoseconds(now)
@@ -329,7 +315,7 @@ def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
 
 
 def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
-    """Its tally, in which all is accounted for until a time: what is not was before this scheduler's."""
+    """Return the request's tally, with unattributed time until `until` counted as before this scheduler."""
     tally = scheduled.waits
     if tally is None:
         tally = scheduled.waits = WaitTally()
@@ -339,18 +325,15 @@ def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
     return tally
 
 
-# A state of a pool, never of an account: a replica takes more requests, if they are of the right kind.
+# State of a pool, never of an account: a replica has capacity, though not for every kind of request.
 _OPEN = -1
 
 
 class WaitWatch:
-    """Keeps the accounts of a queue up to date.
-
-    Args:
-        pools: all that there are.
+    """Updates the wait accounts of a queue after each event.
 
     Attributes:
-        imposed: seconds for which each tenant's requests have kept others waiting, by the pool they went to.
+        imposed: seconds for which each tenant's requests delayed others, by the pool that served them.
     """
 
     def __init__(
@@ -365,21 +348,21 @@ class WaitWatch:
         self._ledger = ledger
         self._isolation = isolation
         self.imposed = TenantTotals()
-        # The states of pools when it last looked, and how many accounts there had been by then.
+        # States of the pools at the last update, and the number of accounts opened by then.
         self._looked_at: tuple[dict[str, int], int] = {}, 0
 
     def __repr__(self) -> str:
         return f"<WaitWatch {self._accounts}>"
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
-        """A request that has left the queue takes a place on a replica, which does not hold it yet."""
+        """Attribute waits to a request that takes a slot. The replica must not hold it yet."""
         pool = replica.spec.pool
         for account in self._accounts:
             if account.pool != pool or account.state != BUSY:
                 continue
             at = nanoseconds(now)
             lacking = self._lacking(account, replica, now)
-            # Batch work waits for the sake of the classes above it; without them it would have gone.
+            # Batch work waits for an empty queue for the sake of the classes above it: they are the cause.
             if lacking is None or (
                 lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
             ):
@@ -389,7 +372,7 @@ class WaitWatch:
                 account.on_place_unfit(PLACE_OF[lacking], at)
 
     def settle(self, now: float) -> None:
-        """Look what those wait for that still wait after an event."""
+        """Update what the remaining requests wait for after an event."""
         accounts = self._accounts
         if accounts.are_idle:
             return
@@ -407,7 +390,7 @@ class WaitWatch:
             account.change(self._state(account, states, now), at)
 
     def _state(self, account: WaitAccount, states: Mapping[str, int], now: float) -> int:
-        """What the requests of a kind wait for."""
+        """Return the index of what the requests of a kind wait for."""
         pool = account.pool
         if not pool:
             return states[account.pools[0]] if account.pools else PLACE_OF[WaitCause.NO_REPLICA]
@@ -417,7 +400,7 @@ class WaitWatch:
         return BUSY if lacking is None else PLACE_OF[lacking]
 
     def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
-        """What keeps the requests of a kind from the replicas of their pool that take more."""
+        """Return what the requests of a kind lack on every replica of their pool that has capacity."""
         if account.is_particular:
             return WaitCause.PARTICULAR_REPLICA
         best = self._ledger.open.best
@@ -433,7 +416,7 @@ class WaitWatch:
         return None
 
     def _lacking(self, account: WaitAccount, replica: ReplicaState, now: float) -> WaitCause | None:
-        """What kept the requests of a kind from a place on a replica; None when they could have had it."""
+        """Return what the requests of a kind lacked for a slot on a replica, or None if they fitted."""
         spec = replica.spec
         if not account.destination.admits(spec.replica_id, spec.adapters):
             return WaitCause.PARTICULAR_REPLICA
@@ -448,12 +431,12 @@ class WaitWatch:
         return None
 
     def _tokens(self, account: WaitAccount, pool: str) -> int:
-        """KV tokens that a request of this kind needs at least; an idle replica always has them."""
+        """Return the fewest KV tokens that a request of this kind needs; an idle replica always has them."""
         limit = self._ledger.context_limit(pool)
         return account.tokens if limit is None else min(account.tokens, limit)
 
     def _pool_state(self, pool: str, now: float) -> int:
-        """Whether a pool takes anything, and if not, why."""
+        """Return `_OPEN` if the pool has capacity, else the index of the reason why not."""
         ledger = self._ledger
         if ledger.context_limit(pool) is None:
             return PLACE_OF[WaitCause.NO_REPLICA]

@@ -1,5 +1,5 @@
-"""Admission: which requests may wait, and the `Retry-After` of those that may not.
+"""Admission: decides which requests may queue, and sets the `Retry-After` of those that are rejected.
 
-`admission` checks each arriving request. It asks `wait_prediction`, which rests on `drain_rate`, and keeps
-the reservations of refused requests in `retry_reservations`.
+`admission` checks each arriving request. It uses `wait_prediction`, `outages` and `key_limits`, and records
+the work of rejected requests in `retry_reservations`.
 """

@@ -1,25 +1,24 @@
-"""Admission control: which requests may wait, and when a refused one should return.
+"""Admission control: decides whether a request may queue, and when a rejected one should retry.
 
-On arrival a request is refused when its model is not served here or a limit of its API key is reached
-(`refuse`, `key_accounts`), or when no replica that could take it is alive (`refuse_outage`; `outages` says
-how long it may wait for one). A request that fits a replica at once is dispatched, however full the queue is.
-The others have to wait, which these limits may deny (`denial`):
+A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`refuse`,
+`key_limits`), or no replica that could serve it is alive (`refuse_outage`, `outages`). A request that fits a
+replica is dispatched immediately, however full the queue is. These limits decide whether any other request
+may queue (`denial`):
 
-- Deadline: the predicted wait, with a margin, must end before the request's queue timeout. It applies only
-  where such predictions have proved right (`wait_prediction`). Until enough is observed, the least wait that
-  the slots of the replicas allow must end before it as well (`slot_rate`).
-- Queue length: `max_waiting` bounds all that wait. `batch` leaves a share of it to `default`, and both leave
-  one to `interactive`. A tenant may have at most a multiple of the free places waiting, so that a heavy
-  tenant is refused and a light one admitted (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
-  1998).
-- The key's own limit on waiting requests.
+- Deadline: the predicted wait plus a margin must end before the request's queue timeout. This limit applies
+  only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower bound
+  computed from the replicas' slots must also end before the timeout (`SlotRate`).
+- Queue length: `max_waiting` bounds all queued requests. `batch` leaves a share of it to `default`, and both
+  leave a share to `interactive`. A tenant may queue at most a multiple of the free places, so a heavy tenant
+  is rejected before a light one (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998).
+- The API key's limit on queued requests.
 
 Nothing is denied while the queue is empty. `Retry-After` is the time at which the last of the limits is
-expected to allow the request, and its work is reserved for that time (`retry_reservations`). A request that
-returns with a reservation needs no margin, and goes before newcomers.
+expected to allow the request. Its work is reserved for that time (`retry_reservations`). A request that
+retries with a reservation has a smaller deadline margin and precedes newcomers.
 
-`Retry-After` is spread by a hash of the request's id, so that clients refused together do not return
-together. It is a hash instead of a random number, so that the same events give the same commands.
+`Retry-After` is spread by a hash of the request id, so that clients rejected together do not retry together.
+A hash is deterministic, so the same events give the same commands.
 """
 
 import math
@@ -46,24 +45,24 @@ from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 
-# Reservations separate returns already, so the spread only has to break up equal times.
+# Reservations already separate the retries, so the spread only needs to break ties.
 _SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
-# While the drain rate is unknown: short enough to cost a client little, long enough to bound the load.
+# Retry-After while the drain rate is unknown: a short delay for one client, but enough to bound the load.
 _UNKNOWN_S = 1.0
 _LEAST_S = 0.1
 RETRY_AFTER_CAP_S = 60.0
-"""Upper bound of Retry-After; the OpenAI SDK obeys up to 120 s."""
-# A request is admitted when its predicted wait, increased by this share, ends before its deadline: the drain
-# rate of a saturated fleet varies from one half-minute to the next.
+"""Upper bound of `Retry-After`, in seconds; the OpenAI SDK honours up to 120 s."""
+# The predicted wait plus this share must end before the deadline, because the drain rate of a saturated fleet
+# varies from one half-minute to the next.
 _DEADLINE_MARGIN_RATIO = 0.2
 RESERVED_SHARE = 0.1
-"""Share of `max_waiting` kept for each higher class: `default` leaves it free for `interactive`, and `batch`
-leaves it free twice."""
+"""Share of `max_waiting` reserved for each higher class: `default` leaves one free for `interactive`, `batch`
+leaves two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Why a request may not wait, and in how many seconds it may."""
+    """A reason why a request may not queue, and the seconds until it may."""
 
     outcome: Outcome
     message: str
@@ -72,11 +71,11 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """A limit that must allow a request before it may wait.
+    """A limit that must allow a request before it may queue.
 
     Attributes:
         claimed_limit: the limit for a request that claimed its reservation.
-        reserved_work: what reserved requests will add to the queue.
+        reserved_work: work that reserved requests add to the queue, in the unit of `queue`.
     """
 
     outcome: Outcome
@@ -87,14 +86,7 @@ class _Condition:
 
 
 class Admission:
-    """The checks before a request may wait.
-
-    Attributes:
-        predictor: of waits in the queue.
-        retry_reservations: of refused requests that were told when to return.
-        outages: the pools without a live replica.
-        keys: what each API key has used of its limits.
-    """
+    """Checks whether requests may queue."""
 
     def __init__(self, settings: SchedulerSettings, queue: RequestQueue, slots: SlotRate, now: float) -> None:
         self._settings = settings
@@ -111,11 +103,7 @@ class Admission:
     def refuse(
         self, request: Request, estimate: TokenEstimate, unroutable: Conclusion | None, now: float
     ) -> Conclusion | None:
-        """The refusal of a request that is not to be considered further.
-
-        Args:
-            unroutable: its refusal because no pool can take it, if that is so.
-        """
+        """Return the rejection for an unknown model, `unroutable` or a limit of the key, or None."""
         if request.spec.model in self._names:
             return unroutable or self.keys.refuse(request, estimate, now)
         names = ", ".join(sorted(self._names))
@@ -123,14 +111,14 @@ class Admission:
         return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
 
     def refuse_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
-        """The refusal of a request none of whose pools has a live replica; None while it may wait for one."""
+        """Return the rejection if none of `pools` has a live replica, or None if the request may wait."""
         outages = self.outages
         if outages.deny(pools, now) or (request.submission.no_wait and outages.concern(pools)):
             return self._no_replica(request, pools, now)
         return None
 
     def expire(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
-        """The conclusion of a request whose queue timeout has ended."""
+        """Return the conclusion of a request whose queue timeout has ended."""
         request = scheduled.request
         if self.outages.concern(scheduled.pools):
             return self._no_replica(request, scheduled.pools, now)
@@ -138,13 +126,13 @@ class Admission:
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
 
     def overdue(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
-        """The same for one that comes back from a replica; None while its timeout has not ended."""
+        """Return the conclusion of a put-back request whose timeout has ended, or None before that."""
         return self.expire(scheduled, now) if now >= scheduled.expires_at else None
 
     def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
-        """Why a request that has just arrived may not wait; None when it may.
+        """Return why a request that has just arrived may not queue, or None if it may.
 
-        Stores the prediction of its wait in it, and claims its reservation if it has one.
+        Stores the predicted wait in the request and claims its retry reservation, if it has one.
         """
         self.retry_reservations.expire(now)
         claimed = self.retry_reservations.claim(scheduled.request, now)
@@ -166,16 +154,16 @@ class Admission:
         return worst
 
     def deny(self, scheduled: ScheduledRequest, denial: Denial, now: float) -> Conclusion:
-        """Refuse a request that may not wait, and reserve its work for the time of its return."""
+        """Reject a request that may not queue, and reserve its work for the time of its retry."""
         request = scheduled.request
         retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
-        # Nothing is reserved where the wait is beyond what a client may be told, or is unknown.
+        # A wait that is unknown or above the cap of Retry-After gets no reservation.
         if denial.admissible_in_s <= RETRY_AFTER_CAP_S and not request.submission.no_wait:
             self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, retry_after_s, now)
         return Conclusion(denial.outcome, denial.message, retry_after_s)
 
     def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
-        """In how many seconds an expired request should return; its work is reserved for that time."""
+        """Return the seconds after which an expired request should retry, and reserve its work for then."""
         self.predictor.on_expiry(scheduled, now)
         tokens_ahead = self._queue.work_ahead(scheduled.request)
         conditions = self._conditions(scheduled, tokens_ahead, now, has_expired=True)
@@ -206,13 +194,13 @@ class Admission:
         if timeout_s == math.inf:
             return
         if self.predictor.is_cold:
-            # Among reservations it counts by how much the deadline is met.
+            # Other reservations need the exact condition, even if the deadline is met.
             lenient = not has_expired and not len(self.retry_reservations)
             bound = self._cold_deadline(scheduled, tokens_ahead, timeout_s, if_missed=lenient)
             if bound is not None:
                 yield bound
                 if has_expired:
-                    # What a first backlog taught is no better, and expired requests made it worse.
+                    # A prediction from the first backlog is no better, and expired requests have biased it.
                     return
         if prediction is None:
             return
@@ -232,10 +220,12 @@ class Admission:
     def _cold_deadline(
         self, scheduled: ScheduledRequest, tokens_ahead: int, timeout_s: float, *, if_missed: bool
     ) -> _Condition | None:
-        """The deadline by the slots alone: a lower bound of the wait, so without a margin.
+        """Return the deadline condition from the slots alone, or None if they set none.
+
+        It has no margin, because it is a lower bound of the wait.
 
         Args:
-            if_missed: it may be left out where it is met.
+            if_missed: return None if a quick check shows that the deadline is met.
         """
         if if_missed and self._slots.surely_drains(scheduled.pools, tokens_ahead, timeout_s):
             return None
@@ -278,11 +268,7 @@ class Admission:
             )
 
     def _queue_length_of_key(self, request: Request, share_per_s: float) -> Iterator[_Condition]:
-        """The limit of the request's key.
-
-        Args:
-            share_per_s: drain rate of the queue, for each request in it.
-        """
+        """Yield the key's limit on queued requests; `share_per_s` is the drain rate per queued request."""
         key = request.submission.key
         if key is None or key.limits.queued is None:
             return
@@ -296,9 +282,9 @@ class Admission:
         )
 
     def _excess(self, own: int, free: int) -> float:
-        """How many of a tenant's `own` waiting requests must leave before it may add one.
+        """Return how many of a tenant's `own` requests must leave before it may queue one more.
 
-        A tenant may have `multiple` times the `free` places, and each request that leaves frees one.
+        A tenant may queue `multiple` times the `free` places, and each request that leaves frees one.
         """
         share = self._settings.admission.tenant_share
         if share == 1:
@@ -307,7 +293,10 @@ class Admission:
         return (own + 1 - multiple * free) / (1 + multiple)
 
     def _reserved_tokens(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
-        """What reserved requests put ahead of this one; as `RequestQueue.work_ahead` for those that wait."""
+        """Return a function for the tokens that reserved requests put ahead of this one.
+
+        It corresponds to `RequestQueue.work_ahead` for queued requests.
+        """
         request = scheduled.request
         if self._settings.fairness.mode is FairnessMode.OFF:
             rank = request.priority.rank
@@ -326,7 +315,7 @@ class Admission:
         return Denial(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
-        """What a client is told, in seconds: the time, slightly spread, never above the cap."""
+        """Return the `Retry-After` in seconds: the time plus a small spread, at most the cap."""
         wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
         spread = zlib.crc32(request.request_id.encode()) / 2**32
         return min(RETRY_AFTER_CAP_S, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
@@ -340,15 +329,11 @@ def _unmeetable(ahead_s: float, timeout_s: float) -> str:
 
 
 def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Conclusion:
-    """The refusal of a request that no pool can hold.
-
-    Args:
-        limit: the longest context limit of any pool, in tokens.
-    """
+    """Return the rejection of a request that exceeds `limit`, the longest context of any pool in tokens."""
     least, output = least_budget_tokens(request, estimate), request.spec.max_output_tokens or 0
     return Conclusion(
         Outcome.REJECTED_TOO_LONG,
-        # The first sentence is OpenAI's, and programs parse its number.
+        # The first sentence is OpenAI's: client libraries parse its number.
         f"This model's maximum context length is {limit} tokens. The prompt is estimated at "
         f"{estimate.expected_prompt_tokens:,} tokens and {output:,} are asked for as output; at the lowest "
         f"estimate the request needs {least:,}. Shorten the prompt or lower max_tokens.",

@@ -1,19 +1,18 @@
-"""The limits of API keys: what each key has used of them, and whether its next request keeps them.
+"""Limits of API keys: the usage of each key, and the check whether its next request is within its limits.
 
-One scheduler decides for a model, whichever gateway a request came to, so the counts are exact. Rules:
+One scheduler decides for a model on behalf of all gateways, so the counts are exact. Rules:
 
-- A request is counted when it is admitted, which is when it may wait or run. One that is refused, for
-  whatever reason, is not counted.
-- `tokens_per_minute` is charged the estimate at admission, and settled when the request ends. What an engine
-  counted less is given back to the second of the charge; what it counted more is charged at the end. Without
-  a count, a request that reached no engine or failed there costs nothing. One that was completed, or that its
-  client broke off in an engine, costs the estimate.
-- A request that comes back from a replica stays counted, and is not counted again.
-- A request that a new scheduler learns of is counted at the time of its arrival. So one that had been
-  admitted is admitted again, as far as the former scheduler was right to.
-- `concurrent` counts what waits or runs, `queued` what waits. A request that came back from a replica waits
-  whatever the limit is.
-- The limits are those that the request brought, so a key that is changed is judged by its new ones at once.
+- A request counts from its admission, that is once it may queue or run. Rejected requests do not count.
+- `tokens_per_minute` is charged the estimate at admission and settled when the request ends. If the engine
+  counted fewer tokens, the difference is returned to the second of the charge. If it counted more, the
+  difference is charged at the end. Without a count, a request that reached no engine or failed there costs
+  nothing. One that completed, or that its client cancelled after its dispatch, costs the estimate.
+- A request that was put back remains counted and is not counted again.
+- A new scheduler counts a request at its arrival time, so a request that was admitted before is admitted
+  again if the former scheduler's decision was right.
+- `concurrent` counts queued and running requests, `queued` counts queued ones. A put-back request may queue
+  above the limit.
+- The limits are those sent with the request, so changes to a key apply immediately.
 """
 
 import bisect
@@ -25,12 +24,12 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import KeyTerms, LimitStatus, RateLimitStatus, Request
 
-# The second in which something came counts until all of it is a minute old.
+# Amounts have a resolution of one second. A second counts until all of it is more than a minute old.
 _KEPT_S = 61
 
 
 class MinuteWindow:
-    """The amounts of the last minute. All times are seconds on one clock; `now` never goes back."""
+    """The amounts of the last minute. Times are seconds on one clock that does not go backwards."""
 
     __slots__ = ("_amounts", "_seconds", "used")
 
@@ -43,14 +42,14 @@ class MinuteWindow:
         return f"<MinuteWindow used={self.used} seconds={len(self._seconds)}>"
 
     def expire(self, now: float) -> None:
-        """Forget what is older than a minute."""
+        """Remove amounts older than a minute."""
         passed = bisect.bisect_right(self._seconds, now - _KEPT_S)
         if passed:
             self.used -= sum(self._amounts[:passed])
             del self._seconds[:passed], self._amounts[:passed]
 
     def add(self, at: float, amount: int, now: float) -> None:
-        """Count an amount that came at `at`, which may be before `now`."""
+        """Add an amount at time `at`, which may be before `now`."""
         second = math.floor(at)
         if not amount or second + _KEPT_S <= now:
             return
@@ -63,7 +62,7 @@ class MinuteWindow:
         self.used += amount
 
     def take_back(self, at: float, amount: int) -> None:
-        """Undo a part of what was added at `at`, unless it has expired."""
+        """Subtract a part of what was added at `at`, unless it has expired."""
         second = math.floor(at)
         index = self._index(second)
         if index < len(self._seconds) and self._seconds[index] == second:
@@ -71,7 +70,7 @@ class MinuteWindow:
             self.used -= amount
 
     def admits_in_s(self, amount: int, limit: int, now: float) -> float:
-        """Seconds until an amount keeps the limit: 0 when it does now, infinite when it never will."""
+        """Return the seconds until an amount is within the limit: 0 if it is now, infinity if never."""
         self.expire(now)
         excess = self.used + amount - limit
         if excess <= 0:
@@ -83,7 +82,7 @@ class MinuteWindow:
         return math.inf
 
     def status(self, limit: int, now: float) -> LimitStatus:
-        """How a limit stands."""
+        """Return the limit, what remains of it, and the seconds until all of it is available."""
         self.expire(now)
         reset_s = self._seconds[-1] + _KEPT_S - now if self.used else 0.0
         return LimitStatus(limit, max(0, limit - self.used), reset_s)
@@ -92,17 +91,17 @@ class MinuteWindow:
         return bisect.bisect_left(self._seconds, second)
 
 
-# When a place among the concurrent ones is free, nobody knows.
+# Retry-After for the concurrency limit: the time until a running request ends is unknown.
 _UNKNOWN_S = 1.0
-# Accounts beyond these are looked through for some that nothing is counted in.
+# Bound on memory: above this number of accounts, idle ones are removed.
 _KEPT = 4_096
-# Ends after which an engine has worked for the client, although it may not have said how much.
+# Outcomes after which the engine may have worked for the client without reporting usage.
 _SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 
 
 @dataclass(slots=True)
 class _KeyAccount:
-    """What one key has used."""
+    """The usage of one key."""
 
     open_requests: int = 0
     requests: MinuteWindow = field(default_factory=MinuteWindow)
@@ -115,7 +114,7 @@ class _KeyAccount:
 
 
 class KeyAccounts:
-    """The accounts of all keys at one model. Requests without a key have none."""
+    """The usage of all keys at one model. Requests without a key are not counted."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _KeyAccount] = {}
@@ -127,12 +126,12 @@ class KeyAccounts:
         return len(self._accounts)
 
     def open_requests(self, key_id: str) -> int:
-        """Requests of a key that wait or run."""
+        """Return the number of a key's queued and running requests."""
         account = self._accounts.get(key_id)
         return account.open_requests if account is not None else 0
 
     def refuse(self, request: Request, estimate: TokenEstimate, now: float) -> Conclusion | None:
-        """The refusal of a request that would exceed a limit of its key; of several, the one that lasts."""
+        """Return the rejection by the limit with the longest wait, or None if no limit is exceeded."""
         key = request.submission.key
         if key is None:
             return None
@@ -155,7 +154,7 @@ class KeyAccounts:
         return _refusal(text, wait_s)
 
     def on_admission(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request waits or runs from now on."""
+        """Count a request that may queue or run."""
         key = scheduled.request.submission.key
         if key is None:
             return
@@ -168,11 +167,7 @@ class KeyAccounts:
             account.tokens.add(at, scheduled.key_charge, now)
 
     def on_end(self, scheduled: ScheduledRequest, outcome: Outcome, now: float, *, dispatched: bool) -> None:
-        """An admitted request is over.
-
-        Args:
-            dispatched: it had been sent to a replica.
-        """
+        """Settle an admitted request that has ended."""
         key = scheduled.request.submission.key
         if key is None:
             return
@@ -195,7 +190,7 @@ class KeyAccounts:
             account.tokens.add(now, used - charge, now)
 
     def status(self, key: KeyTerms | None, now: float) -> RateLimitStatus | None:
-        """How the limits per minute of a key stand; None where it has none."""
+        """Return the status of a key's limits per minute, or None if it has none."""
         if key is None:
             return None
         per_minute, tokens = key.limits.requests_per_minute, key.limits.tokens_per_minute
@@ -208,7 +203,7 @@ class KeyAccounts:
         )
 
     def described(self, request: Request, conclusion: Conclusion, now: float) -> Conclusion:
-        """A conclusion that its client hears of, with how the limits of the key stand."""
+        """Return a conclusion with the status of the key's limits added, for its client."""
         status = self.status(request.submission.key, now)
         return conclusion if status is None else replace(conclusion, rate_limits=status)
 

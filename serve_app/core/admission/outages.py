@@ -1,39 +1,38 @@
-"""Outages: pools in which no replica is alive, and how long they may be expected to last.
+"""Outages: pools without a live replica, and their expected duration.
 
-A replica is alive while it is connected, reports and does not drain. Without one, a request waits for a grace
-period, which covers a replica that reconnects or whose report is late. It is refused after that, whether it
-has just arrived or has waited. An engine takes from seconds to many minutes to start, and a client that is
-told so may go elsewhere, or return when it is worth while.
+A replica is alive while it is connected, reports its load and does not drain. During an outage a request
+waits for a grace period, which covers replicas that reconnect or report late. After that it is rejected,
+whether it has just arrived or has waited. An engine takes from seconds to many minutes to start, so the
+client may prefer to fail over or to retry later.
 
-The expected rest of an outage is the mean length of those before it, less its age. The first outage is the
-start of the application, so an engine's start is known from then on. An outage that is older than expected,
-or the first one, is expected to last as long again as it has lasted. Outages shorter than the grace period
-tell nothing about the start of an engine, and are not counted.
+The expected remaining time of an outage is the mean length of earlier ones, less its age. The first outage is
+the start of the application, so the start time of an engine is known from then on. An outage that is older
+than expected, and the first one, is expected to last as long again as it has lasted. Outages shorter than the
+grace period say nothing about the start of an engine, and are not counted.
 
-A pool that starts *on demand* is another case: it has no replica because nobody asked for one. A request
-waits for its engine to start, as long as its own timeout allows.
+A pool that scales from zero *on demand* has no replica because none was needed. A request waits for its
+engine to start until its own queue timeout.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-# A shorter promise would be chance; engines do not start in less.
+# Engines do not start in less time.
 _LEAST_S = 2.0
 # Weight of one outage in the mean of their lengths.
 _WEIGHT = 0.5
 
 
 class Outages:
-    """The pools of one model without a live replica.
+    """The pools of one model that have no live replica.
 
     Args:
-        pools: all pools of the model; each begins without a replica.
-        grace_s: how long a request may wait for a pool without one.
-        now: time at which it begins, in seconds.
+        pools: all pools of the model; each starts without a replica.
+        grace_s: how long a request may wait for a pool without a replica, in seconds.
         on_demand: pools that get their first replica when a request waits for them.
 
     Attributes:
-        changes: how often an outage has begun or ended.
+        changes: number of starts and ends of outages so far.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class Outages:
         self._on_demand = frozenset(on_demand)
         self._grace_s = grace_s
         self._since = dict.fromkeys(self._pools, now)
-        # When requests that wait for a pool have to be refused; a pool leaves it once that is done.
+        # Time at which the grace period of a pool ends; removed once its requests have been rejected.
         self._ends_at = dict.fromkeys(self._pools, now + grace_s)
         self._mean_s: float | None = None
         self.changes = 0
 
     def observe(self, has_alive: Callable[[str], bool], now: float) -> None:
-        """Note which pools have a live replica."""
+        """Update which pools have a live replica."""
         for pool in self._pools:
             since = self._since.get(pool)
             if has_alive(pool):
@@ -62,21 +61,21 @@ class Outages:
                 self._ends_at[pool] = now + self._grace_s
 
     def concern(self, pools: Iterable[str]) -> bool:
-        """Whether none of these pools has a live replica."""
+        """Return whether none of these pools has a live replica."""
         return all(pool in self._since for pool in pools)
 
     def deny(self, pools: Sequence[str], now: float) -> bool:
-        """Whether none of these pools has had a live replica for the grace period, nor starts on demand."""
+        """Return whether all pools have been down for the grace period and none starts on demand."""
         if (pools and not self._since) or not self._on_demand.isdisjoint(pools):
             return False
         return all(now >= self._since.get(pool, math.inf) + self._grace_s for pool in pools)
 
     def next_at(self) -> float | None:
-        """When requests that wait for some pool must be refused; None while no outage is within its grace."""
+        """Return the next end of a grace period, or None if no outage is within its grace period."""
         return min(self._ends_at.values()) if self._ends_at else None
 
     def pop_due(self, now: float) -> bool:
-        """Whether the grace period of a pool has ended since the last call."""
+        """Return whether the grace period of a pool has ended since the last call."""
         if not self._ends_at:
             return False
         due = [pool for pool, ends_at in self._ends_at.items() if ends_at <= now]
@@ -85,15 +84,15 @@ class Outages:
         return bool(due)
 
     def age_s(self, pools: Iterable[str], now: float) -> float:
-        """Seconds since the last of these pools lost its last replica."""
+        """Return the seconds since the last of these pools lost its last replica."""
         return now - max(self._since.get(pool, now) for pool in pools)
 
     def rest_s(self, pools: Iterable[str], now: float) -> float:
-        """Expected seconds until one of these pools has a live replica again."""
+        """Return the expected seconds until one of these pools has a live replica again."""
         return min(self._rest_s(now - self._since.get(pool, now)) for pool in pools)
 
     def describe(self, model: str, pools: Iterable[str], now: float) -> str:
-        """The outage in a sentence for a client."""
+        """Return a description of the outage for a client."""
         whole = self.concern(self._pools)
         where = model if whole else f"{model} that can take this request"
         return (

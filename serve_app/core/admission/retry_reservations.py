@@ -1,13 +1,13 @@
-"""Retry reservations: the work of refused requests, reserved for the time at which each was told to return.
+"""Retry reservations: work of rejected requests, reserved for the time at which each client should retry.
 
-A refused request is told when it could be admitted, and its work is reserved for that time. Reserved work
-counts as ahead of newcomers. So requests refused later are told later times, and newcomers do not take the
-capacity that was promised. In effect all clients stand in one queue, only the front of which is held here.
+A rejected request gets a `Retry-After` at which it could be admitted, and its work is reserved for that time.
+Reserved work counts as ahead of newcomers. Requests rejected later therefore get later times, and newcomers
+do not use the capacity that was promised. In effect all clients share one queue, and only its front is held
+here.
 
-A request that returns is recognised by its tenant, its class and the shape of its prompt (`_key`). It then
-claims its reservation, so that its work does not count twice. A reservation that is not claimed in time is
-dropped. Clients that never return would hold up all others, so reserved work is weighted by the recent claim
-rate.
+A request that retries is recognised by its tenant, its class and the shape of its prompt (`_key`). It claims
+its reservation, so its work does not count twice. Reservations that are not claimed in time expire. Because
+clients that never retry would delay all others, reserved work is weighted by the recent claim rate.
 
 A queue limit is modelled as a fluid queue: a level, a limit, one drain rate, and inflow at the times of the
 reservations (`admissible_in_s`).
@@ -21,36 +21,36 @@ from dataclasses import dataclass
 
 from serve_app.request import PromptShape, Request
 
-# Reservations within so many seconds are treated as due at the same time.
+# Resolution of the due times, in seconds.
 _SLOT_S = 0.5
-# Reserved work counts for more than its estimate, so that reservations alone never reach the limit: errors of
-# the estimate then delay newcomers, not those who hold a reservation.
+# Reserved work counts for more than its estimate, so that reservations alone do not reach the limit. Errors
+# of the estimate then delay newcomers instead of clients with a reservation.
 _WEIGHT = 1.25
-# A client that was told a short time returns after at least this share of it. Requests of one burst are often
-# alike, and the later ones would claim the reservations of those before them.
+# Least share of Retry-After before a reservation can be claimed. Without it, the later requests of a burst of
+# similar ones would claim the reservations of the earlier ones.
 _LEAST_SHARE = 0.5
-# Weight of one reservation in the claim rate: about the last thirty count.
+# Weight of one reservation in the claim rate: an average over about the last thirty.
 _CLAIM_WEIGHT = 1 / 32
 
 _Key = tuple[str, int, PromptShape, int | None, int, tuple[int, ...]]
 _Group = tuple[int, str]
-# So long before it is due a reservation may be claimed: clients that read whole seconds of Retry-After
-# return up to a second late, never early.
+# How early a reservation can be claimed. Clients that round Retry-After to whole seconds retry up to a second
+# late, never early.
 _EARLY_S = 0.25
-# So long after it is due a reservation is kept.
+# How long an unclaimed reservation is valid after it is due.
 _GRACE_S = 3.0
-# Twice the default of `max_waiting`; about half a kilobyte each.
+# Bound on memory, about 0.5 KB each; twice the default of `max_waiting`.
 _MAX_RESERVATIONS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimit:
-    """A queue as a fluid, and the limit on it.
+    """A queue modelled as a fluid, and its limit.
 
     Attributes:
-        level: what it holds now, in any unit.
-        drain_per_s: how much of that leaves per second.
-        limit: how much it may hold before one more request joins.
+        level: current content, in any unit.
+        drain_per_s: content that leaves per second.
+        limit: maximum content at which one more request may join.
     """
 
     level: float
@@ -60,7 +60,7 @@ class QueueLimit:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _RetryReservation:
-    """The expected return of one request."""
+    """The expected retry of one request."""
 
     key: _Key
     due_at: float
@@ -72,7 +72,7 @@ class _RetryReservation:
 
 @dataclass(slots=True)
 class ReservedWork:
-    """The reservations of one tenant and class that are due at about the same time."""
+    """The reservations of one tenant and class that are due in the same time slot."""
 
     rank: int
     tenant: str
@@ -81,11 +81,7 @@ class ReservedWork:
 
 
 class RetryReservations:
-    """All expected returns.
-
-    Attributes:
-        claim_rate: share of recent reservations that were claimed.
-    """
+    """The expected retries of rejected requests; `claim_rate` is the share recently claimed."""
 
     def __init__(self) -> None:
         self._by_key: dict[_Key, list[_RetryReservation]] = {}
@@ -98,7 +94,7 @@ class RetryReservations:
         return self._count
 
     def reserve(self, request: Request, tokens: int, after_s: float, now: float) -> bool:
-        """Expect this request again after so many seconds; False when there are too many reservations."""
+        """Reserve work for a retry in `after_s` seconds. Return False at the maximum of reservations."""
         if self._count >= _MAX_RESERVATIONS:
             return False
         due_at = now + after_s
@@ -123,7 +119,7 @@ class RetryReservations:
         return True
 
     def claim(self, request: Request, now: float) -> bool:
-        """Take up the reservation of a request that has returned, if one is due."""
+        """Claim a due reservation of a request that retries. Return whether there was one."""
         if not self._count:
             return False
         due = [each for each in self._by_key.get(_key(request), ()) if each.claimable_at <= now]
@@ -136,7 +132,7 @@ class RetryReservations:
         return True
 
     def expire(self, now: float) -> None:
-        """Drop the reservations that were not claimed in time."""
+        """Remove the reservations that were not claimed in time."""
         if not self._in_slot:
             return
         last = _slot(now - _GRACE_S) - 1
@@ -149,14 +145,14 @@ class RetryReservations:
     def admissible_in_s(
         self, queue: QueueLimit, work_of: Callable[[ReservedWork], float], now: float
     ) -> float:
-        """Seconds until one more request may join without breaking the limit for those with reservations.
+        """Return the seconds until one more request may join without breaking the limit for reserved ones.
 
         Args:
-            work_of: how much some reserved requests add to the queue, in its unit. It is called in the order
-                in which they are due.
+            work_of: returns how much reserved work adds to the queue, in its unit. It is called in the order
+                of due times.
 
         Returns:
-            0.0 when it may join now. Infinity when the queue is above its limit and does not drain.
+            0.0 if it may join now. Infinity if the queue is above its limit and does not drain.
         """
         level, at_s = queue.level, 0.0
         admissible_in_s, weight = _until_limit_s(level, queue), _WEIGHT
@@ -164,7 +160,7 @@ class RetryReservations:
             due_s = max(0.0, slot * _SLOT_S - now)
             level = max(0.0, level - queue.drain_per_s * (due_s - at_s))
             at_s, joins = due_s, False
-            # Where many tenants are refused, this loop is nearly all that a refusal costs.
+            # This loop dominates the cost of a rejection if many tenants are rejected.
             for reserved in self._slots[slot].values():
                 work = work_of(reserved) * self.claim_rate * weight
                 if work > 0:
@@ -193,12 +189,13 @@ class RetryReservations:
 
 
 def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork], float]:
-    """What reserved requests put ahead of `request` under fair shares, in tokens.
+    """Return a function for the tokens that reserved work puts ahead of `request` under fair shares.
 
-    All of higher classes and of its own tenant; of each other tenant of its class as much as its own.
+    All work of higher classes and of its own tenant is ahead. Of each other tenant of its class, at most as
+    much as its own tenant has is ahead.
 
     Args:
-        own_tokens: what its tenant has waiting, this request included.
+        own_tokens: tokens that its tenant has queued, this request included.
     """
     own, rank, tenant = own_tokens, request.priority.rank, request.tenant
     counted: dict[str, float] = {}
@@ -213,7 +210,7 @@ def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork],
             return float(tokens)
         before = counted.get(reserved.tenant, 0.0)
         if before >= own:
-            # It is served no more than the own tenant, whatever else is reserved for it.
+            # Fair shares serve the other tenant no more than this one, whatever else is reserved.
             return 0.0
         after = counted[reserved.tenant] = min(before + tokens, own)
         return after - before
@@ -222,7 +219,7 @@ def fair_tokens(request: Request, own_tokens: float) -> Callable[[ReservedWork],
 
 
 def _until_limit_s(level: float, queue: QueueLimit) -> float:
-    """Seconds until a level has drained to the limit, if nothing joins."""
+    """Return the seconds until a level has drained to the limit if nothing joins."""
     if level <= queue.limit:
         return 0.0
     return (level - queue.limit) / queue.drain_per_s if queue.drain_per_s > 0 else math.inf
@@ -233,7 +230,7 @@ def _slot(at: float) -> int:
 
 
 def _key(request: Request) -> _Key:
-    """Recognises a request that returns; it has another id then."""
+    """Return what identifies a request that retries; its request id is a new one."""
     return (
         request.tenant,
         request.priority.rank,

@@ -1,26 +1,26 @@
-"""Wait prediction: the wait of a request in the queue, from the drain rate or a prior of it.
+"""Wait prediction: the queue time of a request, from the drain rate or a prior of it.
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
-waits, because a policy that favours short requests serves them long before work that arrived earlier. It is
-learned for each kind of request: class, octave of the expected prompt, and whether it claimed a retry
-reservation.
+waits. It is needed because a policy that favours short requests serves them long before work that arrived
+earlier. It is learned for each kind of request: class, octave of the expected prompt, and whether it claimed
+a retry reservation.
 
-- It is a ratio of decayed sums, not a mean of ratios, so that long waits count and noise in short ones does
+- It is a ratio of decayed sums, not a mean of ratios, so long waits dominate and noise in short ones does
   not.
-- One wait counts with at most a few times its prediction, and the correction is bounded, so that a stall of
+- One wait counts for at most a few times its prediction, and the correction is bounded, so that a stall of
   the fleet does not distort it.
-- Each kind begins at the correction of all kinds, which begins at 1.
+- Each kind starts at the correction of all kinds, which starts at 1.
 
-A request that expires would have waited longer than it did, so it counts with twice its wait. Counting less
-would feed back on itself: work that expires is ahead of others and soon gone, so waits look short, and more
-requests are admitted that expire.
+The full wait of an expired request is unknown, so it counts as twice the observed wait. Counting less would
+cause positive feedback: expired work leaves the queue early, so waits look short, and more requests are
+admitted that expire.
 
-While little was observed (`is_cold`) `slot_rate` gives a lower bound besides. The first dispatches of a
-backlog fill free slots, faster than the queue drains afterwards, so it takes some seconds of backlog besides
-the observations.
+While few waits were observed (`is_cold`), `SlotRate` provides a lower bound as well. The first dispatches of
+a backlog fill free slots faster than the queue drains afterwards, so some seconds of backlog are required in
+addition to the observations.
 
-The wait of a refused request is never observed. So the prediction for a kind that was not observed for a
-while is not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
+The wait of a rejected request is never observed. A prediction for a kind without recent observations is
+therefore not trusted (`is_trusted`), and one request of that kind is admitted as a probe.
 """
 
 import math
@@ -33,19 +33,12 @@ from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica_state import ReplicaState
 
-# Long enough to hold some dozens of dispatches of a small fleet, short enough to follow one that is scaled.
+# Long enough for some dozens of dispatches of a small fleet, short enough to follow a fleet that scales.
 _TIME_CONSTANT_S = 30.0
 
 
 class DrainRate:
-    """Tokens and requests dispatched per second of backlog.
-
-    Args:
-        now: time at which it begins, in seconds.
-
-    Attributes:
-        backlog_s: seconds of backlog so far.
-    """
+    """The rate at which tokens and requests are dispatched per second of backlog."""
 
     def __init__(self, now: float) -> None:
         self._at = now
@@ -55,7 +48,7 @@ class DrainRate:
         self._requests = DecayingRate(_TIME_CONSTANT_S, 0.0)
 
     def on_time(self, waiting: int, now: float) -> None:
-        """Note that `waiting` requests have waited from the last call until `now`."""
+        """Record that `waiting` requests have been queued from the last call until `now`."""
         self._backlogged = waiting > 0
         if self._backlogged:
             self.backlog_s += now - self._at
@@ -69,38 +62,39 @@ class DrainRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Estimated tokens per second of backlog; 0.0 before anything was counted."""
+        """Estimated tokens per second of backlog; 0.0 before the first dispatch."""
         return self._tokens.per_s(self.backlog_s)
 
     @property
     def requests_per_s(self) -> float:
-        """Requests per second of backlog; 0.0 before anything was counted."""
+        """Requests per second of backlog; 0.0 before the first dispatch."""
         return self._requests.per_s(self.backlog_s)
 
     def __repr__(self) -> str:
         return f"<DrainRate {self.tokens_per_s:.0f} tokens/s {self.requests_per_s:.2f} requests/s>"
 
 
-# An observation's weight after n more is `_KEPT ** n`: the last fifty or so count.
+# An observation's weight after n more is `_KEPT ** n`: about the last fifty count.
 _KEPT = 0.98
-# Weight of the prior, in seconds of waiting: every kind begins with the ratio of all.
+# Weight of the prior, in seconds of waiting. The prior of each kind is the ratio of all kinds.
 _PRIOR_S = 2.0
 _LEAST, _MOST = 1 / 32, 8.0
-# A wait counts with at most this many times its prediction, plus some seconds.
+# A wait counts for at most this many times its prediction, plus some seconds.
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
-# Waits of its class and length that must have been seen before a prediction refuses: a single wait may differ
-# much from its prediction, the mean of five does not.
+# Observations of a kind before its predictions can reject: a single wait may differ much from its prediction,
+# the mean of five does not.
 _MIN_OBSERVATIONS = 5
-# After so long without an observation the prediction for a kind of request is not trusted, and one request of
-# that kind is admitted whatever is predicted. It is well above the time between two dispatches of one kind
-# under load, and well below a client's timeout.
+# A prediction for a kind without an observation for this long is not trusted: one request of that kind is
+# admitted as a probe. Well above the time between two dispatches of one kind under load, and well below a
+# client's timeout.
 _PROBE_INTERVAL_S = 10.0
-# All kinds together need so many times the observations that one kind needs.
+# All kinds together need this many times the observations that one kind needs.
 _KINDS = 4
-# Seconds of backlog that must have been seen: several times as long as it takes to fill an engine's batch.
+# Seconds of backlog required before predictions count alone: several times as long as filling an engine's
+# batch.
 _COLD_S = 5.0
-# How long an expired request would have waited, relative to how long it did. Twice is the expectation for a
-# duration of which only the age is known.
+# Assumed wait of an expired request relative to its observed wait. Twice is the expectation for a duration of
+# which only the age is known.
 _EXPIRED_RATIO = 2.0
 
 
@@ -127,12 +121,10 @@ class _Correction:
 
 @dataclass(slots=True)
 class PredictionErrors:
-    """Predicted minus actual wait, of requests that waited or were predicted to wait.
+    """Errors of predictions (predicted minus actual), of requests that waited or were predicted to wait.
 
     Attributes:
-        count: observations so far.
-        mean_s: over about the last fifty; positive when requests are dispatched sooner than predicted.
-        mean_absolute_s: mean of the absolute errors.
+        mean_s: mean over about the last fifty; positive if requests are dispatched sooner than predicted.
     """
 
     count: int = 0
@@ -140,7 +132,7 @@ class PredictionErrors:
     mean_absolute_s: float = 0.0
 
     def add(self, error_s: float) -> None:
-        """Count one error."""
+        """Add one error."""
         self.count += 1
         weight = max(1.0 / self.count, 1.0 - _KEPT)
         self.mean_s += weight * (error_s - self.mean_s)
@@ -148,12 +140,7 @@ class PredictionErrors:
 
 
 class WaitPredictor:
-    """Predicts waits, and learns from the actual ones.
-
-    Attributes:
-        drain: the drain rate of the queue.
-        errors: of its predictions.
-    """
+    """Predicts queue times and learns from the actual ones."""
 
     def __init__(self, now: float) -> None:
         self.drain = DrainRate(now)
@@ -162,12 +149,12 @@ class WaitPredictor:
         self._by_kind: dict[WaitKind, _Correction] = {}
 
     def seconds_per_token(self, kind: WaitKind) -> float | None:
-        """What a token of work ahead adds to the wait of such a request; None while the rate is unknown."""
+        """Return the wait that a token of work ahead adds for this kind, or None if the rate is unknown."""
         rate = self.drain.tokens_per_s
         return self._correction(kind) / rate if rate > 0 else None
 
     def predict(self, scheduled: ScheduledRequest, tokens_ahead: int, now: float) -> PredictedWait | None:
-        """How long a request that arrives now will wait; None before the queue has ever drained."""
+        """Return the predicted wait of a request that arrives now, or None before the first drain rate."""
         rate = self.drain.tokens_per_s
         if not rate > 0:
             return None
@@ -179,14 +166,14 @@ class WaitPredictor:
 
     @property
     def is_cold(self) -> bool:
-        """Whether too little was observed to rely on predictions alone."""
+        """True if too little was observed to rely on predictions alone."""
         return self._all.count < _KINDS * _MIN_OBSERVATIONS or self.drain.backlog_s < _COLD_S
 
     def is_trusted(self, kind: WaitKind, now: float) -> bool:
-        """Whether enough such waits were observed recently to refuse a request on their account.
+        """Return whether recent observations of a kind suffice to reject a request on a prediction.
 
-        False once after each `_PROBE_INTERVAL_S` without an observation of the kind, and more often for a
-        kind with few observations.
+        Returns False once after each `_PROBE_INTERVAL_S` without an observation of the kind, and more often
+        for a kind with few observations. That request is the probe.
         """
         if self._all.count < _KINDS * _MIN_OBSERVATIONS:
             return False
@@ -200,7 +187,7 @@ class WaitPredictor:
         return True
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request leaves the queue for a replica."""
+        """Learn from the wait of a request that is dispatched."""
         self.drain.on_dispatch(scheduled.estimate.expected_tokens)
         prediction = scheduled.prediction
         if prediction is None:
@@ -211,7 +198,7 @@ class WaitPredictor:
             self._learn(prediction, actual_s, now)
 
     def on_expiry(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request expired in the queue, so its full wait is unknown."""
+        """Learn from a request that expired in the queue. Its full wait is unknown."""
         prediction = scheduled.prediction
         if prediction is not None:
             waited_s = now - prediction.at
@@ -238,12 +225,12 @@ class WaitPredictor:
 
 
 def kind_of(scheduled: ScheduledRequest) -> WaitKind:
-    """The kind of a request: class, octave of its prompt, and whether it claimed a reservation."""
+    """Return the kind of a request: class, octave of its prompt, and whether it claimed a reservation."""
     octave = scheduled.estimate.expected_prompt_tokens.bit_length()
     return scheduled.request.priority.rank, octave, scheduled.claimed
 
 
-# The prior of the drain rate: what the slots of the replicas can drain, before any rate was measured.
+# The prior of the drain rate: the rate at which the replicas' slots drain the queue, before it was measured.
 #
 # A full engine computes the prompt of each request, and decodes as many answers at a time as it has slots. So
 # one request costs it
@@ -252,31 +239,31 @@ def kind_of(scheduled: ScheduledRequest) -> WaitKind:
 #
 #     slots = min(max_num_seqs, KV budget / tokens of a request)
 #
-# with the means of the requests that wait: prompts are computed while weights are read for decoding (see
-# `engines.model.step_time`), and a reported `tpot_s` includes what they add. The fleet drains the sum of
-# `1 / engine_s`, and the free slots take work at once. A replica's `tpot_s` is what it reported last, or else
-# what its engine stated when it joined. The time per prompt token is the engine's, or else the learned one;
-# where neither is known, prefills are free. Output lengths that have not been learned are taken low.
+# with the means of the queued requests: prompts are computed while weights are read for decoding (see
+# `engines.model.step_time`), and a reported `tpot_s` includes what they add. The fleet drains the sum of `1 /
+# engine_s`, and free slots accept work immediately. `tpot_s` of a replica is the last reported value, else
+# the value that its engine stated when it joined. The time per prompt token is the engine's, else the learned
+# one; if neither is known, prefills are free. Output lengths not yet learned are assumed short.
 #
-# The wait that follows is a lower bound as far as the lengths are right. Slots free up one after the other
-# here, and those of a cold engine all together; isolation, classes of service and gates are left out. There
-# is no prior where a replica's `tpot_s` is unknown: then nothing is refused on its account.
+# The resulting wait is a lower bound if the lengths are right. In this model slots become free one after the
+# other, on a cold engine all together. Isolation, priority classes and gates are ignored. If a replica's
+# `tpot_s` is unknown, there is no prior and it rejects nothing.
 
 
-# Prefills from which their learned cost is no longer mostly its prior.
+# Prefills after which their learned cost no longer depends mostly on its prior.
 _LEARNED = 20
-# What rounding may be off by, at most.
+# Tolerance for rounding errors.
 _SURELY = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDrain:
-    """What the replicas that a request competes for can take.
+    """Capacity of the replicas that a request competes for.
 
     Attributes:
-        tokens_ahead: work that is served before it.
-        tokens_per_s: how much of that a full fleet drains.
-        free_tokens: how much of it goes at once, into free slots.
+        tokens_ahead: work served before the request.
+        tokens_per_s: drain rate of a full fleet.
+        free_tokens: work that free slots accept immediately.
     """
 
     tokens_ahead: float
@@ -285,11 +272,7 @@ class SlotDrain:
 
 
 class SlotRate:
-    """Computes the prior from the ledger and the queue.
-
-    Args:
-        beyond_batch: requests that an engine is sent beyond its batch.
-    """
+    """Computes the prior of the drain rate. Engines accept `beyond_batch` requests beyond their batch."""
 
     def __init__(
         self, queue: RequestQueue, ledger: ReplicaLedger, prefill_costs: PrefillCosts, beyond_batch: int
@@ -300,10 +283,13 @@ class SlotRate:
         self._beyond_batch = beyond_batch
 
     def drain(self, pools: tuple[str, ...], work_ahead: int) -> SlotDrain | None:
-        """What drains before a request that arrives now; None where nothing waits or a pace is unknown.
+        """Return the work that drains before a request that arrives now.
 
         Args:
-            work_ahead: tokens that will be served before it (`RequestQueue.work_ahead`).
+            work_ahead: tokens served before it (`RequestQueue.work_ahead`).
+
+        Returns:
+            None if nothing waits or the pace of a replica is unknown.
         """
         work, reached = self._competing(pools)
         if not work.tokens:
@@ -323,16 +309,16 @@ class SlotRate:
             return None
         mean_tokens = work.tokens / work.requests
         return SlotDrain(
-            # Work that goes to other pools is not ahead, however urgent it is.
+            # Work for other pools is not ahead, even if it is more urgent.
             tokens_ahead=min(work_ahead, work.tokens),
             tokens_per_s=requests_per_s * mean_tokens,
             free_tokens=free_requests * mean_tokens,
         )
 
     def surely_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
-        """Whether all that `drain` finds ahead is gone within so many seconds, or it finds nothing.
+        """Return whether the work that `drain` finds ahead is gone within `seconds`, or it finds none.
 
-        It looks at no more replicas than it takes to be sure, and may be False where that is just so.
+        Inspects only as many replicas as it needs. May return False if the time is only just enough.
         """
         work, reached = self._competing(pools)
         if not work.tokens:
@@ -351,7 +337,7 @@ class SlotRate:
         return False
 
     def _share(self, state: ReplicaState, work: WaitingWork) -> tuple[float, float] | None:
-        """Requests per second that a replica drains, and how many go at once; None for an unknown pace."""
+        """Return the requests per second of a replica and its free slots, or None if its pace is unknown."""
         slots = min(state.likely_num_seqs, max(1.0, state.kv_budget * work.requests / work.tokens))
         engine_s = self._engine_s(state, work, slots)
         if engine_s is None:
@@ -359,7 +345,7 @@ class SlotRate:
         return work.requests / engine_s, max(0.0, slots + self._beyond_batch - state.in_flight)
 
     def _competing(self, pools: tuple[str, ...]) -> tuple[WaitingWork, set[str]]:
-        """All that waits for any of these pools, and the pools that it may go to."""
+        """Return all work queued for any of these pools, and the pools that may serve it."""
         work, reached = WaitingWork(), set(pools)
         own = frozenset(pools)
         for others, waiting in self._queue.work.items():
@@ -369,7 +355,7 @@ class SlotRate:
         return work, reached
 
     def _engine_s(self, state: ReplicaState, work: WaitingWork, slots: float) -> float | None:
-        """Seconds of a full engine for all the work; None where its pace is unknown or without bound."""
+        """Return the seconds that a full engine needs for all the work, or None if its pace is unknown."""
         spec = state.spec
         tpot_s = spec.tpot_s if state.tpot_s is None else state.tpot_s
         if tpot_s is None:

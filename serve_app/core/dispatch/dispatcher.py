@@ -1,15 +1,15 @@
-"""The dispatcher: chooses the next request in the order of service, and the replica for it.
+"""The dispatcher: selects the next request in the order of service, and its replica.
 
-1. A request that came back from a replica: it had been dispatched in time.
-2. A request that has waited past its class's bound, or holds a retry reservation, at a bounded rate
-   (`starvation`). If it fits nowhere, capacity is kept for it.
+1. A request put back through no fault of its own, as by a lost replica: it had been dispatched in time.
+2. A request beyond its class's starvation bound or with a claimed retry reservation, at a bounded rate
+   (`starvation`). If it fits nowhere, capacity is reserved for it.
 3. A lower class that is owed its floor share (`starvation`).
-4. The classes in their order; inside a class the tenants in the order of their shares (`fairness`); among
-   tenants with equal shares, and inside each of them, the heads of the sub-queues by the policy's score,
-   within the bound on delay (`delay_bound`). Capacity is kept for a tenant that is clearly behind, too.
+4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Among
+   tenants with equal shares, and within a tenant, the heads of the sub-queues by the policy's score, within
+   the bound on delay (`delay_bound`). Capacity is also reserved for a tenant that is clearly behind.
 
-The first in this order that fits a replica of the pool is dispatched. Batch work fits only where the engine's
-own queue is empty, unless it is owed its floor share.
+The first request in this order that fits a replica of the pool is dispatched. Batch work requires an empty
+engine queue, unless it is owed its floor share.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from serve_app.request import ANYWHERE, PriorityClass
 
 
 class Placement:
-    """Chooses the replica for a request that is about to be dispatched."""
+    """Selects the replica for the request that is to be dispatched."""
 
     def __init__(self, ledger: ReplicaLedger, isolation: PrefillIsolation, affinity: PrefixAffinity) -> None:
         self._ledger = ledger
@@ -39,17 +39,17 @@ class Placement:
     def choose(
         self, head: ScheduledRequest, by_load: ReplicaState | None, query: CapacityQuery, now: float
     ) -> tuple[ReplicaState, Hold] | None:
-        """The replica and what to hold of it; None when no replica may take the request.
+        """Return the replica and what to hold there, or None if no replica may accept the request.
 
         Args:
-            by_load: the best for its whole prefill; None when isolation or load excludes all.
-            query: what it needs with its whole prefill.
+            by_load: the best replica for the whole prefill; None if isolation or load excludes all.
+            query: requirements of the whole prefill.
         """
         if by_load is None and not (head.prefill_class is not PrefillClass.SHORT and head.cached_tokens):
             return None
         estimate = head.estimate
         if by_load is not None and not head.request.submission.prefix:
-            # Nothing of it can be cached anywhere.
+            # No replica can have a part of the prompt cached.
             prompt_tokens = estimate.expected_prompt_tokens
             return by_load, Hold(query.tokens, head.prefill_class, prompt_tokens, query.quarantined)
 
@@ -71,29 +71,30 @@ class Placement:
     def _prefill_class(self, head: ScheduledRequest, prefill_tokens: int) -> PrefillClass:
         if prefill_tokens >= head.estimate.expected_prompt_tokens:
             return head.prefill_class
-        # Boundaries may have changed since its admission, but a cached prefix only shortens it.
+        # Boundaries may have changed since admission, but a cached prefix never raises the class.
         return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))
 
 
-# Openings: which heads may fit a pool at all, so that the others need not be looked at.
+# Openings: the groups of heads that may fit a pool, so that the others need not be examined.
 #
-# Of each group of heads (`queueing.head_groups`) the least demanding is tried: the fewest tokens of any head,
-# under the limits of the tenant that may go beyond them. When no replica takes that, it takes no head of the
-# group. So a search among heads that all have to wait costs the same for one tenant and for ten thousand.
+# In each group (`HeadGroup` in `queueing.request_queue`) the least demanding request is tried: the fewest
+# tokens of any head, under the limits of the tenant that may exceed them most. If no replica accepts that, no
+# head of the group fits. The cost of a search among heads that all must wait therefore does not grow with the
+# tenants.
 #
-# It may name a group of which no head fits after all, and never leaves one out that has such a head, or one
-# for which capacity would be reserved.
+# A returned group may have no head that fits. A group with a head that fits, or with one that gets a capacity
+# reservation, is never omitted.
 
 
-# A tenant that is behind all others by so many average requests has capacity kept for its next one. Where
-# tenants are alike, one is seldom that far behind.
+# A tenant behind all others by this many average requests gets capacity reserved for its next one. Similar
+# tenants are seldom that far behind.
 OWED_REQUESTS = 0.5
-# To look at so few costs no more than to try the groups.
+# Examining this many heads costs no more than trying the groups.
 _FEW_HEADS = 3
 
 
 class Openings:
-    """Tries the least demanding head of each group."""
+    """Tries the least demanding request of each group of heads."""
 
     def __init__(
         self, queue: RequestQueue, ledger: ReplicaLedger, isolation: PrefillIsolation, floors: ClassFloors
@@ -104,11 +105,11 @@ class Openings:
         self._floors = floors
 
     def groups(self, pool: str, now: float, *, rank: int, reserves: bool) -> list[HeadGroup]:
-        """The groups that may have a head that fits a replica of `pool`.
+        """Return the groups that may have a head that fits a replica of `pool`.
 
         Args:
-            rank: the place of `pool` among the pools of a request: 0 is its home.
-            reserves: capacity is reserved for a tenant that is owed it, if its head lacks that.
+            rank: position of `pool` in the preference of requests: 0 is the home pool.
+            reserves: whether to include heads of an owed tenant that lack capacity, to reserve it for them.
         """
         limit = self._ledger.context_limit(pool)
         groups = [group for group in self._queue.groups.at(pool, rank) if group]
@@ -116,7 +117,7 @@ class Openings:
             return []
         if sum(map(len, groups)) <= _FEW_HEADS:
             return groups
-        # Whose turn has come before that of the higher classes, need not find an empty queue.
+        # Batch work that precedes the higher classes does not require an empty queue.
         batch_is_first = self._queue.has_returned or PriorityClass.BATCH in self._floors.owed()
         return [
             group
@@ -127,7 +128,7 @@ class Openings:
 
     def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, needs_empty: bool) -> bool:
         if group.choosy:
-            # Which replicas they want is looked up without the heaps.
+            # They need certain replicas, which are looked up without the heaps.
             return True
         smallest = group.smallest()
         if smallest is None:
@@ -141,7 +142,7 @@ class Openings:
         return self._ledger.open.best(query, now) is not None
 
     def _is_owed(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
-        """Whether a head in it belongs to a tenant that is owed service, and lacks capacity."""
+        """Return whether a head of the group belongs to a tenant that is owed service and lacks capacity."""
         tenant, behind = self._queue.most_behind(group.priority)
         if behind < OWED_REQUESTS:
             return False
@@ -152,10 +153,10 @@ class Openings:
         return f"<Openings {self._queue.groups}>"
 
 
-# Not frozen, as `CapacityQuery`.
+# Not frozen, because creation is faster; as `CapacityQuery`.
 @dataclass(slots=True)
 class Choice:
-    """A request that goes now, the replica that it goes to, and what to hold there."""
+    """A request to dispatch now, its replica, and what to hold there."""
 
     scheduled: ScheduledRequest
     replica: ReplicaState
@@ -163,13 +164,13 @@ class Choice:
 
 
 class Dispatcher:
-    """Chooses until nothing fits any more.
+    """Selects requests until none fits.
 
     Args:
-        queue, ledger, placement, policy: those of the scheduler, which owns them.
+        queue, ledger, placement, policy: shared with the scheduler, which owns them.
 
     Attributes:
-        reservations: capacity that is kept for requests that have waited too long.
+        reservations: capacity reserved for requests that are owed service.
     """
 
     def __init__(
@@ -193,23 +194,23 @@ class Dispatcher:
         self._openings = Openings(queue, ledger, self._isolation, self._floors)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
-        """A request has come into the queue."""
+        """Register a request that was added to the queue."""
         if self._promotion is not None:
             self._overdue.add(scheduled)
 
     def choices(self, now: float) -> Iterable[Choice]:
-        """What goes now, one choice after another, until nothing fits any more.
+        """Return the choices of one round, until nothing fits.
 
-        The caller takes each out of the queue and holds its place in the ledger before it asks for the next,
-        which is chosen in sight of that. Pools first take those at home in them, then those that spill: into
-        the pool next in their preference before any further one.
+        Before it takes the next choice, the caller must remove the request from the queue and hold its place
+        in the ledger. Each pool first serves requests whose home it is, then requests that spill, in the
+        order of their preference.
         """
         self.reservations.prune(now)
         return self._round(now) if self._queue.waiting else ()
 
     def _round(self, now: float) -> Iterator[Choice]:
         self._policy.on_round_start()
-        # Most events of a saturated fleet open no replica.
+        # Optimisation: most events of a saturated fleet free no replica.
         spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
         spills = self._queue.spills(self._pools) if spilled else []
         while spilled:
@@ -220,16 +221,16 @@ class Dispatcher:
                     spilled = True
                     yield choice
                 if spilled:
-                    # Each spill brings a new head to the top of its sub-queue, and that one may fit at home.
+                    # Each spill exposes the next head of its sub-queue, which may fit at home.
                     break
         self._policy.on_round_end(self._queue.queue_names())
         self._overdue.prune(len(self._queue))
 
     def lone_choice(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
-        """What `choices` would choose for a request that has just arrived, if nothing else waits.
+        """Return what `choices` would select for a request that has just arrived while nothing else waits.
 
-        It needs no queue, since there is nobody to be compared with. None where it fits nowhere now, and for
-        batch work, to which more rules apply: they join the queue, and are looked at there.
+        It bypasses the queue, because there is nothing to compare with. Returns None if the request fits
+        nowhere now, and for batch work, which has more rules: these requests join the queue.
         """
         self.reservations.prune(now)
         if scheduled.request.priority is PriorityClass.BATCH:
@@ -249,13 +250,13 @@ class Dispatcher:
         return None
 
     def on_lone_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A `lone_choice` has been sent: it was a round of its own."""
+        """Account for a dispatched `lone_choice` as one round."""
         self._policy.on_round_start()
         self._on_dispatch(scheduled, now)
         self._policy.on_round_end(self._queue.queue_names())
 
     def fits(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Whether some replica has capacity for a request that has just arrived, whatever is ahead of it."""
+        """Return whether some replica has capacity for a new request, ignoring the requests ahead of it."""
         needs_empty_engine_queue = scheduled.request.priority is PriorityClass.BATCH
         limits = self._limits(scheduled, now)
         for pool in scheduled.pools:
@@ -269,7 +270,7 @@ class Dispatcher:
         return False
 
     def why_waiting(self, head: ScheduledRequest, now: float) -> str:
-        """Why the head of a sub_queue is not being dispatched right now, in a few words for a person."""
+        """Return the reasons, by pool, why the head of a sub-queue is not dispatched now, for operators."""
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
@@ -287,14 +288,14 @@ class Dispatcher:
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
     def _choose(self, pool: str, now: float, *, rank: int) -> Choice | None:
-        """The first head in the order of service that fits a replica of `pool`, with what to hold of it."""
+        """Return the first head in the order of service that fits a replica of `pool`, or None."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not any(self._queue.groups.at(pool, rank)):
             return None
         if not self._ledger.open.has_any(pool, now):
             return None
-        # Most heads that do not fit are like one that did not fit before: at least as many tokens, as
-        # limited.
+        # Optimisation: a head with the same limits and at least as many tokens as one that did not fit does
+        # not fit either.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
         first = None if rank else self.reservations.lift(pool, now)
         first = first or self._promoted(pool, now, rank=rank)
@@ -319,7 +320,7 @@ class Dispatcher:
         return None
 
     def _query(self, head: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
-        """What a request needs, if it is bound to a replica, or has failed before: see `put_backs`."""
+        """Add what a put-back or bound request requires: see the put-backs in `in_flight`."""
         query = _bound(head, query)
         if not head.put_backs:
             return query
@@ -335,20 +336,20 @@ class Dispatcher:
         return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
     def _is_owed(self, head: ScheduledRequest, pool: str) -> bool:
-        """Whether its tenant is behind, and would stay so while others take each bit of capacity first."""
+        """Return whether the tenant is clearly behind and stays so if others take all free capacity."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
         return self._queue.behind_requests(head.request) >= OWED_REQUESTS
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)
-        # A request that has a reservation, and waits for something else such as isolation, keeps it.
+        # A request that waits for something else, such as isolation, retains its reservation.
         keeps = reservation is not None and reservation.scheduled is head
         if keeps or self._ledger.open.best(_bound(head, CapacityQuery(pool, tokens)), now) is None:
             self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:
-        """How many long prefills may be in flight on a replica that gets this one."""
+        """Return the limits on long prefills in flight for a replica of this request."""
         if scheduled.prefill_class is PrefillClass.SHORT:
             return ()
         behind = self._queue.behind_requests(scheduled.request)
@@ -363,11 +364,11 @@ class Dispatcher:
         *,
         rank: int,
     ) -> Iterator[tuple[ScheduledRequest, bool]]:
-        """Heads in the order of service, each with whether it must find a needs_empty_engine_queue engine.
+        """Yield heads in the order of service, each with whether it requires an empty engine queue.
 
         Args:
-            first: who has waited too long.
-            openings: the groups whose heads may fit; heads of others may be left out.
+            first: the request to promote.
+            openings: groups whose heads may fit; heads of other groups may be omitted.
         """
         queue = self._queue
         if queue.has_returned:
@@ -437,6 +438,6 @@ class Dispatcher:
 
 
 def _bound(scheduled: ScheduledRequest, query: CapacityQuery) -> CapacityQuery:
-    """The query, for the replicas that will do for this request."""
+    """Return the query, restricted to the replicas that can serve this request."""
     destination = scheduled.request.destination
     return query if destination is ANYWHERE else replace(query, destination=destination)

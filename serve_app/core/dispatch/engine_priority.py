@@ -1,13 +1,13 @@
-"""Engine priorities: the number that orders a request in an engine that schedules its own queue by priority.
+"""Engine priorities: priority values for engines that schedule their own queue by priority.
 
-Of two requests that wait in one engine, the higher class is served first. Within a class, it is the one whose
-tenant has fewer requests in the engines. A tenant's first is numbered 0, the next 1, 2, 3. So the first
-request of a new tenant passes all but the first of a tenant that sent a hundred at once.
+An engine serves the higher class first. Within a class it serves the request whose tenant has fewer requests
+in the engines: a tenant's first request is numbered 0, the next ones 1, 2, 3. So the first request of a new
+tenant passes all but the first one of a tenant that sent a hundred at once.
 
-Inputs: the class, and how many of the tenant's requests of that class are in any engine. Requests of another
+Inputs: the class, and the number of the tenant's requests of that class in any engine. Requests of another
 class do not count. Their band orders them already, and a batch job must not delay the same tenant's chat.
-Ties: the engine's own rule, the order of arrival.
-Starvation: engines have no ageing. A lower class waits as long as a higher one keeps the engine full, and the
+Ties: the engine's own rule, which is the order of arrival.
+Starvation: engines have no ageing. A lower class waits as long as a higher one fills the engine, and the
 number of a request does not change after its dispatch.
 
 Source: TNG, "Efficient Request Queueing", backend-side priority scheduling; vLLM's `scheduling_policy` (lower
@@ -20,28 +20,28 @@ from typing import Annotated
 from serve_app.core.settings_base import ADVANCED, INTERNAL, POSITIVE, SHARE, at_least, settings
 from serve_app.request import PriorityClass, Request
 
-# Far more than any tenant has in flight, so that the last of a class is ordered before the first of the next.
+# Far above the requests in flight of any tenant, so that the bands of two classes do not overlap.
 BAND = 1_000_000
 
 
 @settings(block="engine_priority")
 class EnginePrioritySettings:
-    """Whether engines get a priority for each request, and how long their queues may be then."""
+    """Priorities sent to engines, and the engine queue lengths that they allow."""
 
-    # Needs engines that run with `scheduling_policy: priority`; any other refuses requests with a priority.
+    # Requires engines with `scheduling_policy: priority`. Other engines reject requests with a priority.
     enabled: bool = False
-    # These replace their counterparts in `backpressure`. A request in an engine's queue can still be passed,
-    # so the queue may be long enough that late reports never idle the engine. Length queues, scores and
-    # shares act only on what waits outside it, so the longer it is, the more the order is the engine's.
+    # This and the next settings replace those of `backpressure`. Requests in the engine's queue can still be
+    # passed, so the queue may be long enough that late reports never idle the engine. Length queues, scores
+    # and shares act only on requests outside it: the longer it is, the more the engine decides the order.
     target_waiting: Annotated[int, at_least(1), ADVANCED] = 32
-    # Share of that queue that batch work may fill; the rest is for requests that pass it.
+    # Share of that queue that batch work may fill. The rest is for requests that pass it.
     batch_share: Annotated[float, SHARE, INTERNAL] = 0.5
-    # Prefill of a lower class does not delay that of a higher one, beyond the iteration under way.
+    # Prefill of a lower class delays a higher one by at most the current iteration.
     max_prefill_backlog_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
 
 
 class EnginePriorities:
-    """Numbers requests by how many of their tenant and class are pending in the engines."""
+    """Numbers requests by how many of the same tenant and class are in the engines."""
 
     def __init__(self, settings: EnginePrioritySettings) -> None:
         self._enabled = settings.enabled
@@ -51,7 +51,7 @@ class EnginePriorities:
         return f"<EnginePriorities {self._pending.total()} of {len(self._pending)} tenants and classes>"
 
     def on_dispatch(self, request: Request) -> int | None:
-        """Count a request that is sent to an engine; returns the priority to send, None for none."""
+        """Count a request sent to an engine. Return its priority, or None if priorities are disabled."""
         if not self._enabled:
             return None
         key = (request.tenant, request.priority)
@@ -60,7 +60,7 @@ class EnginePriorities:
         return request.priority.rank * BAND + min(before, BAND - 1)
 
     def on_departure(self, request: Request) -> None:
-        """A request that was sent has ended, or was returned by its engine."""
+        """Remove a request that has ended or was put back."""
         if not self._enabled:
             return
         key = (request.tenant, request.priority)

@@ -1,4 +1,4 @@
-"""Requests on replicas: what is held from dispatch to end, what answers teach, put-backs and suspensions."""
+"""Requests in flight on replicas: held capacity, learning from answers, put-backs and suspensions."""
 
 import zlib
 
@@ -15,16 +15,13 @@ from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request, Usage
 
-# Prompt tokens that take about as long as one output token; only to compare answers that are not streamed.
+# Prompt tokens that take about as long as one output token; only used to compare answers that are not
+# streamed.
 _PROMPT_PER_OUTPUT = 100
 
 
 class InFlight:
-    """Takes requests through their time on a replica; the counts are in the ledger.
-
-    Attributes:
-        engine_time: whose requests the engines have worked on, and for how long.
-    """
+    """Tracks requests from dispatch to end; the ledger counts what they hold."""
 
     def __init__(
         self,
@@ -51,7 +48,7 @@ class InFlight:
         *,
         resumed: ev.Resumed | None = None,
     ) -> None:
-        """A request is sent to a replica, or is found there."""
+        """Hold capacity for a request sent to a replica, or resumed there by a new scheduler."""
         scheduled.replica_id, scheduled.hold, scheduled.dispatched_at = replica_id, hold, now
         scheduled.started = resumed is not None and resumed.started
         scheduled.engine_priority = self._priorities.on_dispatch(scheduled.request)
@@ -65,17 +62,17 @@ class InFlight:
             replica.answers.on_dispatch(now)
 
     def start(self, scheduled: ScheduledRequest, now: float) -> None:
-        """Its answer has begun."""
+        """Record the start of an answer."""
         if scheduled.started or scheduled.replica_id is None:
             return
         replica, streamed = self._ledger[scheduled.replica_id], scheduled.request.spec.streamed
         if streamed:
-            # It owed its first token until now.
+            # Its first token was outstanding until now.
             replica.answers.on_end()
         replica.answers.on_sign(now)
         scheduled.started, scheduled.started_at = True, now
         self.engine_time.on_first_token(scheduled, replica, now)
-        # An answer that is not streamed begins when it ends, long after its prefill.
+        # An answer that is not streamed starts at its end, long after its prefill.
         if streamed:
             self._observe_latency(scheduled, scheduled.prefill_tokens, now)
             self._prefills.on_first_token(scheduled, replica, now)
@@ -83,7 +80,7 @@ class InFlight:
         self._suspensions.on_success(scheduled, replica, now)
 
     def complete(self, scheduled: ScheduledRequest, usage: Usage | None, now: float) -> None:
-        """Its answer is complete; `release` follows."""
+        """Learn from a complete answer. `release` follows."""
         if usage is not None and scheduled.request.spec.streamed:
             self._observe_pace(scheduled, usage.output_tokens, now)
         elif usage is not None:
@@ -95,11 +92,7 @@ class InFlight:
         self._suspensions.on_success(scheduled, replica, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
-        """It has left its replica.
-
-        Args:
-            ran: see `ReplicaLedger.release`.
-        """
+        """Release the capacity of a request that has left its replica; `ran` as in `ReplicaLedger`."""
         assert scheduled.replica_id is not None
         self._priorities.on_departure(scheduled.request)
         replica = self._ledger[scheduled.replica_id]
@@ -111,13 +104,13 @@ class InFlight:
         scheduled.started, scheduled.started_at = False, None
 
     def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
-        """An answer has begun, with its first token or as a whole."""
+        """Learn the latency of an answer that has started, with its first token or as a whole."""
         assert scheduled.replica_id is not None
         streamed, seconds = scheduled.request.spec.streamed, now - scheduled.dispatched_at
         self._ledger.observe_latency(scheduled.replica_id, tokens, seconds, now, streamed=streamed)
 
     def _observe_pace(self, scheduled: ScheduledRequest, output_tokens: int, now: float) -> None:
-        """A stream has ended. Of several choices at once nobody knows which took how long."""
+        """Learn the pace of a completed stream. With several choices, the pace of each one is unknown."""
         began_at, replica_id = scheduled.started_at, scheduled.replica_id
         if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
             return
@@ -125,26 +118,26 @@ class InFlight:
 
 
 def _owes(scheduled: ScheduledRequest) -> bool:
-    """Whether the first token of a dispatched request is still to come, and will be told."""
+    """Return whether a first token of a dispatched request is still expected."""
     return scheduled.request.spec.streamed and not scheduled.started
 
 
-# Put-backs: what becomes of a request that a replica returned before its client heard anything.
+# Put-backs: handling of requests that a replica returned before their client received a byte.
 #
-# - One budget: `max_put_backs` bounds its dispatches over all reasons. It is counted over the life of the
-#   request, also across schedulers.
-# - One deadline: it had a time to wait from its arrival, and gets no other.
-# - Backoff: the first new try is at once, since most faults are those of one replica. Each further one waits
-#   twice as long as that before it. A request in backoff waits, and is in no sub-queue.
-# - Elsewhere: it goes to a replica that has not failed it, as long as one is usable.
-# - Quarantine: a request under which an engine was lost may be the cause. Until its answer begins, no replica
-#   has two of those. So one that is lost again, alone among suspects, fails with `max_attempts` of 2.
-# - Place: it goes first where a replica was lost, since it had been dispatched in time. One that an engine
-#   refused has had its turn, or its tenant's failing requests would pass the others' good ones.
+# - One budget: `max_put_backs` bounds the dispatches of a request, for all reasons and across schedulers.
+# - One deadline: its queue timeout counts from its arrival and is not extended.
+# - Backoff: the first retry is immediate, because most faults affect only one replica. Each further backoff
+#   is twice as long as the one before. A request in backoff is queued, but in no sub-queue.
+# - Failover: it goes to a replica on which it has not failed, as long as one is usable.
+# - Quarantine: a request under which an engine was lost may be the cause. No replica has two of these until
+#   an answer starts. So a request that loses a second engine, alone among suspects, fails with `max_attempts`
+#   of 2.
+# - Position: a request goes to the front if its replica was lost, because it had been dispatched in time. One
+#   rejected by an engine does not: otherwise a tenant's failing requests would pass the others' good ones.
 
 
 _FIRST_S, _LONGEST_S = 0.1, 30.0
-# Requests that failed together do not come back together.
+# Spreads the retries of requests that failed together.
 _SPREAD_RATIO = 0.25
 _NOT_ITS_FAULT = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
 
@@ -152,11 +145,11 @@ _NOT_ITS_FAULT = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
 def note_put_back(
     scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
 ) -> None:
-    """Note how a request came back from a replica."""
+    """Record a put-back in the state of the request."""
     scheduled.put_backs += 1
     scheduled.last_failure = event.message or str(event.failure)
     if event.failure is DispatchFailure.TOO_LONG:
-        # The replica is well, and the request goes where longer ones are taken.
+        # The replica is healthy, and the request goes to pools with a longer context.
         scheduled.returned = True
         scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
         return
@@ -170,7 +163,7 @@ def note_put_back(
 
 
 def note_earlier_dispatches(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
-    """Note what an earlier scheduler did with a request that came back to its gateway meanwhile."""
+    """Restore the put-backs of a request that an earlier scheduler had dispatched."""
     request = scheduled.request
     scheduled.returned = request.attempts > 0
     scheduled.put_backs = min(request.attempts, settings.max_put_backs - 1)
@@ -178,7 +171,7 @@ def note_earlier_dispatches(scheduled: ScheduledRequest, settings: SchedulerSett
 
 
 def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Conclusion | None:
-    """The end of a request that may not be tried again; None while it may."""
+    """Return the failure of a request that may not be retried, or None if it may."""
     reason = scheduled.last_failure
     if scheduled.losses >= settings.max_attempts:
         text = f"{scheduled.losses} replicas were lost under this request; the last: {reason}"
@@ -190,7 +183,7 @@ def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Concl
 
 
 def described(request: Request, scheduled: ScheduledRequest, now: float) -> str:
-    """How long an expired request waited, for what most of the time, and what became of its dispatches."""
+    """Describe an expired request for its client: its wait, the main cause and its put-backs."""
     text = f"the request waited {now - request.arrived_at:.1f} s in the queue and its turn did not come"
     if not scheduled.put_backs:
         waited = wait_breakdown(scheduled, now)
@@ -209,39 +202,39 @@ def _backoff_s(scheduled: ScheduledRequest) -> float:
     return usual_s * (1 + _SPREAD_RATIO * spread)
 
 
-# Suspensions: replicas that get no requests for a while, because they lose or refuse them.
+# Suspensions: replicas that receive no requests for a while, because they lose or reject them.
 #
-# Question: is a failure the fault of the replica, or of the request? A fleet that suspends a replica for
-# every failure can be stopped by one client with failing requests. One that never does feeds a broken
-# replica, which fails fast and so looks idle. What counts against a replica:
+# A failure may be the fault of the replica or of the request. If every failure suspended a replica, one
+# client with failing requests could stop a fleet. If none did, a broken replica would attract requests,
+# because it fails fast and so looks idle. Failures count against a replica as follows:
 #
 # | the request                                | counts                                                    |
 # |--------------------------------------------|-----------------------------------------------------------|
-# | could not be sent, or its connection broke | at once: no request should do that                        |
-# | found the engine busy                      | when it is the third one in a row, nothing served between |
-# | got an error of the engine's own           | the same, and only once another replica has served it     |
+# | could not be sent, or its connection broke | immediately: no request should cause that                 |
+# | found the engine busy                      | the third time in a row without a success in between      |
+# | got an error of the engine                 | the same, and only once another replica has served it     |
 #
-# A suspended replica gets nothing until its next report. Each further suspension doubles that time, until
-# the replica begins an answer again. At most half of a pool's live replicas are suspended at once (at least
-# one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet.
-# Replicas that are really dead are noticed by their connection to the scheduler, not here.
+# A suspended replica receives nothing until its next report. Each further suspension doubles that time, until
+# the replica starts an answer again. At most half of a pool's live replicas are suspended at once (at least
+# one may be), so that neither hostile requests nor a gateway cut off from its replicas can stop a fleet. Dead
+# replicas are detected by their connection to the scheduler, not here.
 
 
-# Fewer come together by chance; each costs its request one more dispatch.
+# Fewer may coincide by chance; each costs its request one more dispatch.
 _FAULTS = 3
-# About the interval of reports. The longest time is what a repaired replica stays idle for at worst.
+# The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
 _FIRST_REST_S, _LONGEST_REST_S = 0.1, 10.0
 _MAX_SHARE = 0.5
 
 
 class Suspensions:
-    """Suspends replicas in the ledger, whose states hold all that is remembered."""
+    """Suspends replicas in the ledger. All state is in `ReplicaState`."""
 
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
 
     def on_failure(self, replica_id: str, failure: DispatchFailure, now: float) -> None:
-        """Count a failure against the replica that returned a request."""
+        """Count a failure against the replica that put back a request."""
         state = self._ledger.get(replica_id)
         if state is None:
             return

@@ -1,8 +1,8 @@
-"""Requests that bypass the scheduler, so that a deployment can compare both ways.
+"""Pass-through: requests that bypass the scheduler, so that a deployment can compare both.
 
-A share of the requests is scheduled, chosen by a hash of their ids. The others go at once to the replica with
-the fewest requests among those that can hold them, whatever waits and however busy it is. They are held in
-the ledger like all others, so the scheduler knows what its engines do.
+A hash of the request id selects the share of requests that is scheduled. Each other one goes immediately to
+the replica with the fewest requests among those that can hold it, regardless of queue and load. The ledger
+holds these requests, too, so the scheduler knows the load of its engines.
 """
 
 import zlib
@@ -17,11 +17,7 @@ _HASHES = 2**32
 
 
 class PassThrough:
-    """Chooses who is not scheduled, and where they go.
-
-    Attributes:
-        active_share: of the requests, which are scheduled.
-    """
+    """Selects the requests that bypass the scheduler, and their replicas."""
 
     def __init__(self, active_share: float, ledger: ReplicaLedger) -> None:
         self.active_share = active_share
@@ -31,16 +27,16 @@ class PassThrough:
         return f"<PassThrough active_share={self.active_share:g}>"
 
     def change(self, active_share: float) -> None:
-        """Schedule another share from now on; requests that wait are not concerned."""
+        """Schedule another share from now on. Queued requests are not affected."""
         self.active_share = active_share
 
     def concerns(self, request: Request) -> bool:
-        """Whether a request is not scheduled; the same for all of its attempts."""
+        """Return whether a request bypasses the scheduler. All of its attempts get the same answer."""
         share = self.active_share
         return share < 1 and zlib.crc32(request.request_id.encode()) >= share * _HASHES
 
     def choice(self, scheduled: ScheduledRequest) -> Choice | None:
-        """Where a request goes that is not scheduled; None for others, and while no replica can take it."""
+        """Return the dispatch of a bypassing request; None for others, and while no replica can hold it."""
         if not self.concerns(scheduled.request):
             return None
         destination = scheduled.request.destination

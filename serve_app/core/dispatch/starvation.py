@@ -1,7 +1,7 @@
-"""Rules against starvation: promotion after a long wait, capacity reservations, and class floors.
+"""Starvation bounds: promotion after a long wait, capacity reservations, and class floors.
 
-A request is promoted after `max_wait_s`. Under lasting overload every request has waited too long, and
-promoting them all would turn any policy into FCFS. So at most `promoted_share` of all dispatches are
+A request is promoted after the `max_wait_s` of its class. In sustained overload every request exceeds it, and
+promoting all of them would turn any policy into FCFS. So at most `promoted_share` of all dispatches are
 promotions. The resulting bound: a request is dispatched at most `max_wait_s` after its arrival, plus the time
 of `(requests promoted before it + 1) / promoted_share` dispatches.
 
@@ -18,34 +18,34 @@ from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.settings_base import POSITIVE, POSITIVE_SHARE, between, settings
 from serve_app.request import PriorityClass
 
-# Promotions that may be saved up while no request needs one.
+# Promotions that accumulate while no request needs one.
 _SAVED = 4.0
-# A request that claimed a retry reservation was promised service in time. It is promoted after this share of
-# its queue timeout, whatever its score. The rest of the timeout is for its wait among promoted requests.
+# Share of the queue timeout after which a request with a claimed retry reservation is promoted, whatever its
+# score, because it was promised service in time. The rest is for its wait among promoted requests.
 _CLAIMED_SHARE = 0.5
 
 
 @settings(block="promotion")
 class PromotionSettings:
-    """Seconds after which a request of each class is promoted, and the share of promotions."""
+    """Starvation bound of each class, in seconds, and the share of promotions."""
 
-    # Longer than any length queue waits below saturation, shorter than the patience of people and programs.
+    # Longer than any length queue waits below saturation, shorter than users and programs wait.
     interactive_s: Annotated[float, POSITIVE] = 15.0
-    # Programs wait longer than people.
+    # Programs wait longer than users.
     default_s: Annotated[float, POSITIVE] = 60.0
-    # Half an hour: batch work may wait for idle capacity, but not for ever.
+    # Half an hour: batch work may wait for idle capacity, but not indefinitely.
     batch_s: Annotated[float, POSITIVE] = 1_800.0
-    # A fifth of the dispatches at most: short requests keep the rest in overload.
+    # At most a fifth of the dispatches: short requests retain the rest in overload.
     promoted_share: Annotated[float, POSITIVE_SHARE] = 0.2
 
     def max_wait_s(self, priority: PriorityClass) -> float:
-        """Seconds after which a request of this class is promoted."""
+        """Return the seconds after which a request of this class is promoted."""
         seconds: float = getattr(self, f"{priority.value}_s")
         return seconds
 
 
 class Promotion:
-    """Chooses the request to promote, as often as is allowed."""
+    """Selects the request to promote, at a bounded rate."""
 
     def __init__(self, settings: PromotionSettings) -> None:
         self._settings = settings
@@ -54,11 +54,11 @@ class Promotion:
 
     @property
     def is_due(self) -> bool:
-        """Whether a request may be promoted now."""
+        """True if a request may be promoted now."""
         return self._allowed >= 1.0
 
     def first(self, heads: Iterable[ScheduledRequest], now: float) -> ScheduledRequest | None:
-        """The overdue head that arrived first; None when none is overdue."""
+        """Return the overdue head that arrived first, or None if none is overdue."""
         overdue = [head for head in heads if self.is_overdue(head, now)]
         return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
@@ -68,7 +68,7 @@ class Promotion:
         """Count a dispatch.
 
         Args:
-            capacity_was_reserved: others were held back for it, and are dispatched before the next promotion.
+            capacity_was_reserved: capacity was withheld from others for it; they precede the next promotion.
         """
         if capacity_was_reserved:
             self._allowed = 0.0
@@ -77,7 +77,7 @@ class Promotion:
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
     def overdue_at(self, scheduled: ScheduledRequest) -> float:
-        """When the request will have waited as long as its class, or its claimed reservation, allows."""
+        """Return the time at which the wait reaches the bound of the class or of the claimed reservation."""
         request = scheduled.request
         wait_s = self._max_wait_s[request.priority]
         if scheduled.claimed:
@@ -85,27 +85,27 @@ class Promotion:
         return request.arrived_at + wait_s
 
     def is_overdue(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Whether the request has waited longer than allowed."""
+        """Return whether the request has waited longer than its bound."""
         return now > self.overdue_at(scheduled)
 
 
-# Capacity reservations: KV cache kept free for a request that is owed service, and fits no replica.
+# Capacity reservations: KV cache reserved for a request that is owed service and fits no replica.
 #
-# Without one, smaller requests take each bit of capacity as it becomes free, and a request that needs most of
-# a KV cache never fits. So a promoted request, or the next of a tenant that is behind its share
-# (`fairness`), gets a reservation if it fits nowhere in its pool. It is on the replica that lacks least for
-# it, which takes no other request that would need the reserved tokens until this one fits. Each pool has at
-# most one reservation, which lasts as long as its request waits.
+# Without a reservation, smaller requests use all capacity as it becomes free, and a request that needs most
+# of a KV cache never fits. A promoted request, or the next one of a tenant behind its share (`fairness`),
+# therefore gets a reservation if it fits nowhere in its pool. The reservation is on the replica where it
+# lacks the fewest tokens. That replica accepts no other request that needs the reserved tokens until this one
+# fits. Each pool has at most one reservation, which lasts as long as its request waits.
 #
-# The cost is capacity that stays idle meanwhile. It is bounded by the rate of promotions, of which none are
-# saved up while a reservation stands, and by what fair shares owe a tenant.
+# The cost is idle capacity. It is bounded by the rate of promotions, which do not accumulate while a
+# reservation exists, and by what fair shares owe a tenant.
 #
 # Source: ours, after reservations under backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 
 
 @dataclass(slots=True)
 class CapacityReservation:
-    """KV tokens that are kept free on one replica."""
+    """KV tokens reserved on one replica."""
 
     scheduled: ScheduledRequest
     replica: ReplicaState
@@ -113,7 +113,7 @@ class CapacityReservation:
 
 
 class CapacityReservations:
-    """The reservations, at most one for each pool."""
+    """The reservations of all pools, at most one for each."""
 
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
@@ -127,11 +127,11 @@ class CapacityReservations:
         return iter(self._by_pool.values())
 
     def of(self, pool: str) -> CapacityReservation | None:
-        """The reservation of a pool."""
+        """Return the reservation of a pool, or None."""
         return self._by_pool.get(pool)
 
     def prune(self, now: float) -> None:
-        """Drop the reservations of requests that no longer wait."""
+        """Remove the reservations of requests that no longer wait or have another home pool."""
         if not self._by_pool:
             return
         for pool, reservation in list(self._by_pool.items()):
@@ -139,7 +139,7 @@ class CapacityReservations:
                 self._drop(pool, now)
 
     def lift(self, pool: str, now: float) -> ScheduledRequest | None:
-        """Count the reserved tokens as free, to see whether their request fits now; returns that request."""
+        """Free the reserved tokens to test whether their request fits now. Return that request."""
         reservation = self._by_pool.get(pool)
         if reservation is None:
             return None
@@ -147,9 +147,9 @@ class CapacityReservations:
         return reservation.scheduled
 
     def reserve(self, scheduled: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
-        """Reserve tokens for a request, where it had them before or where least is lacking.
+        """Reserve tokens for a request on the same replica as before, or where it lacks the fewest.
 
-        A reservation that the pool had for another request is dropped.
+        Replaces a reservation of the pool for another request.
         """
         reservation = self._by_pool.get(pool)
         if reservation is None or reservation.scheduled is not scheduled or not reservation.replica.is_usable:
@@ -163,7 +163,7 @@ class CapacityReservations:
         self._ledger.reserve(reservation.replica, tokens, now)
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Drop the reservations of a request that was dispatched; whether it had any."""
+        """Remove the reservations of a dispatched request. Return whether it had any."""
         if not self._by_pool:
             return False
         pools = [pool for pool, each in self._by_pool.items() if each.scheduled is scheduled]
@@ -175,44 +175,44 @@ class CapacityReservations:
         self._ledger.reserve(self._by_pool.pop(pool).replica, 0, now)
 
 
-# Class floors: the least share of dispatches that a lower priority class gets while it waits.
+# Class floors: the least share of dispatches of a lower class while it has queued requests.
 #
-# Interactive is dispatched before default, and default before batch. But of every hundred dispatches made
-# while a lower class waits, that class gets its floor share. Credit for them is saved up to a small bound.
+# Higher classes are dispatched first. But of the dispatches made while a lower class waits, it gets its floor
+# share. Credit for them accumulates up to a small bound.
 
 
-# Dispatches that a class may save up; more would be a burst ahead of the higher classes.
+# Maximum credit of a class; more would be a burst ahead of the higher classes.
 _SAVED_DISPATCHES = 2.0
 
 
 @settings(block="class_floors")
 class ClassFloorSettings:
-    """Least shares of the dispatches while the class waits."""
+    """Least shares of the dispatches while a class has queued requests."""
 
-    # A tenth is enough that no program times out behind a flood of interactive requests.
+    # Share of the default class. A tenth prevents timeouts behind a flood of interactive requests.
     default_share: Annotated[float, between(0, 0.5)] = 0.1
-    # Batch work has to progress, not to finish soon.
+    # Share of the batch class. It ensures progress, not early completion.
     batch_share: Annotated[float, between(0, 0.5)] = 0.02
 
     def share(self, priority: PriorityClass) -> float:
-        """Floor share of one class; that of the highest is 0, since no class is dispatched before it."""
+        """Return the floor share of a class. That of the highest class is 0, as no class precedes it."""
         shares = {PriorityClass.DEFAULT: self.default_share, PriorityClass.BATCH: self.batch_share}
         return shares.get(priority, 0.0)
 
 
 class ClassFloors:
-    """Counts the dispatches of each class, and names the classes that are owed one."""
+    """Counts the dispatches of each class, and determines which classes are owed one."""
 
     def __init__(self, settings: ClassFloorSettings) -> None:
         self._settings = settings
         self._credit = dict.fromkeys(PriorityClass, 0.0)
 
     def owed(self) -> list[PriorityClass]:
-        """Classes that have earned a dispatch before the others, the highest first."""
+        """Return the classes that are owed a dispatch before the others, the highest first."""
         return [priority for priority, credit in self._credit.items() if credit >= 1.0]
 
     def on_dispatch(self, priority: PriorityClass, waiting: Iterable[PriorityClass]) -> None:
-        """A request of a class was dispatched while the `waiting` classes waited."""
+        """Count a dispatch of one class while the `waiting` classes have queued requests."""
         if self._credit[priority] >= 1.0:
             self._credit[priority] -= 1.0
         for other in waiting:

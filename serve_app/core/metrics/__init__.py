@@ -1,6 +1,6 @@
-"""Measurements of requests and runs: raw timestamps first, figures after.
+"""Metrics of requests and runs: raw timestamps, and the figures computed from them.
 
-Read `record` (one request), `slo` (when it was served well), `targets` (SLOs by class), `summary` (the
-figures of simulator, live run and benchmark alike), then `confidence` (figures over seeds). Pure: no clock,
-no input or output; the records are arguments.
+Read `record` (one request), `slo` (whether it met its limits), `targets` (SLOs by class), `summary` (the
+figures of simulator, live run and benchmark alike), then `confidence` (figures over seeds). All functions are
+pure: no clock, no input or output; the records are arguments.
 """

@@ -1,7 +1,7 @@
-"""Student-t intervals at 95 % of figures that were measured over a few seeds.
+"""Student-t confidence intervals (95 %) of figures measured over a few seeds.
 
-Runs on the same seeds see the same arrivals. So two policies are compared by the interval of their paired
-differences, which is far narrower than two intervals side by side.
+Runs with the same seeds have the same arrivals. Two policies are therefore compared by the interval of their
+paired differences, which is far narrower than two intervals side by side.
 """
 
 import math
@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-# Two-sided 95 % points of Student's t by degrees of freedom, 1 to 30; any table of the distribution has them.
+# Two-sided 95 % points of Student's t by degrees of freedom, 1 to 30, from a table of the distribution.
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -20,7 +20,7 @@ _NORMAL_95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceInterval:
-    """A mean over `n` runs and the 95 % interval around it; the bounds are None for a single run."""
+    """A mean over `n` runs and its 95 % interval. The bounds are None for a single run."""
 
     mean: float
     low: float | None
@@ -28,21 +28,17 @@ class ConfidenceInterval:
     n: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """The bounds by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     def as_text(self, decimals: int, scale: float = 1.0) -> str:
-        """`mean ± half the width`, each times `scale`; the mean alone for a single run."""
+        """Return `mean ± half the width`, both times `scale`, or the mean alone for a single run."""
         mean = f"{scale * self.mean:,.{decimals}f}"
         return mean if self.high is None else f"{mean} ± {scale * (self.high - self.mean):,.{decimals}f}"
 
 
 def interval_95(values: Sequence[float]) -> ConfidenceInterval:
-    """The mean of one figure over seeds with its 95 % Student-t interval.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """Return the mean of one figure over seeds with its 95 % Student-t interval."""
     if not values:
         raise ValueError("an interval needs at least one value, got none: run at least one seed")
     mean = statistics.fmean(values)
@@ -53,11 +49,7 @@ def interval_95(values: Sequence[float]) -> ConfidenceInterval:
 
 
 def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) -> ConfidenceInterval:
-    """`candidate - baseline` seed by seed, with its 95 % interval.
-
-    Raises:
-        ValueError: the two do not come from the same number of seeds.
-    """
+    """Return the mean of `candidate - baseline` per seed, with its 95 % interval."""
     if len(candidate) != len(baseline):
         raise ValueError(
             f"paired runs need the same seeds, got {len(candidate)} and {len(baseline)} values: "
@@ -67,7 +59,7 @@ def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) 
 
 
 def t_95(degrees_of_freedom: int) -> float:
-    """The two-sided 95 % point of Student's t; past the table by its series (error < 0.001)."""
+    """Return the two-sided 95 % point of Student's t; beyond the table by its series (error < 0.001)."""
     if degrees_of_freedom < 1:
         raise ValueError(f"degrees of freedom must be at least 1, got {degrees_of_freedom}")
     if degrees_of_freedom <= len(_T_95):

@@ -1,4 +1,4 @@
-"""The record of one request: raw timestamps on one clock, and the latencies that follow from them."""
+"""The record of one request: raw timestamps on one clock, and the latencies computed from them."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,19 @@ from serve_app.request import PriorityClass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request from its arrival to its one outcome, as the simulator, the gateway or a client saw it.
+    """One request from arrival to outcome, as recorded by the simulator, the gateway or a client.
 
-    All times are seconds on the observer's clock; only differences count.
+    All times are seconds on the observer's clock; only differences are meaningful.
 
     Attributes:
-        arrived_at: for an open-loop client the scheduled time, not that of sending: the delay of a late
-            client is waiting too.
-        sent_at: when an open-loop client really sent it; None where arriving and sending are one.
-        dispatched_at: when it left the queue for an engine; None when it never did, or is not known.
-        first_token_at: when the first generated token arrived; None without one, and for unstreamed answers.
-        finished_at: when it reached its outcome.
-        prompt_tokens: as the engine counted them, or as asked for when it gave no count.
-        output_tokens: generated so far, also for requests that did not complete.
-        preemptions: how often the engine preempted it, which loses its computed KV cache.
-        detail: why it did not complete, for a reader.
+        arrived_at: for an open-loop client the scheduled time, not the time of sending, because the delay of
+            a late client counts as waiting.
+        sent_at: time at which an open-loop client sent it; None if it equals the arrival.
+        dispatched_at: time of dispatch; None if it was never dispatched or the time is unknown.
+        first_token_at: arrival of the first generated token; None without one, and for unstreamed answers.
+        prompt_tokens: as counted by the engine, or as requested if there is no count.
+        output_tokens: tokens generated so far, also for requests that did not complete.
+        preemptions: preemptions in the engine, each of which loses its computed KV cache.
     """
 
     request_id: str
@@ -45,7 +43,7 @@ class RequestRecord:
 
     @property
     def completed(self) -> bool:
-        """Whether the client got its whole answer."""
+        """True if the client received the whole answer."""
         return self.outcome is Outcome.COMPLETED
 
     @property
@@ -62,15 +60,15 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float:
-        """End to end, from arrival: `finished_at - arrived_at`."""
+        """End-to-end latency, from arrival: `finished_at - arrived_at`."""
         return self.finished_at - self.arrived_at
 
     @property
     def queue_wait_s(self) -> float | None:
-        """Time in the queue: `dispatched_at - arrived_at`."""
+        """Queue time: `dispatched_at - arrived_at`."""
         return None if self.dispatched_at is None else self.dispatched_at - self.arrived_at
 
     @property
     def schedule_lag_s(self) -> float:
-        """How late the client sent it: `sent_at - arrived_at`; large values mean a saturated client."""
+        """Delay of the client's sending: `sent_at - arrived_at`. Large values mean a saturated client."""
         return 0.0 if self.sent_at is None else self.sent_at - self.arrived_at

@@ -1,4 +1,4 @@
-"""Service level objectives: limits on a request's latencies, and the share of requests that keep them."""
+"""Service level objectives: limits on a request's latencies, and SLO attainment."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -11,7 +11,7 @@ _LIMIT = POSITIVE.hint("leave it out to set no limit")
 
 @settings(block="slo")
 class Slo:
-    """Upper limits in seconds that a completed request has to keep, each of them; None sets no limit.
+    """Upper limits in seconds that a completed request must meet, all of them. None sets no limit.
 
     The defaults are those of the pool-routing papers (arXiv 2604.09613): TTFT 2 s and TPOT 80 ms.
     """
@@ -21,15 +21,15 @@ class Slo:
     e2e_s: Annotated[float | None, _LIMIT] = None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request completed within every limit.
+        """Return whether the request completed within every limit.
 
-        A latency that a record cannot have breaks no limit: TPOT of a one-token answer, TTFT of one that was
-        not streamed.
+        A latency that a record cannot have exceeds no limit: TPOT of a one-token answer, TTFT of an
+        unstreamed one.
         """
         return self.met_with(record, self.ttft_s)
 
     def met_with(self, record: RequestRecord, ttft_limit_s: float | None) -> bool:
-        """The same with this limit on TTFT."""
+        """Return whether the request met all limits, with another limit on TTFT."""
         return (
             record.completed
             and _keeps(record.ttft_s, ttft_limit_s)
@@ -43,6 +43,6 @@ def _keeps(measured_s: float | None, limit_s: float | None) -> bool:
 
 
 def slo_attainment_ratio(records: Iterable[RequestRecord], slo: Slo) -> float | None:
-    """Share of all requests, also of those refused or failed, served within `slo`; None without any."""
+    """Return the share of all requests, including failed ones, that meet `slo`, or None without requests."""
     met = [slo.met_by(record) for record in records]
     return sum(met) / len(met) if met else None

@@ -1,19 +1,15 @@
 """The summary of a run, computed from its request records; the same for simulator, live run and benchmark.
 
-Mean, percentiles and maximum of a sample: the five figures of every report.
+Distributions have five figures: mean, three percentiles and maximum.
 
-Jain's fairness index over tenants: what each was served, relative to its max-min fair share.
-
-Served tokens alone say nothing, since a tenant that asks for little gets little. So each tenant's service is
-divided by its max-min fair share of all that was served. A tenant that asked for less than its part has that
-as its share, and the others divide the rest by weight. The index is 1 when each got exactly its share, and
-1/n when one of n got everything. Only the span in which requests still arrive is counted. After it the
-backlog is drained in any order, and every tenant would look equally served.
+Jain's fairness index over tenants compares the service of each tenant with its max-min fair share. Served
+tokens alone are not meaningful, because a tenant with little demand is served little. A tenant with less
+demand than its part has its demand as its share, and the others divide the rest by weight. The index is 1 if
+each tenant got exactly its share, and 1/n if one of n got everything. Only the time span in which requests
+still arrive counts: after it the backlog drains in any order, and every tenant would appear equally served.
 
 Sources: Jain, Chiu, Hawe, DEC-TR-301 (1984); max-min shares by water-filling: Bertsekas and Gallager, Data
 Networks, 6.5.2.
-
-Times to first token in a few figures, for people and programs: all requests, and the short ones.
 """
 
 import math
@@ -28,7 +24,7 @@ from serve_app.core.metrics.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Five figures of a sample; all None when it is empty."""
+    """Five figures of a sample; all None if it is empty."""
 
     mean: float | None
     p50: float | None
@@ -38,7 +34,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution":
-        """The figures of `values`, in any order."""
+        """Return the figures of `values`, in any order."""
         ordered = sorted(values)
         if not ordered:
             return cls(None, None, None, None, None)
@@ -51,12 +47,12 @@ class Distribution:
         )
 
     def as_json(self) -> dict[str, float | None]:
-        """The figures by name."""
+        """Return the figures by name."""
         return asdict(self)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of an ascending sample lie, interpolated between neighbours.
+    """Return the value below which `percent` of an ascending sample lie, interpolated between neighbours.
 
     The position is `(n - 1) * percent / 100`, numpy's default, so that figures agree with other tools.
 
@@ -74,7 +70,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def jain_index(values: Iterable[float]) -> float | None:
-    """`(sum x)^2 / (n * sum x^2)`: 1 when all are equal, 1/n when one has all; None when all are zero."""
+    """Return `(sum x)^2 / (n * sum x^2)`: 1 if all are equal, 1/n if one has all, None if all are zero."""
     sample = list(values)
     squares = sum(value * value for value in sample)
     return sum(sample) ** 2 / (len(sample) * squares) if squares else None
@@ -83,14 +79,14 @@ def jain_index(values: Iterable[float]) -> float | None:
 def jain_of_tenants(
     records: Sequence[RequestRecord], weights: Mapping[str, float] | None = None
 ) -> float | None:
-    """Jain's index over tenants of tokens served, as a share of the max-min fair share; 1.0 for one tenant.
+    """Return Jain's index of the tenants' served tokens relative to their max-min fair shares.
 
     Args:
-        records: all requests of a run, whatever their outcome.
-        weights: how much of contended capacity is due to a tenant; 1 for tenants not named.
+        records: all requests of a run, with any outcome.
+        weights: weights of tenants in contended capacity; 1 for tenants not included.
 
     Returns:
-        The index, or None when nothing was served while requests arrived.
+        The index, 1.0 for one tenant, or None if nothing was served while requests arrived.
     """
     if not records:
         return None
@@ -105,10 +101,10 @@ def jain_of_tenants(
 
 
 def tokens_served(record: RequestRecord, until: float) -> float:
-    """Tokens that an engine had processed for a request by the time `until`.
+    """Return the tokens that an engine had processed for a request by the time `until`.
 
     The prompt counts at the first token, the output evenly from there to the end. Without a first token all
-    of it counts at the end. A request that no engine answered counts nothing.
+    tokens count at the end. A request without an answer counts as 0.
     """
     if record.output_tokens == 0 and not record.completed:
         return 0.0
@@ -123,10 +119,10 @@ def tokens_served(record: RequestRecord, until: float) -> float:
 def max_min_shares(
     asked: Mapping[str, float], capacity: float, weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Divide `capacity` by weight; what a tenant does not ask for is left to the others."""
+    """Divide `capacity` by weight. Capacity that exceeds a tenant's demand is left to the others."""
     shares: dict[str, float] = {}
     left, weight_left = capacity, sum(weights.get(tenant, 1.0) for tenant in asked)
-    # In ascending order of demand per weight, each tenant takes the lesser of its demand and its part.
+    # In ascending order of demand per weight, each tenant gets the lesser of its demand and its part.
     for tenant in sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0)):
         weight = weights.get(tenant, 1.0)
         shares[tenant] = min(asked[tenant], left * weight / weight_left)
@@ -138,15 +134,15 @@ def max_min_shares(
 JsonValue = float | int | str | None | Mapping[str, "JsonValue"]
 
 SHORT_AT_TOKENS = 256
-"""A prompt of at most this many tokens is a short one, unless the caller says otherwise."""
+"""Default of the maximum length of a short prompt, in tokens."""
 
 MOST_TENANTS = 100
-"""A summary names no more tenants than these, so that it stays readable however many there are."""
+"""Maximum number of tenants in a summary, so that it stays readable."""
 
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """One latency of completed requests: of all, of short prompts and of long ones, in seconds."""
+    """One latency of completed requests, in seconds: of all, of short prompts and of long ones."""
 
     all: Distribution
     short: Distribution
@@ -155,7 +151,7 @@ class BySize:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Three figures of a latency, in seconds."""
+    """Mean, 99th percentile and maximum of a latency, in seconds."""
 
     mean: float | None
     p99: float | None
@@ -164,12 +160,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """What one tenant met.
+    """Figures of one tenant.
 
     Attributes:
-        requests: all of them, whatever their outcome.
-        ttft_s: of those completed.
-        service_tokens: prompt and output tokens of those completed.
+        ttft_s: TTFT of completed requests.
+        service_tokens: prompt and output tokens of completed requests.
     """
 
     requests: int
@@ -179,18 +174,16 @@ class TenantFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a run. Latencies are of completed requests; `outcomes` counts all of them.
+    """The figures of a run. Latencies are of completed requests; `outcomes` counts all requests.
 
     Attributes:
-        completed: requests with their whole answer.
-        throughput_tokens_per_s: prompt and output tokens of completed requests, per second of makespan.
-        goodput_per_s: requests that kept every limit of the SLO, per second of makespan.
-        makespan_s: from the first arrival to the last completion.
-        preemptions: in the engines; None when the observer does not see them.
-        jain_tenants: Jain's index over what each tenant got of its fair share, see `fairness`.
-        tenants: figures of each tenant, of the `MOST_TENANTS` with most requests.
-        outcomes: number of requests by outcome.
-        output_tokens_per_s: output tokens of completed requests alone, per second of makespan.
+        throughput_tokens_per_s: prompt and output tokens of completed requests per second of makespan.
+        goodput_per_s: requests within every limit of the SLO per second of makespan.
+        makespan_s: time from the first arrival to the last completion.
+        preemptions: preemptions in the engines; None if the observer cannot see them.
+        jain_tenants: Jain's index of service relative to the fair shares, see `jain_of_tenants`.
+        tenants: figures by tenant, of the `MOST_TENANTS` tenants with most requests.
+        output_tokens_per_s: output tokens of completed requests per second of makespan.
     """
 
     completed: int
@@ -208,7 +201,7 @@ class Summary:
     output_tokens_per_s: float = 0.0
 
     def as_json(self) -> dict[str, JsonValue]:
-        """The `metrics` object of the command line: these names are a contract with other programs."""
+        """Return the `metrics` object of the command line. Other programs depend on its names."""
         figures = asdict(self)
         del figures["outcomes"], figures["output_tokens_per_s"]
         return figures
@@ -216,12 +209,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRules:
-    """How records are read.
+    """Rules for the evaluation of records.
 
     Attributes:
-        slo: limits that count for goodput.
-        short_at_tokens: longest prompt that counts as short.
-        weights: fair-share weights by tenant, 1 for those not named.
+        weights: fair-share weights by tenant; 1 for tenants not included.
     """
 
     slo: Slo = field(default_factory=Slo)
@@ -242,12 +233,11 @@ _BY_DEFAULT = SummaryRules()
 def summarise(
     records: Sequence[RequestRecord], rules: SummaryRules = _BY_DEFAULT, *, preemptions_known: bool = True
 ) -> Summary:
-    """Compute the figures of a run from its records.
+    """Return the figures of a run from its records.
 
     Args:
         records: every request of the run exactly once, in any order.
-        rules: SLO, the longest short prompt, tenant weights.
-        preemptions_known: False when the observer does not see the engines; the figure is None then.
+        preemptions_known: False if the observer cannot see the engines; the figure is None then.
     """
     done = [record for record in records if record.completed]
     makespan_s = _makespan_s(records, done)
@@ -308,11 +298,7 @@ def _by_size(
 
 
 def first_token_figures(firsts: Iterable[tuple[int, float]]) -> dict[str, dict[str, Any]]:
-    """Number, median and 99th percentile, of all and of the short ones.
-
-    Args:
-        firsts: tokens of each prompt, and seconds from its arrival to the first token.
-    """
+    """Return number, median and P99 of TTFT, overall and for short prompts, from (tokens, TTFT in s)."""
     known = list(firsts)
     short = [ttft_s for tokens, ttft_s in known if tokens <= SHORT_AT_TOKENS]
     return {"all": _figures([ttft_s for _, ttft_s in known]), "short": _figures(short)}

@@ -1,6 +1,6 @@
-"""Targets: what each priority class is owed, and what kept a request from it.
+"""Targets: SLOs by priority class, and the reasons why a request missed them.
 
-The tuner's objective and the gateways' count of requests served well go by the same targets.
+The tuner's objective and the gateways' metric of SLO attainment use the same targets.
 """
 
 import enum
@@ -24,22 +24,22 @@ NOT_OURS = frozenset(
         Outcome.REJECTED_RATE_LIMITED,
     }
 )
-"""Outcomes that no order of service could have changed."""
+"""Outcomes that no scheduling decision could have changed."""
 
 
 class Miss(enum.StrEnum):
-    """What kept a request from the targets of its class."""
+    """A reason why a request missed the targets of its class."""
 
     TTFT = "ttft"
     TPOT = "tpot"
     EXPIRED = "expired"
-    """Its time in the queue was over."""
+    """Its queue timeout ended."""
     REFUSED = "refused"
-    """It was refused for lack of capacity, or of an engine."""
+    """It was rejected for lack of capacity or of a replica."""
     FAILED = "failed"
     """Its engine failed."""
     ABANDONED = "abandoned"
-    """Its client left after the limit for a first token."""
+    """Its client disconnected after the limit for a first token."""
 
 
 _MISSES = {
@@ -66,52 +66,53 @@ class ClassTarget:
 
 @settings(block="targets")
 class ClassTargets:
-    """The targets of every priority class.
+    """The targets of all priority classes.
 
     Attributes:
-        short_at_tokens: longest short prompt.
+        short_at_tokens: maximum length of a short prompt.
     """
 
     interactive: ClassTarget = field(default_factory=ClassTarget)
     default: ClassTarget = field(default_factory=ClassTarget)
-    # Batch answers have no reader who waits; one minute and five keep the class from starving.
+    # No user waits for batch answers; one and five minutes prevent the class from starving.
     batch: ClassTarget = field(
         default_factory=lambda: ClassTarget(ttft_s=60.0, long_ttft_s=300.0, tpot_s=None)
     )
     short_at_tokens: Annotated[int, at_least(1), ADVANCED] = SHORT_AT_TOKENS
 
     def is_short(self, record: RequestRecord) -> bool:
-        """Whether the prompt counts as short."""
+        """Return whether the prompt counts as short."""
         return record.prompt_tokens <= self.short_at_tokens
 
     def class_of(self, record: RequestRecord) -> str:
-        """The name of its class, such as `default short`."""
+        """Return the name of the request's class and length, such as `default short`."""
         return f"{record.priority.value} {'short' if self.is_short(record) else 'long'}"
 
     def ttft_limit_s(self, record: RequestRecord) -> float:
-        """The limit on its time to first token."""
+        """Return the limit on the request's time to first token, in seconds."""
         target = self._of(record.priority)
         return target.ttft_s if self.is_short(record) else target.long_ttft_s
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request completed within the limits of its class."""
+        """Return whether the request completed within the limits of its class."""
         slo = Slo(ttft_s=self.ttft_limit_s(record), tpot_s=self._of(record.priority).tpot_s)
         return slo.met_by(record)
 
     def lateness(self, record: RequestRecord) -> float:
-        """`ttft / (ttft + limit)`: 0 at once, 0.5 at the limit, 1 without an answer.
+        """Return `ttft / (ttft + limit)`: 0 for an immediate answer, 0.5 at the limit, 1 without an answer.
 
-        Unlike seconds it is bounded, so one lost request cannot outweigh a thousand. Unlike the SLO it falls
-        with every second saved, also where all limits are kept, or none.
+        It is bounded, unlike seconds, so one lost request cannot outweigh a thousand. Unlike SLO attainment
+        it improves with every second saved, even if all limits are met, or none.
         """
         if not record.completed or record.ttft_s is None:
             return 1.0
         return record.ttft_s / (record.ttft_s + self.ttft_limit_s(record))
 
     def judges(self, record: RequestRecord) -> bool:
-        """Whether its latency was ours to keep.
+        """Return whether the scheduler is responsible for the request's latency.
 
-        Not where it was refused for what it is, nor where its client left before the limit for a first token.
+        False if it was rejected for its content or its key's limit, or if its client disconnected before the
+        limit for a first token.
         """
         if record.outcome in NOT_OURS:
             return False
@@ -121,10 +122,7 @@ class ClassTargets:
         return True
 
     def missed_by(self, record: RequestRecord) -> tuple[Miss, ...]:
-        """What kept a request from its targets; nothing where it kept them all.
-
-        A latency that a record cannot have misses no target, as in `Slo.met_by`.
-        """
+        """Return the reasons why a request missed its targets; latencies as in `Slo.met_by`."""
         if not record.completed:
             return (_MISSES.get(record.outcome, Miss.REFUSED),)
         target = self._of(record.priority)

@@ -1,5 +1,5 @@
-"""The outlook of waiting requests: which place each has, and when it is expected to start.
+"""The outlook of queued requests: the position of each, and when it is expected to start.
 
-Read `order` for the order in which waiting requests are expected to be dispatched, `spread` for how far
-estimates are off, `estimates` for the time that follows from a place, and `watched` for who is told.
+Read `order` for the expected order of dispatch, `estimates` for the expected start of a position, `spread`
+for the errors of estimates, and `watched` for the notifications of subscribed requests.
 """

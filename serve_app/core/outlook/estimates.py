@@ -1,19 +1,19 @@
-"""When a waiting request is expected to start, from its place, and how far such estimates were off.
+"""Start estimates: the expected start of a queued request, computed from its position, and its interval.
 
     uncorrected = (tokens ahead of it in its home pool + its own) / drain rate of that pool
 
-This is the time until as much has been dispatched as its turn needs. What it leaves out is learned: the ratio
-of actual to uncorrected times, as a distribution (`spread`). Its median makes the expected start, its 10th
-and 90th percentiles the interval.
+This is the time until as many tokens have been dispatched. The ratio of actual to uncorrected times is
+learned as a distribution (`spread`). Its median gives the expected start, its 10th and 90th percentiles the
+interval.
 
-Ratios differ by the kind of request: a batch request waits for idle engines, a short one is passed by nobody
-under a score. And they differ by the place: what comes of the next place depends on a single free slot, what
-comes of the hundredth on a hundred of them. So they are kept by home pool, class, octave of the prompt and
-octave of the place; until enough were seen of these, by class and octave of the place; and then by octave of
-the place alone. Before anything was seen the interval is wide.
+Ratios differ by the kind of request: a batch request waits for idle engines, while no request passes a short
+one under a score. They also differ by position: the first depends on a single free slot, the hundredth on a
+hundred of them. Ratios are therefore kept by home pool, class, octave of the prompt and octave of the
+position. Until enough were observed, those by class and octave of the position apply, then those by octave of
+the position alone. Before any observation the interval is wide.
 
-Whoever waits teaches, also those that nobody watches: one estimate for each octave of the place that a
-request goes through. One that expires would have waited longer, and counts with twice its wait.
+All queued requests contribute while any is watched: one estimate for each octave of positions that a request
+passes. The full wait of an expired request is unknown, so it counts as twice the observed wait.
 """
 
 import heapq
@@ -27,28 +27,28 @@ from serve_app.core.request import ScheduledRequest
 
 _Kind = tuple[object, ...]
 
-# Before anything was learned.
+# Prior quantiles, before any observation.
 _UNKNOWN = Quantiles(0.2, 1.0, 3.0)
-# Ratios from which a kind speaks for itself.
+# Observations after which the ratios of a kind are used.
 _ENOUGH = 30
-# Places beyond so many octaves are alike: more slots average out.
+# Positions beyond this octave are treated alike: with more slots, variations average out.
 _MOST_OCTAVE = 8
-# Seconds of backlog until a pool's own rate counts, and until there is any.
+# Seconds of backlog until the rate of a single pool is used, and until any rate is.
 _OWN_RATE_S, _ANY_RATE_S = 5.0, 1.0
 # As in `admission.wait_prediction`.
 _EXPIRED_RATIO = 2.0
-# One that still waits after the end of its interval is learned from at once, as if it took so much longer:
-# else a growing queue would be known only once it has been served.
+# A request that still waits at the end of its interval is learned from immediately, as if it took this much
+# longer. Otherwise a growing queue would be learned only once it has been served.
 _OVERDUE_RATIO = 1.25
 
 
 @dataclass(slots=True, eq=False)
 class _Note:
-    """An estimate of which the outcome is to be learned.
+    """An estimate to be compared with its outcome.
 
     Attributes:
-        start: what was expected, in seconds from `at`.
-        learned: nothing more is to be learned from it.
+        start: expected start, in seconds from `at`.
+        learned: whether its outcome has been learned or discarded.
     """
 
     scheduled: ScheduledRequest
@@ -60,11 +60,7 @@ class _Note:
 
 
 class StartEstimates:
-    """Estimates of the time until a request starts.
-
-    Args:
-        overall: the drain rate of the whole queue.
-    """
+    """Estimates the time until a request starts."""
 
     def __init__(self, overall: DrainRate) -> None:
         self._overall = overall
@@ -76,22 +72,23 @@ class StartEstimates:
         self._noted = 0
 
     def on_time(self, homes: Mapping[str, int], now: float) -> None:
-        """So many requests have waited at home in each pool since the last call."""
+        """Record the number of queued requests by home pool since the last call."""
         for home, drain in self._drains.items():
             drain.on_time(homes.get(home, 0), now)
         for home in homes.keys() - self._drains.keys():
             self._drains[home] = DrainRate(now)
 
     def pause(self) -> None:
-        """Nobody looks for a while: forget what only a look at every dispatch could teach."""
+        """Discard open estimates while no request is watched, because dispatches are not observed then."""
         self._notes.clear()
         self._due.clear()
 
     def rate(self, home: str, share: float) -> float | None:
-        """Tokens per second that leave the queue for those at home in a pool; None while it is not known.
+        """Return the drain rate of a home pool in tokens per second, or None while it is unknown.
 
         Args:
-            share: of all waiting tokens; while the pool's own rate is not known, it drains so much of all.
+            share: the pool's share of all queued tokens. While the pool's own rate is unknown, its rate is
+                this share of the overall rate.
         """
         drain = self._drains.get(home)
         if drain is not None and drain.backlog_s >= _OWN_RATE_S:
@@ -101,7 +98,7 @@ class StartEstimates:
         return self._overall.tokens_per_s * share or None
 
     def start(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float) -> Quantiles:
-        """Seconds until a request in this place starts."""
+        """Return the seconds until a request at this position starts."""
         octave = _octave(position)
         ratios = self._ratios(scheduled, octave)
         margin = self._margins[scheduled.request.priority.rank, octave]
@@ -112,7 +109,7 @@ class StartEstimates:
         )
 
     def note(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float, now: float) -> None:
-        """Remember an estimate, if the request has not been in this octave of places."""
+        """Store an estimate if the request has not been in this octave of positions."""
         octave = position.bit_length()
         notes = self._notes.get(scheduled.request.request_id)
         if notes is None:
@@ -126,12 +123,12 @@ class StartEstimates:
         heapq.heappush(self._due, (now + start.high, self._noted, note))
 
     def learn_overdue(self, now: float) -> None:
-        """Learn from those that still wait after the end of their interval."""
+        """Learn from requests that still wait after the end of their interval."""
         while self._due and self._due[0][0] < now:
             self._learn(heapq.heappop(self._due)[2], _OVERDUE_RATIO, now)
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request starts."""
+        """Learn from a dispatched request."""
         drain = self._drains.get(scheduled.pools[0])
         if drain is not None:
             drain.on_dispatch(scheduled.estimate.expected_tokens)
@@ -139,12 +136,12 @@ class StartEstimates:
             self._learn(note, 1.0, now)
 
     def on_expiry(self, request_id: str, now: float) -> None:
-        """A request has waited its time out."""
+        """Learn from a request whose queue timeout ended."""
         for note in self._notes.pop(request_id, ()):
             self._learn(note, _EXPIRED_RATIO, now)
 
     def forget(self, request_id: str) -> None:
-        """A request left without showing how long it would have waited."""
+        """Discard the estimates of a request that left for another reason."""
         for note in self._notes.pop(request_id, ()):
             note.learned = True
 
@@ -177,7 +174,7 @@ def _octave(position: int) -> int:
 
 
 def _kinds(scheduled: ScheduledRequest, octave: int) -> tuple[_Kind, ...]:
-    """From the most particular to the most general."""
+    """Return the kinds of a request, from the most specific to the most general."""
     rank = scheduled.request.priority.rank
     length = scheduled.estimate.expected_prompt_tokens.bit_length()
     return (scheduled.pools[0], rank, length, octave), (rank, octave), (octave,)

@@ -1,14 +1,14 @@
-"""The order in which waiting requests are expected to be dispatched, were nobody to arrive any more.
+"""The order in which queued requests are expected to be dispatched if no further request arrives.
 
-It follows the order of service (`dispatch.dispatcher`), by home pool: those that a replica returned; the
-classes with their floors; inside a class the tenants by their shares; and inside each share the score, as it
-is now. A request never passes one that is ahead of it in its sub-queue.
+It follows the order of service (`dispatch.dispatcher`) in each home pool: put-back requests, the classes with
+their floors, within a class the tenants by their shares, and within a share the current score. A request
+never passes one ahead of it in its sub-queue.
 
-What depends on replicas is left out: requests that do not fit while smaller ones do, spills to other pools,
-isolation, promotion, and the bound on delay. So the place is an expectation. What these rules do to waits
-shows in how far estimates are off (`spread`).
+Effects that depend on replicas are ignored: requests that do not fit while smaller ones do, spills to other
+pools, isolation, promotion, and the delay bound. The position is therefore an expectation. The effect of
+these rules on waits is part of the learned errors (`spread`).
 
-It costs a look at each waiting request, and a sort.
+The cost is one evaluation of each queued request, and a sort.
 """
 
 from collections import defaultdict
@@ -22,22 +22,19 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.request import PriorityClass
 
 PART = 500
-"""Requests that are looked at in one go."""
+"""Number of requests evaluated in one part of the work."""
 
 _Ranked = tuple[float, int, ScheduledRequest]
-"""Less is more urgent; order of admission; the request."""
+"""Negative score (less is more urgent), order of admission, and the request."""
 
 
 def expected_order(
     queue: RequestQueue, floors: ClassFloorSettings, now: float
 ) -> Generator[None, None, Mapping[str, Sequence[ScheduledRequest]]]:
-    """All waiting requests by home pool, each in the order in which they are expected to go; changes nothing.
+    """Return all queued requests by home pool, in the expected order of dispatch. Changes no state.
 
-    It yields after each part of the work. The queue may change meanwhile: then requests may be missing that
-    have come, and others be there that have left.
-
-    Args:
-        floors: least shares of the lower classes.
+    Yields after each part of the work. If the queue changes between parts, the result may lack requests that
+    have arrived since and include requests that have left.
     """
     returned: defaultdict[str, list[ScheduledRequest]] = defaultdict(list)
     by_tenant: defaultdict[tuple[str, PriorityClass], defaultdict[str, list[_Ranked]]] = defaultdict(
@@ -77,7 +74,7 @@ def _rank(
     returned: list[ScheduledRequest],
     now: float,
 ) -> None:
-    """Add the requests of a sub-queue; none is more urgent than the one before it."""
+    """Add the requests of a sub-queue to `ranked`; none is more urgent than the one before it."""
     score = queue.policy.score
     least, latest = float("-inf"), 0
     for scheduled in sub_queue:
@@ -94,7 +91,7 @@ def _of_class(
     queue: RequestQueue, priority: PriorityClass, tenants: Mapping[str, list[_Ranked]]
 ) -> list[ScheduledRequest]:
     if not queue.is_fair or len(tenants) == 1:
-        # Sorts keep the order of equals, so the order of a sub-queue stays.
+        # Sorts are stable, so the order within a sub-queue is preserved.
         members = sorted(chain.from_iterable(tenants.values()), key=_urgency)
         return [scheduled for _, _, scheduled in members]
     turns = sorted(_turns(queue, queue.shares[priority], tenants), key=_turn)
@@ -104,8 +101,8 @@ def _of_class(
 def _turns(
     queue: RequestQueue, shares: FairShares, tenants: Mapping[str, list[_Ranked]]
 ) -> Iterator[tuple[int, float, int, ScheduledRequest]]:
-    """Each request with its turn: how many quanta its tenant will have been served by then."""
-    # One that is 0 leaves nobody equal to another; a request's own cost is far above it.
+    """Yield each request with its turn: the quanta of service that its tenant has received before it."""
+    # A quantum of 0 means that no tenants are equal; the cost of a request is far above 1.
     quantum = shares.quantum or 1.0
     for name, served, weight in shares.backlogged():
         ranked = tenants.get(name, [])
@@ -119,8 +116,8 @@ def _turns(
 def _of_classes(
     classes: Mapping[PriorityClass, Sequence[ScheduledRequest]], floors: ClassFloorSettings
 ) -> Iterator[ScheduledRequest]:
-    """The classes, each with its floor, highest first."""
-    # None is left of a class all of which a replica returned.
+    """Yield the requests of all classes with their floors, the highest class first."""
+    # A class is empty here if all its requests are put-backs.
     left = {priority: iter(classes[priority]) for priority in PriorityClass if classes.get(priority)}
     heads = {priority: next(waiting) for priority, waiting in left.items()}
     earned = ClassFloors(floors)

@@ -1,7 +1,7 @@
-"""How far estimates were off: the distribution of actual over estimated times, learned online.
+"""Errors of estimates: the distribution of actual over estimated times, learned online.
 
-Ratios are counted in bins of equal width on a logarithmic scale, so that quantiles cost the same however many
-were seen, and neither a stall nor a burst distorts them. Older ones fade.
+Ratios are counted in bins of equal width on a logarithmic scale. The cost of quantiles therefore does not
+depend on the number of observations, and neither a stall nor a burst distorts them. Older observations decay.
 """
 
 import math
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 _PER_OCTAVE = 8
 _LEAST_OCTAVE, _MOST_OCTAVE = -7, 5
 _BINS = _PER_OCTAVE * (_MOST_OCTAVE - _LEAST_OCTAVE)
-# A ratio's weight after n more is `_KEPT ** n`: the last two hundred or so count.
+# A ratio's weight after n more is `_KEPT ** n`: about the last two hundred count.
 _KEPT = 0.995
-# Weights are put right before they grow out of bounds.
+# Weights are rescaled before they overflow.
 _MOST_WEIGHT = 1e9
-# Share of the times that should be beyond each bound.
+# Intended share of the times beyond each bound.
 _TAIL = 0.1
-# How much one time moves a margin, on the logarithmic scale, and how far margins go.
+# Change of a margin by one observation, on the logarithmic scale, and maximum of a margin.
 _STEP = 0.05
 _MOST_MARGIN = 8.0
-# Before intervals have been compared with anything, they are wide rather than wrong.
+# Intervals start wide, because they have not been compared with any outcome.
 _FIRST_MARGIN = 2.0
 
 
@@ -28,9 +28,9 @@ class Quantiles:
     """An expectation and the bounds of its interval.
 
     Attributes:
-        low: at the 10th percentile.
-        middle: at the median.
-        high: at the 90th percentile.
+        low: the 10th percentile.
+        middle: the median.
+        high: the 90th percentile.
     """
 
     low: float
@@ -39,11 +39,7 @@ class Quantiles:
 
 
 class RatioSpread:
-    """Ratios of actual to estimated times.
-
-    Attributes:
-        count: ratios so far.
-    """
+    """The distribution of ratios of actual to estimated times."""
 
     __slots__ = ("_quantiles", "_total", "_weight", "_weights", "count")
 
@@ -55,7 +51,7 @@ class RatioSpread:
         self.count = 0
 
     def add(self, ratio: float) -> None:
-        """Count one ratio, not negative."""
+        """Add one ratio, which must not be negative."""
         octaves = math.log2(ratio) if ratio > 0 else -math.inf
         place = min(max(octaves - _LEAST_OCTAVE, 0.0), _MOST_OCTAVE - _LEAST_OCTAVE) * _PER_OCTAVE
         self._weights[min(int(place), _BINS - 1)] += self._weight
@@ -69,7 +65,7 @@ class RatioSpread:
             self._weight = 1.0
 
     def quantiles(self) -> Quantiles:
-        """The 10th percentile, the median and the 90th percentile of at least one ratio."""
+        """Return the 10th percentile, the median and the 90th percentile. Needs at least one ratio."""
         if self._quantiles is None:
             self._quantiles = Quantiles(self._quantile(_TAIL), self._quantile(0.5), self._quantile(1 - _TAIL))
         return self._quantiles
@@ -88,17 +84,17 @@ class RatioSpread:
 
 
 class Margin:
-    """What intervals need beyond the spread of the past, where the present is unlike it.
+    """Factors that widen intervals if the present differs from the past.
 
-    Each bound has a factor. A time beyond it raises the factor, one within lowers it, by amounts that cancel
-    when the bound holds as often as it should. So in the long run it does, whatever changes meanwhile.
-    Intervals are never narrower than the spread.
+    Each bound has a factor. An outcome beyond the bound raises the factor, one within lowers it, by amounts
+    that cancel if the bound has its intended coverage. So the coverage is right in the long run, even if
+    conditions change. Intervals are never narrower than the spread.
 
     Source: adaptive conformal inference (Gibbs and Candes, NeurIPS 2021), on a logarithmic scale.
 
     Attributes:
-        low: by which the lower bound is divided.
-        high: by which the upper bound is multiplied.
+        low: divisor of the lower bound.
+        high: factor of the upper bound.
     """
 
     __slots__ = ("high", "low")
@@ -107,7 +103,7 @@ class Margin:
         self.low = self.high = _FIRST_MARGIN
 
     def learn(self, actual_s: float, told: Quantiles) -> None:
-        """Compare an interval with what came of it."""
+        """Compare an interval with its outcome."""
         self.low = _moved(self.low, missed=actual_s < told.low)
         self.high = _moved(self.high, missed=actual_s > told.high)
 

@@ -1,11 +1,11 @@
-"""Whom to tell of the queue: waiting requests that are watched, what each was told, and how honest that was.
+"""Watched requests: queued requests whose clients subscribe to queue updates.
 
-`look` asks for the place of every waiting request at once, so its cost does not depend on how many watch. It
-says what to tell now: the first estimate of a request at once, and another when it has changed enough to
-matter, at most once a second. What goes slowly is told again after some seconds all the same, since silence
-says nothing.
+`look` computes the positions of all queued requests at once, so its cost does not depend on the number of
+watched ones. It returns the updates to send now: the first estimate of a request immediately, and another
+when it has changed significantly, at most once per second. A request without significant changes still gets
+an update after some seconds, so that its client can distinguish slow progress from a stall.
 
-It looks at the scheduler and changes nothing there. While nobody is watched it does nothing.
+It reads the scheduler and changes nothing there. Without watched requests it does no work.
 """
 
 from collections import Counter
@@ -21,28 +21,28 @@ from serve_app.core.scheduler import Scheduler
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
-# Between two updates of one request, at least and at most.
+# Least and greatest time between two updates of one request.
 _LEAST_S, _MOST_S = 1.0, 15.0
-# A change that matters: of the place a tenth, of the expected start a quarter of what was told.
+# Significant changes: a tenth of the position, or a quarter of the expected start that was sent.
 _PLACES, _START_RATIO = 10, 0.25
-# Less is noise.
+# Changes of the expected start below this are noise.
 _START_S = 0.5
-# Updates of one look: a bound on the work that follows.
+# Maximum number of updates of one call: bounds the work that follows.
 MOST_UPDATES = 5_000
 
 INSIDE, BEFORE, AFTER = VERDICTS = "inside", "before", "after"
-"""Where the actual start was, compared with the interval that was told."""
+"""Position of the actual start relative to the interval that was sent."""
 FIRST, LAST = TOLD = "first", "last"
-"""Which of the estimates that a request was told is judged."""
+"""The evaluated estimate: the first or the last one that was sent for a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a waiting request may expect.
+    """The outlook of one queued request.
 
     Attributes:
-        position: 1 for the request that is expected to go next of those at home in its pool.
-        start: seconds from now until it starts; None while nothing is known of that.
+        position: 1 for the request expected to be dispatched next among those of its home pool.
+        start: expected seconds from now until it starts; None while it is unknown.
     """
 
     request_id: str
@@ -52,10 +52,10 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Honesty:
-    """How right one estimate was.
+    """The error of one estimate.
 
     Attributes:
-        told: one of `TOLD`.
+        told: which estimate, one of `TOLD`.
         verdict: one of `VERDICTS`.
         error_s: actual minus expected start.
     """
@@ -68,14 +68,14 @@ class Honesty:
 
 @dataclass(slots=True)
 class _Told:
-    """What a request was told, and when; `start` in seconds from then."""
+    """An estimate that was sent, and its time; `start` is in seconds from then."""
 
     at: float
     position: int
     start: Quantiles | None
 
     def judged(self, name: str, priority: PriorityClass, now: float) -> Iterator[Honesty]:
-        """How right it was, if the request starts now."""
+        """Yield the error of the estimate if the request starts now."""
         if self.start is None:
             return
         actual_s = now - self.at
@@ -89,11 +89,11 @@ class _Told:
 
 @dataclass(slots=True)
 class _Watched:
-    """One request that is told.
+    """One watched request.
 
     Attributes:
-        first: the first that it was told of its start.
-        last: the last that it was told.
+        first: the first estimate of its start that was sent.
+        last: the last update that was sent.
     """
 
     priority: PriorityClass
@@ -102,7 +102,7 @@ class _Watched:
 
 
 class WatchedRequests:
-    """The watched requests of one scheduler."""
+    """The watched requests of one scheduler, and the updates to send for them."""
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
@@ -113,21 +113,21 @@ class WatchedRequests:
         return len(self._watched)
 
     def watch(self, request_id: str, now: float) -> bool:
-        """Tell of a request from now on; whether it waits."""
+        """Watch a request from now on. Return whether it is queued."""
         scheduled = self._core.find(request_id)
         if scheduled is None or not scheduled.queued:
             return False
         if not self._watched:
-            # What happened since the last one was told is not known.
+            # Nothing was observed since the last watched request left.
             self._estimates.on_time({}, now)
         self._watched.setdefault(request_id, _Watched(scheduled.request.priority))
         return True
 
     def look(self, now: float) -> Iterator[list[Outlook]]:
-        """What to tell now, at most `MOST_UPDATES`, those first that have been told nothing for longest.
+        """Yield the updates to send now, at most `MOST_UPDATES`, the longest outstanding first.
 
-        The work is done in parts, with nothing or some updates after each. Events may be handled between
-        them.
+        The work is done in parts, and each part yields some or no updates. Events may be handled between
+        parts.
         """
         if not self._watched:
             return
@@ -154,10 +154,7 @@ class WatchedRequests:
     def expected(
         self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
     ) -> Outlook | None:
-        """What a request may expect that waits in this order of its home pool; None when it is not in it.
-
-        Nothing is told by that, noted or learned, so it serves for requests that nobody watches.
-        """
+        """Return the outlook of any queued request from the order of its home pool, without recording it."""
         rate = self._rate(scheduled.pools[0], order)
         ahead = 0
         for position, each in enumerate(order, 1):
@@ -169,7 +166,7 @@ class WatchedRequests:
         return None
 
     def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> list[Honesty]:
-        """Any request was dispatched; how honest it was to this one."""
+        """Observe the dispatch of any request. Return the errors of the estimates sent for it."""
         if not self._watched:
             return []
         waiting = self._waiting_at_home()
@@ -180,9 +177,9 @@ class WatchedRequests:
         return self._end(scheduled.request.request_id, now)
 
     def on_conclusion(self, request_id: str, outcome: Outcome, now: float) -> list[Honesty]:
-        """Any request has ended; what that shows of one that waited.
+        """Observe the end of any request. Return the errors of the estimates sent for it, if they are known.
 
-        One that expires in the queue after the end of its interval was told too little.
+        An estimate of an expired request is known to be wrong only if its interval had ended.
         """
         if not self._watched:
             return []
@@ -217,7 +214,7 @@ class WatchedRequests:
                 due.append((told_at, len(due), Outlook(scheduled.request.request_id, position, start)))
 
     def _rate(self, home: str, order: Sequence[ScheduledRequest]) -> float | None:
-        """Tokens per second that leave this order; None while it is not known."""
+        """Return the tokens per second that drain from this order, or None while the rate is unknown."""
         tokens = sum(scheduled.estimate.expected_tokens for scheduled in order)
         return self._estimates.rate(home, tokens / max(1, self._core.queue.waiting_tokens))
 
@@ -233,7 +230,7 @@ class WatchedRequests:
         return start
 
     def _tell(self, outlook: Outlook, now: float) -> bool:
-        """Note what is told; whether anybody is there to hear it."""
+        """Record an update. Return whether the request is still watched."""
         one = self._watched.get(outlook.request_id)
         if one is None:
             return False
@@ -261,7 +258,7 @@ class WatchedRequests:
 
 
 def _matters(told: _Told | None, position: int, start: Quantiles | None, now: float) -> bool:
-    """Whether a request is to be told, after what it was told."""
+    """Return whether an update is due after the last one."""
     if told is None or now - told.at >= _MOST_S:
         return True
     if abs(position - told.position) >= max(1, told.position // _PLACES):

@@ -1,8 +1,8 @@
-"""Ordering policies, and the table that names them.
+"""Ordering policies and their registry.
 
-A policy decides in which length queue a request waits and in what order (`queue_of`, `key`), and which
-queue's head is dispatched first (`score`, `rank`). `protocol` states the contract, and `tests/conformance`
-tests every policy against it. A new policy is one file and one line in the table.
+A policy assigns requests to length queues and orders them there (`queue_of`, `key`), and decides which
+queue's head is dispatched first (`score`, `rank`). `protocol` defines the contract, and `tests/conformance`
+tests every policy against it. A new policy needs one file and one line in the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ POLICIES: Mapping[str, MakePolicy] = {
     "ewsjf-paper": EwsjfPaper,
     "ewsjf": Ewsjf,
 }
-"""The policies by name; `serve_app.lab.simulation.baselines` adds research baselines to them."""
+"""The policies by name; `serve_app.lab.simulation.baselines` adds research baselines."""
 
 
 def make_policy(
     name: str, inputs: PolicyInputs | None = None, table: Mapping[str, MakePolicy] = POLICIES
 ) -> OrderingPolicy:
-    """A new policy by its name.
+    """Return a new policy by name.
 
     Raises:
-        ValueError: there is no policy of that name; the message lists the table.
+        ValueError: no policy has that name; the message lists the table.
     """
     if name not in table:
         raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(sorted(table))}")
@@ -45,5 +45,5 @@ def make_policy(
 
 
 def learns_queues(name: str, table: Mapping[str, MakePolicy] = POLICIES) -> bool:
-    """Whether the policy of that name queues by a learned partition."""
+    """Return whether the policy of that name uses the learned partition."""
     return make_policy(name, table=table).learns_queues

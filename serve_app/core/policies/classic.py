@@ -1,4 +1,6 @@
-"""The classic orders: first come first served, shortest job first, and highest response ratio next.
+"""Classic policies: first come first served, shortest job first, and highest response ratio next.
+
+First come first served:
 
 Order: time of arrival.
 Inputs: time of arrival.
@@ -14,7 +16,7 @@ from serve_app.core.request import ScheduledRequest
 
 
 class Fcfs(OrderingPolicy):
-    """One queue, in the order of arrival."""
+    """One queue in order of arrival."""
 
 
 class FcfsIsolated(Fcfs):
@@ -25,8 +27,8 @@ class FcfsIsolated(Fcfs):
 
 # Shortest job first by prompt length, with and without ageing.
 #
-# Order: the shortest prefill; with ageing, a request gains a fixed number of tokens for each second of its
-# wait. Inputs: prompt length; with ageing also the time of arrival.
+# Order: the shortest prefill; with ageing, a request gains a fixed number of tokens per second of waiting.
+# Inputs: prompt length; with ageing also the time of arrival.
 # Ties: the order of arrival.
 # Starvation: `sjf` starves long requests without bound; ageing bounds it.
 # Source: textbook.
@@ -37,22 +39,22 @@ _AGEING_TOKENS_PER_S = 200.0
 
 
 class Sjf(OrderingPolicy):
-    """The shortest prompt first."""
+    """Shortest prompt first."""
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """The prompt's length."""
+        """Return the length of the prompt."""
         return float(scheduled.prefill_tokens)
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """The shorter the more urgent."""
+        """Return the negative length: shorter is more urgent."""
         return -self.key(head)
 
 
 class SjfAging(Sjf):
-    """The shortest prompt first, less what it has waited."""
+    """Shortest prompt first, with ageing."""
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """Length minus gain by waiting; all requests gain alike, so the order by this key never changes."""
+        """Return length minus gain by waiting. All requests gain alike, so the key needs no current time."""
         return scheduled.prefill_tokens + _AGEING_TOKENS_PER_S * scheduled.request.arrived_at
 
 
@@ -68,18 +70,18 @@ class SjfAging(Sjf):
 class Hrrn(OrderingPolicy):
     """Highest response ratio next.
 
-    The order by ratio changes with time. So requests wait in queues of nearly equal length (2 % apart), each
-    in the order of arrival.
+    The order by ratio changes with time. Requests therefore wait in queues of nearly equal length (2 %
+    apart), each in order of arrival.
     """
 
     def __init__(self, inputs: PolicyInputs) -> None:
         self._prefill_costs = inputs.prefill_costs
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
-        """By length, in steps of a thirty-second of an octave."""
+        """Return a queue for the length, in steps of 1/32 octave."""
         return str(int(32 * math.log2(scheduled.prefill_tokens)))
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """The response ratio."""
+        """Return the response ratio less 1, which has the same order."""
         prefill_s = self._prefill_costs.of(head.pools[0]).seconds(head.prefill_tokens)
         return (now - head.request.arrived_at) / prefill_s

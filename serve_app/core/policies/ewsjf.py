@@ -4,8 +4,8 @@ Order: the head with the highest score, which weighs its shortness, its wait rel
 its length.
 Inputs: prompt length, time of arrival, the learned queues, the learned prefill cost.
 Ties: the order of arrival.
-Starvation: long prompts. By the paper's weights a 4,096-token head waits more than an hour before it beats a
-fresh 32-token head over 30 queues. Hence `promotion`.
+Starvation: long prompts. With the paper's weights a 4,096-token head waits more than an hour before it
+precedes a fresh 32-token head over 30 queues. `promotion` bounds that.
 Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
 """
 
@@ -36,7 +36,7 @@ class QueueWeights:
 
 
 def queue_weights(weights: ScoreWeights, *, mean_tokens: float, queue_weight: float) -> QueueWeights:
-    """The weights of Eq 4 for a queue of this mean length."""
+    """Return the weights of Eq 4 for a queue of this mean length."""
     return QueueWeights(
         queue_weight,
         weights.w_base,
@@ -46,10 +46,9 @@ def queue_weights(weights: ScoreWeights, *, mean_tokens: float, queue_weight: fl
 
 
 def density_weighted_score(weights: QueueWeights, tokens: int, waited_s: float, prefill_s: float) -> float:
-    """Score(r, q) of Eq 1.
+    """Return Score(r, q) of Eq 1.
 
     Args:
-        weights: of the head's queue.
         tokens: prompt length b of the head.
         waited_s: W_t.
         prefill_s: C_prefill(b).
@@ -70,17 +69,17 @@ class EwsjfPaper(OrderingPolicy):
         self._prefill_costs = inputs.prefill_costs
         self.queues = QueueMap(prior_partition())
         self._filling_from: int | None = None
-        # Of each queue, while the queues are those of this many changes: tens of heads are scored to dispatch
-        # one.
+        # A cache of weights by queue, valid for one value of `queues.changes`: tens of heads are scored for
+        # each dispatch.
         self._weights_of: dict[str, QueueWeights] = {}
         self._weights_as_of = self.queues.changes
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
-        """By Dynamic Queue Routing."""
+        """Return the queue by Dynamic Queue Routing."""
         return self.queues.route(scheduled.prefill_tokens).name
 
     def queue_bounds(self) -> tuple[QueueBounds, ...]:
-        """Those learned, and bubbles among them."""
+        """Return the learned queues and the bubble queues between them."""
         return tuple(
             QueueBounds(
                 name=queue.name,
@@ -92,7 +91,7 @@ class EwsjfPaper(OrderingPolicy):
         )
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """Density-weighted, Eq 1."""
+        """Return the density-weighted score, Eq 1."""
         tokens, name = head.prefill_tokens, head.length_queue
         if self._weights_as_of != self.queues.changes:
             self._forget_weights()
@@ -106,32 +105,32 @@ class EwsjfPaper(OrderingPolicy):
         return density_weighted_score(weights, tokens, now - head.request.arrived_at, prefill_s)
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """The best queue first; once a round fills from one, that queue and then its neighbours."""
+        """Sort by score. Once a round fills from a queue, that queue is first, then its neighbours."""
         super().rank(heads, now)
         index = self._filling_from
         if index is not None:
             heads.sort(key=lambda head: abs(self.queues.index(head.length_queue) - index))
 
     def on_round_start(self) -> None:
-        """Forget the queue of the round before."""
+        """Reset the queue of the previous round."""
         self._filling_from = None
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """Continue with the queue that the round began with."""
+        """Select the queue of the first dispatch for the rest of the round."""
         if self._filling_from is None:
             self._filling_from = self.queues.index(scheduled.length_queue)
 
     def on_round_end(self, waiting_queues: set[str]) -> None:
-        """Remove bubbles that have been empty for too long."""
+        """Remove bubble queues that have been empty for too long."""
         self.queues.retire_bubbles(waiting_queues)
 
     def retune(self, settings: EwsjfSettings) -> None:
-        """Other weights."""
+        """Apply other weights."""
         self._weights = settings.weights.over(self.default_weights)
         self._forget_weights()
 
     def replace_partition(self, partition: Partition) -> bool:
-        """Use newly learned queues; all waiting requests are queued again."""
+        """Apply newly learned queues. All queued requests must be queued again."""
         self.queues.replace(partition)
         return True
 
@@ -141,7 +140,7 @@ class EwsjfPaper(OrderingPolicy):
 
 
 class Ewsjf(EwsjfPaper):
-    """Ours: scored before each dispatch, with prefill isolation, a bound on delay, and promotion."""
+    """Our variant: scored before each dispatch, with prefill isolation, a delay bound, and promotion."""
 
     default_weights = OWN_WEIGHTS
     isolates = True
@@ -149,5 +148,5 @@ class Ewsjf(EwsjfPaper):
     bounds_delay = True
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """By score alone."""
+        """Sort by score alone."""
         OrderingPolicy.rank(self, heads, now)

@@ -1,7 +1,7 @@
 """Length queues: the learned partition of prompt lengths, and Dynamic Queue Routing with bubble queues.
 
-It is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside the core
-(`serve_app.tuning.refine_and_prune`), and replaced as a whole.
+The partition is the result of Refine-and-Prune (EWSJF, arXiv 2601.21758, section 4.2). It is learned outside
+the core (`serve_app.tuning.refine_and_prune`) and replaced as a whole.
 """
 
 import bisect
@@ -14,9 +14,7 @@ class LengthInterval:
     """One learned queue: a cluster of prompt lengths.
 
     Attributes:
-        min_tokens: shortest prompt in it.
         max_tokens: longest prompt in it; inclusive.
-        mean_tokens: their mean.
         count: prompts of the sample in it.
     """
 
@@ -36,7 +34,7 @@ class LengthInterval:
 
     @property
     def width_tokens(self) -> int:
-        """Extent of the interval, at least 1."""
+        """Width of the interval, at least 1."""
         return max(1, self.max_tokens - self.min_tokens)
 
     @property
@@ -47,11 +45,7 @@ class LengthInterval:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Learned queues, the shortest lengths first; they do not overlap, but may have gaps between them.
-
-    Attributes:
-        intervals: at least one.
-    """
+    """The learned queues by rising length. They do not overlap, but may have gaps between them."""
 
     intervals: tuple[LengthInterval, ...]
 
@@ -69,32 +63,33 @@ class Partition:
         return len(self.intervals)
 
 
-# Dynamic Queue Routing: the queue of a prompt length, also where no learned queue contains it.
+# Dynamic Queue Routing assigns a queue to a prompt length, even if no learned queue contains it.
 #
-# A length inside a queue belongs to that queue. One at most a tolerance above the lower neighbour belongs to
-# the lower, and one at most a tolerance below the upper neighbour to the upper. Any other gets a *bubble
-# queue*, centred on it, as wide as the queue below, and clipped to the gap. A bubble that stays empty for too
-# many rounds is removed; learned queues are not.
+# A length within a queue belongs to that queue. A length above the lower neighbour by at most a tolerance
+# belongs to the lower one, and a length below the upper neighbour by at most a tolerance to the upper one.
+# Any other length gets a *bubble queue*, centred on it, as wide as the queue below, and clipped to the gap. A
+# bubble queue that stays empty for too many rounds is removed; learned queues are not.
 #
 # Source: EWSJF, Algorithm 2 and Appendix D.
 
 
 TOLERANCE_RATIO = 0.10
-"""How far beyond a queue's bounds a length still belongs to it: 1.10 and 0.90 in the paper."""
-# Width of a bubble when the queue below it has none to copy.
+"""Relative distance beyond a queue's bounds at which a length still belongs to it; 10 % in the paper."""
+# Width of a bubble queue if the queue below has no width to copy.
 _BUBBLE_WIDTH_TOKENS = 512
-# Rounds that a bubble may stay empty before it is removed; 20, 30 and 50 are in use.
+# Rounds that a bubble queue may stay empty before it is removed; 20, 30 and 50 are in use.
 _BUBBLE_ROUNDS = 30
 
 
 @dataclass(slots=True, eq=False)
 class LengthQueue:
-    """A queue of prompt lengths, learned or a bubble.
+    """A queue of prompt lengths, learned or a bubble queue.
 
     Attributes:
-        mean_tokens: of the sample that it was learned from; of a bubble, its centre.
-        bubble: it is for lengths in a gap, and is removed when it has been empty for too long.
-        empty_rounds: rounds since a bubble last held a request.
+        mean_tokens: mean of the sample from which it was learned; for a bubble queue, its centre.
+        bubble: whether it is a bubble queue, for lengths in a gap. It is removed after `_BUBBLE_ROUNDS` empty
+            rounds.
+        empty_rounds: rounds since a bubble queue last held a request.
     """
 
     min_tokens: int
@@ -105,12 +100,12 @@ class LengthQueue:
 
     @property
     def name(self) -> str:
-        """Its bounds; a bubble has a mark."""
+        """Its bounds, prefixed with `~` for a bubble queue."""
         return f"{'~' if self.bubble else ''}{self.min_tokens}-{self.max_tokens}"
 
 
 def prior_partition() -> Partition:
-    """The queues until any have been learned: an octave of lengths each."""
+    """Return the queues used until any have been learned: one octave of lengths each."""
     octaves = [(2**power, 2 ** (power + 1) - 1) for power in range(5, 17)]
     first = LengthInterval(min_tokens=1, max_tokens=31, mean_tokens=16.0, count=1)
     rest = [
@@ -121,15 +116,11 @@ def prior_partition() -> Partition:
 
 
 class QueueMap:
-    """The queues in the order of their lengths.
-
-    Attributes:
-        changes: how often a queue has come or gone.
-    """
+    """The queues by rising length. `changes` counts changes of their set."""
 
     def __init__(self, partition: Partition) -> None:
         self._queues: list[LengthQueue] = []
-        # Of the queues, to be searched without a look at each.
+        # The lower bounds of the queues, for binary search.
         self._min_tokens: list[int] = []
         self._indices: dict[str, int] = {}
         self._has_bubbles = False
@@ -137,14 +128,14 @@ class QueueMap:
         self.replace(partition)
 
     def replace(self, partition: Partition) -> None:
-        """Use these learned queues, and drop all bubbles."""
+        """Apply these learned queues, and remove all bubble queues."""
         self._queues = [
             LengthQueue(each.min_tokens, each.max_tokens, each.mean_tokens) for each in partition.intervals
         ]
         self._number()
 
     def route(self, tokens: int) -> LengthQueue:
-        """The queue of a prompt of `tokens`; creates a bubble where it needs one (Algorithm 2)."""
+        """Return the queue of a prompt of `tokens`. Creates a bubble queue if needed (Algorithm 2)."""
         index = bisect.bisect_right(self._min_tokens, tokens)
         below = self._queues[index - 1] if index else None
         above = self._queues[index] if index < len(self._queues) else None
@@ -155,7 +146,7 @@ class QueueMap:
         return self._bubble(tokens, index, below, above)
 
     def index(self, name: str) -> int:
-        """Index of a queue, 0 for the shortest lengths; that of the last for a queue that was removed."""
+        """Return the index of a queue, 0 for the shortest lengths; for a removed queue, that of the last."""
         return self._indices.get(name, len(self._queues) - 1)
 
     def __getitem__(self, name: str) -> LengthQueue:
@@ -168,7 +159,7 @@ class QueueMap:
         return iter(self._queues)
 
     def retire_bubbles(self, waiting: set[str]) -> None:
-        """Count a round for each empty bubble, and remove those that have been empty for too long."""
+        """Count a round for each empty bubble queue, and remove those that have been empty for too long."""
         if not self._has_bubbles:
             return
         for queue in self._queues:

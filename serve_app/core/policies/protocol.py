@@ -1,4 +1,4 @@
-"""The contract of an ordering policy, and what a policy is given."""
+"""The contract of an ordering policy, and its inputs."""
 
 from dataclasses import dataclass, field
 
@@ -18,13 +18,12 @@ class PolicyInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBounds:
-    """The lengths of one length queue.
+    """The range of lengths of one length queue.
 
     Attributes:
-        name: as `OrderingPolicy.queue_of` names it.
-        min_tokens: shortest prompt in it.
+        name: the name that `OrderingPolicy.queue_of` returns.
         max_tokens: longest prompt in it; inclusive.
-        bubble: it is for lengths in a gap of the learned queues.
+        bubble: whether it is a bubble queue, for lengths in a gap of the learned queues.
     """
 
     name: str
@@ -34,43 +33,43 @@ class QueueBounds:
 
 
 class OrderingPolicy:
-    """Orders requests inside length queues, and the heads of queues among each other; by default FCFS.
+    """Orders requests within length queues, and the heads of queues among each other. FCFS by default.
 
-    The request queue keeps the queues; a policy holds no requests. Its measure of length is
-    `ScheduledRequest.prefill_tokens`. Requests that a replica returned are dispatched before all others of
-    their queue, whatever the policy. Equal keys and equal scores keep the order of arrival. A *round* is one
-    event of the scheduler, in which it may dispatch several requests.
+    The request queue holds the requests; a policy holds none. Its measure of length is
+    `ScheduledRequest.prefill_tokens`. Put-back requests precede all others of their queue, whatever the
+    policy. Requests with equal keys or scores remain in order of arrival. A *round* is one event of the
+    scheduler, in which it may dispatch several requests.
     """
 
     isolates: bool = False
-    """Whether prefill isolation applies (`scheduling.isolation`)."""
+    """Whether prefill isolation applies (`core.isolation`)."""
 
     promotes: bool = False
-    """Whether requests that have waited too long are promoted (`dispatch.promotion`)."""
+    """Whether requests beyond their starvation bound are promoted (`dispatch.starvation`)."""
 
     bounds_delay: bool = False
-    """Whether long prompts that the score put last for too long go first (`queueing.delay_bound`)."""
+    """Whether the delay of long prompts by the score is bounded (`queueing.delay_bound`)."""
 
     leaves_out_heads: bool = False
-    """Whether `rank` may leave heads out because of others; without that it only sorts, each on its own."""
+    """Whether `rank` may remove heads because of others; otherwise it only sorts, each head independently."""
 
     learns_queues: bool = False
     """Whether its length queues are those of the learned partition (`replace_partition`)."""
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
-        """Name of the length queue for `scheduled`. Called once when it is queued."""
+        """Return the name of the length queue for `scheduled`. Called whenever it is queued."""
         return "all"
 
     def queue_bounds(self) -> tuple[QueueBounds, ...]:
-        """The length queues of now, the shortest lengths first; none where they have no bounds."""
+        """Return the current length queues by rising length, empty if they have no bounds."""
         return ()
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """Order inside its length queue, lowest first. Must not change while it waits."""
+        """Return the order within its length queue, lowest first. Must not change while it is queued."""
         return scheduled.request.arrived_at
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """Urgency of a queue's head at `now` (seconds); the highest is dispatched first."""
+        """Return the urgency of a queue's head at `now` (seconds); the highest is dispatched first."""
         return now - head.request.arrived_at
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
@@ -78,17 +77,17 @@ class OrderingPolicy:
         heads.sort(key=lambda head: (-self.score(head, now), head.sequence))
 
     def on_round_start(self) -> None:
-        """A new round of dispatch begins."""
+        """Start a new round of dispatches."""
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
-        """`scheduled` is being dispatched."""
+        """Observe the dispatch of a request."""
 
     def on_round_end(self, waiting_queues: set[str]) -> None:
-        """The round has ended; `waiting_queues` are the queues that are not empty."""
+        """End the round; `waiting_queues` are the names of the non-empty queues."""
 
     def retune(self, settings: EwsjfSettings) -> None:
-        """Score with other weights from now on; keys, and with them the order inside a queue, stay."""
+        """Apply other weights to the score. Keys, and therefore the order within a queue, do not change."""
 
     def replace_partition(self, partition: Partition) -> bool:
-        """Use newly learned queues; True when requests must be queued again."""
+        """Apply newly learned queues. Return True if queued requests must be queued again."""
         return False

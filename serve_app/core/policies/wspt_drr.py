@@ -1,9 +1,9 @@
-"""WSPT-DRR: weighted shortest processing time inside length classes, deficit round robin between them.
+"""WSPT-DRR: weighted shortest processing time within length classes, deficit round robin between them.
 
-Order: the class whose deficit covers its head after the fewest rounds; inside a class the shortest prompt.
+Order: the class whose deficit covers its head after the fewest rounds; within a class the shortest prompt.
 Inputs: prompt length, and the service of each class so far.
 Ties: the next class in the round robin, then the order of arrival.
-Starvation: no class, since each gets its share; inside a class, the longest prompts.
+Starvation: no class, because each gets its share; within a class, the longest prompts.
 Source: NVIDIA Dynamo's router.
 """
 
@@ -15,22 +15,22 @@ _QUANTUM_TOKENS = 1_024.0
 
 
 class WsptDrr(OrderingPolicy):
-    """Deficit round robin over four length classes; inside a class the shortest first."""
+    """Deficit round robin over four length classes; within a class the shortest prompt first."""
 
     def __init__(self) -> None:
         self._deficit = [0.0] * (len(_CLASS_BOUNDS) + 1)
         self._current = 0
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
-        """One of four classes."""
+        """Return one of four length classes."""
         return str(sum(scheduled.prefill_tokens > bound for bound in _CLASS_BOUNDS))
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """1/length, the shortest first."""
+        """Return the length, which has the order of WSPT with equal weights (1/length, highest first)."""
         return float(scheduled.prefill_tokens)
 
     def rank(self, heads: list[ScheduledRequest], now: float) -> None:
-        """By the rounds until the deficit of a class covers its head."""
+        """Sort by the rounds until the deficit of a class covers its head."""
         heads.sort(key=lambda head: (self._rounds(head), self._distance(head), head.sequence))
 
     def on_dispatch(self, scheduled: ScheduledRequest) -> None:
@@ -41,7 +41,7 @@ class WsptDrr(OrderingPolicy):
         self._current = number
 
     def on_round_end(self, waiting_queues: set[str]) -> None:
-        """An empty class keeps no positive deficit."""
+        """Reset the positive deficit of empty classes."""
         for number in range(len(self._deficit)):
             if str(number) not in waiting_queues:
                 self._deficit[number] = min(0.0, self._deficit[number])

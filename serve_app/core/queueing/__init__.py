@@ -1,5 +1,5 @@
-"""Queueing: where requests wait, and how tenants share.
+"""Queueing: the sub-queues of waiting requests, and fair shares among tenants.
 
-`request_queue` holds the sub-queues (`sub_queue`: priority class x tenant x length queue), `fairness` the
-tenants' shares, `expiry` the heap of deadlines.
+`request_queue` holds the sub-queues (priority class x tenant x length queue), `fairness` the shares of
+tenants, `delay_bound` the bound on the delay of long prompts, and `expiry` the heap of deadlines.
 """

@@ -1,18 +1,17 @@
-"""The bound on the delay of long prompts: how long the score may put one of them last.
+"""Delay bound: limits how long the score may delay a long prompt.
 
-A score that prefers short prompts lets the longest wait until a burst is over. So every long prompt is
-compared with its *turn*: the moment at which it would have been dispatched if long prompts went in the order
-of arrival. No second schedule is needed for that. Whatever the order, its turn has come when as much work has
+A score that prefers short prompts delays the longest ones until a burst is over. Every long prompt is
+therefore compared with its *turn*: the time at which it would have been dispatched if long prompts were
+served in order of arrival. This needs no second schedule. In any order, its turn comes when as much work has
 left the queue since its arrival as was waiting then.
 
-The longest wait for a turn of late is what the worst request would have waited under first come, first
-served. A long prompt is *overdue* when its turn has passed, and it has waited longer than that, times
-`wait_ratio`. Overdue heads go first, in the order of arrival. Only much shorter prompts still pass them,
-since those cost little. So nobody waits much longer than somebody would have waited anyway, and the score
-orders the rest.
+The longest recent wait for a turn is the wait of the worst request under FCFS. A long prompt is *overdue*
+when its turn has passed and it has waited longer than that, times `wait_ratio`. Overdue heads go first, in
+order of arrival. Only much shorter prompts pass them, because those cost little. So no request waits much
+longer than the worst one under FCFS, and the score orders the rest.
 
-Short prompts in the sense of `isolation` are no part of this: isolation lets them pass. Each priority class
-has a bound of its own in each pool.
+Short prompts as defined by `isolation` do not take part: isolation lets them pass. Each priority class has a
+separate bound in each pool.
 
 Source: ours.
 """
@@ -24,36 +23,36 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
 
-# A prompt passes an overdue one when it is at most this part of it: 2.5 is two fifths.
+# A prompt may pass an overdue one if it is shorter by this factor.
 _PASSING_RATIO = 2.5
-# The time after which the longest wait of a turn counts half: about a burst.
+# Time after which the longest wait for a turn counts half: about the length of a burst.
 _HALF_LIFE_S = 120.0
 
 
 @settings(block="delay_bound")
 class DelayBoundSettings:
-    """How long a long prompt may wait beside first come, first served."""
+    """Bound on the wait of a long prompt, relative to first come, first served."""
 
-    # A long prompt is overdue when it has waited so many times the longest wait that the order of arrival
-    # would have brought of late. A higher ratio serves more requests soon, and the last ones later.
+    # A long prompt is overdue when it has waited this many times the longest recent wait under first come,
+    # first served. A higher ratio serves more requests early, and the last ones later.
     wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 switches the bound off")] = 1.2
 
 
 class DelayBound:
-    """The turns of the long prompts of one priority class that are at home in one pool."""
+    """The turns of the long prompts of one priority class and home pool."""
 
     def __init__(self, settings: DelayBoundSettings) -> None:
         self._settings = settings
-        # Prompt tokens that have joined the queue, and that have left it, since the start.
+        # Prompt tokens that have joined and left the queue since the start.
         self._joined_tokens = 0
         self._left_tokens = 0
-        # Turn and time of arrival of those whose turn has not come.
+        # Turn and arrival time of the requests whose turn has not come.
         self._line: deque[tuple[int, float]] = deque()
         self._longest_s = 0.0
         self._longest_at = 0.0
 
     def join(self, scheduled: ScheduledRequest) -> None:
-        """A request joins the queue. One that a replica returned goes first anyway."""
+        """Add a request that joins the queue. Put-back requests that go first anyway are ignored."""
         if scheduled.prefill_class is PrefillClass.SHORT or scheduled.returned:
             return
         scheduled.turn = self._joined_tokens
@@ -61,7 +60,7 @@ class DelayBound:
         self._joined_tokens += scheduled.estimate.expected_prompt_tokens
 
     def leave(self, scheduled: ScheduledRequest, now: float) -> None:
-        """A request leaves the queue, for a replica or for good."""
+        """Remove a request that leaves the queue for any reason."""
         if scheduled.turn is None:
             return
         while self._line and self._line[0][0] <= self._left_tokens:
@@ -72,19 +71,19 @@ class DelayBound:
         scheduled.turn = None
 
     def longest_s(self, now: float) -> float:
-        """The longest wait for a turn of late, in seconds; it fades."""
+        """Return the longest recent wait for a turn, in seconds. It decays over time."""
         age_s: float = max(0.0, now - self._longest_at)
         faded: float = self._longest_s * 0.5 ** (age_s / _HALF_LIFE_S)
         return faded
 
     def is_overdue(self, head: ScheduledRequest, now: float) -> bool:
-        """Whether the request should go before all that are not much shorter."""
+        """Return whether the request should precede all that are not much shorter."""
         if head.turn is None or head.turn >= self._left_tokens:
             return False
         return now - head.request.arrived_at >= self._settings.wait_ratio * self.longest_s(now)
 
     def arrange(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
-        """Heads in the order of service, from that of the score: overdue ones ahead of most others."""
+        """Return heads, sorted by score, in the order of service: overdue ones precede most others."""
         if not self._settings.wait_ratio:
             return heads
         overdue = [head for head in heads if self.is_overdue(head, now)]

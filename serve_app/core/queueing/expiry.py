@@ -1,4 +1,4 @@
-"""The heap of waiting requests by a time of theirs, such as the end of the queue timeout."""
+"""A heap of queued requests by a time, such as the end of the queue timeout."""
 
 import heapq
 import math
@@ -8,7 +8,7 @@ from serve_app.core.request import ScheduledRequest
 
 
 def earliest(*times: float | None) -> float | None:
-    """The first of some times; None where none is known."""
+    """Return the earliest of some times, or None if all are None."""
     first = None
     for time in times:
         if time is not None and (first is None or time < first):
@@ -21,10 +21,11 @@ def _expires_at(scheduled: ScheduledRequest) -> float:
 
 
 class ExpiryHeap:
-    """Waiting requests by a time; those that have left the queue are dropped when they reach the top.
+    """Queued requests ordered by a time. Requests that have left are removed when they reach the top.
 
     Args:
-        when: the time, in seconds; by default the end of the queue timeout. Infinite means never.
+        when: returns the time of a request in seconds, by default the end of its queue timeout. Infinity
+            means never.
     """
 
     def __init__(self, when: Callable[[ScheduledRequest], float] = _expires_at) -> None:
@@ -32,13 +33,13 @@ class ExpiryHeap:
         self._heap: list[tuple[float, int, ScheduledRequest]] = []
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Add a waiting request."""
+        """Add a queued request."""
         at = self._when(scheduled)
         if at < math.inf:
             heapq.heappush(self._heap, (at, scheduled.sequence, scheduled))
 
     def next_at(self) -> float | None:
-        """The earliest time; None when no waiting request has one."""
+        """Return the earliest time, or None if no queued request has one."""
         heap = self._heap
         while heap:
             at, _, scheduled = heap[0]
@@ -48,12 +49,12 @@ class ExpiryHeap:
         return None
 
     def pop_expired(self, now: float) -> Iterator[ScheduledRequest]:
-        """Requests whose time has come at `now`, the earliest first."""
+        """Remove and yield the requests whose time has come at `now`, the earliest first."""
         while (at := self.next_at()) is not None and at <= now:
             yield heapq.heappop(self._heap)[2]
 
     def prune(self, live: int) -> None:
-        """Drop entries of requests that have left, once they are most of the heap; `live` requests wait."""
+        """Rebuild the heap if most entries are of requests that have left; `live` requests are queued."""
         if len(self._heap) > 64 and len(self._heap) > 2 * live:
             self._heap = [item for item in self._heap if item[2].queued and self._when(item[2]) == item[0]]
             heapq.heapify(self._heap)

@@ -1,24 +1,24 @@
 """Fair shares among the tenants of one priority class, and the work ahead of a request under them.
 
-Every tenant has a *counter*: the service that it has received, divided by its weight. Service is counted in
-requests or in tokens (prefill + weighted decode). It is charged at dispatch as expected, and corrected when
-the engine reports the actual figures. Rules:
+Every tenant has a *counter*: the service it has received, divided by its weight. Service is counted in
+requests or in tokens (prefill + weighted decode). The expected service is charged at dispatch, and corrected
+when the engine reports the actual token counts. Rules:
 
-- The tenant with the lowest normalised service is dispatched first. Tenants within a *quantum* of it, the
-  cost of an average request, count as equals, and among equals the policy's score decides. So fairness and
-  EWSJF compose: shares are the first order, scores the second, inside each tenant and among tenants with even
+- The tenant with the lowest counter is dispatched first. Tenants within a *quantum* of it, the cost of an
+  average request, count as equals, and the policy's score decides among equals. Fairness and EWSJF therefore
+  compose: shares are the first order. Scores are the second, within each tenant and among tenants with equal
       shares.
 - In one *round* each of the equals is served once before any is served twice. So a tenant with a single
   request waits for at most one request of every other tenant.
-- A tenant that returns from idle is lifted to the lowest counter of the backlogged tenants: idling earns no
-  claim.
-- While no tenant is backlogged, each one that arrives begins at the highest counter of all. So service taken
-  while no one queued is not charged. Otherwise a burst would begin by locking out the tenant that had used an
-  idle fleet most.
+- A tenant that returns from idle is lifted to the lowest counter of the backlogged tenants: idle time earns
+  no credit.
+- While no tenant is backlogged, each one that arrives starts at the highest counter of all, so service used
+  while nothing was queued is not charged. Otherwise a burst would start by blocking the tenant that had used
+  an idle fleet most.
 
 Sources: counters with lift and weights as in VTC (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM
-1996). Quantum and rounds are ours, so that scores keep an effect.
+1996). Quantum and rounds are ours, so that scores retain an effect.
 """
 
 import bisect
@@ -33,14 +33,14 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
 from serve_app.request import Request, Usage
 
-# Charge of a generated token, where one of a prompt is 1, as in VTC. It needs a slot of the batch for one
-# more iteration; a prompt token shares an iteration with hundreds of others.
+# Charge of a generated token relative to a prompt token, as in VTC. A generated token occupies a slot of the
+# batch for one more iteration; a prompt token shares an iteration with hundreds of others.
 _DECODE_WEIGHT = 2.0
-# Most tenants that count as equals at once: a bound on the cost of one decision.
+# Maximum number of tenants that count as equals: bounds the cost of one decision.
 _MOST_EQUALS = 32
 # Weight of the newest request in the mean cost.
 _MEAN_WEIGHT = 0.02
-# Idle tenants whose counters are kept, beyond those that would be lifted anyway.
+# Idle tenants whose counters are retained, beyond those that would be lifted anyway.
 _KEPT_IDLE = 4_096
 
 
@@ -50,26 +50,25 @@ class FairnessMode(enum.StrEnum):
     OFF = "off"
     """No shares: one order for all tenants."""
     REQUESTS = "requests"
-    """Every request counts the same: round-robin."""
+    """All requests count the same: round-robin."""
     TOKENS = "tokens"
     """Prefill and decode tokens, weighted."""
 
 
 @settings(block="fairness")
 class FairnessSettings:
-    """How the engines' time is shared among tenants."""
+    """Fair sharing of engine time among tenants."""
 
-    # `tokens` counts weighted tokens, `requests` counts requests, `off` keeps one order for all tenants.
+    # Unit of service: `tokens` counts weighted tokens, `requests` counts requests, `off` disables shares.
     mode: FairnessMode = FairnessMode.TOKENS
-    # Weights of tenants, 1 for those not named: a tenant of weight 2 gets twice the service of one of weight
-    # 1.
+    # Weights of tenants; others have 1. A tenant of weight 2 gets twice the service of one of weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
-    # Differences up to the cost of so many average requests leave the choice to the score. Lower is stricter
-    # from one request to the next, and makes no difference over a minute.
+    # Tenants whose service differs by at most this many average requests count as equals, and the score
+    # decides. Lower is stricter from one request to the next, and makes no difference over a minute.
     quantum_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
-    # How far a tenant may get ahead of a waiting one, in average requests, while the other's requests are too
-    # long for the free capacity. What goes beyond is not charged, or it would be locked out until the other
-    # has caught up.
+    # Maximum lead of a tenant over a waiting one, in average requests, while the other's requests are too
+    # long for the free capacity. Service beyond it is not charged. Otherwise the tenant would be blocked
+    # until the other has caught up.
     max_lead_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 64.0
 
     def __post_init__(self) -> None:
@@ -78,11 +77,11 @@ class FairnessSettings:
                 raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
 
     def weight(self, tenant: str) -> float:
-        """Weight of a tenant."""
+        """Return the weight of a tenant."""
         return self.weights.get(tenant, 1.0)
 
     def expected_cost(self, estimate: TokenEstimate, cached_tokens: int = 0) -> float:
-        """Service to charge for a request at its dispatch to a replica that has so much of it cached."""
+        """Return the service to charge at dispatch to a replica that has `cached_tokens` of the prompt."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         output_tokens = estimate.expected_tokens - estimate.expected_prompt_tokens
@@ -90,7 +89,7 @@ class FairnessSettings:
         return prefilled + _DECODE_WEIGHT * output_tokens
 
     def real_cost(self, usage: Usage) -> float:
-        """Actual service of a request. Cached prompt tokens cost no prefill."""
+        """Return the actual service of a request. Cached prompt tokens cost no prefill."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
@@ -98,9 +97,9 @@ class FairnessSettings:
 
 
 class TenantWeights:
-    """The weights in force: of a tenant's API key where that has one, else of the settings.
+    """The weights in force: that of a tenant's API key if it has one, else that of the settings.
 
-    Keys of one tenant should have one weight; where they differ, that of its latest request counts.
+    Keys of one tenant should have the same weight. If they differ, that of its latest request counts.
     """
 
     def __init__(self, settings: FairnessSettings) -> None:
@@ -108,7 +107,7 @@ class TenantWeights:
         self._of_keys: dict[str, float] = {}
 
     def observe(self, request: Request) -> bool:
-        """Learn the weight that a request brings; whether it is another than before."""
+        """Learn the weight sent with a request. Return whether it has changed."""
         key, before = request.submission.key, self._of_keys.get(request.tenant)
         if key is None or key.weight is None:
             if before is None:
@@ -119,7 +118,7 @@ class TenantWeights:
         return before != key.weight
 
     def of(self, tenant: str) -> float:
-        """Weight of a tenant."""
+        """Return the weight of a tenant."""
         found = self._of_keys.get(tenant) if self._of_keys else None
         return self._settings.weight(tenant) if found is None else found
 
@@ -132,7 +131,7 @@ class _Tenant:
         counter: service over weight.
         order: order of first arrival; breaks ties.
         served_in: the last round in which it was served.
-        backlogged: it has a request in the queue.
+        backlogged: whether it has a queued request.
     """
 
     name: str
@@ -143,22 +142,22 @@ class _Tenant:
 
 
 class FairShares:
-    """The tenants of one priority class."""
+    """The fair shares of the tenants of one priority class."""
 
     def __init__(self, settings: FairnessSettings, weights: TenantWeights | None = None) -> None:
         self._settings = settings
         self._weights = weights or TenantWeights(settings)
         self._tenants: dict[str, _Tenant] = {}
-        # The backlogged tenants, the lowest counter first.
+        # The backlogged tenants, lowest counter first.
         self._waiting: list[_Tenant] = []
         self._round = 1
         self._mean_cost = 0.0
-        # The highest counter so far, at which all begin after a time without any backlog.
+        # The highest counter so far, at which all tenants start after a time without any backlog.
         self._highest = 0.0
         self._joined = 0
 
     def on_backlog(self, name: str) -> None:
-        """A tenant without waiting requests has one now."""
+        """Mark a tenant as backlogged, and lift its counter."""
         tenant = self._tenant(name)
         floor = self._waiting[0].counter if self._waiting else self._highest
         tenant.counter = max(tenant.counter, floor)
@@ -166,18 +165,18 @@ class FairShares:
         bisect.insort(self._waiting, tenant, key=_by_counter)
 
     def on_idle(self, name: str) -> None:
-        """A tenant has no waiting requests any more."""
+        """Mark a tenant as idle: its last queued request has left."""
         tenant = self._tenants[name]
         self._take_out(tenant)
         tenant.backlogged = False
 
     def on_pass(self, name: str) -> None:
-        """A request of a tenant comes and goes at once, while no tenant has any waiting."""
+        """Lift the counter of a tenant whose request is dispatched on arrival, with no backlog."""
         tenant = self._tenant(name)
         tenant.counter = max(tenant.counter, self._highest)
 
     def charge(self, name: str, cost: float) -> None:
-        """A request of a tenant is dispatched."""
+        """Charge a tenant for a dispatched request."""
         tenant = self._tenant(name)
         if tenant.served_in == self._round:
             self._round += 1
@@ -190,7 +189,7 @@ class FairShares:
             self._move(tenant, max(before, min(tenant.counter, self._waiting[0].counter + lead)))
 
     def correct(self, name: str, by: float) -> None:
-        """The service of a request was `by` more than charged, or less if negative."""
+        """Adjust a tenant's service by the difference between actual and charged service."""
         tenant = self._tenant(name)
         is_highest = tenant.counter >= self._highest
         self._add(tenant, by)
@@ -198,14 +197,13 @@ class FairShares:
             self._highest = tenant.counter
 
     def order(self, among: Collection[str] | None = None) -> Iterator[list[str]]:
-        """Tenants in the order of service, in groups within which the score decides.
+        """Yield the backlogged tenants in the order of service, in groups within which the score decides.
 
-        First the equals not yet served in this round, then the other equals, then the others one by one.
-        Nothing may change while the caller iterates.
+        First the equals not yet served in this round, then the other equals, then the others one by one. The
+        shares must not change during the iteration.
 
         Args:
-            among: of the others, only these waiting tenants are asked for; None for all. Equals are always
-                all given.
+            among: limits the tenants other than equals to these; None for all. Equals are always included.
         """
         if not self._waiting:
             return
@@ -224,27 +222,24 @@ class FairShares:
             yield [tenant.name]
 
     def behind_requests(self, name: str) -> float:
-        """Average requests to serve before a waiting tenant is level with the next one.
-
-        0 for all but the tenant that is furthest behind.
-        """
+        """Return how many average requests the tenant furthest behind needs to catch up; 0 for others."""
         if len(self._waiting) < 2 or self._waiting[0].name != name:
             return 0.0
         return self.most_behind()[1]
 
     def most_behind(self) -> tuple[str, float]:
-        """The tenant that is furthest behind, and by how many average requests; no name where none is."""
+        """Return the tenant that is furthest behind and by how many average requests, or ("", 0.0)."""
         if len(self._waiting) < 2 or not self._mean_cost > 0:
             return "", 0.0
         name, behind = self._waiting[0].name, self._waiting[1].counter - self._waiting[0].counter
         return name, behind * self._weights.of(name) / self._mean_cost
 
     def counters(self) -> dict[str, float]:
-        """Service over weight, by tenant."""
+        """Return service over weight by tenant."""
         return {tenant.name: tenant.counter for tenant in self._tenants.values()}
 
     def backlogged(self) -> Iterator[tuple[str, float, float]]:
-        """Each tenant with waiting requests, its service over weight beyond the lowest, and its weight."""
+        """Yield each backlogged tenant, its service over weight above the lowest, and its weight."""
         for tenant in self._waiting:
             yield tenant.name, tenant.counter - self._waiting[0].counter, self._weights.of(tenant.name)
 
@@ -288,7 +283,7 @@ class FairShares:
         return tenant
 
     def _drop_idle(self) -> None:
-        """Drop idle tenants that would be lifted on their return, and then those with the lowest counters."""
+        """Remove idle tenants that would be lifted on their return, then those with the lowest counters."""
         floor = self._waiting[0].counter if self._waiting else self._highest
         idle = sorted((one for one in self._tenants.values() if not one.backlogged), key=_by_counter)
         for number, tenant in enumerate(idle):
@@ -305,29 +300,29 @@ def _by_counter(tenant: _Tenant) -> tuple[float, int]:
 
 # The work ahead of a request under fair shares, from sums, so that its cost hardly grows with the tenants.
 #
-# While all that a tenant has waiting is served, every other tenant is served as much in proportion to its
-# weight, and the request that it is at:
+# While all queued requests of a tenant are served, every other tenant is served as much in proportion to its
+# weight, plus the request that it is at:
 #
 #     ahead = sum over tenants of min(tokens, own * weight / own weight + tokens / waiting)
 #
 # The first term is the smaller one as soon as `own / own weight` reaches the tenant's *turning point*,
-# `(tokens - tokens / waiting) / weight`. So tenants are kept in buckets by turning point, eight to the
-# octave, with the sums of both terms. Only in the bucket of `own / own weight` itself each tenant is looked
-# at. One with a single request has its turning point at 0.
+# `(tokens - tokens / waiting) / weight`. So tenants are grouped in buckets by turning point, eight to the
+# octave, with the sums of both terms. Only in the bucket of `own / own weight` each tenant is evaluated
+# separately. A tenant with a single request has its turning point at 0.
 #
-# Sums are of whole numbers, so that they do not drift.
+# The sums are integers, so that they do not drift.
 
 
 _PER_OCTAVE = 8
-# Of a tenant's mean request, and of its weight.
+# Resolution of a tenant's mean request and weight in fixed-point numbers.
 _FRACTION_BITS = 32
 _ONE = 1 << _FRACTION_BITS
-# The bucket of those whose turning point is 0, below all others.
+# The bucket for a turning point of 0, below all others.
 _SINGLE = -(1 << 30)
 
 
 class HasWaiting(Protocol):
-    """A tenant's waiting requests, and their tokens."""
+    """The number and tokens of a tenant's queued requests."""
 
     waiting: int
     tokens: int
@@ -335,11 +330,11 @@ class HasWaiting(Protocol):
 
 @dataclass(slots=True)
 class _Waiting:
-    """What one tenant has waiting.
+    """The queued requests of one tenant.
 
     Attributes:
-        mean: tokens of its average request, in fractions.
-        weight_ratio: its weight, in fractions.
+        mean: tokens of its average request, as a fixed-point number.
+        weight_ratio: its weight, as a fixed-point number.
     """
 
     tokens: int
@@ -352,7 +347,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Bucket:
-    """The tenants with about the same turning point, and the sums of what they have waiting."""
+    """The tenants with similar turning points, and the sums of their queued work."""
 
     tokens: int = 0
     means: int = 0
@@ -373,13 +368,10 @@ class _Bucket:
 
 
 class FairWork:
-    """The waiting tenants of one class.
+    """The queued work of the tenants of one class.
 
     Args:
-        waiting: what each tenant has waiting; it is looked up when it is asked for.
-
-    Attributes:
-        tokens: of all that waits.
+        waiting: queued requests by tenant; read lazily.
     """
 
     def __init__(self, waiting: Mapping[str, HasWaiting], weights: TenantWeights) -> None:
@@ -391,7 +383,7 @@ class FairWork:
         self.tokens = 0
 
     def note(self, tenant: str, tokens: int) -> None:
-        """A tenant has so many more tokens waiting, or less, or another weight."""
+        """Record that a tenant's queued tokens changed by `tokens`, or its weight changed."""
         self.tokens += tokens
         self._changed.add(tenant)
 
@@ -405,7 +397,7 @@ class FairWork:
         self._buckets[bucket].add(tenant, one)
 
     def ahead(self, tenant: str) -> int:
-        """Tokens of this class that are served before a request that arrives for a tenant."""
+        """Return the tokens of this class that are served before a request that arrives for a tenant."""
         if not self.tokens:
             return 0
         self._catch_up()
@@ -427,11 +419,11 @@ class FairWork:
                     min(one.tokens, own * one.weight / weight + one.mean / _ONE)
                     for one in bucket.tenants.values()
                 )
-        # What others have is rounded: its own requests are whole.
+        # The tenant's own tokens are whole; only the part of the others is rounded.
         return own + round(tokens - own + partly + own * weights / (weight * _ONE) + means / _ONE)
 
     def _catch_up(self) -> None:
-        """Most who come to an idle fleet have left before anybody asks for them."""
+        """Apply recorded changes. Lazy, because most tenants of an idle fleet leave before the next query."""
         for name in self._changed:
             self._take_out(name)
             if (one := self._waiting.get(name)) is not None and one.waiting:

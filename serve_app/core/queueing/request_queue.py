@@ -1,9 +1,9 @@
-"""The request queue: waiting requests by priority class, tenant and sub-queue, with their heads in groups.
+"""The request queue: queued requests by priority class, tenant and sub-queue, with their heads in groups.
 
 There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
-one length queue may differ in where they can go. So the head of a sub-queue stands for all behind it, and
-the candidates for a pool are found without scanning the queue. Few sets of pools occur: a home, and which
-others can hold the request.
+one length queue may be restricted to different replicas. The head of a sub-queue therefore represents all
+requests behind it, and the candidates for a pool are found without scanning the queue. Few sets of pools
+occur: a home pool, and the other pools that can hold the request.
 """
 
 import heapq
@@ -30,12 +30,11 @@ from serve_app.request import ANYWHERE, Destination, PriorityClass, Request, Usa
 
 @dataclass(slots=True)
 class WaitingWork:
-    """The work of some waiting requests.
+    """The work of some queued requests.
 
     Attributes:
         tokens: expected tokens of prompts and outputs.
-        prompt_tokens: of that, the prompts.
-        least_output_tokens: what they generate at least, see `TokenEstimate`.
+        least_output_tokens: lower estimate of the output, see `TokenEstimate`.
     """
 
     requests: int = 0
@@ -44,21 +43,18 @@ class WaitingWork:
     least_output_tokens: int = 0
 
     def add(self, estimate: TokenEstimate, by: int = 1) -> None:
-        """Add the work of one request, or take it out (`by` of -1)."""
+        """Add the work of one request, or subtract it (`by` of -1)."""
         self.requests += by
         self.tokens += by * estimate.expected_tokens
         self.prompt_tokens += by * estimate.expected_prompt_tokens
         self.least_output_tokens += by * estimate.least_output_tokens
 
     def merge(self, other: "WaitingWork") -> None:
-        """Add the work of others."""
+        """Add the work of other requests."""
         self.requests += other.requests
         self.tokens += other.tokens
         self.prompt_tokens += other.prompt_tokens
         self.least_output_tokens += other.least_output_tokens
-
-
-# The requests in backoff: they wait and count as waiting, and are in no sub-queue until their time comes.
 
 
 def _rests_until(scheduled: ScheduledRequest) -> float:
@@ -66,30 +62,30 @@ def _rests_until(scheduled: ScheduledRequest) -> float:
 
 
 class RestingRequests:
-    """Waiting requests by the end of their backoff."""
+    """Requests in backoff, by its end. They count as queued, but are in no sub-queue."""
 
     def __init__(self) -> None:
         self._resting: dict[str, ScheduledRequest] = {}
         self._ends = ExpiryHeap(_rests_until)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """A queued request rests until its `resting_until`."""
+        """Add a queued request until its `resting_until`."""
         self._resting[scheduled.request.request_id] = scheduled
         self._ends.add(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> bool:
-        """Remove a request; whether it was here."""
+        """Remove a request. Return whether it was present."""
         return self._resting.pop(scheduled.request.request_id, None) is not None
 
     def pop_due(self, now: float) -> Iterator[ScheduledRequest]:
-        """Those whose time has come."""
+        """Remove and yield the requests whose backoff has ended."""
         for scheduled in self._ends.pop_expired(now):
             if self.remove(scheduled):
                 yield scheduled
         self._ends.prune(len(self._resting))
 
     def next_at(self) -> float | None:
-        """When the next one's time comes."""
+        """Return the next end of a backoff, or None."""
         return self._ends.next_at()
 
     def __contains__(self, scheduled: ScheduledRequest) -> bool:
@@ -102,16 +98,16 @@ class RestingRequests:
         return len(self._resting)
 
 
-# Heads in groups: whether any of many heads may fit a replica is known without a look at each of them.
+# Groups of heads: decide whether any of many heads may fit a replica without examining each of them.
 #
-# Where a head fits depends on its class, its pools, its prefill class and its tokens. So the heads of all
-# sub-queues that share the first three form a group, and a group knows the fewest tokens of any of its heads.
-# When not even so many fit, none of its heads does. It also knows which of its heads arrived first.
+# Whether a head fits depends on its class, pools, prefill class and tokens. The heads of all sub-queues with
+# the same class, pools and prefill class form a group, which knows the fewest tokens of its heads. If these
+# do not fit, none of its heads does. A group also knows the head that arrived first.
 #
-# Both are heaps with lazy deletion: an entry counts while its request is the head of its sub-queue.
+# Both are heaps with lazy deletion: an entry is valid while its request is the head of its sub-queue.
 
 
-# Entries of a heap for each sub-queue, beyond which those that no longer count are dropped.
+# Heap entries for each sub-queue above which invalid ones are removed.
 _KEPT, _LEAST_KEPT = 4, 64
 
 
@@ -119,7 +115,7 @@ _Entry = tuple[tuple[float, int], int, ScheduledRequest, "SubQueue"]
 
 
 class _HeadHeap:
-    """Heads by some key."""
+    """A heap of heads by some key."""
 
     __slots__ = ("_heap", "_pushed")
 
@@ -128,7 +124,7 @@ class _HeadHeap:
         self._pushed = 0
 
     def push(self, key: tuple[float, int], head: ScheduledRequest, sub_queue: "SubQueue", heads: int) -> None:
-        """Add a head; there are so many in all."""
+        """Add a head. `heads` is the current number of heads in the group."""
         self._pushed += 1
         heapq.heappush(self._heap, (key, self._pushed, head, sub_queue))
         if len(self._heap) > max(_LEAST_KEPT, _KEPT * heads):
@@ -136,7 +132,7 @@ class _HeadHeap:
             heapq.heapify(self._heap)
 
     def first(self) -> ScheduledRequest | None:
-        """The head with the lowest key; None when there is none."""
+        """Return the head with the lowest key, or None if there is none."""
         heap = self._heap
         while heap:
             _, _, head, sub_queue = heap[0]
@@ -150,9 +146,10 @@ class HeadGroup:
     """The heads of one class, set of pools and prefill class.
 
     Attributes:
-        tenants: the sub-queues that each tenant has in it.
-        choosy: requests in it that exclude single replicas, for a reason of their own.
-        cached: requests in it of which a replica has a part cached, so that they may pass as shorter ones.
+        tenants: the sub-queues of each tenant in the group.
+        choosy: requests that cannot use every replica of their pools: put-back or bound to a destination.
+        cached: requests with a part of their prompt cached on a replica, which may count as shorter ones
+            there.
     """
 
     __slots__ = (
@@ -179,12 +176,12 @@ class HeadGroup:
         self._by_arrival = _HeadHeap()
 
     def open(self, tenant: str, sub_queue: "SubQueue") -> None:
-        """A tenant has one more sub-queue in it."""
+        """Add a sub-queue of a tenant."""
         self.tenants.setdefault(tenant, []).append(sub_queue)
         self._heads += 1
 
     def close(self, tenant: str, sub_queue: "SubQueue") -> None:
-        """A sub-queue of a tenant is empty, and gone."""
+        """Remove a tenant's sub-queue that has become empty."""
         self._heads -= 1
         of_tenant = self.tenants[tenant]
         of_tenant.remove(sub_queue)
@@ -192,29 +189,29 @@ class HeadGroup:
             del self.tenants[tenant]
 
     def heads_of(self, tenant: str) -> list[ScheduledRequest]:
-        """The heads of one tenant in it, in no order."""
+        """Return the heads of one tenant in the group, unordered."""
         sub_queues = self.tenants.get(tenant, ())
         return [head for sub_queue in sub_queues if (head := sub_queue.first) is not None]
 
     def count(self, scheduled: ScheduledRequest, by: int) -> None:
-        """A request has joined one of its sub-queues (1), or has left it (-1)."""
+        """Count a request that has joined (1) or left (-1) one of the sub-queues."""
         if scheduled.put_backs or scheduled.request.destination is not ANYWHERE:
             self.choosy += by
         if scheduled.cached_tokens:
             self.cached += by
 
     def on_head(self, head: ScheduledRequest, sub_queue: "SubQueue") -> None:
-        """A sub-queue has another head."""
+        """Register the new head of a sub-queue."""
         tokens = (head.estimate.expected_tokens, head.sequence)
         self._by_tokens.push(tokens, head, sub_queue, self._heads)
         self._by_arrival.push((head.request.arrived_at, head.sequence), head, sub_queue, self._heads)
 
     def smallest(self) -> ScheduledRequest | None:
-        """The head with the fewest expected tokens; None when the group is empty."""
+        """Return the head with the fewest expected tokens, or None if the group is empty."""
         return self._by_tokens.first()
 
     def earliest(self) -> ScheduledRequest | None:
-        """The head that arrived first; None when the group is empty."""
+        """Return the head that arrived first, or None if the group is empty."""
         return self._by_arrival.first()
 
     def __len__(self) -> int:
@@ -226,14 +223,14 @@ class HeadGroup:
 
 
 class HeadGroups:
-    """All groups of a queue, and which of them may go to a pool."""
+    """All groups of a queue, indexed by the pools that may serve them."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[PriorityClass, tuple[str, ...], PrefillClass], HeadGroup] = {}
         self._at: dict[tuple[str, int], list[HeadGroup]] = {}
 
     def of(self, priority: PriorityClass, pools: tuple[str, ...], prefill_class: PrefillClass) -> HeadGroup:
-        """One group; an empty one is made where there is none."""
+        """Return a group, created if it does not exist."""
         key = (priority, pools, prefill_class)
         group = self._groups.get(key)
         if group is None:
@@ -243,11 +240,11 @@ class HeadGroups:
         return group
 
     def at(self, pool: str, rank: int) -> Sequence[HeadGroup]:
-        """The groups with `pool` at this place among their pools, empty ones with them."""
+        """Return the groups with `pool` at this position of their preference, including empty ones."""
         return self._at.get((pool, rank), ())
 
     def clear(self) -> None:
-        """Forget all groups."""
+        """Remove all groups."""
         self._groups.clear()
         self._at.clear()
 
@@ -258,28 +255,26 @@ class HeadGroups:
         return f"<HeadGroups {[group for group in self if group]}>"
 
 
-# A sub-queue: the waiting requests of one class and tenant that could go to the same places.
-#
-# They share length queue, pools, prefill class, and destination: which replicas of the pools will do.
+# A sub-queue holds requests of one class and tenant with the same length queue, pools, prefill class and
+# destination, so the same replicas can serve them.
 #
 # It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
-# and is dropped when it reaches the top. The heap is rebuilt when most of it is marked. Its head is known at
-# any time, and its group is told of each new one.
+# and is removed when it reaches the top. The heap is rebuilt when most of it is marked. The sub-queue always
+# knows its head, and registers each new one with its group.
 
 
 SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
-"""Length queue, pools, prefill class, and which replicas of the pools will do."""
+"""Length queue, pools, prefill class, and the destination (which replicas of the pools can serve it)."""
 
 OrderKey = tuple[int, float, int, int]
-"""Returned, claimed or neither; the policy's key; order of arrival; a number unique to each insertion."""
+"""Precedence (returned, claimed or neither), the policy's key, order of arrival, order of insertion."""
 
 
 class SubQueue:
-    """Requests in their policy's order.
+    """A queue of requests in the policy's order.
 
     Attributes:
-        group: of its head.
-        first: its head; None when it is empty.
+        first: its head; None if it is empty.
     """
 
     __slots__ = ("_heap", "_live", "first", "group", "key", "length_queue", "pools")
@@ -318,7 +313,7 @@ class SubQueue:
             self.group.on_head(head, self)
 
     def _is_live(self, item: tuple[OrderKey, ScheduledRequest]) -> bool:
-        # By key, not by request: one that left and returned is in the heap twice.
+        # Compare keys, not requests: a request that left and was queued again is in the heap twice.
         return self._live.get(item[1].request.request_id) == item[0]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
@@ -329,7 +324,7 @@ class SubQueue:
 
 
 class TenantQueues:
-    """The sub-queues of one tenant in one class, with its waiting requests and their tokens."""
+    """The sub-queues of one tenant in one class, with the number and tokens of its queued requests."""
 
     __slots__ = ("sub_queues", "tokens", "waiting")
 
@@ -339,18 +334,18 @@ class TenantQueues:
         self.tokens = 0
 
 
-# Tenants up to which those with a head that may fit are sorted; among more, one is soon found in the order of
-# their shares.
+# Up to this many tenants with a head that may fit are sorted. Among more tenants, a match is soon found in
+# the order of their shares.
 _FEW_TENANTS = 32
 
 
 @dataclass(slots=True)
 class HeadQuery:
-    """Which heads are asked for.
+    """A query for heads.
 
     Attributes:
-        groups: of `priority`, whose heads are asked for.
-        others: groups of the same class and place; heads of theirs may come too.
+        groups: the groups of `priority` whose heads are requested.
+        others: groups of the same class and position; their heads may be included.
     """
 
     priority: PriorityClass
@@ -359,22 +354,17 @@ class HeadQuery:
 
 
 class RequestQueue:
-    """All waiting requests of a model.
+    """All queued requests of a model.
 
     Attributes:
-        policy: its order.
-        fairness: what shares are counted in.
-        is_fair: shares come before scores.
-        shares: the shares of each class's tenants; they are kept also where fairness is off.
-        waiting: how many wait; its length, for those who ask several times in each event.
-        waiting_tokens: expected tokens of all waiting requests.
-        urgent_work: of waiting requests above the batch class, by home pool.
-        waiting_by_key: waiting requests, by the id of their API key.
-        work: what waits, by the pools that it may go to.
-        resting: those of the waiting requests that are in backoff.
-        groups: the heads by what decides where they fit.
-        particular: waiting requests that only some replicas of their pools will do for.
-        waits: what they have waited for so far.
+        is_fair: whether shares take precedence over scores.
+        shares: the tenants' shares by class; counted even if fairness is off.
+        waiting: number of queued requests; faster than `len`.
+        waiting_tokens: expected tokens of all queued requests.
+        urgent_work: work of queued requests above the batch class, by home pool.
+        waiting_by_key: queued requests by the id of their API key.
+        work: queued work by the pools that may serve it.
+        particular: queued requests that only some replicas of their pools can serve.
     """
 
     def __init__(
@@ -385,7 +375,7 @@ class RequestQueue:
     ) -> None:
         self.policy = policy
         bound = delay_bound or DelayBoundSettings()
-        # By class and home pool: one pool's backlog says nothing about turns in the other.
+        # By class and home pool, because one pool's backlog is unrelated to turns in another pool.
         self._delays: defaultdict[tuple[PriorityClass, str], DelayBound] = defaultdict(
             lambda: DelayBound(bound)
         )
@@ -416,11 +406,11 @@ class RequestQueue:
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
     def on_time(self, now: float) -> None:
-        """It is `now`, in seconds on the scheduler's clock, for all that follows."""
+        """Set the current time, in seconds on the scheduler's clock."""
         self._now = now
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Queue a request, at the front if it lost its replica, in no sub-queue while it rests."""
+        """Queue a request: first in its sub-queue if it returned, in no sub-queue during a backoff."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
         request = scheduled.request
         self._observe_weight(request)
@@ -439,7 +429,7 @@ class RequestQueue:
         self.waits.add(scheduled)
 
     def pass_lone(self, scheduled: ScheduledRequest) -> None:
-        """What `add` and `remove` leave of a request that goes as it arrives, while nothing else waits."""
+        """Apply the effects of `add` and `remove` for a request dispatched on arrival while nothing waits."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
         self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
         if scheduled.prefill_class is not PrefillClass.SHORT:
@@ -462,7 +452,7 @@ class RequestQueue:
             self.shares[request.priority].on_idle(request.tenant)
 
     def wake(self, now: float) -> None:
-        """Let those whose backoff has ended into their sub-queues."""
+        """Move the requests whose backoff has ended to their sub-queues."""
         for scheduled in self.resting.pop_due(now):
             scheduled.resting_until = 0.0
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
@@ -471,14 +461,14 @@ class RequestQueue:
 
     @property
     def promotes_claimed(self) -> bool:
-        """Whether requests that claimed a retry reservation are served before others.
+        """True if requests that claimed a retry reservation are served before others.
 
-        In the order of arrival they need not be: no later request passes them.
+        Not needed in order of arrival, because no later request passes them.
         """
         return self.policy.promotes
 
     def heads(self, wanted: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
-        """Heads in the order of shares and scores."""
+        """Yield heads in the order of shares and scores."""
         priority, tenants = wanted.priority, self._tenants[wanted.priority]
         if not wanted.groups:
             return
@@ -490,36 +480,36 @@ class RequestQueue:
 
     @property
     def has_returned(self) -> bool:
-        """Whether any request waits that a replica returned, and that goes before all others."""
+        """True if a returned request is queued, which precedes all others."""
         return bool(self._returned)
 
     def returned_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
-        """Heads that a replica returned, the highest class first, then the earliest."""
+        """Return the returned heads that may go to `pool`, the highest class first, then the earliest."""
         heads = self._heads_among(self._returned.values(), pool, rank)
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
     def earliest_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
-        """Of the heads that may go to `pool` the earliest of each group, and all with a reservation."""
+        """Return the earliest head of each group for `pool`, and all heads with a claimed reservation."""
         heads = self._heads_among(self._claimed.values(), pool, rank)
         earliest = (group.earliest() for group in self.groups.at(pool, rank))
         return heads + [head for head in earliest if head is not None]
 
     def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
-        """The tenant that is furthest behind its share, and by how many average requests."""
+        """Return the tenant furthest behind its share and by how many average requests, or ("", 0.0)."""
         return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
 
     def behind_requests(self, request: Request) -> float:
-        """How far the request's tenant is behind its share, in average requests; 0 without fairness."""
+        """Return how many average requests the tenant is behind its share; 0 without fairness."""
         if not self.is_fair:
             return 0.0
         return self.shares[request.priority].behind_requests(request.tenant)
 
     def work_ahead(self, request: Request) -> int:
-        """Expected tokens that will be served before a request that arrives now.
+        """Return the expected tokens that are served before a request that arrives now.
 
-        All of the higher classes, and all that its tenant has waiting. From every other tenant of its class,
-        as much as that tenant is served meanwhile; without fairness all of it.
+        Includes all work of higher classes and all of its tenant's queued work. Of every other tenant of its
+        class, includes what that tenant is served in that time under fair shares; without fairness all of it.
         """
         ahead = 0
         for priority, work in self._fair_work.items():
@@ -529,7 +519,7 @@ class RequestQueue:
         return ahead
 
     def spills(self, pools: Sequence[str]) -> list[list[str]]:
-        """Which of the pools are the second in a waiting request's preference, which the third, and so on."""
+        """Return the pools that are second in some queued request's preference, those that are third, etc."""
         found: list[set[str]] = []
         for preference, waiting in self.work.items():
             if waiting.requests:
@@ -540,16 +530,16 @@ class RequestQueue:
         return [[pool for pool in pools if pool in further] for further in found]
 
     def waiting_classes(self) -> list[PriorityClass]:
-        """The classes with waiting requests, the highest first."""
+        """Return the classes with queued requests, the highest first."""
         return [priority for priority, tenants in self._tenants.items() if tenants]
 
     def waiting_of(self, priority: PriorityClass, tenant: str) -> int:
-        """Waiting requests of one tenant in one class."""
+        """Return the number of queued requests of one tenant in one class."""
         tenants = self._tenants[priority]
         return tenants[tenant].waiting if tenant in tenants else 0
 
     def reroute(self, scheduled: ScheduledRequest, pools: tuple[str, ...]) -> None:
-        """Give a waiting request other pools."""
+        """Change the pools of a queued request."""
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._take_out(scheduled, tenant)
         self._count_at_home(scheduled, -1)
@@ -565,7 +555,7 @@ class RequestQueue:
             self._insert(scheduled, tenant)
 
     def charge(self, scheduled: ScheduledRequest) -> None:
-        """Charge its tenant the expected service of a request at its dispatch."""
+        """Charge the tenant the expected service of a request at its dispatch."""
         self._observe_weight(scheduled.request)
         scheduled.charged = self.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
@@ -575,13 +565,13 @@ class RequestQueue:
         self._correct(scheduled, self.fairness.real_cost(usage))
 
     def refund(self, scheduled: ScheduledRequest) -> None:
-        """Undo the charge of a request that was returned unserved."""
+        """Refund the charge of a request that was put back unserved."""
         self._correct(scheduled, 0.0)
 
     def requeue_all(self) -> None:
-        """Ask the policy again for the queue of every request; arrival and order among equals are kept."""
+        """Reassign every request to a length queue of the policy. Order of arrival is preserved."""
         requests = sorted(self, key=lambda scheduled: scheduled.sequence)
-        # Tenants stay backlogged meanwhile: one that leaves and returns is lifted.
+        # Tenants remain backlogged: one that leaves and returns would be lifted.
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 tenant.sub_queues.clear()
@@ -595,11 +585,11 @@ class RequestQueue:
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
     def queue_names(self) -> set[str]:
-        """The length queues that are not empty."""
+        """Return the names of the non-empty length queues."""
         return set(self._waiting_by_queue)
 
     def sub_queue_heads(self) -> Iterator[tuple[ScheduledRequest, int]]:
-        """The head of every sub-queue, and how many requests wait in it."""
+        """Yield the head of every sub-queue and its number of requests."""
         for sub_queue in self.sub_queues():
             if sub_queue.first is not None:
                 yield sub_queue.first, len(sub_queue)
@@ -639,10 +629,7 @@ class RequestQueue:
             sub_queue.group.close(scheduled.request.tenant, sub_queue)
 
     def _ranked(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
-        """The heads of some tenants that are asked for, in the order of scores.
-
-        Most tenants have none, since the groups are those that may fit: that has to be found out at once.
-        """
+        """Return the heads that `wanted` selects of some tenants, in the order of scores."""
         heads: list[ScheduledRequest] = []
         for group in wanted.groups:
             of_tenants = group.tenants
@@ -659,7 +646,7 @@ class RequestQueue:
     def _rest_that_counts(
         self, tenants: Iterable[str], wanted: HeadQuery, now: float
     ) -> list[ScheduledRequest]:
-        """Heads that are not asked for, where the order of the others depends on them."""
+        """Return heads of other groups if the order of the selected heads depends on them."""
         policy = self.policy
         if not (policy.leaves_out_heads or policy.bounds_delay):
             return []
@@ -670,7 +657,7 @@ class RequestQueue:
         return []
 
     def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
-        """Heads as the bounds on delay arrange them; homes take turns as the score had them."""
+        """Return heads as the delay bounds arrange them, with the score's alternation of home pools."""
         home = heads[0].pools[0]
         if all(head.pools[0] == home for head in heads):
             return self._delay_bound(heads[0]).arrange(heads, now)
@@ -686,7 +673,7 @@ class RequestQueue:
     def _heads_among(
         self, requests: Iterable[ScheduledRequest], pool: str, rank: int
     ) -> list[ScheduledRequest]:
-        """Those of some waiting requests that may go to `pool` and are the heads of their sub-queues."""
+        """Return those of some queued requests that are heads of their sub-queues and may go to `pool`."""
         return [
             one
             for one in requests
@@ -696,13 +683,13 @@ class RequestQueue:
         ]
 
     def sub_queues(self) -> Iterator[SubQueue]:
-        """All sub-queues, in no order."""
+        """Yield all sub-queues, unordered."""
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 yield from tenant.sub_queues.values()
 
     def _observe_weight(self, request: Request) -> None:
-        """Learn the weight that a request brings; where it is another, all that its tenant has waiting."""
+        """Learn the weight sent with a request. A change affects all queued work of its tenant."""
         if self._weights.observe(request):
             for work in self._fair_work.values():
                 work.note(request.tenant, 0)
@@ -748,14 +735,14 @@ class RequestQueue:
 
 
 def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:
-    """The tenants with heads in some groups; None when they are many."""
+    """Return the tenants with heads in some groups, or None if there are many."""
     if sum(len(group.tenants) for group in groups) > _FEW_TENANTS:
         return None
     return set().union(*(group.tenants for group in groups))
 
 
 def _note(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:
-    """A request has come (1), or has left (-1)."""
+    """Add (1) or remove (-1) a request."""
     if by > 0:
         requests[scheduled.request.request_id] = scheduled
     else:

@@ -1,34 +1,36 @@
-"""Adaptive `B_short`: the boundary between the pools follows the measured demand.
+"""Adaptive `B_short`: moves the boundary between the pools with the measured demand.
 
-A request whose token budget is at most `B_short` is at home in the short pool. The question is which
-`B_short` gives both pools the same load per unit of capacity, while the mix of requests drifts.
+The short pool is the home pool of a request whose token budget is at most `B_short`. The adaptation finds the
+`B_short` that gives both pools the same load per unit of capacity, while the mix of requests drifts.
 
-Inputs. Every request from its arrival to its end, waiting or running: its token budget, and the KV tokens
-that it is expected to hold. By Little's law the mean number present is arrival rate times time in the system.
-So a histogram of them by budget, averaged over `memory_s`, is the demand for capacity by length. It includes
-the effects of long answers, slow engines and backlogs, and needs no model of the engine's speed.
+Inputs. Every request from its arrival to its end, queued or running: its token budget, and the KV tokens that
+it is expected to hold. By Little's law the mean number present is the arrival rate times the time in the
+system. A histogram of these requests by budget, averaged over `memory_s`, is therefore the demand for
+capacity by length. It includes the effects of long answers, slow engines and backlogs, and needs no model of
+the engine's speed.
 
-    load(pool) = max(KV tokens / KV capacity, requests / batch slots) / speed    of those at home in it
-    imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))       rises with B, -1 to 1
+    load(pool) = max(KV tokens / KV capacity, requests / batch slots) / speed    of requests with this home
+    pool imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))       rises with B, -1 to 1
 
 The best `B_short` is where the imbalance is zero. Equal load by size is the SITA-E rule (Harchol-Balter,
 Crovella, Murta 1999): each pool gets work of similar size, and neither is idle. Spill is separate, and fills
-capacity that is free now with any waiting request. Load counts requests where they are at home, not where
-they run, so spill does not hide an imbalance.
+capacity that is free now with any queued request. Load counts requests in their home pool, not where they
+run, so spill does not hide an imbalance.
 
-`speed` is learned, because utilisation is not pace. At the same utilisation, an engine with long prompts may
-generate faster than one with a full batch, or slower. When the loads are even and the pools' mean times per
-output token still differ, the estimated speed of the slower pool is reduced by a part of the difference.
+`speed` is learned, because utilisation does not determine pace. At the same utilisation, an engine with long
+prompts may generate faster or slower than one with a full batch. If the loads are even and the pools' mean
+times per output token still differ, the estimated speed of the slower pool is reduced by a part of the
+difference.
 
-Why it does not oscillate:
+Oscillation is prevented as follows:
 - The loads must differ by more than `tolerance_ratio` of their sum, and by more than four standard errors of
-  the means. A request counts for the error by what it uses *and* how long it stays (`demand`).
-- The best `B_short` must be better than the current one by half of the tolerance. Where one length is a large
+  the means. The error of a request depends on its use *and* on how long it stays (`Demand`).
+- The best `B_short` must be better than the current one by half of the tolerance. If one length is a large
   part of the demand, no `B_short` is even, and the zero lies between two neighbours. Chance then makes one
   better as much as the other worse, so twice the error is required.
-- A move is followed by `dwell_s` without another, and is at most `max_step_octaves` long.
-- Each time the other pool turns out to be the slower one, further learning of the speed is halved. It
-  recovers within half an hour or so.
+- A move is followed by `dwell_s` without another one, and is at most `max_step_octaves` long.
+- Each time the other pool becomes the slower one, further learning of the speed is halved. It recovers within
+  about half an hour.
 
 Ties (lengths without requests): the boundary nearest to the current one. Without traffic, or with a pool
 without replicas, nothing moves. Boundaries are on a grid of eight to the octave.
@@ -58,22 +60,22 @@ EDGES = [round(2 ** (bucket / PER_OCTAVE)) for bucket in range(_OCTAVES * PER_OC
 
 
 def bucket_of(budget_tokens: int) -> int:
-    """The first bucket whose upper edge is at least this budget."""
+    """Return the first bucket whose upper edge is at least this budget."""
     return min(bisect_left(EDGES, budget_tokens), len(EDGES) - 1)
 
 
 def last_bucket_within(tokens: int) -> int:
-    """The last bucket whose upper edge is at most `tokens`."""
+    """Return the last bucket whose upper edge is at most `tokens`."""
     return max(bisect_right(EDGES, tokens) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """The capacity of all replicas of a pool together.
+    """The total capacity of all replicas of a pool.
 
     Attributes:
-        context_tokens: the context limit of its smallest replica.
-        tpot_s: recent mean time per output token; None when none was reported.
+        context_tokens: context limit of its smallest replica.
+        tpot_s: recent mean time per output token; None if none was reported.
     """
 
     kv_tokens: int
@@ -83,31 +85,30 @@ class PoolCapacity:
 
 
 class Demand:
-    """The requests that wait or run, by length, and their mean use of resources.
+    """The queued and running requests by length, and their mean use of resources.
 
     Args:
         memory_s: time constant of the means, in seconds.
 
     Attributes:
-        sampled_at: when the last sample was taken; None before the first.
+        sampled_at: time of the last sample; None before the first.
     """
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._tokens, self._count = _Resource(), _Resource()
-        # Seconds from the first sample to the last; a request counts from the sample before its arrival.
+        # Seconds from the first sample to the last. A request counts from the last sample before its arrival.
         self._clock_s = 0.0
         self.sampled_at: float | None = None
 
     def __len__(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of queued and running requests."""
         return sum(self._count.present)
 
     def on_arrival(self, budget_tokens: int, kv_tokens: int) -> float:
-        """A request waits or runs from now on; returns a mark to give to `on_departure`.
+        """Add a request. Return a mark to pass to `on_departure`.
 
         Args:
-            budget_tokens: its token budget, which decides where it is at home.
             kv_tokens: KV tokens that it is expected to hold.
         """
         bucket = bucket_of(budget_tokens)
@@ -116,14 +117,14 @@ class Demand:
         return self._clock_s
 
     def on_departure(self, budget_tokens: int, kv_tokens: int, arrival_mark: float) -> None:
-        """A request has ended; takes what it was given at the arrival, and what `on_arrival` returned."""
+        """Remove a request. Takes the values passed to `on_arrival`, and the mark that it returned."""
         bucket = bucket_of(budget_tokens)
         decayed = math.exp((arrival_mark - self._clock_s) / self._memory_s)
         self._tokens.on_departure(bucket, kv_tokens, decayed)
         self._count.on_departure(bucket, 1, decayed)
 
     def sample(self, now: float) -> None:
-        """Average what was used since the last sample."""
+        """Update the means with the use since the last sample."""
         elapsed_s = 0.0 if self.sampled_at is None else now - self.sampled_at
         self.sampled_at = now
         self._clock_s += elapsed_s
@@ -132,7 +133,7 @@ class Demand:
         self._count.decay(factor)
 
     def loads(self, short: PoolCapacity, long: PoolCapacity, speed_ratio: float) -> "Loads":
-        """The loads of two pools that share these requests, for every boundary.
+        """Return the loads of two pools that share these requests, for every boundary.
 
         Args:
             speed_ratio: speed of the short pool at the same utilisation, as a multiple of the long pool's.
@@ -148,14 +149,13 @@ class _Resource:
 
     Attributes:
         present: use by the requests that are present now.
-        means: mean use.
     """
 
     def __init__(self) -> None:
         self.present = [0] * len(EDGES)
         self.means = [0.0] * len(EDGES)
-        # Over the requests that are present: the sum of w²; of w² u; and of w² u², which also has the
-        # w² (1 - u)² of those that have ended, as both decay alike.
+        # Sums over the present requests of w², w² u and w² u², where u is the decay since the arrival. The
+        # last one also includes w² (1 - u)² of requests that have ended, as both decay alike.
         self._squares = [0] * len(EDGES)
         self._squares_u = [0.0] * len(EDGES)
         self._squares_u2 = [0.0] * len(EDGES)
@@ -183,7 +183,7 @@ class _Resource:
                 self._squares_u2[bucket] *= factor * factor
 
     def variances(self) -> list[float]:
-        """Variances of the means, by bucket, from random arrivals alone."""
+        """Return the variances of the means by bucket, caused by random arrivals alone."""
         sums = zip(self._squares, self._squares_u, self._squares_u2, strict=True)
         return [max(0.0, squares - 2 * u + u2) for squares, u, u2 in sums]
 
@@ -202,7 +202,7 @@ class _ResourceLoads:
         )
 
     def long(self, bucket: int) -> tuple[float, float]:
-        # Rounding may leave a difference just below zero.
+        # Rounding errors could make the difference negative.
         mean = max(self._means[-1] - self._means[bucket], 0.0)
         variance = max(self._variances[-1] - self._variances[bucket], 0.0)
         return mean / self._long_capacity, variance / self._long_capacity**2
@@ -215,20 +215,20 @@ class Loads:
         self._tokens, self._count = tokens, count
 
     def short(self, bucket: int) -> float:
-        """Load of the short pool in its scarcer resource; 1.0 is all of it."""
+        """Return the load of the short pool in its scarcer resource; 1.0 is all of it."""
         return max(self._tokens.short(bucket), self._count.short(bucket))[0]
 
     def long(self, bucket: int) -> float:
-        """Load of the long pool in its scarcer resource; 1.0 is all of it."""
+        """Return the load of the long pool in its scarcer resource; 1.0 is all of it."""
         return max(self._tokens.long(bucket), self._count.long(bucket))[0]
 
     def imbalance(self, bucket: int) -> float:
-        """The difference of the loads over their sum."""
+        """Return the difference of the loads over their sum."""
         short, long = self.short(bucket), self.long(bucket)
         return (short - long) / (short + long) if short + long > 0 else 0.0
 
     def standard_error(self, bucket: int) -> float:
-        """Standard error of the imbalance, if the loads were even; infinite without load."""
+        """Return the standard error of the imbalance if the loads were even; infinite without load."""
         short, short_variance = max(self._tokens.short(bucket), self._count.short(bucket))
         long, long_variance = max(self._tokens.long(bucket), self._count.long(bucket))
         if short + long <= 0:
@@ -236,10 +236,7 @@ class Loads:
         return math.sqrt(short_variance + long_variance) / (short + long)
 
     def best(self, allowed: Iterable[int], current: int) -> int:
-        """The boundary with the least imbalance, of equals the nearest to `current`.
-
-        It is `current` itself when none is allowed.
-        """
+        """Return the most even boundary, of equals the nearest one; `current` if none is allowed."""
         return min(
             allowed,
             key=lambda bucket: (round(abs(self.imbalance(bucket)), 9), abs(bucket - current)),
@@ -247,42 +244,42 @@ class Loads:
         )
 
 
-# The lower bound when none is given, as a share of the configured `b_short_tokens`.
+# Default of the lower bound, as a share of the configured `b_short_tokens`.
 _LOWEST_RATIO = 1 / 32
-# How much of a difference in pace is added to the speed at a time; the time in which that recovers; the most
-# that the speeds may differ by.
+# Part of a difference in pace that is added to the speed at a time, the time constant of its recovery, and
+# the maximum ratio of the speeds.
 _GAIN = 0.5
 _GAIN_RECOVERY_S = 1_800.0
 _MOST_SPEED_RATIO = 4.0
 # Seconds between two samples of the demand.
 _INTERVAL_S = 1.0
 # Standard errors beyond which a difference is significant. A mean over a minute has sixty independent values
-# in an hour, so three standard errors would be exceeded by chance far too often.
+# in an hour, so chance would exceed three standard errors far too often.
 _SIGNIFICANT = 4.0
 
 
 @settings(block="adaptive_b_short")
 class AdaptiveBShortSettings:
-    """Whether, how far and how fast `B_short` moves."""
+    """Adaptation of `B_short`: bounds and speed."""
 
-    # Off, `b_short_tokens` stays as it is set.
+    # If false, `b_short_tokens` is fixed.
     enabled: bool = False
-    # Bounds of `B_short` in tokens. Null: a 32nd of `b_short_tokens`, and the short pool's context limit,
-    # which always holds as well.
+    # Lower bound of `B_short` in tokens. Null is a 32nd of `b_short_tokens`.
     b_short_min: Annotated[int | None, at_least(1), INTERNAL] = None
-    # See `b_short_min`.
+    # Upper bound of `B_short` in tokens. Null is the short pool's context limit, which always applies as
+    # well.
     b_short_max: Annotated[int | None, at_least(1), INTERNAL] = None
-    # Time constant of the mean demand. Shorter follows sooner; longer is steadier and resolves finer
-    # differences.
+    # Time constant of the mean demand, in seconds. Shorter follows sooner; longer is steadier and resolves
+    # finer differences.
     memory_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 60.0
     # Loads that differ by less than this share of their sum count as even: 0.15 is a ratio of 1.35.
     tolerance_ratio: Annotated[float, INNER_SHARE, INTERNAL] = 0.15
-    # Largest single move, and the time without another one after it. The effect of a move shows only when the
-    # requests that arrived before it have ended.
+    # Largest single move, in octaves.
     max_step_octaves: Annotated[
         float, at_least(1 / PER_OCTAVE).hint("the distance of two borders"), INTERNAL
     ] = 2.0
-    # See `max_step_octaves`.
+    # Seconds after a move without another one. The effect of a move shows only when the requests that arrived
+    # before it have ended.
     dwell_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 30.0
 
     def __post_init__(self) -> None:
@@ -291,7 +288,7 @@ class AdaptiveBShortSettings:
             raise ValueError(f"adaptive_b_short.b_short_min of {low} is above b_short_max of {high}")
 
     def lowest(self, b_short_tokens: int) -> int:
-        """The lower bound of `B_short`, given its configured value."""
+        """Return the lower bound of `B_short`, given its configured value."""
         if self.b_short_min is not None:
             return self.b_short_min
         return max(1, int(b_short_tokens * _LOWEST_RATIO))
@@ -299,12 +296,12 @@ class AdaptiveBShortSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BShortChanged:
-    """`B_short` has another value from now on.
+    """A change of `B_short`.
 
     Attributes:
-        b_short_tokens, was_tokens: the new value and the one before.
-        short_load, long_load: the loads of the pools at the old value; 1.0 is all capacity of the long pool,
-            and that of the short one times its speed.
+        b_short_tokens, was_tokens: the new and the previous value.
+        short_load, long_load: loads of the pools at the previous value; 1.0 is all capacity of the long pool,
+            and that of the short pool times its speed.
         speed_ratio: the learned speed of the short pool, as a multiple of the long pool's.
     """
 
@@ -316,14 +313,10 @@ class BShortChanged:
 
 
 class AdaptiveBShort:
-    """`B_short` of one model's pools.
-
-    Args:
-        b_short_tokens: its initial value.
+    """Adapts `B_short` of one model's pools.
 
     Attributes:
-        b_short_tokens: its current value.
-        demand: of all requests, which the router reports from arrival to end.
+        demand: demand of all requests; the router reports their arrivals and ends.
     """
 
     def __init__(self, settings: AdaptiveBShortSettings, b_short_tokens: int) -> None:
@@ -338,18 +331,18 @@ class AdaptiveBShort:
         return f"<AdaptiveBShort {self.b_short_tokens} requests={len(self.demand)}>"
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for another sample of the demand."""
+        """Return whether the next sample of the demand is due."""
         last = self.demand.sampled_at
         return last is None or now >= last + _INTERVAL_S
 
     def adapt(
         self, short: PoolCapacity | None, long: PoolCapacity | None, now: float
     ) -> BShortChanged | None:
-        """Sample the demand, and move `B_short` if that is due.
+        """Sample the demand, and move `B_short` if needed.
 
         Args:
-            short, long: the capacity of the pools; None while a pool has no replica.
-            now: seconds; never less than at the call before.
+            short, long: capacities of the pools; None for a pool without replicas.
+            now: time in seconds, not less than in the previous call.
         """
         self.demand.sample(now)
         if short is None or long is None:
@@ -361,7 +354,7 @@ class AdaptiveBShort:
         current = last_bucket_within(self.b_short_tokens)
         chance = _SIGNIFICANT * loads.standard_error(current)
         if abs(loads.imbalance(current)) <= max(self._settings.tolerance_ratio, chance):
-            # Only what remains when the loads are even is a difference in speed.
+            # A difference in pace is attributed to speed only if the loads are even.
             self._speed.learn(self._settings, now)
             return None
         target = loads.best(self._allowed(short), current)
@@ -370,15 +363,15 @@ class AdaptiveBShort:
         return self._move(target, current, loads, now)
 
     def restore(self, b_short_tokens: int, now: float) -> None:
-        """Continue from the value of an earlier process, within the bounds of this one."""
+        """Continue from the value of an earlier process, within the current bounds."""
         highest = self._settings.b_short_max or b_short_tokens
         self.b_short_tokens = min(max(b_short_tokens, self._lowest), highest)
         self._dwells_until = now + self._settings.dwell_s
 
     def _is_better(self, loads: Loads, target: int, current: int, chance: float) -> bool:
-        """Whether the loads are significantly more even at the target than at the current value.
+        """Return whether the loads are significantly more even at the target than at the current value.
 
-        At both values the error has the same size and direction, so it cancels. When the zero lies between
+        At both values the error has the same size and direction, so it cancels. If the zero lies between
         them, the error makes one better as much as the other worse, and counts for both.
         """
         before, after = loads.imbalance(current), loads.imbalance(target)
@@ -388,7 +381,7 @@ class AdaptiveBShort:
         return gain >= max(self._settings.tolerance_ratio / 2, needed)
 
     def _allowed(self, short: PoolCapacity) -> range:
-        """The buckets that `B_short` may have."""
+        """Return the buckets allowed for `B_short`."""
         highest = min(self._settings.b_short_max or short.context_tokens, short.context_tokens)
         return range(bisect_left(EDGES, self._lowest), last_bucket_within(highest) + 1)
 
@@ -410,11 +403,7 @@ class AdaptiveBShort:
 
 
 class _SpeedRatio:
-    """The learned speed of the short pool at the same utilisation, as a multiple of the long pool's.
-
-    Attributes:
-        ratio: that multiple.
-    """
+    """The learned speed of the short pool relative to the long pool, at the same utilisation."""
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
@@ -426,11 +415,11 @@ class _SpeedRatio:
         self.ratio = 1.0
 
     def restart(self) -> None:
-        """Forget the pace, which belongs to another `B_short`, but not the ratio."""
+        """Reset the mean paces, which belong to the previous `B_short`. The ratio is retained."""
         self._tpot_s, self._began_at = [None, None], None
 
     def observe(self, short_tpot_s: float | None, long_tpot_s: float | None, now: float) -> None:
-        """Average the reported pace of the pools; a pool without a report keeps its mean."""
+        """Update the mean paces of the pools. A pool without a report retains its mean."""
         if self._began_at is None:
             self._began_at = self._observed_at = now
         weight = -math.expm1((self._observed_at - now) / self._memory_s)
@@ -441,7 +430,7 @@ class _SpeedRatio:
                 self._tpot_s[place] = tpot_s if mean is None else mean + weight * (tpot_s - mean)
 
     def learn(self, settings: AdaptiveBShortSettings, now: float) -> None:
-        """Attribute a difference in pace that has lasted to the speed."""
+        """Attribute a lasting difference in pace to the speed."""
         short_s, long_s = self._tpot_s
         if short_s is None or long_s is None or self._began_at is None:
             return
@@ -460,20 +449,20 @@ class _SpeedRatio:
         self.restart()
 
 
-# The work that has arrived so far, by the pool where it is at home: counters that only grow.
+# Arrived work by home pool: counters that only increase, from which readers compute rates.
 #
-# Whoever wants a rate reads them twice. Requests that are refused for want of capacity count as well: a fleet
-# that is too small refuses most of what it should grow for. Those that are refused for what they are do not,
-# as beyond the limits of a key. Batch requests do not either, since they use the capacity that others leave.
+# Requests rejected for lack of capacity count, because a fleet that is too small rejects most of the demand
+# to which it should scale. Requests rejected for other reasons, such as the limits of a key, do not count.
+# Nor do batch requests, because they use only capacity that others leave.
 
 
 @dataclass(slots=True)
 class PoolArrivals:
-    """What has arrived for one pool.
+    """The work that has arrived for one pool.
 
     Attributes:
-        prefill_tokens: prompt tokens that no cache was expected to hold.
-        output_tokens: tokens that the answers were expected to have.
+        prefill_tokens: prompt tokens that were not expected to be cached.
+        output_tokens: expected tokens of the answers.
     """
 
     requests: int = 0
@@ -490,11 +479,7 @@ class ArrivedWork:
     def add(
         self, pools: Sequence[str], request: Request, estimate: TokenEstimate, cached_tokens: int = 0
     ) -> None:
-        """Count one request, unless it is of the batch class or no pool can hold it.
-
-        Args:
-            pools: that may serve it, its home first.
-        """
+        """Count a request for its home pool, unless it is of the batch class or no pool can hold it."""
         if not pools or request.priority is PriorityClass.BATCH:
             return
         arrivals = self._pools[pools[0]]

@@ -2,13 +2,14 @@
 
 Rules:
 
-- A choice of a replica is followed at once by `hold`, so that the next decision sees the reservation.
-- `held_tokens == sum of the holds of its running requests`, exactly, at any time. That includes a lost
-  replica: its requests return one by one, from the gateways that know how they ended.
-- Free tokens count what requests are *expected* to need. So the ledger balances load by work, not by number
-  of requests.
+- The selection of a replica is followed immediately by `hold`, so that the next decision sees the
+  reservation.
+- `held_tokens == sum of the holds of its running requests`, exactly, at any time. This includes a lost
+  replica: its requests are released one by one, as the gateways report how they ended.
+- Free tokens count the *expected* needs of requests, so the ledger balances load by work, not by number of
+  requests.
 
-`open_replicas` finds the best replica that may take one more request.
+`OpenReplicas` finds the best replica that may accept one more request.
 """
 
 import bisect
@@ -26,18 +27,18 @@ from serve_app.request import ANYWHERE, Destination
 
 
 class AdapterHolders:
-    """The replicas of a ledger by the adapters that they list, those that are lost but not done with them."""
+    """The replicas of a ledger by the LoRA adapters that they list, including lost ones with holds."""
 
     def __init__(self) -> None:
         self._by_adapter: dict[str, dict[str, ReplicaState]] = {}
 
     def add(self, state: ReplicaState) -> None:
-        """Note what a replica lists."""
+        """Add a replica under the adapters that it lists."""
         for adapter in state.spec.adapters:
             self._by_adapter.setdefault(adapter, {})[state.spec.replica_id] = state
 
     def remove(self, state: ReplicaState) -> None:
-        """Forget it, before it lists others or is gone."""
+        """Remove a replica, before its adapters change or it is removed from the ledger."""
         for adapter in state.spec.adapters:
             holders = self._by_adapter[adapter]
             del holders[state.spec.replica_id]
@@ -45,7 +46,7 @@ class AdapterHolders:
                 del self._by_adapter[adapter]
 
     def of(self, adapter: str) -> Collection[ReplicaState]:
-        """The replicas that list an adapter."""
+        """Return the replicas that list an adapter."""
         holders = self._by_adapter.get(adapter)
         return () if holders is None else holders.values()
 
@@ -55,50 +56,50 @@ class AdapterHolders:
 
 # The open replicas of each pool, ordered so that the best one for a request is found in O(1).
 #
-# A replica is *open* when it may take one more request. Open replicas are in heaps, those with the most free
-# tokens first. A heap entry is valid only while its version is the replica's, and every change of a replica's
-# capacity gives it a new version. An update costs O(log replicas).
+# A replica is *open* if it may accept one more request. Open replicas are in heaps, those with the most free
+# tokens first. A heap entry is valid only while its version is the replica's current one, and every change of
+# a replica's capacity creates a new version. An update costs O(log replicas).
 #
 # There is a heap for each pair of numbers of long and of longest prefills in flight, of which there are few.
-# A replica may be open to short requests and closed to longer ones, and short requests do better where no
-# long prefill is under way. Each pair has two heaps: replicas whose engine queue is empty, and the others,
-# since some requests need an empty one. No replica of a heap fits a request that the heap's first does not
-# fit.
+# A replica may be open to short requests and closed to longer ones, and short requests are served better
+# without a long prefill in flight. Each pair has two heaps: replicas with an empty engine queue, and the
+# others, because some requests need an empty one. If a request does not fit the first replica of a heap, it
+# fits no other of that heap.
 
 
 _Entry = tuple[int, int, int, ReplicaState]
-"""Free tokens, negative; order of joining; version; the replica."""
+"""Negative free tokens, order of joining, version, and the replica."""
 _Heap = list[_Entry]
 _QUEUED, _EMPTY = 0, 1
-# Requests in flight that the copy of a LoRA adapter into GPU memory is worth.
+# Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
 _MOST_AHEAD = 4
 
 
 class Backpressure(Protocol):
-    """Decides when a replica may be sent more."""
+    """Decides whether a replica may be sent more requests."""
 
     def admits(self, replica: ReplicaState, now: float) -> bool:
-        """Whether one more request may be sent, as far as the engine's queue and batch go."""
+        """Return whether the engine's queue and batch allow one more request."""
 
     def has_empty_queue(self, replica: ReplicaState) -> bool:
-        """Whether the engine's own queue is empty, or nearly so."""
+        """Return whether the engine's own queue is empty or nearly empty."""
 
     def gates(self, replica: ReplicaState) -> bool:
-        """Whether the last report, and whether it was gated before, show that it is too busy."""
+        """Return whether the last report shows overload, given whether the replica was gated before."""
 
 
-# Not frozen, which would take three times as long to make: there are several for each request.
+# Not frozen, because creation of a frozen one takes three times as long: there are several for each request.
 @dataclass(slots=True)
 class CapacityQuery:
-    """What a request needs of a replica. Nobody changes one.
+    """The requirements of a request for a replica. Immutable by convention.
 
     Attributes:
         tokens: KV tokens; at most the pool's context limit, so that an idle replica always fits.
-        long_limits: only replicas with fewer prefills in flight than these: (), (long), or (long, longest).
-        needs_empty_engine_queue: only replicas whose engine's queue is empty.
-        avoided: replicas that are out of the question, because the request has failed there.
+        long_limits: only replicas with fewer long prefills in flight: (), (long), or (long, longest).
+        needs_empty_engine_queue: only replicas with an empty engine queue.
+        avoided: excluded replicas, because the request has failed there.
         quarantined: only replicas without another request in quarantine.
-        destination: which replicas of the pool will do at all.
+        destination: which replicas of the pool can serve it.
     """
 
     pool: str
@@ -111,11 +112,11 @@ class CapacityQuery:
 
     @property
     def is_choosy(self) -> bool:
-        """Whether it excludes single replicas, so that the order of the heaps does not answer it."""
+        """True if it excludes single replicas, so that the order of the heaps does not apply."""
         return self.destination is not ANYWHERE or self.quarantined or bool(self.avoided)
 
     def allows(self, long_prefills: tuple[int, int]) -> bool:
-        """Whether one more long prefill beside these is within the limits."""
+        """Return whether one more long prefill is within the limits."""
         limits = self.long_limits
         if not limits:
             return True
@@ -126,8 +127,7 @@ class OpenReplicas:
     """The heaps of open replicas.
 
     Args:
-        replicas: all replicas of the ledger, by id; it bounds the size of a heap.
-        holders: which of them list which adapters.
+        replicas: all replicas of the ledger by id; their number bounds the size of a heap.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class OpenReplicas:
         self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
-        """Whether the replica may take one more request, its free tokens apart."""
+        """Return whether the replica may accept one more request, regardless of its free tokens."""
         return state.is_usable and not state.gated and self._backpressure.admits(state, now)
 
     def update(self, state: ReplicaState, now: float) -> None:
-        """Insert a replica again after its capacity has changed; it is left out while it is not open."""
+        """Insert a replica again after its capacity has changed, if it is open."""
         state.version += 1
         if not self.is_open(state, now):
             return
@@ -155,7 +155,7 @@ class OpenReplicas:
             heapq.heapify(heap)
 
     def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """The best replica for a request, few long prefills first; None when it fits none."""
+        """Return the best replica for a request, preferring few long prefills, or None if it fits none."""
         if query.is_choosy:
             return self._best_of_some(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
@@ -166,7 +166,7 @@ class OpenReplicas:
         return None
 
     def fits(self, state: ReplicaState, query: CapacityQuery, now: float) -> bool:
-        """Whether this replica may take a request."""
+        """Return whether this replica may accept a request."""
         return (
             state.spec.pool == query.pool
             and query.tokens <= state.free_tokens
@@ -179,11 +179,11 @@ class OpenReplicas:
         )
 
     def has_empty_queue(self, state: ReplicaState) -> bool:
-        """Whether the queue of a replica's engine is empty, or nearly so."""
+        """Return whether the queue of a replica's engine is empty or nearly empty."""
         return self._backpressure.has_empty_queue(state)
 
     def has_any(self, pool: str, now: float) -> bool:
-        """Whether any replica of `pool` is open."""
+        """Return whether any replica of `pool` is open."""
         for _, heaps in self._heaps.get(pool, ()):
             if (heaps[_EMPTY] and self._top(heaps[_EMPTY], now)) or (
                 heaps[_QUEUED] and self._top(heaps[_QUEUED], now)
@@ -192,7 +192,7 @@ class OpenReplicas:
         return False
 
     def _heaps_of(self, pool: str, long_prefills: tuple[int, int]) -> tuple[_Heap, _Heap]:
-        """The two heaps of a pair of numbers; all pairs of a pool stand in their order."""
+        """Return the two heaps of a pair of numbers. The pairs of a pool are sorted."""
         pairs = self._heaps.setdefault(pool, [])
         for known, heaps in pairs:
             if known == long_prefills:
@@ -202,7 +202,7 @@ class OpenReplicas:
         return made
 
     def _best_of_some(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """The same for the few requests that exclude single replicas."""
+        """Return the best replica for a request that excludes single replicas."""
         wanted = query.destination
         if wanted.replica_id is not None:
             state = self._replicas.get(wanted.replica_id)
@@ -216,7 +216,7 @@ class OpenReplicas:
         )
 
     def _first_that_fits(self, query: CapacityQuery, now: float) -> ReplicaState | None:
-        """In the order of the heaps, past the replicas that a request is not to go to."""
+        """Return the first replica in the order of the heaps that the request may use."""
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if not query.allows(long_prefills):
                 continue
@@ -235,7 +235,7 @@ class OpenReplicas:
         other = self._top(heaps[_QUEUED], now)
         if best is None or other is None:
             return best or other
-        # No two have the same order of joining.
+        # The order of joining is unique, so replicas are never compared.
         return min(best, other)
 
     def _top(self, heap: _Heap, now: float) -> _Entry | None:
@@ -245,17 +245,17 @@ class OpenReplicas:
             if entry[2] == state.version:
                 if self.is_open(state, now):
                     return entry
-                # Its pace has fallen since it was inserted, and with it what it may be sent.
+                # Its pace has fallen since the insertion, and with it the allowed queue.
                 state.version += 1
             heapq.heappop(heap)
         return None
 
 
 def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
-    """Those that were sent the LoRA adapter lately, and are not clearly busier than others; else all.
+    """Return replicas that used the LoRA adapter recently and are not clearly busier than others, else all.
 
-    An engine lists more adapters than it has in its GPU's memory. One that it did not use lately is copied
-    there first, and pushes another out. That costs less than to wait where many are waiting.
+    An engine lists more adapters than fit into its GPU memory. An adapter that was not used recently is
+    copied there first, and evicts another one. That costs less than waiting behind many requests.
     """
     least = min((state.in_flight for state in fitting), default=0)
     warm = [
@@ -266,18 +266,11 @@ def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaSt
     return warm or list(fitting)
 
 
-# The smallest context limit of each pool's connected replicas, kept while replicas come, go and learn.
-
-
 class ContextLimits:
-    """Counts the limits of each pool, of which there are few different ones.
-
-    Attributes:
-        changes: how often the smallest limit of some pool has changed.
-    """
+    """The smallest context limits of each pool's connected replicas."""
 
     def __init__(self) -> None:
-        # Pool, limit and stated limit of each replica that is counted.
+        # Pool, effective limit and reported limit of each counted replica.
         self._counted: dict[str, tuple[str, int, int]] = {}
         self._limits: dict[str, Counter[int]] = {}
         self._told: dict[str, Counter[int]] = {}
@@ -285,17 +278,17 @@ class ContextLimits:
         self.changes = 0
 
     def of(self, pool: str) -> int | None:
-        """The smallest limit of a pool, in tokens; None while it has no replica."""
+        """Return the smallest limit of a pool in tokens, or None if it has no replica."""
         smallest = self._smallest.get(pool)
         return None if smallest is None else smallest[0]
 
     def told(self, pool: str) -> int | None:
-        """The same without what was only learned: a longer request is refused for certain."""
+        """Return the smallest reported limit. Engines certainly reject longer requests."""
         smallest = self._smallest.get(pool)
         return None if smallest is None else smallest[1]
 
     def update(self, state: ReplicaState) -> None:
-        """A replica has joined or is gone, or its limit is another one."""
+        """Update the limits after a replica has joined, left, or changed its limit."""
         name, spec = state.spec.replica_id, state.spec
         now = (spec.pool, state.context_limit, spec.max_model_len) if state.joined else None
         before = self._counted.pop(name, None)
@@ -331,7 +324,7 @@ def _count(limits: Counter[int], limit: int, by: int) -> None:
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
-# Tokens of a KV cache whose size is unknown. Replicas are still ordered by what is reserved of them.
+# KV tokens of a cache of unknown size. Replicas are still ordered by their reserved tokens.
 _NO_LIMIT = 1 << 40
 
 
@@ -339,14 +332,11 @@ class ReplicaLedger:
     """The replicas and their holds.
 
     Args:
-        backpressure: decides when a replica may be sent more.
-        report_limit_s: age at which a report no longer counts.
+        report_limit_s: age in seconds at which a report becomes stale.
         kv_fill_ratio: share of the KV cache that may be reserved.
 
     Attributes:
-        open: the replicas that may take one more request.
-        contexts: the context limits of the pools.
-        holders: which replicas list which LoRA adapters.
+        open: replicas that may accept one more request.
     """
 
     def __init__(self, *, backpressure: Backpressure, report_limit_s: float, kv_fill_ratio: float) -> None:
@@ -358,9 +348,9 @@ class ReplicaLedger:
         self.open = OpenReplicas(backpressure, self._replicas, self.holders)
         self.contexts = ContextLimits()
         self._by_pool: dict[str, dict[str, ReplicaState]] = {}
-        # Replicas with a fresh report, the oldest report first; reports arrive in the order of time.
+        # Replicas with a fresh report, the oldest report first; reports arrive in order of time.
         self._fresh: OrderedDict[str, float] = OrderedDict()
-        # A live and a usable replica of each pool, as found last; they may not be any more.
+        # Caches of a live and a usable replica of each pool; checked before use.
         self._alive: dict[str, ReplicaState | None] = {}
         self._usable: dict[str, ReplicaState | None] = {}
         self._next_order = 0
@@ -368,7 +358,7 @@ class ReplicaLedger:
     # Replicas
 
     def join(self, spec: ReplicaSpec, now: float) -> None:
-        """Add a replica, or one that returns with what it still runs. It opens with its first report."""
+        """Add a replica, or one that rejoins with its running requests. It opens with its first report."""
         state = self._replicas.get(spec.replica_id)
         is_same = state is not None and state.joined and _differ_by_adapters(state.spec, spec)
         if state is None:
@@ -389,7 +379,7 @@ class ReplicaLedger:
         self.contexts.update(state)
 
     def report(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
-        """Record a report; True when the replica was stale until now. Unknown replicas are ignored."""
+        """Record a report. Return whether the replica was stale. Reports of unknown replicas are ignored."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return False
@@ -414,7 +404,7 @@ class ReplicaLedger:
         return was_stale
 
     def lose(self, replica_id: str, now: float) -> None:
-        """Close a replica that is gone; the holds of its requests stay until each is released."""
+        """Close a lost replica. The holds of its requests remain until each is released."""
         state = self._replicas.get(replica_id)
         if state is None or not state.joined:
             return
@@ -425,12 +415,12 @@ class ReplicaLedger:
         self.contexts.update(state)
 
     def suspend(self, state: ReplicaState, until: float, now: float) -> None:
-        """Send nothing more to a replica until it reports at or after a time."""
+        """Send no requests to a replica until its first report at or after `until`."""
         state.suspended, state.suspended_until = True, until
         self.open.update(state, now)
 
     def expire_reports(self, now: float) -> list[tuple[str, float]]:
-        """Close replicas whose report is too old; returns each with the age of its report in seconds."""
+        """Close replicas whose report is stale. Return each with the age of its report in seconds."""
         next_at = self.next_report_expiry()
         if next_at is None or now < next_at:
             return []
@@ -447,7 +437,7 @@ class ReplicaLedger:
         return expired
 
     def next_report_expiry(self) -> float | None:
-        """When the oldest report becomes too old; None when there is none."""
+        """Return the time at which the oldest report becomes stale, or None if there is none."""
         for reported_at in self._fresh.values():
             return reported_at + self._report_limit_s
         return None
@@ -455,7 +445,7 @@ class ReplicaLedger:
     def observe_latency(
         self, replica_id: str, tokens: int, seconds: float, now: float, *, streamed: bool
     ) -> None:
-        """An answer has begun so many seconds after it was sent; see `observed.ConcurrencyLimit`."""
+        """Learn from an answer that started `seconds` after its dispatch; see `observed.ConcurrencyLimit`."""
         state = self._replicas[replica_id]
         if state.in_flight_limit is not None and state.concurrency is not None:
             state.concurrency.observe(tokens, seconds, now, in_flight=state.in_flight, streamed=streamed)
@@ -469,12 +459,13 @@ class ReplicaLedger:
         """Reserve a part of a replica for one request.
 
         Args:
-            seen: the replica has counted the request already (it ran before this scheduler started).
-            started: its answer has begun.
+            seen: whether the replica's reports already include the request (it ran before this scheduler
+                started).
+            started: whether its answer has started.
         """
         state = self._replicas.get(replica_id)
         if state is None:
-            # A gateway returned before the replica: record the hold, open nothing.
+            # The gateway reconnected before the replica: record the hold without opening the replica.
             state = self._add(_unknown_spec(replica_id), now)
             state.joined = False
         state.in_flight += 1
@@ -487,7 +478,7 @@ class ReplicaLedger:
         self.open.update(state, now)
 
     def start(self, replica_id: str, hold: Hold, now: float) -> Hold:
-        """The answer of one request has begun, which ends prefill and quarantine; return what is held on."""
+        """End the prefill and quarantine of a request whose answer has started. Return its remaining hold."""
         state = self._replicas[replica_id]
         state.unstarted -= 1
         state.quarantined -= hold.quarantined
@@ -498,7 +489,7 @@ class ReplicaLedger:
         return Hold(hold.tokens)
 
     def end_prefill(self, replica_id: str, hold: Hold, now: float) -> None:
-        """The prefill of one hold on this replica has ended, or is taken to have ended."""
+        """End the prefill of one hold, observed or assumed."""
         state = self._replicas[replica_id]
         _count_prefill(state, hold, -1)
         self.open.update(state, now)
@@ -507,8 +498,8 @@ class ReplicaLedger:
         """Remove the hold of one request.
 
         Args:
-            started: `start` was called for it.
-            ran: it left the engine's queue at some time, so it counts for the engine's pace.
+            started: whether `start` was called for it.
+            ran: whether it left the engine's queue, so that it counts for the engine's pace.
         """
         state = self._replicas[replica_id]
         state.in_flight -= 1
@@ -524,27 +515,27 @@ class ReplicaLedger:
         self._forget_if_done(state)
 
     def reserve(self, state: ReplicaState, tokens: int, now: float) -> None:
-        """Keep so many tokens of a replica free for a waiting request; 0 returns them."""
+        """Reserve tokens of a replica for a queued request; 0 removes the reservation."""
         state.reserved_tokens = tokens
         self.open.update(state, now)
 
     def on_limits_changed(self, now: float) -> None:
-        """The limits of backpressure have changed."""
+        """Check all replicas again after a change of the backpressure limits."""
         for state in self._replicas.values():
             self.open.update(state, now)
 
     # Queries
 
     def context_limit(self, pool: str) -> int | None:
-        """Smallest context limit among the replicas of a pool, in tokens; None while it has none."""
+        """Return the smallest context limit of a pool's replicas in tokens, or None if it has none."""
         return self.contexts.of(pool)
 
     def has_alive(self, pool: str) -> bool:
-        """Whether a replica of a pool is connected, reports and does not drain."""
+        """Return whether a replica of the pool is connected, reports its load and does not drain."""
         return self._has(pool, self._alive, lambda state: state.is_alive)
 
     def has_usable(self, pool: str) -> bool:
-        """Whether a replica of a pool will take requests again, even if it has no capacity now."""
+        """Return whether a replica of the pool accepts requests, even if it has no capacity now."""
         return self._has(pool, self._usable, lambda state: state.is_usable)
 
     def _has(
@@ -553,14 +544,14 @@ class ReplicaLedger:
         found_before: dict[str, ReplicaState | None],
         is_wanted: Callable[[ReplicaState], bool],
     ) -> bool:
-        # It is asked at each report, and the replica that was found before mostly still is.
+        # Called for each report; the cached replica usually still qualifies.
         found = found_before.get(pool)
         if found is None or not is_wanted(found) or found.spec.pool != pool:
             found = found_before[pool] = next(filter(is_wanted, self.of_pool(pool)), None)
         return found is not None
 
     def of_pool(self, pool: str) -> Iterable[ReplicaState]:
-        """The replicas of one pool."""
+        """Return the replicas of one pool."""
         members = self._by_pool.get(pool)
         return () if members is None else members.values()
 
@@ -576,11 +567,11 @@ class ReplicaLedger:
         return self._replicas[replica_id]
 
     def get(self, replica_id: str) -> ReplicaState | None:
-        """The replica of this id; None when it is unknown."""
+        """Return the replica with this id, or None if it is unknown."""
         return self._replicas.get(replica_id)
 
     def most_free(self, pool: str, destination: Destination = ANYWHERE) -> ReplicaState | None:
-        """The usable replica of `pool` that will do, with the most free tokens; None when there is none."""
+        """Return the usable replica of `pool` and `destination` with the most free tokens, or None."""
         usable = [
             each
             for each in self.of_pool(pool)
@@ -607,7 +598,7 @@ class ReplicaLedger:
         return state
 
     def _move(self, state: ReplicaState, spec: ReplicaSpec) -> None:
-        """A replica has other limits, or another pool."""
+        """Apply another spec of a replica, possibly with another pool."""
         if state.spec.pool != spec.pool:
             del self._by_pool[state.spec.pool][spec.replica_id]
             self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
@@ -616,7 +607,7 @@ class ReplicaLedger:
         self.holders.add(state)
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
-        # vLLM itself refuses to start unless one request of full length fits, so one always may be sent.
+        # vLLM does not start unless one request of full length fits, so one may always be sent.
         if spec.kv_tokens is None:
             return _NO_LIMIT
         fill = int(spec.kv_tokens * self._kv_fill_ratio)
@@ -624,19 +615,20 @@ class ReplicaLedger:
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:
-            # What it shows was read after the report before it came, and so was everything sent until then.
+            # The report was read after the previous report arrived, so it includes everything sent before
+            # that.
             state.unseen = min(state.unseen, state.dispatches - state.dispatches_reported)
             state.dispatches_reported = state.dispatches
             return
-        # The first report sets the mark: a new scheduler does not know what came before it. A count that
-        # falls is a replica that was restarted under its old name.
+        # The first report sets the baseline, because a new scheduler does not know the earlier requests. A
+        # count that decreases means that the replica was restarted under the same name.
         if state.received is not None and report.received >= state.received:
             state.unseen = max(0, state.unseen - (report.received - state.received))
         state.received = report.received
 
     def _settle(self, state: ReplicaState) -> None:
-        # What has started has been seen, whatever the counts say. This also corrects counts that are off
-        # because a request was lost on its way.
+        # A started request has been seen, whatever the counts. This also corrects counts after a request that
+        # was lost in transit.
         state.unseen = min(state.unseen, state.unstarted)
 
     def _forget_if_done(self, state: ReplicaState) -> None:
@@ -651,12 +643,12 @@ def _unknown_spec(replica_id: str) -> ReplicaSpec:
 
 
 def _differ_by_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
-    """Whether an engine has loaded or unloaded adapters, and goes on otherwise as it was."""
+    """Return whether two specs differ only in their adapters, which an engine can load and unload."""
     return before.adapters != after.adapters and replace(before, adapters=after.adapters) == after
 
 
 def _count_prefill(state: ReplicaState, hold: Hold, by: int) -> None:
-    """Count the begin (1) or the end (-1) of a prefill."""
+    """Count the start (1) or the end (-1) of a prefill."""
     long, longest = state.long_prefills
     is_long, is_longest = hold.prefill_class >= PrefillClass.LONG, hold.prefill_class is PrefillClass.LONGEST
     state.long_prefills = (long + by * is_long, longest + by * is_longest)

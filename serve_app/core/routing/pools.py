@@ -1,17 +1,17 @@
-"""Pool routing: the pools that may serve a request, by its token budget.
+"""Pool routing: selects the pools that may serve a request by its token budget.
 
-Pools stand in the order of their context, those with the same context in the order of their cost. Each has a
-*boundary*, the largest budget that is at home in it: `B_short` for the first pool, its own context for a pool
-in the middle unless another value is given, and none for the last. A request is at home in the first pool
-whose boundary its budget does not exceed. When that one has no capacity, the request spills into the pools
-above it, the next one first, and then into those below it. Pools that cannot hold its budget are left out.
+Pools are ordered by context, those with the same context by cost. Each has a *boundary*, the largest budget
+for which it is the home pool: `B_short` for the first pool, its context for a pool in the middle unless
+configured, and none for the last. The home pool of a request is the first pool whose boundary its budget does
+not exceed. If the home pool has no capacity, the request spills into the pools above it, the next one first,
+and then into those below it. Pools that cannot hold its budget are excluded.
 
-Routing is O(pools), and its only state is `B_short` where that adapts.
+Routing is O(pools), and its only state is an adaptive `B_short`.
 
 Source: token-budget pool routing (arXiv 2604.09613), section "dispatch": hard limits first, then `B_short`,
-and spill when the home pool has no capacity; it has two pools. Ours: any number of them, and a request is
-bound to a pool only when it is dispatched (late binding). And a request is refused as too long by the lower
-bound of its length, so that an upper estimate never refuses what an engine would accept.
+and spill when the home pool has no capacity; it has two pools. Ours: any number of pools, and a request is
+bound to a pool only when it is dispatched (late binding). A request is rejected as too long by the lower
+bound of its length, so that an upper estimate never rejects what an engine would accept.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,27 +33,28 @@ from serve_app.request import Request
 _ADAPTIVE_POOLS = 2
 
 
-# As a file has it: `RoutingSettings` adds the names of the pools, which stand elsewhere in the file.
+# The part that is written in a file. `RoutingSettings` adds the pools, which are configured elsewhere in the
+# file.
 @settings(block="routing")
 class WrittenRouting:
-    """How requests are spread over the pools of a model.
+    """Distribution of requests over the pools of a model.
 
     Attributes:
-        b_short_tokens: token budget (prompt and output) up to which a request is at home in the first pool.
-            None is 8,192 with two pools of different contexts, or what the first can hold, if that is less.
-            With more pools, or where both have the same context, it is what the first can hold.
+        b_short_tokens: token budget (prompt and output) up to which the first pool is the home pool. The
+            default with two pools of different contexts is 8,192, or what the first pool can hold, if that is
+            less. With more pools, or two of the same context, it is what the first pool can hold.
     """
 
-    # 8,192 is the papers' value; by their analysis 4K to 16K keeps at least four fifths of the saving.
+    # 8,192 is the papers' value; by their analysis 4K to 16K retains at least four fifths of the saving.
     b_short_tokens: Annotated[int | None, at_least(1)] = None
-    # Share of a shorter pool's context kept free of requests with estimated lengths. vLLM does not refuse a
-    # request whose prompt and max_tokens together exceed its context: it silently shortens the answer. So an
-    # estimate must be wrong by more than this before an answer is cut. Exact lengths need no margin.
+    # Share of a shorter pool's context reserved for estimation errors. vLLM does not reject a request whose
+    # prompt and `max_tokens` together exceed its context: it silently shortens the answer. The estimate must
+    # be wrong by more than this share before an answer is cut. Exact lengths need no margin.
     cut_margin_ratio: Annotated[float, share_below(1), INTERNAL] = 0.1
-    # Whether a request may go to another pool that can hold it when its own has no capacity. Off isolates the
-    # pools strictly.
+    # Allow a request to use another pool that can hold it if its home pool has no capacity. False isolates
+    # the pools strictly.
     spill: Annotated[bool, ADVANCED] = True
-    # Whether `b_short_tokens` follows the traffic; it is the initial value then. Of two pools only.
+    # Adapt `b_short_tokens`, which is the initial value then, to the traffic. Requires two pools.
     adaptive_b_short: Annotated[AdaptiveBShortSettings, ADVANCED] = field(
         default_factory=AdaptiveBShortSettings
     )
@@ -61,15 +62,15 @@ class WrittenRouting:
 
 @settings(block="routing")
 class RoutingSettings(WrittenRouting):
-    """How requests are spread over the pools of a model.
+    """Distribution of requests over the pools of a model.
 
     Attributes:
-        pools: their names, the one with the shortest context first.
+        pools: names of the pools, the one with the shortest context first.
         b_short_tokens: as in `WrittenRouting`.
-        boundaries_tokens: for each pool between the first and the last, the token budget up to which a
-            request is at home in it; None is what its context holds. Empty is None for all.
-        costs: relative price of a replica of each pool; of pools with the same context, the cheapest is the
-            first in order, wherever it is listed. Empty is the same for all.
+        boundaries_tokens: for each pool between the first and the last, the token budget up to which it is
+            the home pool; None is what its context holds. Empty is None for all.
+        costs: relative price of a replica of each pool. Of pools with the same context, the cheapest precedes
+            the others, wherever it is listed. Empty is the same for all.
     """
 
     pools: tuple[str, ...] = ("short", "long")
@@ -112,12 +113,12 @@ class RoutingSettings(WrittenRouting):
 
 
 class PoolRouter:
-    """Names the pools that may serve a request, its home first.
+    """Selects the pools that may serve a request, the home pool first.
 
     Args:
-        context_limit: the context limit of a pool in tokens, None while the pool has no replica.
-        told_limit: the same as engines tell it; `context_limit` may be learned from what they refuse, and no
-            request is refused by that.
+        context_limit: returns the context limit of a pool in tokens, or None if it has no replica. It may be
+            learned from rejections.
+        told_limit: the same for reported limits only. Requests are rejected only by these.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PoolRouter:
         self._told_limit = told_limit or context_limit
         self._last = last = len(settings.pools) - 1
         self._uncut_ratio = 1 - settings.cut_margin_ratio
-        # By the place of the home: from there upwards, then downwards.
+        # By the position of the home pool: from there upwards, then downwards.
         self._preferences = [
             (*range(home, last + 1), *range(home - 1, -1, -1)) for home in range(len(settings.pools))
         ]
@@ -152,31 +153,23 @@ class PoolRouter:
         return self._settings.b_short_tokens if self._adaptive is None else self._adaptive.b_short_tokens
 
     def restore(self, b_short_tokens: int, now: float) -> None:
-        """Continue from the value of an earlier process, where `B_short` adapts."""
+        """Continue from the value of an earlier process if `B_short` adapts."""
         if self._adaptive is not None:
             self._adaptive.restore(b_short_tokens, now)
 
     def on_arrival(self, estimate: TokenEstimate) -> float:
-        """A request waits or runs from now on; returns a mark to give to `on_departure`."""
+        """Add a request to the demand. Return a mark to pass to `on_departure`."""
         if self._adaptive is None:
             return 0.0
         return self._adaptive.demand.on_arrival(estimate.budget_tokens, estimate.expected_tokens)
 
     def on_departure(self, estimate: TokenEstimate, arrival_mark: float) -> None:
-        """A request has ended.
-
-        Args:
-            arrival_mark: what `on_arrival` returned.
-        """
+        """Remove a request that has ended from the demand."""
         if self._adaptive is not None:
             self._adaptive.demand.on_departure(estimate.budget_tokens, estimate.expected_tokens, arrival_mark)
 
     def adapt(self, replicas: Iterable[ReplicaState], now: float) -> BShortChanged | None:
-        """Move `B_short` if that is due; waiting requests have to be routed again then.
-
-        Args:
-            replicas: those of all pools.
-        """
+        """Move `B_short` if that is due. Queued requests must be routed again after a change."""
         adaptive = self._adaptive
         if adaptive is None or not adaptive.is_due(now):
             return None
@@ -184,25 +177,25 @@ class PoolRouter:
         return adaptive.adapt(short, long, now)
 
     def order(self) -> tuple[str, ...]:
-        """All pools, by context as they are listed, and by cost where neighbours have the same context."""
+        """Return all pools by context as listed, and by cost if neighbours have the same context."""
         pools = self._settings.pools
         if not self._costs_differ:
             return pools
         ordered: list[str] = []
         for limit, neighbours in groupby(pools, key=self._context_limit):
-            # Contexts that are not known are not the same.
+            # Unknown contexts do not count as equal.
             group = list(neighbours)
             ordered += group if limit is None else sorted(group, key=self._costs.__getitem__)
         return tuple(ordered)
 
     def route(self, request: Request, estimate: TokenEstimate, *, above_tokens: int = 0) -> tuple[str, ...]:
-        """Pools for a request in order of preference; empty when no pool can hold it.
+        """Return pools for a request in order of preference, empty if no pool can hold it.
 
-        A pool without replicas has no known limit: it may be a request's home, but no request spills into it.
-        Waiting requests are routed again when limits become known.
+        A pool without replicas has no known limit: it may be a request's home pool, but no request spills
+        into it. Queued requests are routed again when limits become known.
 
         Args:
-            above_tokens: only pools with a longer context than this, after an engine refused it as too long.
+            above_tokens: only pools with a longer context than this, after an engine rejected it as too long.
         """
         order = self.order() if self._costs_differ else self._settings.pools
         budget, is_exact = estimate.budget_tokens, request.shape.prompt_tokens is not None
@@ -226,9 +219,9 @@ class PoolRouter:
         return self._last_resort(request, estimate, above_tokens, order)
 
     def _home_above(self, budget: int, order: tuple[str, ...], *, is_exact: bool) -> int:
-        """Place of the first pool after the first one whose boundary a budget does not exceed.
+        """Return the position of the first pool above the first one whose boundary a budget does not exceed.
 
-        A pool whose boundary is its context, which is not known, is passed over.
+        Skips a pool whose boundary is its context if that is unknown.
         """
         for place in range(1, self._last):
             boundary = self._boundaries.get(order[place])
@@ -239,11 +232,11 @@ class PoolRouter:
         return self._last
 
     def _usable(self, limit: int, place: int, *, is_exact: bool) -> int:
-        """The largest budget that goes into a pool with this context limit."""
+        """Return the largest budget for a pool with this context limit."""
         return limit if is_exact or place == self._last else int(limit * self._uncut_ratio)
 
     def _is_shorter(self, place: int, order: tuple[str, ...], above_tokens: int) -> bool:
-        """Whether a pool of unknown context cannot hold what an engine with `above_tokens` refused."""
+        """Return whether a pool of unknown context cannot hold what one with `above_tokens` rejected."""
         longer = (self._context_limit(pool) for pool in order[place + 1 :])
         return place == 0 or any(limit is not None and limit <= above_tokens for limit in longer)
 
@@ -263,7 +256,7 @@ class PoolRouter:
     def _last_resort(
         self, request: Request, estimate: TokenEstimate, above_tokens: int, order: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """The pool with the longest context, for a request that is too long by the upper estimate only."""
+        """Return the pool with the longest context if only the upper estimate of a request is too long."""
         longest = order[-1]
         limit, told = self._context_limit(longest), self._told_limit(longest)
         if limit is None or told is None or limit <= above_tokens:
@@ -271,16 +264,16 @@ class PoolRouter:
         return () if least_budget_tokens(request, estimate) > told else (longest,)
 
     def longest_context(self) -> int | None:
-        """The longest context limit of any pool with replicas, in tokens."""
+        """Return the longest reported context limit of any pool with replicas, in tokens."""
         limits = [limit for pool in self._settings.pools if (limit := self._told_limit(pool)) is not None]
         return max(limits, default=None)
 
 
 def least_budget_tokens(request: Request, estimate: TokenEstimate) -> int:
-    """The smallest context limit under which vLLM would accept the request.
+    """Return the smallest context limit under which vLLM would accept the request.
 
-    vLLM reduces `max_tokens` to what the prompt leaves of the context. So it refuses only a prompt that
-    leaves no token for the answer, and a `max_tokens` that alone is above the limit.
+    vLLM reduces `max_tokens` to what the prompt leaves of the context. It rejects only a prompt that leaves
+    no token for the answer, and a `max_tokens` that alone exceeds the limit.
     """
     output_tokens = 1 if request.spec.max_output_tokens is None else request.spec.max_output_tokens
     return max(estimate.least_prompt_tokens + min(1, output_tokens), output_tokens)

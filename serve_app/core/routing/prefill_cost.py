@@ -4,17 +4,17 @@
 older observations. An observation is the time from dispatch to first token of a request whose prefill had its
 replica to itself. Requests that share a replica wait for each other, and would count the same time twice.
 
-Each pool has a fit of its own, since pools may run on unlike hardware: the planner recommends it where that
-is cheaper. A pool that has shown little so far borrows the fit of all pools together.
+Each pool has a separate fit, because pools may run on different hardware if the planner finds that cheaper. A
+pool with few observations uses the fit of all pools.
 
-Source: EWSJF, section 4.3, which calls it empirical and leaves the form open. A prior counts as a few
-observations and fades as real ones arrive.
+Source: EWSJF, section 4.3, which calls the cost empirical and leaves its form open. A prior counts as a few
+observations and decays as real ones arrive.
 """
 
 from serve_app.core.routing.snapshot import Snapshot, check_version, number, numbers, section
 
 _STATE_VERSION = 2
-# The prior is between an 8B model on a large GPU and a 70B model on four; only the ratio of the two numbers
+# The prior is between an 8B model on a large GPU and a 70B model on four. Only the ratio of the two numbers
 # affects the order.
 _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
 # Weight of the prior, in observations.
@@ -26,7 +26,7 @@ _KEEP = 0.995
 
 
 class PrefillCost:
-    """One fit: of a pool, or of all pools of a model."""
+    """One fit, of a pool or of all pools of a model."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
@@ -38,17 +38,17 @@ class PrefillCost:
         self.observations = 0
 
     def seconds(self, tokens: float) -> float:
-        """C_prefill of a prompt of `tokens`; always positive."""
+        """Return C_prefill of a prompt of `tokens`; always positive."""
         return self.base_s + self.per_token_s * tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
+        """Learn from one prefill that had its replica to itself. Impossible values are ignored."""
         if tokens < 1 or seconds <= 0:
             return
         self.observations += 1
         x = float(tokens)
         weight, xs, ys, xxs, xys = self._sums
-        # Without a loop: this is learned from nearly every first token.
+        # Unrolled, because nearly every first token updates it.
         self._sums = [
             weight * _KEEP + 1.0,
             xs * _KEEP + x,
@@ -59,7 +59,7 @@ class PrefillCost:
         self._fit()
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {
             "sums": list(self._sums),
             "base_s": self.base_s,
@@ -68,7 +68,7 @@ class PrefillCost:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`); it fades like any observation."""
+        """Restore a result of `state` (see `snapshot`). It decays like any observation."""
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
         if not (base_s > 0 and sums[0] > 0):
@@ -94,30 +94,26 @@ class PrefillCost:
 
 
 class PrefillCosts:
-    """The fits of a model's pools.
-
-    Attributes:
-        shared: the fit of all pools together.
-    """
+    """The fits of a model's pools."""
 
     def __init__(self) -> None:
         self._by_pool: dict[str, PrefillCost] = {}
         self.shared = PrefillCost()
 
     def of(self, pool: str) -> PrefillCost:
-        """The cost of a prefill in a pool: its own fit, or the shared one while it has shown little."""
+        """Return the pool's own fit, or the shared one if the pool has few observations."""
         own = self._by_pool.get(pool)
         return self.shared if own is None or own.observations < _OWN else own
 
     def observe(self, pool: str, tokens: int, seconds: float) -> None:
-        """Learn from one prefill that had its replica to itself; impossible values are ignored."""
+        """Learn from one prefill that had its replica to itself. Impossible values are ignored."""
         if pool not in self._by_pool:
             self._by_pool[pool] = PrefillCost()
         for cost in (self._by_pool[pool], self.shared):
             cost.observe(tokens, seconds)
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {
             "version": _STATE_VERSION,
             "shared": self.shared.state(),
@@ -125,7 +121,7 @@ class PrefillCosts:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         check_version(state, _STATE_VERSION)
         shared = self._restored(section(state, "shared"))
         pools = section(state, "pools")

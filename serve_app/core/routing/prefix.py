@@ -1,20 +1,20 @@
-"""Prefix affinity: the index of cached prompt blocks, and when a cached prefix outweighs lower load.
+"""Prefix affinity: the index of cached prompt blocks, and the trade-off between cached prefixes and load.
 
-The rule compares the replica that load alone would choose (`there`) with those that have more of the prompt
+The rule compares the replica selected by load alone (`there`) with replicas that have more of the prompt
 cached (`here`):
 
     saved  = (tokens left to compute there - tokens left here) * t
     waited = (prefill tokens pending here - pending there) * t
     slowed = expected output * (requests in flight here - in flight there) * step_cost_tokens * t
-    choose the largest saved - waited - slowed, if that is above zero; otherwise the one chosen by load
+    choose the largest saved - waited - slowed if that is above zero; otherwise the one selected by load
 
 `t` is the learned prefill time of a token, so all terms are seconds of this request. A replica may have less
-work than the one chosen by load, because load is judged by free KV tokens. Its terms are then negative, and
-count as gains. Only replicas that may take the request right now are compared. So affinity never leaves
-capacity idle, and a request never waits for one replica.
+work than the one selected by load, because load is judged by free KV tokens. Its terms are then negative, and
+count as gains. Only replicas that may accept the request now are compared. So affinity never leaves capacity
+idle, and a request never waits for one replica.
 
 Source: cache-aware routers (SGLang, llm-d, Ray's prefix router) balance a hit ratio against a queue length by
-thresholds that an operator sets. Here both sides are times.
+configured thresholds. Here both sides are times.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ from serve_app.core.settings_base import INTERNAL, NOT_NEGATIVE, settings
 from serve_app.request import PromptShape, Request, TextCategory
 
 BYTES_PER_TOKEN = 4
-"""Bytes of text that count as one token in the positions below."""
+"""Bytes of text that count as one token in the positions of blocks."""
 
 _FIRST_BLOCKS = (128,) * 32
 _LATER_BLOCKS = tuple(128 << octave for octave in range(1, 7) for _ in range(16))
@@ -42,10 +42,10 @@ BLOCK_ENDS = tuple(accumulate(BLOCK_TOKENS))
 
 
 def cached_tokens(shape: PromptShape, blocks: int, bytes_per_token: float) -> int:
-    """Tokens of a prompt in its first `blocks` blocks.
+    """Return the tokens of a prompt in its first `blocks` blocks.
 
     Args:
-        bytes_per_token: of this kind of text; not needed for token ids.
+        bytes_per_token: ratio for this text category; not used for prompts of token ids.
     """
     if blocks <= 0:
         return 0
@@ -57,14 +57,14 @@ def cached_tokens(shape: PromptShape, blocks: int, bytes_per_token: float) -> in
 
 # The blocks that one replica has probably cached, by how recently they were used.
 #
-# A prompt uses its blocks together, so they are kept in runs: neighbouring blocks of a prompt that no later
-# one has used. A prompt that begins like an earlier one takes the common blocks over into its own run. The
-# rest of the earlier one stays where it is in the order. So a dispatch costs by the number of runs that it
-# meets, few for most histories, and not by the number of blocks. The least recently used run is cut from its
-# end, as in vLLM.
+# A prompt uses its blocks together, so they are stored in runs: neighbouring blocks of a prompt that no later
+# prompt has used. A prompt that starts like an earlier one moves the common blocks into its own run. The rest
+# of the earlier run retains its position in the order. The cost of a dispatch therefore grows with the number
+# of runs that it meets, few for most histories, and not with the number of blocks. The least recently used
+# run is cut from its end, as in vLLM.
 #
-# A run is found by its first block. Since a hash covers everything before its block, two runs are equal as
-# far as one block of both is, and their common part is found by bisection.
+# A run is found by its first block. A hash covers everything before its block, so two runs are equal up to
+# any block that is equal in both, and their common part is found by bisection.
 
 
 _TOKENS_BEFORE = (0, *BLOCK_ENDS)
@@ -72,13 +72,13 @@ _TOKENS_BEFORE = (0, *BLOCK_ENDS)
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Neighbouring blocks of one prompt, the first of which has the position `start` in it."""
+    """Neighbouring blocks of one prompt; `start` is the position of the first one in it."""
 
     start: int
     blocks: Sequence[int]
 
     def common(self, prefix: Sequence[int]) -> int:
-        """How many blocks a prompt has in common with it whose block at `start` is its first."""
+        """Return the number of blocks in common with a prompt that has the run's first block at `start`."""
         blocks, start = self.blocks, self.start
         low, high = 1, min(len(blocks), len(prefix) - start)
         if blocks[high - 1] == prefix[start + high - 1]:
@@ -93,13 +93,10 @@ class _Run:
 
 
 class ReplicaCache:
-    """The blocks of one replica.
+    """The cached blocks of one replica.
 
     Args:
         slot: the replica's bit in sets of replicas.
-
-    Attributes:
-        tokens: of all blocks.
     """
 
     __slots__ = ("_capacity_tokens", "_runs", "_starts", "bit", "blocks", "slot", "tokens")
@@ -114,14 +111,14 @@ class ReplicaCache:
         self._starts: dict[int, _Run] = {}
 
     def use(self, prefix: Sequence[int]) -> int:
-        """A prompt has been sent; how many of its leading blocks were there before.
+        """Add the blocks of a dispatched prompt. Return how many leading ones were cached before.
 
-        It may then have more than its capacity: see `evict`.
+        The cache may exceed its capacity afterwards: see `evict`.
         """
         known, size = 0, len(prefix)
         while known < size:
             run = self._starts.get(prefix[known])
-            # Another position is a collision of hashes, which clients can bring about.
+            # Another position is a hash collision, which clients can provoke.
             if run is None or run.start != known:
                 break
             common = run.common(prefix)
@@ -135,7 +132,7 @@ class ReplicaCache:
         return known
 
     def evict(self, most_blocks: int) -> list[Sequence[int]]:
-        """Drop what is beyond its capacity, or beyond so many blocks; the blocks that were dropped."""
+        """Evict blocks beyond the capacity or beyond `most_blocks`. Return the evicted blocks."""
         dropped = []
         while self.tokens > self._capacity_tokens or self.blocks > most_blocks:
             run = next(iter(self._runs))
@@ -146,11 +143,11 @@ class ReplicaCache:
         return dropped
 
     def clear(self) -> list[Sequence[int]]:
-        """Drop everything; the blocks that were dropped."""
+        """Remove all blocks. Return them."""
         return [self._cut_end(run, 0) for run in list(self._runs)]
 
     def _cut_beginning(self, run: _Run, blocks: int) -> None:
-        """Take the first blocks out of a run; they go to another one."""
+        """Remove the first blocks of a run; they move to another run."""
         self._forget_start(run)
         if blocks == len(run.blocks):
             del self._runs[run]
@@ -160,7 +157,7 @@ class ReplicaCache:
         self._starts[run.blocks[0]] = run
 
     def _cut_end(self, run: _Run, left: int) -> Sequence[int]:
-        """Drop all blocks of a run but the first ones; those that were dropped."""
+        """Remove all blocks of a run except the first `left` ones. Return the removed ones."""
         dropped = run.blocks[left:]
         self.blocks -= len(dropped)
         self.tokens -= _TOKENS_BEFORE[run.start + len(run.blocks)] - _TOKENS_BEFORE[run.start + left]
@@ -176,25 +173,24 @@ class ReplicaCache:
             del self._starts[run.blocks[0]]
 
 
-# The prefix index: which replicas have probably computed the beginning of a prompt already.
+# The prefix index: the replicas that have probably computed the start of a prompt already.
 #
-# The index learns from dispatches alone. A replica that was sent a prompt has its blocks cached, until the
-# blocks sent since fill its KV cache. Engines are not asked, so the index is approximate. An engine may evict
-# earlier, since answers take capacity too, or later, when it was idle. It also caches answers, which become
-# part of the next prompt.
+# The index learns from dispatches alone. A replica that was sent a prompt has its blocks cached until the
+# blocks sent since fill its KV cache. The index is approximate, because engines do not report their caches.
+# An engine may evict earlier, because answers need capacity too, or later, if it was idle. It also caches
+# answers, which become part of the next prompt.
 #
 # Theory of operation. A block's hash covers everything before the block, so equal hashes mean equal prompts
-# up to its end. `_holders` maps a hash to the set of replicas that have it, as the bits of one integer. So
-# sets of a thousand replicas are compared in one step. Along a prompt these sets only shrink, so how far some
-# replicas reach is found by bisection. `replica_cache` keeps for each replica which of its blocks were used
-# least recently. Of two blocks that were used together the later one in the prompt is evicted first, as in
-# vLLM.
+# up to its end. `_holders` maps a hash to the set of replicas that have it, as the bits of one integer, so
+# sets of a thousand replicas are compared in one step. Along a prompt these sets only shrink, so the longest
+# match of a set of replicas is found by bisection. `ReplicaCache` orders the blocks of each replica by use.
+# Of two blocks that were used together, the later one in the prompt is evicted first, as in vLLM.
 #
 # Invariants, named as in the tests:
 # - `holds_whole_prefixes`: a replica that has a block has every block before it. So the sets only shrink
 #   along a prompt.
-# - `holders_mirror_the_caches`: a bit is set exactly where the replica's list has the block.
-# - `stays_within_its_capacity`: in tokens for each replica, in blocks for all of them together.
+# - `holders_mirror_the_caches`: a bit is set exactly if the replica's cache has the block.
+# - `stays_within_its_capacity`: in tokens for each replica, in blocks for all replicas together.
 
 
 _ANY = -1
@@ -202,18 +198,14 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A replica, and how many leading blocks of a prompt it has."""
+    """A replica, and the number of leading blocks of a prompt that it has."""
 
     replica_id: str
     blocks: int
 
 
 class PrefixIndex:
-    """Blocks by replica.
-
-    Args:
-        max_blocks: of all replicas together; bounds the memory, at 330 bytes each or less.
-    """
+    """The cached blocks of all replicas, at most `max_blocks` of at most 330 bytes each."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -223,7 +215,7 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Blocks of all replicas together."""
+        """Return the number of blocks of all replicas."""
         return sum(cache.blocks for cache in self._caches.values())
 
     def __repr__(self) -> str:
@@ -232,7 +224,7 @@ class PrefixIndex:
     # What replicas have cached
 
     def join(self, replica_id: str, capacity_tokens: int) -> None:
-        """Add a replica with an empty cache, also one that joins again after a restart."""
+        """Add a replica with an empty cache. A replica that rejoins loses its blocks."""
         self.lose(replica_id)
         slot = self._free_slots.pop() if self._free_slots else len(self._caches)
         self._caches[replica_id] = ReplicaCache(slot, capacity_tokens)
@@ -241,7 +233,7 @@ class PrefixIndex:
             self._evict(cache)
 
     def lose(self, replica_id: str) -> None:
-        """Remove a replica and its blocks; unknown ones are ignored."""
+        """Remove a replica and its blocks. Unknown ones are ignored."""
         cache = self._caches.pop(replica_id, None)
         if cache is None:
             return
@@ -251,7 +243,7 @@ class PrefixIndex:
         self._free_slots.append(cache.slot)
 
     def add(self, replica_id: str, prefix: Sequence[int]) -> None:
-        """A replica has been sent a prompt with these blocks; unknown replicas are ignored."""
+        """Add the blocks of a prompt sent to a replica. Unknown replicas are ignored."""
         cache = self._caches.get(replica_id)
         if cache is None:
             return
@@ -266,16 +258,16 @@ class PrefixIndex:
     # Look-up
 
     def longest(self, prefix: Sequence[int]) -> int:
-        """Leading blocks of a prompt that the replica with the longest match has."""
+        """Return the number of leading blocks of a prompt on the replica with the longest match."""
         return self._held(prefix, _ANY)
 
     def better_than(
         self, replica_id: str, prefix: Sequence[int], at_most: int
     ) -> tuple[int, list[PrefixMatch]]:
-        """How many leading blocks this replica has, and up to `at_most` replicas that have more.
+        """Return the number of leading blocks on this replica, and up to `at_most` replicas that have more.
 
-        The longest matches are first. The order of equals depends on the prompt, so that prompts that share
-        their beginning do not all go to one replica.
+        The longest matches are first. The order of equals depends on the prompt, so that prompts with a
+        common start do not all go to one replica.
         """
         cache = self._caches.get(replica_id)
         held = self._held(prefix, cache.bit) if cache is not None else 0
@@ -290,10 +282,10 @@ class PrefixIndex:
         return held, found
 
     def _held(self, prefix: Sequence[int], replicas: int) -> int:
-        """Leading blocks of a prompt that one of these replicas has."""
+        """Return the number of leading blocks of a prompt that any of these replicas has."""
         holders = self._holders
         low, high = 0, min(len(prefix), len(BLOCK_TOKENS))
-        # Most prompts are known to nobody.
+        # Fast path: no replica has cached most prompts.
         if not high or not holders.get(prefix[0], 0) & replicas:
             return 0
         while low < high:
@@ -319,7 +311,7 @@ class PrefixIndex:
 
 
 def _bits(mask: int, start: int = 0) -> Iterator[int]:
-    """The positions of the set bits, from `start` upwards, then those below it."""
+    """Yield the positions of the set bits, from `start` upwards, then those below it."""
     above = mask >> start << start
     for part in (above, mask ^ above):
         left = part
@@ -329,30 +321,25 @@ def _bits(mask: int, start: int = 0) -> Iterator[int]:
             left ^= lowest
 
 
-# Replicas compared with the one chosen by load, those with the longest match first.
+# Replicas compared with the one selected by load, those with the longest match first.
 _MAX_CANDIDATES = 8
 
 
 @settings(block="affinity")
 class AffinitySettings:
-    """How the prefix caches of engines count when a replica is chosen."""
+    """Weight of the engines' prefix caches in the choice of a replica."""
 
-    # For engines without prefix caching, switch it off; vLLM has it by default.
+    # Disable it for engines without prefix caching. vLLM enables prefix caching by default.
     enabled: bool = True
-    # What one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile of a
-    # 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly, lower
-    # keeps more sessions on their replica.
+    # Cost that one more request in the batch adds to each decode step, in prefill tokens: 3.2 by the profile
+    # of a 70B model on four H100, 0.8 for an 8B model on an RTX 4090. Higher balances load more evenly; lower
+    # retains more sessions on their replica.
     step_cost_tokens: Annotated[float, NOT_NEGATIVE, INTERNAL] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A prompt that a replica is sought for.
-
-    Attributes:
-        prompt_tokens: expected, cached or not.
-        output_tokens: expected, of all choices.
-    """
+    """A prompt to be placed, with its expected prompt tokens and the output tokens of all choices."""
 
     request: Request
     prompt_tokens: int
@@ -361,20 +348,20 @@ class PrefixQuery:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlacement:
-    """A replica, and the tokens of the prompt that are left to compute there."""
+    """A replica, and the tokens of the prompt that remain to be computed there."""
 
     replica: ReplicaState
     prefill_tokens: int
 
 
 ReplicaFilter = Callable[[str, int], ReplicaState | None]
-"""The named replica if it may be sent a request now with so many tokens to compute, else None."""
+"""Returns the replica with an id if it may accept a request with so many tokens to compute, else None."""
 
 
-# Of a replica that does not state its cache: what a small GPU holds of a model of 8B.
+# Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
 _LIKELY_KV_TOKENS = 100_000
-# Share of a KV cache assumed to hold past prompts; answers and running requests take the rest. Too much
-# expects hits on evicted prefixes, too little forgets prefixes that are still cached.
+# Share of a KV cache assumed to hold past prompts; answers and running requests use the rest. Too high
+# expects hits on evicted prefixes; too low forgets prefixes that are still cached.
 _CAPACITY_RATIO = 0.7
 # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
 _MAX_BLOCKS = 500_000
@@ -384,8 +371,7 @@ class PrefixAffinity:
     """Weighs prefix caches against load, for the replicas of one model.
 
     Args:
-        prefill_costs: the scheduler's own, which go on learning.
-        bytes_per_token: the learned ratio of a text category.
+        bytes_per_token: returns the learned ratio of a text category.
     """
 
     def __init__(
@@ -405,25 +391,25 @@ class PrefixAffinity:
     # What replicas have cached
 
     def join(self, spec: ReplicaSpec) -> None:
-        """A replica has joined; its cache is taken to be empty."""
+        """Add a replica that has joined, with an empty cache."""
         if self._settings.enabled:
             kv_tokens = _LIKELY_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
             self.index.join(spec.replica_id, int(kv_tokens * _CAPACITY_RATIO))
 
     def lose(self, replica_id: str) -> None:
-        """A replica is gone, and its cache with it."""
+        """Remove a lost replica and its cache."""
         self.index.lose(replica_id)
 
     def on_dispatch(self, replica_id: str, request: Request) -> None:
-        """A replica has been sent a request."""
+        """Add the prompt of a dispatched request to the replica's cache."""
         self.index.add(replica_id, request.submission.prefix)
 
     # Choice
 
     def cached_tokens(self, request: Request, prompt_tokens: int) -> int:
-        """Tokens of a prompt that the replica with the longest match has cached; never all of them.
+        """Return the prompt tokens cached by the replica with the longest match; never all of them.
 
-        It is used before a replica is chosen. It is an upper estimate, since that replica may have no
+        It is used before a replica is selected. It is an upper estimate, because that replica may have no
         capacity.
         """
         return prompt_tokens - self._left(
@@ -433,11 +419,11 @@ class PrefixAffinity:
     def choose(
         self, by_load: ReplicaState | None, query: PrefixQuery, admissible: ReplicaFilter
     ) -> PrefixPlacement | None:
-        """The replica that load chose, or one that has enough more of the prompt cached.
+        """Return the replica selected by load, or one with sufficiently more of the prompt cached.
 
         Args:
-            by_load: None when no replica may take the whole prompt. The first admissible one that has a part
-                of it cached is chosen then.
+            by_load: None if no replica may accept the whole prompt. Then the first admissible replica that
+                has a part of it cached is returned.
         """
         request, prompt_tokens = query.request, query.prompt_tokens
         if not request.submission.prefix:
@@ -459,7 +445,7 @@ class PrefixAffinity:
         return best
 
     def _gain_s(self, here: PrefixPlacement, there: PrefixPlacement, query: PrefixQuery) -> float:
-        """Seconds that the request saves here rather than there."""
+        """Return the seconds that the request saves here compared with there."""
         saved = there.prefill_tokens - here.prefill_tokens
         waited = here.replica.pending_prefill_tokens - there.replica.pending_prefill_tokens
         more_in_flight = here.replica.in_flight - there.replica.in_flight

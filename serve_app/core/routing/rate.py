@@ -1,12 +1,12 @@
-"""A rate of events per second that decays exponentially, kept in O(1)."""
+"""A rate of events per second with exponential decay, updated in O(1)."""
 
 import math
 
 
 class DecayingRate:
-    """Events per second, each weighing `exp(-age / time_constant_s)`.
+    """Events per second, each weighted by `exp(-age / time_constant_s)`.
 
-    Until the first time constant has passed, the divisor is the time since the start, so that a young rate is
+    Until the first time constant has passed, the divisor is the time since the start, so that a new rate is
     not underestimated.
     """
 
@@ -19,12 +19,12 @@ class DecayingRate:
         self._born_at = now
 
     def add(self, amount: float, now: float) -> None:
-        """Count `amount` at `now`."""
+        """Add `amount` at `now`."""
         self._decay(now)
         self._amount += amount
 
     def per_s(self, now: float) -> float:
-        """The rate at `now`; 0.0 before anything was counted."""
+        """Return the rate at `now`; 0.0 before the first event."""
         self._decay(now)
         age_s = now - self._born_at
         # The weights of a steady stream add up to time_constant * (1 - exp(-age / time_constant)) seconds.
@@ -40,5 +40,5 @@ class DecayingRate:
         return f"<DecayingRate amount={self._amount:.3f} at={self._at:.3f}>"
 
 
-# The first event would otherwise be divided by a window of next to nothing.
+# The first event would otherwise be divided by a window close to zero.
 _SHORTEST_WINDOW_S = 0.1

@@ -1,28 +1,29 @@
-"""What a replica tells the scheduler: its limits when it joins, and reports of its load."""
+"""Data that a replica sends to the scheduler: its limits when it joins, and reports of its load."""
 
 from dataclasses import dataclass
 
-# Stands for the context limit of an engine that does not tell it. It is longer than any real one.
+# Context limit of an engine that does not report one; longer than any real limit.
 UNTOLD_CONTEXT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """The limits of a replica, as its engine states them when it joins.
+    """The limits of a replica, as its engine reports them when it joins.
 
     Attributes:
-        pool: name of its pool.
-        max_model_len: the engine's context limit, prompt and output together, in tokens; `UNTOLD_CONTEXT`
-            where it does not say: then it is learned from what it refuses.
-        kv_tokens: capacity of the KV cache in tokens; None where it does not say: then the cache is no limit.
-        max_num_seqs: sequences the engine runs at once; None where it does not say: then it is learned.
-        tpot_s: time per output token with a full batch, where that is known before anything is served.
+        max_model_len: the engine's context limit, prompt and output together, in tokens. `UNTOLD_CONTEXT` if
+            it is not reported: then it is learned from rejections.
+        kv_tokens: capacity of the KV cache in tokens; None if it is not reported: then the cache sets no
+            limit.
+        max_num_seqs: maximum number of sequences in the batch; None if it is not reported: then it is
+            learned.
+        tpot_s: time per output token with a full batch, if it is known before anything is served.
         prefill_token_s: seconds to compute one prompt token, likewise.
-        max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
-        long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
-        adapters: names of the LoRA adapters that its engine lists.
-        stall_timeout_s: it hangs when it owes answers and computes nothing for so long; None where that is
-            watched beside the engine.
+        max_num_batched_tokens: maximum number of tokens per iteration; None if it is not reported.
+        long_prefill_token_threshold: maximum number of tokens of one prompt per iteration; 0 for no limit,
+            None if it is not reported.
+        stall_timeout_s: seconds after which an engine that owes answers and computes nothing is considered
+            hung; None if that is detected elsewhere.
     """
 
     replica_id: str
@@ -45,23 +46,22 @@ class ReplicaSpec:
 
     @property
     def tells_context(self) -> bool:
-        """Whether the engine tells its context limit, or the configuration does."""
+        """True if the context limit is reported or configured."""
         return self.max_model_len != UNTOLD_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The load of a replica, reported about five times a second; None for what its engine does not tell.
+    """The load of a replica, reported about five times per second. None for what its engine does not report.
 
     Attributes:
-        received: requests it has accepted since it joined; tells which dispatches the report has seen. None
-            where nobody counts: then a report has seen what was dispatched before the one before it.
+        received: requests accepted since it joined. It shows which dispatches the report includes. None if
+            they are not counted: then a report includes the dispatches before the previous report.
         waiting: requests in the engine's own queue.
-        running: sequences in the engine's batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
-        tpot_s: recent mean time per output token, None when nothing was generated lately.
-        draining: it takes no new requests, and stops when its last one ends.
-        computes: it has computed something since the report before.
+        tpot_s: recent mean time per output token; None if nothing was generated recently.
+        draining: whether it accepts no new requests and stops when its last one ends.
+        computes: whether it has computed since the previous report.
     """
 
     received: int | None

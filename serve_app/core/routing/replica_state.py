@@ -1,4 +1,4 @@
-"""The state of one replica in the ledger: its limits, its last report, and what is reserved of it."""
+"""The state of one replica in the ledger: its limits, its last report, and its reservations."""
 
 import enum
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from serve_app.core.routing.observed import (
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 
-# vLLM's default; used only to predict waits, until the real size shows.
+# vLLM's default; only used to predict waits until the actual size is learned.
 _LIKELY_NUM_SEQS = 256
 
 
 class PrefillClass(enum.IntEnum):
-    """How long a prefill is, by learned boundaries; prefill isolation limits the classes above `SHORT`."""
+    """Class of a prefill by learned length boundaries. Prefill isolation limits those above `SHORT`."""
 
     SHORT = 0
     LONG = 1
@@ -27,13 +27,13 @@ class PrefillClass(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What is reserved of a replica for one request.
+    """The reservation on a replica for one request.
 
     Attributes:
         tokens: expected use of the KV cache.
-        prefill_class: of its prefill until that ends; `SHORT` afterwards.
+        prefill_class: class of its prefill until that ends; `SHORT` afterwards.
         prefill_tokens: prompt tokens to compute until its prefill ends; 0 afterwards.
-        quarantined: an engine was lost under the request before, and its answer has not begun.
+        quarantined: whether an engine was lost under the request before, and its answer has not started.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class Hold:
     quarantined: bool = False
 
 
-# About as many as engines are set up to have in GPU memory; vLLM's own default is one.
+# About as many as engines are configured to hold in GPU memory; vLLM's default is one.
 _ADAPTERS_AT_HAND = 4
 
 
@@ -52,27 +52,25 @@ class ReplicaState:
 
     Attributes:
         order: order of joining; breaks ties.
-        joined: it is connected; a lost replica stays until its last request has been released.
-        suspended: it gets no requests until its first report at or after `suspended_until`.
-        suspensions: how often it was suspended since it last began an answer.
-        faults: requests in a row that failed through its fault (see `dispatch.in_flight`).
-        quarantined: requests in quarantine whose answer has not begun.
-        unstarted: requests whose answer has not begun.
-        long_prefills: prefills above `SHORT` that have not ended, and how many of them are `LONGEST`.
-        dispatches: requests sent to it so far.
+        joined: whether it is connected. A lost replica remains until its last request has been released.
+        suspended: whether it gets no requests until its first report at or after `suspended_until`.
+        suspensions: number of suspensions since it last started an answer.
+        faults: consecutive requests that failed through its fault (see `dispatch.in_flight`).
+        quarantined: requests in quarantine whose answer has not started.
+        unstarted: requests whose answer has not started.
+        long_prefills: prefills in flight above `SHORT`, and how many of them are `LONGEST`.
         dispatches_reported: `dispatches` at its last report.
-        unseen: requests sent that its last report cannot have counted.
-        pending_prefill_tokens: prompt tokens of the prefills that have not ended.
-        reserved_tokens: kept free for one waiting request (`dispatch.starvation`).
-        tpot_s: the last time per output token that it reported; None before it generated anything.
-        gated: by its last reports it is too busy for more, whatever its queue.
-        version: changes with its capacity; see `open_replicas`.
-        batch: its largest batch, learned where it does not state one; None while nothing is known.
-        context: its context limit, learned where it does not state one.
-        pace: its time per output token as answers show it; counts while it does not report one.
-        answers: whether it answers what it is sent.
-        concurrency: the limit of requests in flight; counts while it tells neither its queue nor its batch.
-        recent_adapters: LoRA adapters that it was sent requests for, the last first.
+        unseen: requests sent that its last report cannot include.
+        reserved_tokens: tokens reserved for one queued request (`dispatch.starvation`).
+        tpot_s: the last reported time per output token; None before the first.
+        gated: whether its last reports show overload, whatever its queue.
+        version: changes with its capacity; see `OpenReplicas`.
+        batch: learns its batch size; None if that is reported.
+        context: learns its context limit; None if that is reported.
+        pace: measures its time per output token from answers; used while none is reported.
+        answers: detects whether it hangs.
+        concurrency: its adaptive concurrency limit; used while neither its queue nor its batch size is known.
+        recent_adapters: LoRA adapters of its recent requests, the last one first.
     """
 
     spec: ReplicaSpec
@@ -110,44 +108,44 @@ class ReplicaState:
     recent_adapters: tuple[str, ...] = ()
 
     def note_adapter(self, adapter: str) -> None:
-        """It is sent a request for a LoRA adapter."""
+        """Record a request for a LoRA adapter."""
         others = [each for each in self.recent_adapters if each != adapter]
         self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
 
     @property
     def context_limit(self) -> int:
-        """The longest request for it in tokens, as stated or learned; `UNTOLD_CONTEXT` while unknown."""
+        """The longest request for it in tokens, reported or learned; `UNTOLD_CONTEXT` while unknown."""
         learned = None if self.context is None else self.context.limit_tokens
         return self.spec.max_model_len if learned is None else learned
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is connected, reports and does not drain."""
+        """True if it is connected, reports its load and does not drain."""
         report = self.report
         return self.joined and report is not None and not (report.draining or self.stale)
 
     @property
     def is_usable(self) -> bool:
-        """Whether the replica will take requests again, even if it has no capacity for any now."""
-        # As `is_alive`, without the call: it is asked for many times in the life of a request.
+        """True if it accepts requests, even if it has no capacity now."""
+        # As `is_alive`, inlined because it is evaluated many times per request.
         report = self.report
         is_alive = self.joined and report is not None and not (report.draining or self.stale)
         return is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:
-        """Unreserved KV tokens; negative while more is kept free for a request than is unreserved."""
+        """KV tokens neither held nor reserved; negative if a reservation exceeds what is free."""
         return self.kv_budget - self.held_tokens - self.reserved_tokens
 
     @property
     def max_num_seqs(self) -> int | None:
-        """The size of its batch, as stated or learned; None while it is unknown."""
+        """Its batch size, reported or learned; None while it is unknown."""
         stated = self.spec.max_num_seqs
         return self.batch.size if stated is None and self.batch is not None else stated
 
     @property
     def likely_num_seqs(self) -> int:
-        """The size of its batch, for predictions: without anything known, that of most engines."""
+        """Its batch size for predictions; an assumption while it is unknown."""
         if (known := self.max_num_seqs) is not None:
             return known
         if self.tells_queue or self.concurrency is None:
@@ -156,21 +154,21 @@ class ReplicaState:
 
     @property
     def tells_queue(self) -> bool:
-        """Whether its reports say how many requests wait in the engine."""
+        """True if its reports include the number of requests queued in the engine."""
         return self.report is None or self.report.waiting is not None
 
     @property
     def in_flight_limit(self) -> float | None:
-        """Requests that it may have in flight, where it tells neither its queue nor its batch; else None."""
+        """Its concurrency limit if it reports neither its queue nor its batch size; else None."""
         if self.tells_queue or self.concurrency is None or self.max_num_seqs is not None:
             return None
         return self.concurrency.limit
 
     @property
     def reported_queue(self) -> int:
-        """Upper bound on the engine's queue: what waited at its report, and what was sent since.
+        """Upper bound of the engine's queue: requests queued at its report, plus those sent since.
 
-        Where the report does not say what waits, it is what its batch cannot hold.
+        If its reports do not include the queue, the requests in flight beyond its batch size.
         """
         waiting = self.report.waiting if self.report else 0
         if waiting is None:

@@ -1,12 +1,12 @@
-"""Request routing: the pools that may serve a request, and its rerouting when limits or replicas change.
+"""Request routing: the pools that may serve a request, and rerouting when limits or replicas change.
 
-Most requests may go to any replica of several pools (`core.routing.pools`). A *bound* request refers to what
-one replica keeps, such as an earlier response, and no other can serve it. It waits for that replica alone.
-While the replica is not connected it waits for a grace period, which covers one that reconnects and the start
-of another scheduler. After that it is refused: what it refers to is gone with the replica.
+Most requests may use any replica of several pools (`core.routing.pools`). A *bound* request refers to state
+on one replica, such as an earlier response, and no other replica can serve it. It waits for that replica
+alone. If the replica is not connected, it waits for a grace period, which covers a reconnecting replica and a
+failover of the scheduler. After that it is rejected, because the state is lost with the replica.
 
-A request for a LoRA adapter goes to pools where some replica lists the adapter. While none does it waits for
-the same time, and is then refused as one for an unknown model.
+A request for a LoRA adapter goes to pools with a replica that lists the adapter. If there is none, it waits
+for the same grace period, and is then rejected as a request for an unknown model.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,11 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Destination, Request, Usage
 
 Route = tuple[tuple[str, ...], Conclusion | None]
-"""The pools of a request, its home first, and its refusal where it may not wait for them."""
+"""The pools of a request, the home pool first, and its rejection if it may not wait for them."""
 
 
 class RequestRouting:
-    """Routes the requests of one model.
-
-    Args:
-        grace_s: how long a bound request waits for a replica that is not connected.
-    """
+    """Routes requests. `grace_s` is how long they wait for a missing replica or adapter."""
 
     def __init__(
         self, router: PoolRouter, admission: Admission, ledger: ReplicaLedger, grace_s: float
@@ -41,17 +37,17 @@ class RequestRouting:
         self._admission = admission
         self._ledger = ledger
         self._grace_s = grace_s
-        # What requests need and no connected replica is or holds, by the time when that was noticed.
+        # Required replicas and adapters that no connected replica provides, by the time of detection.
         self._missing_since: dict[Destination, float] = {}
 
     def __repr__(self) -> str:
         return f"<RequestRouting {self._router} missing={list(self._missing_since)}>"
 
     def route(self, request: Request, estimate: TokenEstimate, now: float, above_tokens: int = 0) -> Route:
-        """Where a request may go.
+        """Return the pools that may serve a request, and its rejection if it may not wait for them.
 
         Args:
-            above_tokens: context limit of the longest engine that refused it as too long.
+            above_tokens: longest context limit of the engines that rejected it as too long.
         """
         bound_to = request.bound_to
         if bound_to is not None:
@@ -64,20 +60,20 @@ class RequestRouting:
         return pools, self._admission.refuse_outage(request, pools, now)
 
     def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
-        """The same for a request that has been admitted."""
+        """Return the route of a request that has been admitted."""
         return self.route(scheduled.request, scheduled.estimate, now, scheduled.above_tokens)
 
     def next_at(self) -> float | None:
-        """When requests have to be refused because their replica has not come back; None while none wait."""
+        """Return the next end of a grace period for missing replicas, or None if there is none."""
         return min(self._missing_since.values()) + self._grace_s if self._missing_since else None
 
     def is_due(self, now: float) -> bool:
-        """Whether that time has come: waiting requests have to be routed again."""
+        """Return whether a grace period has ended, so that queued requests must be routed again."""
         next_at = self.next_at()
         return next_at is not None and now >= next_at
 
     def forget_overdue(self, now: float) -> None:
-        """All that wait have been routed again: who comes now for such a replica begins a new grace."""
+        """Remove the ended grace periods after queued requests were routed again."""
         overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
         for missing in overdue:
             del self._missing_since[missing]
@@ -87,8 +83,8 @@ class RequestRouting:
     ) -> Route:
         replica = self._ledger.get(bound_to)
         if replica is None or not replica.joined:
-            # Where it waits does not matter: it goes nowhere before its replica is there.
-            # One that only runs what an earlier scheduler sent it has no pool yet.
+            # The pool has no effect before the replica has joined. A replica known only from requests that an
+            # earlier scheduler sent has no pool yet.
             pool = "" if replica is None else replica.spec.pool
             pools = (pool,) if pool else self._router.order()[-1:]
             gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
@@ -96,7 +92,7 @@ class RequestRouting:
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         if pools[0] not in self._router.order():
-            # It drains: the application was deployed anew, and has no such pool any more.
+            # The replica drains: the redeployed application has no such pool any more.
             return self._router.order()[-1:], _gone(bound_to)
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
@@ -147,19 +143,19 @@ def _gone(replica_id: str) -> Conclusion:
     )
 
 
-# Rerouting: waiting requests get other pools, or are refused, when what they were routed by has changed.
+# Rerouting: queued requests get other pools, or are rejected, when the inputs of their routing have changed.
 #
-# That is any context limit of a pool, which pools are out, `B_short`, and for a request that only some
-# replicas will do for, each replica that comes or goes. In a fleet of like replicas one more makes no
-# difference, so nobody is routed again for it, however many wait.
+# The inputs are the context limits and outages of pools, `B_short`, and, for requests that only some replicas
+# can serve, each replica that joins or leaves. In a fleet of identical replicas one more makes no difference,
+# so no request is routed again for it.
 
 
 Refused = Iterator[tuple[ScheduledRequest, Conclusion]]
-"""Waiting requests that no pool can take any more, one after the other; the caller removes each."""
+"""Yields queued requests that no pool can serve any more; the caller removes each."""
 
 
 class Rerouting:
-    """Routes the waiting requests of one model again."""
+    """Routes the queued requests of one model again."""
 
     def __init__(
         self, queue: RequestQueue, routing: RequestRouting, ledger: ReplicaLedger, outages: Outages
@@ -174,7 +170,7 @@ class Rerouting:
         return f"<Rerouting {self._ledger.contexts}>"
 
     def all_waiting(self, now: float) -> Refused:
-        """Route all of them, and yield those that are refused."""
+        """Route all queued requests, and yield the rejected ones."""
         self._routed_by = self._inputs()
         for scheduled in list(self._queue):
             pools, refusal = self._routing.route_again(scheduled, now)
@@ -184,7 +180,7 @@ class Rerouting:
                 self._queue.reroute(scheduled, pools)
 
     def on_fleet_change(self, now: float) -> Refused:
-        """The same if a replica that has come or gone makes a difference to any of them."""
+        """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
         self._outages.observe(self._ledger.has_alive, now)
         if self._queue.particular or self._inputs() != self._routed_by:
             yield from self.all_waiting(now)
@@ -193,17 +189,18 @@ class Rerouting:
         return self._ledger.contexts.changes, self._outages.changes
 
 
-# What requests teach of the context limits of replicas that do not tell theirs (`observed.LearnedContext`).
+# Learning of context limits from requests, for replicas that do not report theirs
+# (`observed.LearnedContext`).
 
 
 class ContextLearning:
-    """Feeds the learned limits of a ledger, and tells which have changed."""
+    """Updates the learned context limits of a ledger, and reports changes."""
 
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
 
     def on_refusal(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
-        """The replica that a request runs on has refused it as too long."""
+        """Learn from a rejection as too long by the replica of a request."""
         assert scheduled.replica_id is not None
         if (context := self._context(scheduled.replica_id)) is None:
             return []
@@ -214,12 +211,12 @@ class ContextLearning:
         return self._changed(scheduled.replica_id, context, before)
 
     def on_completion(self, scheduled: ScheduledRequest, usage: Usage) -> list[ContextLearned]:
-        """A request is complete, and its engine has counted it."""
-        # Of several prompts in one request only the sum is counted.
+        """Learn from a completed request and its engine's token counts."""
+        # Engines count only the sum of several prompts or choices.
         if scheduled.request.shape.prompts != 1 or scheduled.request.spec.choices != 1:
             return []
         changed: list[ContextLearned] = []
-        # The answer counts for one token: an engine that shifts its context may generate without end.
+        # The answer counts as one token: an engine that shifts its context may generate without limit.
         served = usage.prompt_tokens + min(1, usage.output_tokens)
         asked = usage.prompt_tokens + _asked_output(scheduled)
         if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
@@ -245,5 +242,5 @@ class ContextLearning:
 
 
 def _asked_output(scheduled: ScheduledRequest) -> int:
-    """The answer that an engine has to make room for: what the client asks for, and else whatever is left."""
+    """Return the output tokens that an engine must have capacity for: the client's limit, if any."""
     return scheduled.request.spec.max_output_tokens or 0

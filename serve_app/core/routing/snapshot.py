@@ -1,8 +1,8 @@
-"""Learned state as plain values, and readers that check them, since a file may be damaged or old.
+"""Snapshots: learned state as plain values, and readers that validate it.
 
 A class that learns has two methods. `state()` returns everything learned as values that JSON can hold, and
-`restore(state)` takes them back. `restore` raises `ValueError` when a value is missing or out of range, and
-changes nothing then. So do all functions of this module.
+`restore(state)` restores it. `restore` raises `ValueError` if a value is missing or out of range, and changes
+nothing then. The functions of this module raise it, too, because a file may be damaged or old.
 """
 
 import math
@@ -12,7 +12,7 @@ Snapshot = Mapping[str, object]
 
 
 def section(state: Snapshot, name: str) -> Snapshot:
-    """The dictionary under `name`."""
+    """Return the dictionary under `name`."""
     value = state.get(name)
     if isinstance(value, Mapping):
         return value
@@ -20,7 +20,7 @@ def section(state: Snapshot, name: str) -> Snapshot:
 
 
 def sections(state: Snapshot, name: str) -> list[Snapshot]:
-    """The list of dictionaries under `name`."""
+    """Return the list of dictionaries under `name`."""
     value = state.get(name)
     if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
         return value
@@ -28,7 +28,7 @@ def sections(state: Snapshot, name: str) -> list[Snapshot]:
 
 
 def number(state: Snapshot, name: str, *, at_least: float = -math.inf, at_most: float = math.inf) -> float:
-    """The finite number under `name`."""
+    """Return the finite number under `name`."""
     value = state.get(name)
     if (
         isinstance(value, (int, float))
@@ -43,7 +43,7 @@ def number(state: Snapshot, name: str, *, at_least: float = -math.inf, at_most: 
 
 
 def numbers(state: Snapshot, name: str, count: int, *, at_least: float = -math.inf) -> list[float]:
-    """The list of so many finite numbers under `name`."""
+    """Return the list of `count` finite numbers under `name`."""
     value = state.get(name)
     if isinstance(value, list) and len(value) == count:
         return [number({name: item}, name, at_least=at_least) for item in value]
@@ -51,7 +51,7 @@ def numbers(state: Snapshot, name: str, count: int, *, at_least: float = -math.i
 
 
 def text(state: Snapshot, name: str) -> str:
-    """The text under `name`."""
+    """Return the text under `name`."""
     value = state.get(name)
     if isinstance(value, str):
         return value
@@ -59,7 +59,7 @@ def text(state: Snapshot, name: str) -> str:
 
 
 def check_version(state: Snapshot, expected: int) -> None:
-    """Refuse a state whose `version` is another one than this release writes."""
+    """Raise `ValueError` if the `version` of a state differs from the one that this release writes."""
     version = number(state, "version")
     if version != expected:
         raise ValueError(f"learned state has version {version:g}, this release reads {expected}; delete it")

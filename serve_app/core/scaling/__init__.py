@@ -1,9 +1,8 @@
-"""Autoscaling: how many replicas each pool of a model needs, decided for all of them together.
+"""Autoscaling: the number of replicas of each pool of a model, decided for all pools together.
 
-Pure, like the scheduler whose state it reads: time is an argument, and the simulator and the live scheduler
-run the same `FleetScaler`. Read `observation` (what is seen of a pool), `speed` (what a token costs an
-engine), `pool_scaler` (what one pool needs), `gpu_budget` (who gets the next GPU) and `fleet_scaler` (all
-together).
+It is pure, like the scheduler whose state it reads: time is an argument, and the simulator and the live
+scheduler run the same `FleetScaler`. Read `observation` (load and speed of a pool), then `scaler` (the needs
+of one pool, the GPU budget, and the fleet).
 """
 
 from serve_app.core.scaling.observation import observe

@@ -1,4 +1,4 @@
-"""The input of autoscaling: the load of each pool, the speed of its engines, and their start time."""
+"""Inputs of autoscaling: the load of each pool, the speed of its engines, and their start time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,28 +9,27 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass
 
-# Prefills from which their learned cost is no longer mostly its prior.
+# Prefills after which their learned cost no longer depends mostly on its prior.
 _LEARNED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """One pool at one moment. Work is that of requests at home in it, without the batch class.
+    """The state of one pool at one time. Work is that of requests with this home pool above the batch class.
 
     Attributes:
-        ready: replicas that take requests.
-        replica_ids: which these are.
-        arrived_requests, arrived_prefill_tokens, arrived_output_tokens: since the scheduler began.
-        waiting_requests, waiting_prefill_tokens, waiting_output_tokens: in the queue.
-        is_wanted: something waits for it or runs on it, of whatever class.
-        oldest_wait_s: the longest wait of the heads in its queue that another replica could serve.
-        in_flight: requests on its replicas, wherever they are at home.
-        slots: sequences that its ready replicas run when they are full, by batch or by KV cache.
-        full_ratio: share of the slots or of the KV cache in use, whichever is more (0-1).
+        ready: replicas that accept requests.
+        arrived_requests, arrived_prefill_tokens, arrived_output_tokens: totals since the scheduler started.
+        waiting_requests, waiting_prefill_tokens, waiting_output_tokens: work in the queue.
+        is_wanted: whether a request of any class waits for the pool or runs on it.
+        oldest_wait_s: longest queue time of heads that an additional replica could serve.
+        in_flight: requests on its replicas, with any home pool.
+        slots: sequences that its ready replicas run when full, limited by batch or KV cache.
+        full_ratio: share of the slots or of the KV cache in use, whichever is higher (0-1).
         prefill_token_s: seconds per prompt token; None while unknown.
-        stated: sequences of a full batch and the TPOT with them, as an engine states them.
+        stated: sequences of a full batch and the TPOT with them, as its engines report them when they join.
         reports: sequences and TPOT of the replicas that have reported both.
-        tpot_limit_s: TPOT above which its engines get nothing more; None is no limit.
+        tpot_limit_s: TPOT above which its engines receive no more requests; None for no limit.
     """
 
     ready: int
@@ -53,7 +52,7 @@ class PoolView:
 
 
 def observe(scheduler: Scheduler, pools: Iterable[str], now: float) -> dict[str, PoolView]:
-    """The pools of a scheduler at `now`."""
+    """Return the state of the scheduler's pools at `now`."""
     oldest = _oldest_waits(scheduler, now)
     wanted = {pools[0] for pools, work in scheduler.queue.work.items() if work.requests}
     wanted |= {pool for pool, work in scheduler.queue.urgent_work.items() if work.requests}
@@ -83,12 +82,12 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
         oldest_wait_s=oldest_wait_s,
         in_flight=in_flight,
         slots=slots,
-        # Beyond its batch an engine has a few that wait, which is no reason for another one.
+        # An engine has a few queued requests beyond its batch, which are no reason for another engine.
         full_ratio=min(1.0, max(busy / slots if slots else 0.0, held / kv_tokens if kv_tokens else 0.0)),
         prefill_token_s=_prefill_token_s(scheduler, pool, ready),
         stated=_stated(ready),
         reports=tuple(_reports(ready)),
-        # As it is in force, which a tuner may have changed.
+        # The current value, because a tuner may change it.
         tpot_limit_s=scheduler.settings.backpressure_in_force.tpot_gate_s,
     )
 
@@ -103,10 +102,10 @@ def _oldest_waits(scheduler: Scheduler, now: float) -> dict[str, float]:
 
 
 def _is_helped(scheduler: Scheduler, head: ScheduledRequest, pool: str) -> bool:
-    """Whether another replica of a pool could serve a request.
+    """Return whether an additional replica of a pool could serve a request.
 
-    Only one replica keeps what a bound request refers to. A LoRA adapter that was loaded into some engines
-    will not be in a new one.
+    A bound request can only use one replica. A LoRA adapter that was loaded into some engines is not loaded
+    in a new one.
     """
     wanted = head.request.destination
     if wanted.replica_id is not None:
@@ -119,7 +118,7 @@ def _is_helped(scheduler: Scheduler, head: ScheduledRequest, pool: str) -> bool:
 
 
 def _mean_tokens(ready: list[ReplicaState], waiting_tokens: int, waiting_requests: int) -> float:
-    """Mean KV tokens of a request that runs or waits; 1 while there is none."""
+    """Return the mean KV tokens of a running or queued request; 1 if there is none."""
     requests = waiting_requests + sum(state.in_flight for state in ready)
     tokens = waiting_tokens + sum(state.held_tokens for state in ready)
     return max(1.0, tokens / requests) if requests else 1.0
@@ -151,51 +150,51 @@ def _reports(ready: list[ReplicaState]) -> Iterable[tuple[int, float]]:
             yield report.running, report.tpot_s
 
 
-# The speed of a pool's engines: seconds of an engine that a request's prompt and answer take, from reports.
+# The speed of a pool's engines: seconds of an engine per prompt and output token, learned from reports.
 #
 # A full engine decodes as many answers at a time as it has slots, so a token of an answer costs it
 #
 #     output_token_s = TPOT at `slots` sequences / slots
 #
-# TPOT is a line over the sequences that run, as in `engines.model.step_time`. It is fitted by least squares
-# over the replicas' reports, of which the last few hundred count. What prefills add to a reported TPOT is
-# taken out, because prompts are counted on their own. A pool begins with what its engines state of a full
-# batch. While neither is known, nothing is said of its speed.
+# TPOT is linear in the number of running sequences, as in `engines.model.step_time`. It is fitted by least
+# squares over the replicas' reports, of which about the last few hundred count. The effect of prefills on a
+# reported TPOT is removed, because prompts are counted separately. The prior is what the engines report of a
+# full batch when they join. If neither is known, the speed is unknown.
 
 
 # A report's weight after n more is `_KEPT ** n`.
 _KEPT = 0.998
-# Weight of what the engine states, in reports.
+# Weight of the values that engines report when they join, in reports.
 _STATED_WEIGHT = 2.0
-# Prefills that fill an engine nearly leave nothing to tell about decoding.
+# An engine almost filled by prefills gives no information about decoding.
 _MOST_PREFILL_RATIO = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """What a token costs an engine that is full.
+    """The cost of a token on a full engine.
 
     Attributes:
-        prefill_token_s: seconds of the engine per prompt token.
-        output_token_s: the same per token of an answer.
+        prefill_token_s: engine seconds per prompt token.
+        output_token_s: engine seconds per output token.
     """
 
     prefill_token_s: float
     output_token_s: float
 
     def seconds(self, prefill_tokens: float, output_tokens: float) -> float:
-        """Seconds of one engine for this work."""
+        """Return the seconds of one engine for this work."""
         return prefill_tokens * self.prefill_token_s + output_tokens * self.output_token_s
 
 
 class DecodeLine:
-    """TPOT as a line over the number of sequences."""
+    """TPOT as a linear function of the number of sequences."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, sequences: float, tpot_s: float, weight: float = 1.0) -> None:
-        """Take in one report of a busy engine."""
+        """Add one report of a busy engine."""
         self._weight = _KEPT * self._weight + weight
         self._x = _KEPT * self._x + weight * sequences
         self._y = _KEPT * self._y + weight * tpot_s
@@ -203,7 +202,7 @@ class DecodeLine:
         self._xy = _KEPT * self._xy + weight * sequences * tpot_s
 
     def tpot_s(self, sequences: float) -> float | None:
-        """Seconds per token with so many sequences; None before any report."""
+        """Return the seconds per token with `sequences` sequences, or None before any report."""
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -211,7 +210,7 @@ class DecodeLine:
         slope = 0.0
         if spread > 1e-9:
             slope = (self._xy / self._weight - mean_x * mean_y) / spread
-        # More sequences never make a step shorter, and no step is shorter than nothing.
+        # More sequences never make a step shorter, and no step has a negative duration.
         slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
         return mean_y + slope * (sequences - mean_x)
 
@@ -220,7 +219,7 @@ class PoolSpeed:
     """The speed of the engines of one pool.
 
     Attributes:
-        slots: sequences that a full replica runs; 0 while no replica has been seen.
+        slots: sequences on a full replica; 0 before the first replica.
     """
 
     def __init__(self) -> None:
@@ -230,30 +229,29 @@ class PoolSpeed:
         self.slots = 0.0
 
     def state(self, sequences: int, tpot_s: float) -> None:
-        """What its engines state of a full batch; counts once."""
+        """Add what its engines report of a full batch when they join. Repeated values count once."""
         if self._stated != (sequences, tpot_s):
             self._stated = (sequences, tpot_s)
             self._line.observe(sequences, tpot_s, _STATED_WEIGHT)
 
     def observe(self, sequences: int, tpot_s: float, prefill_ratio: float) -> None:
-        """Take in one report.
+        """Add one report.
 
         Args:
-            sequences: that ran at the report.
-            prefill_ratio: share of the engine's time that prefills took meanwhile.
+            prefill_ratio: share of the engine's time that prefills used since the previous report.
         """
         if sequences > 0:
             self._line.observe(sequences, tpot_s * (1.0 - min(prefill_ratio, _MOST_PREFILL_RATIO)))
 
     def set_prefill(self, token_s: float | None) -> None:
-        """Seconds per prompt token, where they are known."""
+        """Set the seconds per prompt token, if they are known."""
         self._prefill_token_s = token_s if token_s is not None else self._prefill_token_s
 
     def now(self, tpot_limit_s: float | None) -> EngineSpeed | None:
-        """The speed at present; None while it is not known.
+        """Return the current speed, or None while it is unknown.
 
         Args:
-            tpot_limit_s: TPOT above which an engine gets nothing more, which may leave slots empty.
+            tpot_limit_s: TPOT above which an engine receives no more requests, which may leave slots empty.
         """
         if self._prefill_token_s is None or self.slots < 1:
             return None
@@ -265,7 +263,7 @@ class PoolSpeed:
         return EngineSpeed(self._prefill_token_s, tpot_s / slots)
 
     def _within(self, slots: float, limit_s: float | None) -> float:
-        """The most sequences whose TPOT is within the limit, at least one."""
+        """Return the maximum number of sequences whose TPOT is within the limit, at least one."""
         if limit_s is None or (self._line.tpot_s(slots) or 0.0) <= limit_s:
             return slots
         single, full = self._line.tpot_s(1.0) or 0.0, self._line.tpot_s(slots) or 0.0
@@ -274,42 +272,39 @@ class PoolSpeed:
         return max(1.0, 1.0 + (slots - 1.0) * (limit_s - single) / (full - single))
 
 
-# How long an engine takes to start, learned from orders and arrivals of replicas.
+# The start time of engines, learned from orders and arrivals of replicas.
 
 
 # Weight of one start in the mean.
 _WEIGHT = 0.3
-# Before the first: a small model on a node that is there.
+# The prior: a small model on an existing node.
 _PRIOR_S = 60.0
-# Replicas that are remembered after they have gone; many more than a pool has at a time.
+# Replicas remembered after they have left; many more than a pool has at a time.
 _KNOWN = 10_000
 
 
 class StartTime:
-    """The mean time from an order to a replica that takes requests.
+    """The mean time from an order to a replica that accepts requests.
 
-    A replica counts once. One that was gone for a moment, or has found another scheduler, has not started.
-
-    Attributes:
-        seconds: that mean.
+    A replica counts once. One that reconnects, also to another scheduler, has not started.
     """
 
     def __init__(self) -> None:
         self.seconds = _PRIOR_S
         self._ordered: deque[float] = deque()
-        # In the order in which they were last seen; None before the first look.
+        # In the order of their last observation; None before the first one.
         self._known: dict[str, None] | None = None
         self._is_learned = False
 
     def on_order(self, more: int, now: float) -> None:
-        """So many replicas more are ordered; a negative number takes back the last orders."""
+        """Record orders of additional replicas. A negative number cancels the last orders."""
         for _ in range(more):
             self._ordered.append(now)
         for _ in range(min(-more, len(self._ordered))):
             self._ordered.pop()
 
     def on_ready(self, replica_ids: Iterable[str], now: float) -> None:
-        """These replicas take requests now."""
+        """Learn from the replicas that accept requests now."""
         ready = tuple(replica_ids)
         came = 0 if self._known is None else sum(each not in self._known for each in ready)
         self._remember(ready)
@@ -317,11 +312,11 @@ class StartTime:
             self._learn(now - self._ordered.popleft())
 
     def learned_s(self) -> float | None:
-        """The mean, to be kept; None while nothing has been learned."""
+        """Return the mean to be persisted, or None if nothing has been learned."""
         return self.seconds if self._is_learned else None
 
     def restore(self, seconds: float) -> None:
-        """Go on from what an earlier one has learned."""
+        """Continue from a persisted mean."""
         self.seconds, self._is_learned = seconds, True
 
     def _learn(self, took_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Autoscaling: the number of replicas of every pool of a model, decided together once a second."""
+"""Autoscaling decisions: the number of replicas of every pool of a model, all decided once per second."""
 
 import math
 from collections import deque
@@ -11,27 +11,23 @@ from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool, Sca
 
 # Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
 _LOAD_TIME_CONSTANT_S = 20.0
-# A backlog of less than this is no reason for another engine, even if that starts at once.
+# A backlog that drains within this time is no reason for another engine, even if that starts immediately.
 _LEAST_HORIZON_S = 30.0
-# What rounding may add to a need that is a whole number.
+# Tolerance for rounding errors of a need that is a whole number.
 _ROUNDING = 1e-6
 _UNBOUNDED = AutoscalingSettings(min_replicas=0, max_replicas=1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDecision:
-    """What a pool should have, and why.
+    """The replicas that a pool should have, and the reason.
 
     Attributes:
-        replicas: the number to run.
-        needed: the need that it follows from, before rounding, delays, bounds and the GPU budget.
-        reason: in words.
-        ready: replicas that take requests now.
-        load: engines that the arrivals fill.
-        backlog_s: seconds of one engine that wait.
-        oldest_wait_s: the longest wait at the head of its queue.
-        start_s: how long an engine takes to start, as far as is known.
-        may_shrink: False while more replicas than these are to be left as they are.
+        needed: the need before rounding, delays, bounds and the GPU budget.
+        ready: replicas that accept requests now.
+        load: engines that the arriving work fills.
+        backlog_s: queued work in seconds of one engine.
+        may_shrink: False while replicas beyond this number must not be stopped.
     """
 
     replicas: int
@@ -46,9 +42,9 @@ class PoolDecision:
 
 
 class _RecentLoad:
-    """The rate at which work arrives, in engines that it fills: the exponential mean of the recent past.
+    """The arrival rate of work in engines that it fills, as an exponential mean.
 
-    A damped trend and the season of the arrivals were compared with it at commit 0bce4ea.
+    A damped trend and a seasonal model of the arrivals were compared with it at commit 0bce4ea.
     """
 
     def __init__(self, time_constant_s: float) -> None:
@@ -56,39 +52,34 @@ class _RecentLoad:
         self.engines = 0.0
 
     def observe(self, engine_s: float, elapsed_s: float) -> None:
-        """Take in the work that has arrived since the last call, in seconds of an engine."""
+        """Add the work that has arrived since the last call, in seconds of an engine."""
         if elapsed_s > 0:
             share = -math.expm1(-elapsed_s / self._time_constant_s)
             self.engines += share * (engine_s / elapsed_s - self.engines)
 
 
 class PoolScaler:
-    """Follows one pool.
-
-    Args:
-        pool: its bounds.
-        load_time_constant_s: of the mean load.
-    """
+    """Decides the number of replicas of one pool."""
 
     def __init__(self, pool: ScaledPool, load_time_constant_s: float = _LOAD_TIME_CONSTANT_S) -> None:
         self._settings = pool.autoscaling or _UNBOUNDED
         self._load = _RecentLoad(load_time_constant_s)
         self._speed = PoolSpeed()
         self.start_time = StartTime()
-        # Needs of the last `downscale_delay_s`, each greater than all that come after it.
+        # Needs of the last `downscale_delay_s`, each greater than all later ones.
         self._needs: deque[tuple[float, int]] = deque()
         self._last: PoolView | None = None
         self._at = self._born_at = -math.inf
-        # The most replicas that were seen at once while it was young.
+        # Maximum number of ready replicas observed while it was young.
         self._found = 0
         self.desired: int | None = None
 
     def change(self, pool: ScaledPool) -> None:
-        """Other bounds hold from now on."""
+        """Apply other bounds from now on."""
         self._settings = pool.autoscaling or _UNBOUNDED
 
     def decide(self, view: PoolView, now: float) -> PoolDecision:
-        """What the pool should have; time never goes back."""
+        """Return the replicas that the pool should have. `now` must not decrease."""
         if self._last is None:
             self._born_at = now
         self._learn(view, now)
@@ -110,7 +101,7 @@ class PoolScaler:
         )
 
     def settle(self, replicas: int, now: float) -> None:
-        """So many replicas will be ordered, which the GPU budget may have changed."""
+        """Record the number of replicas to be ordered, which the GPU budget may have reduced."""
         if self.desired is not None:
             self.start_time.on_order(replicas - self.desired, now)
         self.desired = replicas
@@ -150,7 +141,7 @@ class PoolScaler:
         if view.oldest_wait_s > self._settings.target_wait_s and not coming and needed <= view.ready:
             needed, reason = view.ready + 1.0, f"a request has waited for {view.oldest_wait_s:.1f} s"
         if view.is_wanted or self._arrived(view):
-            # However little it is, one engine has to do it.
+            # Any work at all requires one engine.
             needed = max(needed, _ROUNDING * 2)
         else:
             needed, reason = 0.0, "nothing waits, runs or arrives"
@@ -168,7 +159,7 @@ class PoolScaler:
         )
 
     def _by_slots(self, view: PoolView) -> tuple[float, str]:
-        """Without a known speed: by the number of requests."""
+        """Return the need by the number of requests, for an unknown speed."""
         requests = view.in_flight + view.waiting_requests
         slots = max(1.0, self._speed.slots)
         if not view.ready and self._speed.slots < 1:
@@ -188,7 +179,7 @@ class PoolScaler:
             needs.popleft()
         replicas = max(needs[0][1], settings.min_replicas)
         if self._is_young(now):
-            # What is there has had its reasons, and a report that is late for a moment is no reason.
+            # Running replicas were started for a reason, and one late report must not stop them.
             self._found = max(self._found, view.ready)
             replicas = max(replicas, self._found)
         return min(replicas, settings.max_replicas)
@@ -197,22 +188,20 @@ class PoolScaler:
         return now - self._born_at < self._settings.downscale_delay_s
 
 
-# Who gets the next GPU when the pools need more than there are.
+# The GPU budget: distribution of GPUs if the pools need more than there are.
 #
-# Every pool first gets its minimum. Then pools without any get one. After that the pool whose replicas would
-# have the most to do, by need over replicas, gets the next one, until nothing fits or nobody needs more. That
-# evens out the shortage. Of equal pools the one listed first is served, which is the one of short requests.
+# Every pool first gets its minimum. Then pools without replicas get one. After that the pool with the highest
+# need per replica gets the next one, until none fits or none is needed. That balances the shortage. Among
+# equal pools the one listed first is served, which is the one for short requests.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNeed:
-    """What a pool asks for.
+    """The need of one pool.
 
     Attributes:
-        replicas: number of replicas.
         needed: the same before rounding and bounds.
-        least: number that it has in any case.
-        gpus: of one replica.
+        least: replicas that it has in any case.
     """
 
     replicas: int
@@ -222,7 +211,7 @@ class PoolNeed:
 
 
 def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str, int]:
-    """Replicas of each pool, within the budget; without one, all that they ask for."""
+    """Return the replicas of each pool within the budget; without a budget, all that they need."""
     if budget is None or sum(need.replicas * need.gpus for need in needs.values()) <= budget:
         return {pool: need.replicas for pool, need in needs.items()}
     given = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
@@ -234,11 +223,11 @@ def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str,
 
 
 def _next(needs: Mapping[str, PoolNeed], given: Mapping[str, int], left: float) -> str:
-    """The pool that gets the next replica; empty when none fits or is asked for."""
+    """Return the pool that gets the next replica, or an empty string if none fits or is needed."""
     asking = [
         pool for pool, need in needs.items() if given[pool] < need.replicas and need.gpus <= left + 1e-9
     ]
-    # A pool without any comes before those that have some.
+    # A pool without replicas precedes the others.
     return max(
         asking,
         key=lambda pool: (given[pool] == 0, needs[pool].needed / max(1, given[pool])),
@@ -247,7 +236,7 @@ def _next(needs: Mapping[str, PoolNeed], given: Mapping[str, int], left: float) 
 
 
 class FleetScaler:
-    """Decides for all pools of a model."""
+    """Decides the number of replicas for all pools of a model."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -259,33 +248,29 @@ class FleetScaler:
         return tuple(self._pools)
 
     def change(self, settings: ScalingSettings) -> None:
-        """Decide within other bounds from now on; what was learned of the same pools stays."""
+        """Apply other bounds from now on. Learned values of the same pools are retained."""
         self._settings = settings
         for name, scaler in self._pools.items():
             scaler.change(settings.pools[name])
 
     def state(self) -> dict[str, object]:
-        """What was learned and cannot be seen again at once, as plain values: the start times of engines."""
+        """Return the learned start times of engines as plain values."""
         learned = {name: scaler.start_time.learned_s() for name, scaler in self._pools.items()}
         return {"start_s": {name: seconds for name, seconds in learned.items() if seconds is not None}}
 
     def restore(self, state: Snapshot) -> None:
-        """Go on from what `state` returned; pools that are not there any more are left out.
-
-        Raises:
-            ValueError: a value is missing or out of range; nothing was restored then.
-        """
+        """Continue from a result of `state`, except for removed pools. Changes nothing if it is invalid."""
         kept = section(state, "start_s")
         found = {name: number(kept, name, at_least=0) for name in kept if name in self._pools}
         for name, seconds in found.items():
             self._pools[name].start_time.restore(seconds)
 
     def decide(self, views: Mapping[str, PoolView], now: float) -> dict[str, PoolDecision]:
-        """What every pool should have.
+        """Return the replicas that every pool should have.
 
         Args:
             views: one for each pool.
-            now: seconds; never less than at the call before.
+            now: time in seconds, not less than in the previous call.
         """
         decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
         needs = {name: self._need(name, decision) for name, decision in decisions.items()}
@@ -293,12 +278,12 @@ class FleetScaler:
         for name, scaler in self._pools.items():
             scaler.settle(given[name], now)
             if self._settings.pools[name].replicas is not None:
-                # What it would need is told; what it takes of the budget is what it has.
+                # The decision reports the pool's need, but the budget is charged for its fixed replicas.
                 continue
             if given[name] < decisions[name].replicas:
                 reason = f"{decisions[name].reason}; the GPU budget leaves no more"
                 decisions[name] = replace(
-                    # What it has beyond this is another pool's by now.
+                    # The replicas beyond this number are already given to another pool.
                     decisions[name],
                     replicas=given[name],
                     reason=reason,

@@ -1,4 +1,4 @@
-"""Settings of autoscaling: bounds of each pool, and the GPUs that all pools of a model may use together."""
+"""Settings of autoscaling: bounds of each pool, and the GPU budget of all pools of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,21 +17,21 @@ from serve_app.core.settings_base import (
 
 @settings(block="autoscaling")
 class AutoscalingSettings:
-    """Bounds of one pool's autoscaling. How many replicas it needs within them follows from its work."""
+    """Bounds of one pool's autoscaling. The number of replicas within them follows from the pool's work."""
 
     # 0 stops all engines of a pool without requests. The next request then waits for an engine to start.
     min_replicas: Annotated[int, at_least(0)] = 1
     # Set it above `min_replicas` to let the pool grow.
     max_replicas: Annotated[int, at_least(1)] = 1
-    # Replicas at deployment; the minimum when not given.
+    # Replicas at deployment; `min_replicas` by default.
     initial_replicas: Annotated[int | None, at_least(0), ADVANCED] = None
-    # How long fewer replicas must have been enough before some are stopped. Another start costs more than
-    # some idle minutes.
+    # Seconds for which fewer replicas must have been enough before some are stopped. Another start costs more
+    # than some idle minutes.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 300.0
-    # Share of a replica's measured speed that arrivals may use in the mean. The rest is for bursts while
-    # another engine starts; less of it saves replicas and lengthens the tail of TTFT.
+    # Share of a replica's measured speed that the mean arrivals may use. The rest is headroom for bursts
+    # while another engine starts. A higher share saves replicas and lengthens the tail of TTFT.
     target_utilization_ratio: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.7
-    # A request of the classes above batch that has waited for longer adds a replica, whatever the speeds say.
+    # Queue time of a request above the batch class that adds a replica, regardless of the measured speeds.
     target_wait_s: Annotated[float, POSITIVE, INTERNAL] = 5.0
 
     def __post_init__(self) -> None:
@@ -49,12 +49,11 @@ class AutoscalingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledPool:
-    """A pool, as far as scaling it goes.
+    """The scaling settings of one pool.
 
     Attributes:
-        autoscaling: its bounds; None for a pool that others scale: then nothing bounds what is asked for.
-        replicas: that it has at any time, where it is not scaled at all.
-        gpus: of one replica.
+        autoscaling: its bounds; None for a pool that is not autoscaled here: then its need is not bounded.
+        replicas: its fixed number of replicas, if it is not scaled at all.
     """
 
     autoscaling: AutoscalingSettings | None = None
@@ -63,17 +62,16 @@ class ScaledPool:
 
     @property
     def least(self) -> int:
-        """Replicas that it has in any case."""
+        """Minimum number of replicas."""
         return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSettings:
-    """All pools of a model.
+    """The scaling settings of all pools of a model.
 
     Attributes:
-        pools: by name.
-        gpu_budget: GPUs that they may use together; None is no limit.
+        gpu_budget: GPUs that they may use together; None for no limit.
     """
 
     pools: Mapping[str, ScaledPool] = field(default_factory=dict)

@@ -10,13 +10,13 @@ that engines report:
 with four additions:
 
 - **Warm-up.** b is n / (n + 1) until that reaches beta, with n the weight so far. This is the plain average
-  of the first observations and the cold-start value, so a wrong start is forgotten in a few requests.
-- **Deviation before mean.** |c_obs - c| is taken against the mean before the update. It is then the error of
-  the forecast that was made, which the margin has to cover (as in TCP's round-trip estimate, RFC 6298).
-- **Weight.** A short text says little, and the tokens of the chat template distort it. An observation of
-  fewer than `full_weight_tokens` moves the averages in proportion to its length.
-- **Limits.** An observation further than `_OUTLIER_FACTOR` from the mean counts as one at that distance, such
-  as a prompt of 10,000 blanks, or one that the engine truncated. And c* never falls below
+  of the first observations and the cold-start value, so a few requests correct a wrong start.
+- **Deviation before mean.** |c_obs - c| uses the mean before the update. It is then the error of the forecast
+  that was made, which the margin must cover (as in TCP's round-trip estimate, RFC 6298).
+- **Weight.** A short text is less informative, and the tokens of the chat template distort it. An observation
+  of fewer than `full_weight_tokens` moves the averages in proportion to its length.
+- **Limits.** An observation further than `_OUTLIER_FACTOR` from the mean counts as one at that distance.
+  Examples are a prompt of 10,000 blanks, or one that the engine truncated. c* never falls below
   `floor_bytes_per_token`: tokenizers that work on bytes use at most one token per byte.
 """
 
@@ -32,8 +32,8 @@ from serve_app.request import TextCategory
 _STANDARD_PER_MEAN_ABSOLUTE = 1.2533
 _LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
 
-# Means over three tokenizer families (49 k, 32 k and 131 k entries), rounded down: until something is
-# observed, too many tokens is the safer error. See experiments/estimator.
+# Means over three tokenizer families (49 k, 32 k and 131 k entries), rounded down, because too many tokens is
+# the safer error before the first observation. See experiments/estimator.
 _COLD_START = {
     TextCategory.PROSE: 3.9,
     TextCategory.CODE: 3.2,
@@ -41,11 +41,10 @@ _COLD_START = {
     TextCategory.NUMERIC: 1.15,
     TextCategory.MIXED: 2.3,
 }
-# Least deviation, as a share of the mean: after many similar requests the next one may still be
-# different.
+# Least deviation, as a share of the mean: after many similar requests the next one may still differ.
 _LEAST_DEVIATION_RATIO = 0.03
 # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which requests
-# are refused as too long, so it is wide: an engine refuses what it admits wrongly, by an exact count.
+# are rejected as too long, so it is wide: an engine rejects wrongly admitted ones by an exact count.
 _OPTIMISTIC_FACTOR = 2.5
 # Weight of the cold-start mean, in observations.
 _COLD_WEIGHT = 2.0
@@ -55,23 +54,25 @@ _OUTLIER_FACTOR = 3.0
 
 @settings(block="estimator")
 class EstimatorSettings:
-    """How bytes per token are learned; one set for all categories of a model."""
+    """Learning of bytes per token, for all text categories of a model."""
 
     # Memory of the averages: 0.95 follows a change of traffic within about 60 requests. Higher is steadier
-    # and slower; it gains nothing while traffic stays the same (experiments/estimator).
+    # and slower, without a gain while traffic stays the same (experiments/estimator).
     beta: Annotated[float, INNER_SHARE.hint("0.95 is usual")] = 0.95
     # Margin in mean absolute deviations. Higher sends fewer requests to a pool that is too short for them,
     # and more to the long pool that would have fitted the short one (experiments/estimator has the figures).
     gamma: Annotated[float, NOT_NEGATIVE] = 1.0
-    # Bytes per token before anything is observed, by category of text.
+    # Bytes per token before the first observation, by category of text.
     cold_bytes_per_token: Mapping[TextCategory, float] = field(default_factory=lambda: dict(_COLD_START))
-    # For JSON schemas of tools.
+    # The same for JSON schemas of tools.
     cold_tool_bytes_per_token: Annotated[float, POSITIVE] = 3.5
-    # Deviation before anything is observed, as a share of the cold-start mean: about that between tokenizers.
+    # Deviation before the first observation, as a share of the cold-start mean: about that between
+    # tokenizers.
     cold_deviation_ratio: Annotated[float, NOT_NEGATIVE] = 0.15
-    # Texts of at least so many tokens count in full. Higher is no more accurate, and slower after a change.
+    # Texts of at least this many tokens count in full. Higher is no more accurate, and slower after a change.
     full_weight_tokens: Annotated[int, POSITIVE] = 64
-    # Least bytes per token of the upper estimate. Numbers use little more than one byte per token.
+    # Lower bound of the bytes per token in the upper estimate. Numbers use little more than one byte per
+    # token.
     floor_bytes_per_token: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class BytesPerToken:
     Attributes:
         mean: c, bytes per token.
         deviation: sigma, mean absolute error of the forecast, in bytes per token.
-        weight: observations so far, the cold start included; capped at the end of the warm-up.
+        weight: observations so far, including the cold start; capped at the end of the warm-up.
     """
 
     __slots__ = ("_settings", "deviation", "mean", "weight")
@@ -105,10 +106,10 @@ class BytesPerToken:
 
     @property
     def unbiased(self) -> float:
-        """The divisor whose token counts are right on average.
+        """The divisor that gives unbiased token counts.
 
-        Dividing by the mean ratio gives too few. The mean of 1 / c is larger than 1 / mean(c), to second
-        order by the squared coefficient of variation.
+        The mean ratio gives too few: the mean of 1 / c is larger than 1 / mean(c), to second order by the
+        squared coefficient of variation.
         """
         variation = _STANDARD_PER_MEAN_ABSOLUTE * self.deviation / self.mean
         return self.mean / (1 + variation * variation)
@@ -127,11 +128,11 @@ class BytesPerToken:
         return self.mean * _OPTIMISTIC_FACTOR
 
     def standard_error(self, size_bytes: float) -> float:
-        """Standard deviation of the estimated tokens of a text."""
+        """Return the standard deviation of the estimated tokens of a text."""
         return _STANDARD_PER_MEAN_ABSOLUTE * self.deviation * size_bytes / (self.mean * self.mean)
 
     def observe(self, size_bytes: float, tokens: float) -> None:
-        """Learn from a text of `size_bytes` that had `tokens`; impossible values are ignored."""
+        """Learn from a text of `size_bytes` that had `tokens`. Impossible values are ignored."""
         if size_bytes <= 0 or tokens <= 0:
             return
         settings = self._settings
@@ -139,17 +140,17 @@ class BytesPerToken:
         weight = min(1.0, tokens / settings.full_weight_tokens)
         step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)
-        # Reports that no tokenizer makes must not lead to a state that `restore` refuses.
+        # Counts that no tokenizer produces must not lead to a state that `restore` rejects.
         self.mean = max(_LEAST_MEAN, self.mean + step * (observed - self.mean))
         # Beyond this weight the warm-up is over.
         self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {"mean": self.mean, "deviation": self.deviation, "weight": self.weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         mean = number(state, "mean", at_least=_LEAST_MEAN)
         deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)
         self.mean, self.deviation, self.weight = mean, deviation, weight

@@ -1,12 +1,12 @@
 """The token estimate of a request: prompt, output and token budget, in O(1) and without a tokenizer.
 
     prompt = text_bytes / ratio(category) + tool_bytes / ratio(tools) + template overhead + media
-    budget = prompt (upper estimate) + the most output that it may have
+    budget = prompt (upper estimate) + maximum output
 
 `bytes_per_token`, `overhead` and `output_length` learn the parts from the token counts that engines report.
-One count cannot separate the parts of a prompt. So a part learns from the difference only where it dominates.
-Text, tools and media learn where they are at least half of the prompt, and the template in proportion to how
-little else there is.
+One count cannot separate the parts of a prompt, so a part learns from the difference only where it dominates.
+Text, tools and media learn if they are at least half of the prompt, and the template in inverse proportion to
+the rest.
 
 Source: token-budget pool routing (arXiv 2604.09613). Ours: overhead, tools, lengths learned for requests
 without `max_tokens`, and three numbers for the prompt. Routing uses the upper estimate, KV accounting the
@@ -25,24 +25,24 @@ from serve_app.request import PromptShape, Request, TextCategory, Usage
 _STATE_VERSION = 1
 _OVERHEAD_MARGIN = 2.0  # standard deviations
 _BULK = 0.5
-# The longest of several prompts in one request, as a multiple of their mean; only their sum is known. A
-# request with a longer one is refused by the engine as too long, and then sent to the other pool.
+# Assumed longest of several prompts in one request, as a multiple of their mean; only their sum is known. An
+# engine rejects a request with a longer one as too long, and it is then sent to another pool.
 _LONGEST_OF_SEVERAL = 2.0
 
 
-# Not frozen, which would take three times as long to make.
+# Not frozen, because creation of a frozen one takes three times as long.
 @dataclass(slots=True, kw_only=True)
 class TokenEstimate:
-    """What a request will need, in tokens. Nobody changes one.
+    """The expected needs of a request, in tokens. Immutable by convention.
 
     Attributes:
-        prompt_tokens: upper estimate of the longest prompt in it, compared with a context limit.
-        least_prompt_tokens: lower bound of the longest prompt, for refusing what cannot fit.
+        prompt_tokens: upper estimate of its longest prompt, compared with a context limit.
+        least_prompt_tokens: lower bound of its longest prompt, used to reject what cannot fit.
         expected_prompt_tokens: mean of all prompts together, which is their use of the KV cache.
-        max_output_tokens: the most that *one* choice generates: the client's limit, or a learned quantile.
-        expected_output_tokens: mean of what *all* choices together generate.
-        least_output_tokens: the same where lengths have been learned, and less where they are only assumed;
-            for predictions that must not refuse what could be served.
+        max_output_tokens: maximum output of *one* choice: the client's limit, or a learned quantile.
+        expected_output_tokens: mean output of *all* choices together.
+        least_output_tokens: the same if lengths have been learned, and less if they are assumed; for
+            predictions that must not reject what could be served.
     """
 
     prompt_tokens: int
@@ -54,7 +54,7 @@ class TokenEstimate:
 
     @property
     def budget_tokens(self) -> int:
-        """L_total: the most tokens of one sequence; choices run in parallel and do not add up."""
+        """L_total: maximum tokens of one sequence. Choices run in parallel and do not add up."""
         return self.prompt_tokens + self.max_output_tokens
 
     @property
@@ -78,7 +78,7 @@ class _Parts:
 
 
 class TokenEstimator:
-    """Estimates the requests of one model, and learns from their actual lengths."""
+    """Estimates the requests of one model, and learns from their actual token counts."""
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self.settings = settings
@@ -94,11 +94,11 @@ class TokenEstimator:
         return f"<TokenEstimator {ratios} tools={self._tools.mean:.2f} {self._overhead!r} {self._media!r}>"
 
     def bytes_per_token(self, category: TextCategory) -> float:
-        """Learned mean ratio of a category."""
+        """Return the learned mean ratio of a category."""
         return self._text[category].mean
 
     def estimate(self, request: Request) -> TokenEstimate:
-        """The tokens that the request will need."""
+        """Return the token estimate of a request."""
         expected, high, low = self._prompt(request.shape)
         limit, expected_output, least_output = self._output.estimate(request)
         choices = max(1, request.spec.choices)
@@ -119,7 +119,7 @@ class TokenEstimator:
             self._observe_prompt(shape, usage.prompt_tokens)
 
     def _prompt(self, shape: PromptShape) -> tuple[int, int, int]:
-        """Mean tokens of all prompts, then upper estimate and lower bound of the longest one."""
+        """Return the mean tokens of all prompts, then upper estimate and lower bound of the longest one."""
         prompts = max(1, shape.prompts)
         longest = min(prompts, _LONGEST_OF_SEVERAL) / prompts
         if shape.prompt_tokens is not None:
@@ -161,7 +161,7 @@ class TokenEstimator:
             tools.observe(shape.tool_bytes, tokens - parts.total + parts.tools)
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {
             "version": _STATE_VERSION,
             "text": {category.value: ratio.state() for category, ratio in self._text.items()},
@@ -172,7 +172,7 @@ class TokenEstimator:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         check_version(state, _STATE_VERSION)
         fresh = TokenEstimator(self.settings)
         by_category = section(state, "text")

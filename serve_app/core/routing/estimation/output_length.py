@@ -1,9 +1,9 @@
-"""Output lengths: how long an answer will be, when the client gave no limit or one far above its use.
+"""Output lengths: estimates of answers if the client set no limit or one far above its use.
 
-Two numbers are learned from finished requests. A high quantile replaces a missing `max_tokens` in the token
-budget, and the expected length is what the KV cache is charged with. `LengthCurve` has the estimator.
+Two numbers are learned from completed requests. A high quantile replaces a missing `max_tokens` in the token
+budget, and the expected length is the charge on the KV cache. `LengthCurve` is the estimator.
 
-Curves are kept per tenant and category, and per category. The most specific one with enough answers is used,
+There are curves per tenant and category, and per category. The most specific one with enough answers is used,
 and constants before that.
 """
 
@@ -14,40 +14,40 @@ from typing import NamedTuple
 from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
 from serve_app.request import Request, TextCategory, Usage
 
-# Quantile of the lengths that replaces a missing max_tokens. In a pool that is too short for the answer the
-# engine cuts it off silently, so this is high. For ordinary chat even the 99th percentile is far below a
+# Quantile of the lengths that replaces a missing max_tokens. It is high, because an engine silently cuts off
+# an answer in a pool that is too short for it. For ordinary chat even the 99th percentile is far below a
 # context window.
 QUANTILE = 0.99
-# That replacement, before anything is learned (LMSYS-Chat-1M: p99 502).
+# The same before anything is learned (LMSYS-Chat-1M: p99 502).
 _DEFAULT_MAX_TOKENS = 1024
 # Mean length of an answer before anything is learned (LMSYS-Chat-1M: 177).
 _DEFAULT_MEAN_TOKENS = 256
-# Of that mean, for predictions that must not refuse what could be served.
+# Share of that mean for predictions that must not reject what could be served.
 _ASSUMED_SHARE = 0.4
-# A larger max_tokens counts as none: frameworks send the context window, or a million.
+# A larger max_tokens is ignored: frameworks send the context window, or a million.
 _LARGEST_BELIEVED_MAX_TOKENS = 65_536
-# Answers that must have ended by themselves before the learned lengths are used. At 50, the 99th percentile
+# Answers that must have ended before their limit for learned lengths to be used. At 50, the 99th percentile
 # is about the longest of them.
 _MIN_OBSERVATIONS = 50
 # Answers after which the weight of an old one has fallen to 37 %.
 _MEMORY_OBSERVATIONS = 1000
-# Pairs of tenant and category with a curve of their own, about 5 kB each. The least recently used is dropped
+# Maximum number of curves per tenant and category, about 5 kB each. The least recently used one is dropped
 # first.
 _MAX_TENANTS = 1000
 
 
-# The length curve: the distribution of one kind of answer's length, with cut-off answers taken into account.
+# The length curve: the distribution of one kind of answer's length, corrected for answers that were cut off.
 #
-# An answer that reached its `max_tokens` shows only that it would have been *at least* so long. Ignoring such
-# answers, or taking their lengths at face value, would both teach lengths that are too short. So this is the
+# An answer that reached its `max_tokens` shows only that it would have been *at least* that long. Ignoring
+# such answers, or using their lengths directly, would both bias the lengths down. So this is the
 # product-limit estimate of survival analysis (Kaplan and Meier 1958), on a histogram of quarter octaves:
 #
 #     S(t) = product over the buckets up to t of  1 - ended / at_risk       P(answer longer than t)
 #     quantile q: the first t with S(t) <= 1 - q
 #     expected length under a limit M: the integral of S from 0 to M
 #
-# If all answers of a benchmark run to their limit, S stays at 1 and the expected length is the limit. If
-# chats with `max_tokens: 4096` end after 200 tokens, 200 is expected of the next. Old observations fade.
+# If all answers of a benchmark run to their limit, S remains 1 and the expected length is the limit. If chats
+# with `max_tokens: 4096` end after 200 tokens, the expected length is 200. Old observations decay.
 
 
 _PER_OCTAVE = 4
@@ -59,11 +59,7 @@ _LARGEST_SCALE = 1e12  # before new observations exceed what a float can add up
 
 
 class LengthCurve:
-    """The learned distribution of one kind of answer's length.
-
-    Attributes:
-        ended: answers so far that ended by themselves; it does not fade.
-    """
+    """The learned distribution of one kind of answer's length. `ended` counts without decay."""
 
     __slots__ = (
         "_cut",
@@ -88,11 +84,11 @@ class LengthCurve:
 
     @property
     def is_learned(self) -> bool:
-        """True once enough answers have ended to use the curve."""
+        """True if enough answers have ended to use the curve."""
         return self.ended >= _MIN_OBSERVATIONS
 
     def observe(self, bucket: int, *, was_cut: bool) -> None:
-        """Learn that an answer ended after so many tokens (`bucket_of`), or was cut off there."""
+        """Learn that an answer ended in a bucket of lengths (`bucket_of`), or was cut off there."""
         if was_cut:
             self._cut[bucket] += self._scale
         else:
@@ -104,12 +100,12 @@ class LengthCurve:
             self._rescale()
 
     def quantile(self) -> int:
-        """The `QUANTILE` of the length, rounded up to a bucket's edge."""
+        """Return the `QUANTILE` of the length, rounded up to a bucket's edge."""
         self._refresh()
         return self._quantile
 
     def expected(self, limit: float) -> float:
-        """Mean length of an answer that is cut off at `limit` tokens."""
+        """Return the mean length of an answer that is cut off at `limit` tokens."""
         self._refresh()
         index = bucket_of(limit)
         lower = _EDGES[index - 1] if index else 0.0
@@ -133,7 +129,7 @@ class LengthCurve:
             if ended:
                 before = survival
                 survival *= 1 - ended / max(at_risk, ended)  # rounding
-                # Inside a bucket answers end at its middle, on average.
+                # Within a bucket answers end at its middle, on average.
                 middle = (before + survival) / 2
             at_risk -= ended + cut
             area += middle * width
@@ -145,7 +141,7 @@ class LengthCurve:
         self._quantile = self._bound(quantile)
 
     def _bound(self, quantile: float) -> int:
-        """The quantile; where too many answers were cut off, the longest so far or a longer default."""
+        """Return the quantile. If too many answers were cut off, the longest so far or a longer default."""
         if not quantile:
             longest = max((i for i in range(_BUCKETS) if self._ended[i] or self._cut[i]), default=0)
             quantile = max(_EDGES[longest], _DEFAULT_MAX_TOKENS)
@@ -157,7 +153,7 @@ class LengthCurve:
         self._scale = 1.0
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`), without empty buckets."""
+        """Return everything learned (see `snapshot`), without empty buckets."""
         return {
             "seen": self.ended,
             "scale": self._scale,
@@ -166,7 +162,7 @@ class LengthCurve:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         seen, scale = int(number(state, "seen", at_least=0)), number(state, "scale", at_least=1)
         ended, cut = _weights(section(state, "ended")), _weights(section(state, "cut"))
         self.ended, self._scale, self._ended, self._cut = seen, scale, ended, cut
@@ -195,9 +191,9 @@ class OutputEstimate(NamedTuple):
     """The length of one choice, in tokens.
 
     Attributes:
-        limit: the most: the client's limit if it is believed, or else the quantile.
-        expected: the mean of an answer that is cut off there.
-        least: a lower estimate of that; the same where lengths have been learned.
+        limit: its maximum: the client's limit if it is plausible, else the quantile.
+        expected: mean of an answer that is cut off there.
+        least: a lower estimate of the mean; the same if lengths have been learned.
     """
 
     limit: int
@@ -206,7 +202,7 @@ class OutputEstimate(NamedTuple):
 
 
 class OutputLengthEstimator:
-    """The output lengths of one model, by tenant and category."""
+    """Estimates the output lengths of one model, by tenant and category."""
 
     def __init__(self) -> None:
         self._categories: dict[TextCategory, LengthCurve] = {}
@@ -217,7 +213,7 @@ class OutputLengthEstimator:
         return f"<OutputLengthEstimator of {len(self._tenants)} tenants, {len(self._categories)} categories>"
 
     def estimate(self, request: Request) -> OutputEstimate:
-        """How long one choice will be."""
+        """Return the estimated length of one choice."""
         curve, limit = self._curve(request), self._believed(request)
         if curve is None:
             limit = _DEFAULT_MAX_TOKENS if limit is None else limit
@@ -229,7 +225,7 @@ class OutputLengthEstimator:
         return OutputEstimate(limit, expected, expected)
 
     def observe(self, request: Request, usage: Usage) -> None:
-        """Learn from one finished request; its choices count as one answer of mean length."""
+        """Learn from one completed request. Its choices count as one answer of mean length."""
         stated = self._believed(request)
         if usage.output_tokens <= 0 or stated == 0:
             return
@@ -262,7 +258,7 @@ class OutputLengthEstimator:
         return curve if curve is not None and curve.is_learned else None
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {
             "categories": {category.value: curve.state() for category, curve in self._categories.items()},
             "tenants": [
@@ -272,7 +268,7 @@ class OutputLengthEstimator:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         by_category = section(state, "categories")
         categories = {TextCategory(name): self._restored(section(by_category, name)) for name in by_category}
         tenants = {}

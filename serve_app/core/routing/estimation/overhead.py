@@ -1,21 +1,21 @@
-"""The tokens of a prompt beyond its text: chat template and media.
+"""Tokens of a prompt in addition to its text: chat template and media.
 
-The chat template adds tokens to every message (role, separators) and to every request (the opening of the
+The chat template adds tokens to every message (role, separators) and to every request (the start of the
 answer, perhaps a default system prompt). Both are constants of the model, and are learned:
 
     tokens beyond the text = per_request + per_message * messages
 
-The estimator is a Kalman filter of these two unknowns. An observation is the prompt's real length less the
-estimated text, and its noise is the error of that estimate. So short prompts teach almost everything and long
-ones almost nothing. Where all chats have one message, the filter learns only the sum of the two, which is
-what such chats need.
+The estimator is a Kalman filter of these two unknowns. An observation is the prompt's actual length minus the
+estimated text, and its noise is the error of that estimate. Short prompts are therefore very informative, and
+long ones hardly. If all chats have one message, the filter learns only the sum of the two, which is
+sufficient for such chats.
 
-Images, sounds and files are seen only as items, since their bytes say nothing about their tokens. These are
-576 for any image with one model, and grow with its size up to 16,000 with another. Their mean is learned from
+Images, sounds and files are counted as items, because their bytes do not determine their tokens. An image has
+576 tokens with one model, and up to 16,000, growing with its size, with another. The mean is learned from
 prompts that are mostly media.
 
-Outliers: a difference beyond four standard deviations counts only up to there, and increases the variances.
-So one odd report moves little, and a template that really differs is followed within a few reports.
+Outliers: a difference above four standard deviations is clipped there, and increases the variances. So one
+odd report has little effect, and a template that really differs is learned within a few reports.
 """
 
 import math
@@ -25,14 +25,15 @@ from serve_app.core.routing.snapshot import Snapshot, number
 _OUTLIER = 4.0  # standard deviations
 _INFLATION = 4.0  # factor on the variances after an outlier
 _ROUNDING_VARIANCE = 1.0  # tokens^2: text and template may share a token
-# Variance added per observation, so that the filter never stops learning (a new template after an update).
+# Variance added per observation, so that the filter continues to learn (for example a new template after an
+# update).
 _REQUEST_DRIFT = 0.01
 _MESSAGE_DRIFT = 0.0005
 # Memory of the mean of media items, as that of bytes per token.
 _MEDIA_STEP = 0.05
 _MEDIA_COLD_WEIGHT = 1.0
 _MEDIA_OUTLIER = 20.0  # a page of documents after many thumbnails
-# Templates that bring a default system prompt add 20 to 40 tokens, others about 4.
+# Templates with a default system prompt add 20 to 40 tokens, others about 4.
 _REQUEST_TOKENS = 16.0
 # <|im_start|>, role, line end, <|im_end|>, line end.
 _MESSAGE_TOKENS = 5.0
@@ -40,17 +41,12 @@ _MESSAGE_TOKENS = 5.0
 _REQUEST_DEVIATION_TOKENS, _MESSAGE_DEVIATION_TOKENS = 16.0, 2.0
 # A prompt without messages: the begin-of-text token, whether or not the tokenizer adds one.
 _PLAIN_TOKENS = 1.0
-# An image or audio clip, until some have been observed: LLaVA 576, Qwen-VL up to 16 k.
+# An image or audio clip before the first observation: LLaVA 576, Qwen-VL up to 16 k.
 _MEDIA_ITEM_TOKENS = 1024.0
 
 
 class TemplateOverhead:
-    """The learned overhead of one model's chat template.
-
-    Attributes:
-        per_request: tokens added once.
-        per_message: tokens added for each message.
-    """
+    """The learned overhead of one model's chat template, in tokens."""
 
     __slots__ = ("_covariance", "_message_variance", "_request_variance", "per_message", "per_request")
 
@@ -65,17 +61,17 @@ class TemplateOverhead:
         return f"<TemplateOverhead {self.per_request:.1f} + {self.per_message:.1f} per message>"
 
     def tokens(self, messages: int) -> float:
-        """Mean overhead of a prompt with so many messages; 0 messages mean a plain completion."""
+        """Return the mean overhead of a prompt with `messages` messages; 0 means a plain completion."""
         if messages <= 0:
             return _PLAIN_TOKENS
         return max(0.0, self.per_request + self.per_message * messages)
 
     def deviation(self, messages: int) -> float:
-        """Standard deviation of `tokens(messages)`."""
+        """Return the standard deviation of `tokens(messages)`."""
         return math.sqrt(self._variance(messages)) if messages > 0 else 0.0
 
     def observe(self, messages: int, tokens: float, deviation: float) -> None:
-        """Learn that a chat of `messages` took `tokens` beyond its text, known to within `deviation`."""
+        """Learn that a chat of `messages` had `tokens` beyond its text, with an error of `deviation`."""
         if messages <= 0 or not math.isfinite(tokens):
             return
         variance = self._variance(messages) + deviation * deviation + _ROUNDING_VARIANCE
@@ -104,7 +100,7 @@ class TemplateOverhead:
         self._scale_variances(1.0)
 
     def _scale_variances(self, factor: float) -> None:
-        """Multiply the variances, and keep them between the drift and their initial values."""
+        """Multiply the variances, and clip them between the drift and their initial values."""
         first, second = _REQUEST_DEVIATION_TOKENS**2, _MESSAGE_DEVIATION_TOKENS**2
         self._request_variance = min(max(self._request_variance * factor, _REQUEST_DRIFT), first)
         self._message_variance = min(max(self._message_variance * factor, _MESSAGE_DRIFT), second)
@@ -113,7 +109,7 @@ class TemplateOverhead:
         self._covariance = min(max(self._covariance * factor, -bound), bound)
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {
             "per_request": self.per_request,
             "per_message": self.per_message,
@@ -123,7 +119,7 @@ class TemplateOverhead:
         }
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         per_request, per_message = number(state, "per_request"), number(state, "per_message")
         request_variance = number(state, "request_variance", at_least=0)
         message_variance = number(state, "message_variance", at_least=0)
@@ -153,7 +149,7 @@ class MediaTokens:
         return f"<MediaTokens {self.mean:.0f} +- {self.deviation:.0f}>"
 
     def observe(self, items: int, tokens: float) -> None:
-        """Learn that so many items had `tokens`, without the rest of their prompt."""
+        """Learn that `items` items had `tokens`, without the rest of their prompt."""
         if items <= 0 or not math.isfinite(tokens):
             return
         observed = min(max(0.0, tokens / items), max(1.0, self.mean) * _MEDIA_OUTLIER)
@@ -163,11 +159,11 @@ class MediaTokens:
         self._weight = min(self._weight + 1, 1 / _MEDIA_STEP)
 
     def state(self) -> dict[str, object]:
-        """Everything learned (see `snapshot`)."""
+        """Return everything learned (see `snapshot`)."""
         return {"mean": self.mean, "deviation": self.deviation, "weight": self._weight}
 
     def restore(self, state: Snapshot) -> None:
-        """Restore what `state` returned (see `snapshot`)."""
+        """Restore a result of `state` (see `snapshot`)."""
         mean, deviation = number(state, "mean", at_least=0), number(state, "deviation", at_least=0)
         weight = number(state, "weight", at_least=0)
         self.mean, self.deviation, self._weight = mean, deviation, weight

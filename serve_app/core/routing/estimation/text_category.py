@@ -1,20 +1,20 @@
-"""The text category of a prompt, from counts of bytes alone, without a tokenizer.
+"""The text category of a prompt, from byte counts alone, without a tokenizer.
 
-Tokenizers need about one token per 4 bytes of English, and one for little more than 1 byte of digits or
-base64. The categories are those between which this ratio differs most. The thresholds keep its variation
-inside a category small, with three tokenizer families (experiments/estimator).
+Tokenizers need about one token per 4 bytes of English, but one per little more than 1 byte of digits or
+base64. The categories are those between which this ratio differs most. The thresholds minimise its variation
+within a category, with three tokenizer families (experiments/estimator).
 
 Theory of operation. Passes at C speed (`bytes.translate` with deletions) count letters, blanks, digits,
-capitals and code signs. Each pass works on what the one before has left, so all together cost little more
-than the first. Texts longer than `_SAMPLE_BYTES` are classified by evenly spread slices, which bounds the
-cost for any length.
+capitals and code signs. Each pass processes only what the previous one has left, so all together cost little
+more than the first. Texts longer than `_SAMPLE_BYTES` are classified by evenly spread slices, which bounds
+the cost for any length.
 
 - CJK is text whose bytes are mostly not ASCII: Chinese, Japanese and Korean, but also Cyrillic, Arabic, Greek
   or Thai, whose ratios are closer to CJK's than to those of any other category.
 - NUMERIC is digits (arrays, tables, logs) and encoded bytes (base64, hex, lists of uuids).
 - MIXED is between the others: prose with many figures or a CJK part, accented European languages (1.5 times
   the tokens of English), minified code, capitals.
-- CODE is ASCII with many brackets and operators, JSON and markup included. PROSE is the rest.
+- CODE is ASCII with many brackets and operators, including JSON and markup. PROSE is the rest.
 """
 
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ _CODE_SHARE = 0.05
 
 
 def classify(text: str | bytes) -> TextCategory:
-    """The category of a text; PROSE when it is empty. Costs at most as much as for 8 KiB of UTF-8.
+    """Return the category of a text; PROSE if it is empty. Costs at most as much as 8 KiB of UTF-8.
 
     Args:
-        text: in UTF-8; or as it is, which is as cheap for ASCII and costs its encoding for all others.
+        text: UTF-8 bytes, or a string, which is as cheap for ASCII and costs its encoding otherwise.
     """
     if isinstance(text, str):
         if len(text) > _SAMPLE_BYTES and text.isascii():
@@ -62,7 +62,7 @@ def classify(text: str | bytes) -> TextCategory:
 
 
 def _evenly_spread(text: AnyStr) -> AnyStr:
-    """Slices of a long text, the first at its start, the last at its end; they may split characters."""
+    """Return slices of a long text, including its start and its end. They may split characters."""
     span = len(text) - _SLICE_BYTES
     starts = [span * index // (_SLICES - 1) for index in range(_SLICES)]
     return text[:0].join([text[start : start + _SLICE_BYTES] for start in starts])
@@ -88,7 +88,7 @@ def _category(sample: bytes) -> TextCategory:
 
 
 def _count_non_ascii(sample: bytes) -> tuple[int, int]:
-    """Bytes outside ASCII, and characters of two bytes (accented Latin, Greek, Cyrillic, Hebrew, Arabic)."""
+    """Count non-ASCII bytes, and two-byte characters (accented Latin, Greek, Cyrillic, Hebrew, Arabic)."""
     if sample.isascii():
         return 0, 0
     return len(sample.translate(None, _ASCII)), len(sample.translate(None, _NOT_TWO_BYTE_LEAD))
