@@ -1,12 +1,10 @@
-"""Engines: what answers the OpenAI API behind one pool replica.
+"""Inference engines: OpenAI-compatible servers, each hosted by one pool replica.
 
-Read `engine` first: an engine is an ASGI app with a life cycle, limits and a load. Then the engine you need:
+Read `engine` first: an engine is an ASGI app with a life cycle, limits and a load.
 
-- `emulated`: continuous batching without a GPU, over the pure `serve_app.engines.model`;
+- `emulated`: continuous batching without a GPU, on top of the pure `model`.
 - `vllm`: vLLM's own server in this process.
-
-Servers that run elsewhere are no engines of ours: `serving.remote` watches them.
-
-They share `asgi` (reading and answering HTTP), `adapters` (what servers tell of themselves) and
-`orphan_guard` (no engine process outlives its parent).
+- `adapters`: the metrics and limits that external servers expose; `serving.remote` watches those servers.
+- `hang_watch`: detection of engines that make no progress.
+- `orphan_guard`: cleanup of engine processes whose parent has died.
 """

@@ -1,4 +1,4 @@
-"""The interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load."""
+"""Interface of an engine: an OpenAI-compatible ASGI app with a life cycle, limits and a load."""
 
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -13,16 +13,17 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The capacity of an engine.
+    """Capacity of an engine.
 
     Attributes:
         max_model_len: context limit, prompt and output together, in tokens.
         kv_tokens: capacity of the KV cache, in tokens.
-        max_num_seqs: most sequences in its batch.
-        tpot_s: time per output token with a full batch, where that is known before anything is served.
-        prefill_token_s: seconds to compute one prompt token, likewise.
-        max_num_batched_tokens: most tokens that it computes in one iteration; None where it does not say.
-        long_prefill_token_threshold: most of one prompt in an iteration, 0 for no limit; likewise.
+        max_num_seqs: maximum number of sequences in a batch.
+        tpot_s: time per output token with a full batch; None if unknown before requests were served.
+        prefill_token_s: seconds to compute one prompt token; None as for `tpot_s`.
+        max_num_batched_tokens: maximum tokens per iteration; None if not reported.
+        long_prefill_token_threshold: maximum tokens of one prompt per iteration, 0 for no limit; None if not
+            reported.
     """
 
     max_model_len: int
@@ -36,14 +37,14 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The present load of an engine.
+    """Current load of an engine.
 
     Attributes:
-        waiting: requests in the engine's own queue.
-        running: sequences in its batch.
+        waiting: requests in the engine's internal queue.
+        running: sequences in the batch.
         kv_usage_ratio: share of KV blocks in use, 0 to 1.
-        tpot_s: mean time per output token over about the last two seconds; None when nothing was generated.
-        adapters: names of the LoRA adapters that it lists.
+        tpot_s: mean time per output token over about the last two seconds; None if no tokens were generated.
+        adapters: names of the loaded LoRA adapters.
     """
 
     waiting: int
@@ -54,61 +55,61 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """One engine, hosted by one pool replica.
+    """An engine hosted by one pool replica.
 
-    `start` is awaited once before anything else and returns the limits; `app` serves requests after that, and
-    is given HTTP scopes only. `load` is cheap: it is called about five times a second. `check_health` raises
-    `EngineError` when the engine cannot serve. `stop` frees everything, after the last request has ended.
+    `start` is awaited once, before any other call. Afterwards `app` serves requests; it receives HTTP scopes
+    only. `load` must be cheap because the replica calls it about five times per second. `stop` is called
+    after the last request has ended.
     """
 
     async def start(self) -> EngineLimits:
-        """Bring the engine up; seconds to minutes."""
+        """Start the engine and return its limits. Takes seconds to minutes."""
         ...
 
     @property
     def app(self) -> ASGIApp:
-        """The OpenAI-compatible ASGI app, once started."""
+        """The OpenAI-compatible ASGI app. Available after `start`."""
         ...
 
     async def load(self) -> EngineLoad:
-        """The present load."""
+        """Return the current load."""
         ...
 
     async def check_health(self) -> None:
-        """Return when the engine can serve; raise `EngineError` when it cannot."""
+        """Raise `EngineError` if the engine cannot serve requests."""
         ...
 
     async def stop(self) -> None:
-        """Free everything."""
+        """Release all resources."""
         ...
 
 
 class EngineSettings(Protocol):
-    """Settings of an engine that a pool replica hosts; each kind of engine has a class of them."""
+    """Settings of an engine that a pool replica hosts. Each kind of engine has a class that implements it."""
 
     def check(self) -> None:
-        """Raise `SettingsError` where the engine is installed here and refuses these settings."""
+        """Raise `SettingsError` if the engine is installed on this machine and rejects the settings."""
         ...
 
     def make(self) -> Engine:
-        """Return the engine, not started yet."""
+        """Return a new engine that has not been started."""
         ...
 
 
-# Reading requests and sending responses in ASGI, for the engines' apps and the guard in front of them.
+# -- ASGI helpers for the engines' apps and for the replica's guard in front of them -----------------------
 
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 def require_http(scope: Scope) -> None:
-    """Raise unless the scope is HTTP: the replica's server sends neither lifespan events nor websockets."""
+    """Raise unless the scope is HTTP. The replica's server sends neither lifespan events nor websockets."""
     if scope["type"] != "http":
         raise RuntimeError(f"an engine serves HTTP only, got {scope['type']}")
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """The whole body, whose size the gateway has checked; None when the client leaves before its end."""
+    """Return the whole body, or None if the client disconnects first. The gateway has checked its size."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -120,7 +121,7 @@ async def read_body(receive: Receive) -> bytes | None:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected, or the response has ended."""
+    """Wait until the client has disconnected or the response has ended."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -132,7 +133,7 @@ async def send_response(
     content_type: bytes = b"application/json",
     more_headers: Headers = (),
 ) -> None:
-    """Send a whole response."""
+    """Send a complete response."""
     headers = [
         (b"content-type", content_type),
         (b"content-length", b"%d" % len(body)),

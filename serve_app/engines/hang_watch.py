@@ -1,17 +1,17 @@
-"""Whether an engine that has requests still computes.
+"""Hang detection for engines that have requests but compute nothing.
 
-A process that hangs, or that was stopped, is alive: it answers no request and fails no check. Its front end
-is a process of its own, and goes on stating the load of the last step.
+A hung or stopped process (SIGSTOP) is still alive, so it fails no liveness check. Its frontend is a separate
+process and continues to report the load of the last step.
 """
 
 from collections.abc import Hashable
 
-# Time that nobody looked at the engine counts as no more than this: its observer was busy or stopped itself.
+# Limit on the time that one check adds: after a longer gap, the observer itself was busy or suspended.
 _LONGEST_GAP_S = 5.0
 
 
 class HangWatch:
-    """Adds up for how long an engine has had requests without a sign of progress."""
+    """Stopwatch for the time that an engine has had requests without making progress."""
 
     def __init__(self) -> None:
         self._progress: Hashable = None
@@ -22,11 +22,12 @@ class HangWatch:
         return f"<HangWatch stalled_s={self._stalled_s:.1f}>"
 
     def note(self, progress: Hashable, *, busy: bool, now: float) -> float:
-        """Look at the engine, a few times a second, and return for how many seconds it has stalled.
+        """Record the state of the engine and return for how many seconds it has stalled.
+
+        Call this a few times per second.
 
         Args:
-            progress: anything that changes with each step of the engine.
-            busy: whether it has requests.
+            progress: a value that changes with each step of the engine.
         """
         if busy and progress == self._progress:
             self._stalled_s += min(now - self._looked_at, _LONGEST_GAP_S)

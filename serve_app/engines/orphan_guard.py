@@ -1,9 +1,8 @@
-"""A guard process that kills an engine's processes when their parent has died.
+"""Guard process that kills an engine's processes after their parent has died.
 
-An engine of several processes relies on its parent to end it. A parent that gets SIGKILL (out of memory, a
-lost node daemon, an operator) cannot do that, and an unreachable engine keeps gigabytes, or a GPU. The guard
-is a small process that reads from a pipe. The kernel closes the pipe when the parent dies, however it dies,
-and the guard then kills the processes that it was told of.
+A parent that receives SIGKILL (out of memory, a lost node daemon, an operator) cannot stop the processes of
+its engine, which then hold gigabytes of memory or a GPU. The guard is a small process that reads from a pipe.
+The kernel closes the pipe however the parent dies, and the guard then kills the registered processes.
 """
 
 import asyncio
@@ -12,20 +11,17 @@ import multiprocessing
 import subprocess
 from collections.abc import AsyncIterator
 
-# Interval between looks for new children.
+# Interval between checks for new child processes.
 _POLL_S = 0.2
-# Reads process ids, one a line, until the pipe is closed.
+# Reads process ids, one per line, until the pipe is closed.
 _SCRIPT = 'pids=; while read -r pid; do pids="$pids $pid"; done; [ -z "$pids" ] || kill -KILL $pids'
 
 
 class OrphanGuard:
-    """Kills the protected processes as soon as this process has died.
+    """Guard that kills the protected processes as soon as this process has died.
 
-    No child of this process may inherit the pipe. That holds for children that are started with `subprocess`
-    or by multiprocessing's `spawn`, not for plain forks.
-
-    Attributes:
-        protected: ids of the processes.
+    No child of this process may inherit the pipe. Children started by `subprocess` or by multiprocessing's
+    `spawn` do not inherit it. Plain forks would.
     """
 
     def __init__(self) -> None:
@@ -33,8 +29,8 @@ class OrphanGuard:
         self._shell: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the guard, before the processes that it protects."""
-        # A session of its own: a Ctrl-C on the terminal must not end the guard before its parent.
+        """Start the guard. Call this before starting the processes to protect."""
+        # In a new session, because a Ctrl-C on the terminal must not end the guard before its parent.
         self._shell = subprocess.Popen(  # noqa: S603 - a fixed script that reads numbers
             ["/bin/sh", "-c", _SCRIPT],
             stdin=subprocess.PIPE,
@@ -44,7 +40,7 @@ class OrphanGuard:
         )
 
     def protect(self, pid: int) -> None:
-        """Kill `pid` when this process dies; the guard must have been started."""
+        """Kill `pid` when this process dies. Requires `start`."""
         assert self._shell is not None, "protect() before start()"
         assert self._shell.stdin is not None
         self.protected.add(pid)
@@ -53,10 +49,9 @@ class OrphanGuard:
 
     @contextlib.asynccontextmanager
     async def guarding_new_children(self) -> AsyncIterator[None]:
-        """Start the guard, and protect every multiprocessing child that starts within the block.
+        """Start the guard and protect every multiprocessing child that starts within the block.
 
-        A child is protected within a fraction of a second, not only when the block ends, which may take
-        minutes.
+        Children are detected every 0.2 s, not only at the end of the block, which may take minutes.
         """
         known = {child.pid for child in multiprocessing.active_children()}
 
@@ -80,7 +75,7 @@ class OrphanGuard:
             polling.cancel()
 
     def release(self) -> None:
-        """End the guard: the processes have ended, and others may get their ids."""
+        """Stop the guard. Required once the processes have ended, because the kernel may reuse their ids."""
         shell, self._shell = self._shell, None
         if shell is None:
             return

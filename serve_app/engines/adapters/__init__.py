@@ -1,10 +1,11 @@
-"""Adapters to servers of language models: which one it is, what it serves, its limits, its load.
+"""Adapters for external LLM servers: identification, model list, limits and load.
 
-Read `server` first: the description of a server, its control pages, and the reading of its load. `identify`
-chooses the adapter. There is one module per kind, and `others` for those with little to tell. `samples` finds
-single samples in a page of metrics without parsing the rest, since it is read five times a second.
+Read `server` first: it describes a server and its control pages. `identify` chooses the adapter. There is one
+module per server; `others` has those that expose few metrics. `refusals` parses errors about too long
+requests. `samples` extracts single samples from a metrics page without parsing the rest, because the page is
+scraped five times per second.
 
-Nothing here opens a connection: the watcher of a server passes a function that gets a page.
+No adapter opens a connection: the watcher of a server passes a function that fetches a page.
 """
 
 from serve_app.engines.adapters.identify import identify

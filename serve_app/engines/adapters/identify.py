@@ -1,7 +1,7 @@
 """Identification of the server at an address.
 
-Most servers name themselves as the owner in their list of models. Those that do not are told apart by the
-names of their metrics, and where these are switched off by a page that no other server has.
+Most servers name themselves as the owner in their model list. The others are identified by the names of their
+metrics or, if metrics are disabled, by a page that only this server has.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,13 +28,13 @@ _BY_OWNER: dict[str, _Describe] = {
 
 
 async def identify(get: Get) -> EngineServer:
-    """Describe the server that answers: its models, its limits, and the reader of its load.
+    """Identify the server and return its models, limits and load reader.
 
     Args:
-        get: gets a control page, with the server's key where it needs one.
+        get: fetches a control page, with the server's API key if it requires one.
 
     Raises:
-        EngineError: nothing answers, the key is refused, or it has no list of models.
+        EngineError: the server does not answer, rejects the key, or has no model list.
     """
     pages = ControlPages(get)
     entries = await pages.raw_models()
@@ -47,7 +47,7 @@ async def identify(get: Get) -> EngineServer:
             return await describe(pages)
     if others.OLLAMA_OWNER in owners and await others.is_ollama(pages):
         return await others.describe_ollama(pages)
-    # TGI names the model as its owner.
+    # TGI reports the model name as its owner.
     if owners == {str(entry["id"]) for entry in entries} and await others.is_tgi(pages):
         return await others.describe_tgi(pages)
     return await others.describe_unknown(pages)

@@ -1,7 +1,7 @@
-"""The server of llama.cpp, by its metrics where `--metrics` is given, otherwise by its slots.
+"""Adapter for llama.cpp: reads `/metrics` if the server runs with `--metrics`, otherwise `/slots`.
 
-A slot holds one request, so the slots are its batch. Whether their contexts share one cache it does not tell,
-so the size of its KV cache stays unknown, and the number of slots is the limit.
+Each slot holds one request, so the number of slots is the batch size. The server does not expose whether
+slots share one cache, so the size of the KV cache remains unknown and the number of slots is the limit.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ _BUSY, _FREE = b'"is_processing":true', b'"is_processing":false'
 
 
 def read_metrics(page: bytes) -> EngineReading:
-    """Read the page of `/metrics`.
+    """Parse `/metrics`.
 
     Raises:
-        EngineError: it has no gauges of llama.cpp.
+        EngineError: the page has no llama.cpp gauges.
     """
     running, waiting = count(page, RUNNING), count(page, b"llamacpp:requests_deferred")
     if running is None or waiting is None:
@@ -36,7 +36,7 @@ def read_metrics(page: bytes) -> EngineReading:
     return EngineReading(
         waiting=waiting,
         running=running,
-        # Until 2025 only.
+        # Removed from llama.cpp in 2025.
         kv_usage_ratio=mean(page, b"llamacpp:kv_cache_usage_ratio"),
         token_gaps=count(page, b"llamacpp:tokens_predicted_total") or 0,
         token_gaps_s=total(page, b"llamacpp:tokens_predicted_seconds_total") or 0.0,
@@ -44,10 +44,10 @@ def read_metrics(page: bytes) -> EngineReading:
 
 
 def read_slots(page: bytes) -> EngineReading:
-    """Read the page of `/slots`, which tells what runs and not what waits.
+    """Parse `/slots`, which reports running but not waiting requests.
 
     Raises:
-        EngineError: it is no list of slots.
+        EngineError: the page is not a list of slots.
     """
     running = page.count(_BUSY)
     slots = running + page.count(_FREE)
@@ -57,7 +57,7 @@ def read_slots(page: bytes) -> EngineReading:
 
 
 async def describe(pages: ControlPages) -> EngineServer:
-    """What the server tells of itself."""
+    """Return the server's description of itself."""
     props = await pages.json("/props")
     path, reader = await _load_page(pages)
     reading = reader(await pages.text(path)) if path else EngineReading()
@@ -85,7 +85,7 @@ async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes],
 
 
 async def _context(pages: ControlPages) -> int | None:
-    """The context of one slot."""
+    """Return the context limit of one slot in tokens."""
     settings = (await pages.json("/props")).get("default_generation_settings")
     stated = whole(settings.get("n_ctx")) if isinstance(settings, dict) else None
     if stated is not None:

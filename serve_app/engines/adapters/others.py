@@ -1,4 +1,4 @@
-"""Servers with little to tell: Hugging Face's TGI, Ollama, and any other that answers the OpenAI API."""
+"""Adapters for servers that expose few metrics: TGI, Ollama and unknown OpenAI-compatible servers."""
 
 from serve_app.engines.adapters.samples import count, total
 from serve_app.engines.adapters.server import (
@@ -18,27 +18,27 @@ _OLLAMA_VERSION = "/api/version"
 
 
 def read_tgi(page: bytes) -> EngineReading:
-    """Read the page of TGI's `/metrics`; its gauges appear with the first request, so none means idle."""
+    """Parse TGI's `/metrics`. Its gauges appear with the first request, so a missing gauge means idle."""
     return EngineReading(
         waiting=count(page, b"tgi_queue_size") or 0,
         running=count(page, b"tgi_batch_current_size") or 0,
-        # Counted once a request.
+        # TGI observes this histogram once per request.
         token_gaps=count(page, _TGI_GAPS + b"_count") or 0,
         token_gaps_s=total(page, _TGI_GAPS + b"_sum") or 0.0,
     )
 
 
 async def is_tgi(pages: ControlPages) -> bool:
-    """Return whether `/info` is that of TGI, which may have no metrics yet."""
+    """Return whether `/info` has TGI's fields. TGI may have no metrics yet."""
     return {"model_pipeline_tag", "max_total_tokens", "docker_label"} <= (await pages.json("/info")).keys()
 
 
 async def describe_tgi(pages: ControlPages) -> EngineServer:
-    """Describe a TGI server. Its list of models has no context limit; `/info` states that of one request."""
+    """Describe a TGI server. The context limit is that of `/info`, since its model list has none."""
     info = await pages.json("/info")
     limits = StatedLimits(
         max_model_len=whole(info.get("max_total_tokens")),
-        # Stated before 3.0. The most requests of `/info` is a limit on connections, not on the batch.
+        # Reported before 3.0 only. `max_concurrent_requests` of `/info` limits connections, not the batch.
         kv_tokens=whole(info.get("max_batch_total_tokens")),
         max_num_seqs=whole(info.get("max_batch_size")),
     )
@@ -56,14 +56,14 @@ async def describe_tgi(pages: ControlPages) -> EngineServer:
 
 
 async def is_ollama(pages: ControlPages) -> bool:
-    """Return whether it has Ollama's own API; others may name the owner of a model as it does."""
+    """Return whether the server has Ollama's API. Other servers may report the same model owner."""
     return await pages.stated(_OLLAMA_VERSION, "version") is not None
 
 
 async def describe_ollama(pages: ControlPages) -> EngineServer:
-    """Describe an Ollama server by its version, models and contexts in memory; it has no metrics.
+    """Describe an Ollama server by its version, models and loaded contexts. Ollama has no metrics.
 
-    A longer prompt is not refused but cut to the context, as Ollama does for every client.
+    Ollama truncates prompts that exceed the context instead of rejecting them.
     """
     loaded = (await pages.json("/api/ps")).get("models")
     stated = [
@@ -83,9 +83,9 @@ async def describe_ollama(pages: ControlPages) -> EngineServer:
 
 
 async def describe_unknown(pages: ControlPages) -> EngineServer:
-    """Describe a server by its list of models alone."""
+    """Describe a server by its model list only."""
     listings = await pages.models()
-    # Some servers list a context limit as vLLM does.
+    # Some servers list a context limit like vLLM does.
     limits = StatedLimits(max_model_len=listed_context(listings))
     return EngineServer(
         kind="OpenAI-compatible",

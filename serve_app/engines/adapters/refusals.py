@@ -1,16 +1,17 @@
-"""How engines word that a request is too long for their context, and the limit that their words state.
+"""Parsing of engine errors that reject a request as too long, and of the context limit in their text.
 
-| engine | words |
+| engine | error text |
 |---|---|
 | vLLM | `maximum context length is N tokens`, `maximum model length of N`, `max_model_len=N` |
 | SGLang | `longer than the model's context length (N tokens)`, `maximum context length of N tokens` |
-| llama.cpp | `exceeds the available context size (N tokens)`; earlier N is in a field `n_ctx` only |
+| llama.cpp | `exceeds the available context size (N tokens)`; older releases: N in the field `n_ctx` only |
 | llama-cpp-python | `exceed context window of N` |
 | TGI | `inputs must have less than N tokens`, `max_new_tokens must be <= N` |
 | TensorRT-LLM | `not exceed max_num_tokens (N)`, `max_seq_len (N)`, `exceeds maximum input length (N)` |
-| Ollama | `the input length exceeds the context length`: it does not say which, and mostly cuts instead |
+| Ollama | `the input length exceeds the context length`: without the limit; usually it truncates instead |
 
-Some of these limits are on the prompt alone. As limits on prompt and answer they are too low, never too high.
+Some of these limits apply to the prompt only. Used as limits on prompt and output they are too low, never
+too high.
 """
 
 import re
@@ -18,7 +19,7 @@ import re
 TYPE_OF_LLAMA_CPP = "exceed_context_size_error"
 
 _COUNT = r"(\d{1,3}(?:,\d{3})+|\d+)"
-# Each with the limit in the one group that matches.
+# Each alternative captures the limit in one group.
 _STATED = re.compile(
     "|".join(
         (
@@ -37,7 +38,7 @@ _STATED = re.compile(
         )
     )
 )
-# Where the limit is missing, or in a release to come stands elsewhere.
+# Errors that do not state the limit, or may state it elsewhere in a future release.
 _UNSTATED = re.compile(
     r"maximum context length|longer than the maximum model length"
     r"|cannot be greater than `?max_(?:model_len|total_tokens)"
@@ -48,12 +49,12 @@ _UNSTATED = re.compile(
 
 
 def is_too_long(message: str) -> bool:
-    """Whether an engine's error says that the request is too long for its context."""
+    """Return whether an engine's error message says that the request exceeds its context limit."""
     return _UNSTATED.search(message) is not None or _STATED.search(message) is not None
 
 
 def stated_context(message: str) -> int | None:
-    """The context limit that such an error states, in tokens; None where it states none."""
+    """Return the context limit in such an error message, in tokens, or None if it has none."""
     match = _STATED.search(message)
     if match is None:
         return None

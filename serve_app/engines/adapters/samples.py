@@ -1,10 +1,10 @@
-"""Single samples of a page of Prometheus text, found without parsing the rest of the page.
+"""Lookup of single samples in a page of Prometheus text, without parsing the rest of the page.
 
-A page has 40 to 90 kB, most of it buckets of histograms, and a handful of its samples are needed. To find
-those by name costs a few microseconds each, to parse all lines several hundred.
+A page has 40 to 90 kB, most of it histogram buckets, and only a few samples are needed. A lookup by name
+costs a few microseconds, parsing all lines several hundred.
 
-Source: the text format of Prometheus: the samples of a metric stand together, and the next metric begins
-with a comment. Pages without comments are searched to their end.
+Source: the Prometheus text format, in which the samples of a metric are contiguous and the next metric begins
+with a comment. Pages without comments are searched to the end.
 """
 
 import math
@@ -17,20 +17,20 @@ _LABEL = re.compile(rb'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """The samples of one name, as (labels as written, value), without those that are no finite number.
+    """Return the finite samples of a metric as (unparsed labels, value).
 
     Raises:
-        EngineError: the line of a sample holds no number.
+        EngineError: a sample's line has no number.
     """
     if not page.startswith(b"#"):
-        # Whatever else a page begins with is a sample.
+        # The page begins with a sample, not with a comment.
         page = b"\n" + page
-    # A sample with labels, or without: a longer name that begins with this one is another metric.
+    # The delimiter excludes longer names that begin with this one.
     return _lines_after(page, b"\n" + name + b"{") or _lines_after(page, b"\n" + name + b" ")
 
 
 def values(page: bytes, names: Sequence[bytes]) -> list[float]:
-    """The values of the first of the names that the page has; none when it has none of them."""
+    """Return the values of the first name that the page has, or an empty list."""
     for name in names:
         if found := samples(page, name):
             return [value for _, value in found]
@@ -38,25 +38,25 @@ def values(page: bytes, names: Sequence[bytes]) -> list[float]:
 
 
 def total(page: bytes, *names: bytes) -> float | None:
-    """The sum of the first of the names that the page has; None when it has none of them."""
+    """Return the sum over the samples of the first name that the page has, or None."""
     found = values(page, names)
     return sum(found) if found else None
 
 
 def count(page: bytes, *names: bytes) -> int | None:
-    """The same for what is a number of things."""
+    """Return `total` rounded to an integer."""
     found = total(page, *names)
     return None if found is None else round(found)
 
 
 def mean(page: bytes, *names: bytes) -> float | None:
-    """The mean over the samples of the first of the names that the page has."""
+    """Return the mean over the samples of the first name that the page has, or None."""
     found = values(page, names)
     return sum(found) / len(found) if found else None
 
 
 def first_of_each(found: list[tuple[bytes, float]], label: bytes) -> list[float]:
-    """The value of the first sample for each value of a label, and of the first without that label."""
+    """Return the first sample's value for each value of a label, counting a missing label as one value."""
     if len(found) < 2:
         return [value for _, value in found]
     pattern = re.compile(rb"(?:^|,)" + label + rb'="([^"]*)"')
@@ -68,7 +68,7 @@ def first_of_each(found: list[tuple[bytes, float]], label: bytes) -> list[float]
 
 
 def labels(written: bytes) -> dict[str, str]:
-    """Labels by name, as `samples` gives them."""
+    """Parse labels as returned by `samples`."""
     return {name.decode(): value.decode("utf-8", "replace") for name, value in _LABEL.findall(written)}
 
 
@@ -85,7 +85,7 @@ def _lines_after(page: bytes, opening: bytes) -> list[tuple[bytes, float]]:
         end = page.find(b"\n", start)
         end = len(page) if end < 0 else end
         sample = _sample(page, at + 1, start, end)
-        # Quotients without anything counted yet are NaN.
+        # Ratios are NaN until something was counted.
         if math.isfinite(sample[1]):
             found.append(sample)
         at = page.find(opening, end, metric_end)
@@ -93,12 +93,12 @@ def _lines_after(page: bytes, opening: bytes) -> list[tuple[bytes, float]]:
 
 
 def _sample(page: bytes, line: int, start: int, end: int) -> tuple[bytes, float]:
-    """The sample of one line, whose labels or value begin at `start`."""
-    # Values of labels may hold braces, and what follows the last brace holds none.
+    """Parse the sample of one line, whose labels or value begin at `start`."""
+    # Label values may contain braces. The value and the timestamp after the last brace contain none.
     closing = page.rfind(b"}", start, end)
     written, rest = (b"", page[start:end]) if closing < 0 else (page[start:closing], page[closing + 1 : end])
     try:
-        # A time stamp may follow the value.
+        # A timestamp may follow the value.
         return written, float(rest.split(None, 1)[0])
     except (ValueError, IndexError) as exc:
         shown = page[line:end][:200].decode("utf-8", "replace")

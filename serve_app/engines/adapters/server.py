@@ -1,4 +1,4 @@
-"""A server that answers the OpenAI API: its description, its control pages, one reading of its load."""
+"""Description of an OpenAI-compatible server, its control pages and a reading of its load."""
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -10,11 +10,7 @@ from serve_app.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """The answer of a server to a request for one of its control pages.
-
-    Attributes:
-        headers: names in lower case.
-    """
+    """Response to a request for a control page. Header names are in lower case."""
 
     status: int
     body: bytes
@@ -23,24 +19,24 @@ class PageAnswer:
 
 _MODELS = "/v1/models"
 
-# Gets a path, such as `/v1/models`, and raises `EngineError` when nothing answers.
+# Fetches a path such as `/v1/models`. Raises `EngineError` if the server does not answer.
 Get = Callable[[str], Awaitable[PageAnswer]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One reading of a server's load, summed over its engines; None for what the server does not tell.
+    """One reading of a server's load, summed over its engines; None for values that it does not expose.
 
     Attributes:
-        waiting: requests in the engine's own queue.
-        running: sequences in its batch.
-        kv_usage_ratio: share of its KV cache in use, 0 to 1; the mean over its engines.
-        kv_tokens: capacity of its KV cache in tokens.
-        max_num_seqs: most sequences in its batch.
-        token_gaps: gaps between output tokens since the server started. Some servers count the mean gap of
-            each request instead; the quotient of the two is a time per output token all the same.
-        token_gaps_s: their sum in seconds.
-        steps: iterations that gave a token, since the server started.
+        waiting: requests in the engine's internal queue.
+        running: sequences in the batch.
+        kv_usage_ratio: share of the KV cache in use, 0 to 1; the mean over the engines.
+        kv_tokens: capacity of the KV cache in tokens.
+        max_num_seqs: maximum number of sequences in a batch.
+        token_gaps: inter-token gaps since the server started. Some servers count the mean gap of each request
+            instead; `token_gaps_s / token_gaps` is a time per output token in both cases.
+        token_gaps_s: sum of those gaps in seconds.
+        steps: iterations that generated a token, since the server started.
     """
 
     waiting: int | None = None
@@ -54,9 +50,9 @@ class EngineReading:
 
     @property
     def progress(self) -> tuple[float | None, ...] | None:
-        """What changes while the engine computes; None when the server does not count its iterations.
+        """A value that changes while the engine computes; None if the server does not count iterations.
 
-        A long prompt takes iterations that give no token. Each of them takes more of the KV cache.
+        Iterations of a long prefill generate no token but increase the KV usage.
         """
         return None if self.steps is None else (self.steps, self.kv_usage_ratio, self.running, self.waiting)
 
@@ -66,9 +62,9 @@ class ModelListing:
     """One name that a server serves.
 
     Attributes:
-        model: the name that requests give.
-        base: for a LoRA adapter, the name of the model that it belongs to.
-        max_model_len: context limit in tokens, where the list states it.
+        model: the name that requests use.
+        base: the base model's name if this is a LoRA adapter.
+        max_model_len: context limit in tokens, if listed.
     """
 
     model: str
@@ -78,12 +74,12 @@ class ModelListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedLimits:
-    """The limits that a server states; None for each that it does not.
+    """Limits that a server reports; None for each that it does not.
 
     Attributes:
         max_model_len: context limit, prompt and output together, in tokens.
         kv_tokens: capacity of the KV cache in tokens.
-        max_num_seqs: most sequences in its batch; the number of slots of servers that have slots.
+        max_num_seqs: maximum number of sequences in a batch, or the number of slots.
     """
 
     max_model_len: int | None = None
@@ -92,23 +88,23 @@ class StatedLimits:
 
 
 def reads_nothing(_page: bytes) -> EngineReading:
-    """The reading of a server that tells nothing of its load."""
+    """Return an empty reading, for servers that expose no load metrics."""
     return EngineReading()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
-    """A server as it describes itself.
+    """A server's description of itself.
 
     Attributes:
         kind: the software, such as `vLLM`.
-        version: of that software; None where it does not tell.
-        models: the names that it serves, LoRA adapters after the models.
-        lacks: what it does not tell, each in plain words with what is done instead.
-        metrics_path: the page that tells its load; None when there is none.
-        health_path: the page that answers 200 while it can serve.
-        reader: reads that page; use `read`.
-        names_responses: requests may name their responses (`request_id` in the body).
+        version: the software's version; None if not reported.
+        models: names that the server serves, base models before LoRA adapters.
+        lacks: what the server does not expose, and what is used instead, in plain words.
+        metrics_path: page with the load; None if there is none.
+        health_path: page that returns 200 while the server can serve requests.
+        reader: parser of that page; call `read` instead.
+        names_responses: whether a request may choose the id of its response (`request_id` in the body).
     """
 
     kind: str
@@ -122,10 +118,10 @@ class EngineServer:
     names_responses: bool = False
 
     def read(self, page: bytes) -> EngineReading:
-        """Read the page of `metrics_path`.
+        """Parse the page at `metrics_path`.
 
         Raises:
-            EngineError: it is not the page of this kind of server.
+            EngineError: the page is not that of this kind of server.
         """
         return self.reader(page)
 
@@ -146,7 +142,7 @@ _INSTEAD = {
 
 
 def missing(limits: StatedLimits, reading: EngineReading) -> tuple[str, ...]:
-    """What neither the limits nor a reading of the load tell, in plain words."""
+    """Describe in plain words what neither the limits nor a reading of the load contain."""
     told = {
         field.name
         for source in (limits, reading)
@@ -157,18 +153,18 @@ def missing(limits: StatedLimits, reading: EngineReading) -> tuple[str, ...]:
 
 
 def listed_context(listings: Iterable[ModelListing]) -> int | None:
-    """The shortest context limit that a list of models states: the models share one engine."""
+    """Return the smallest context limit in a model list. The models share one engine."""
     stated = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
     return min(stated, default=None)
 
 
 def whole(value: object) -> int | None:
-    """A positive whole number of a page of JSON; None for anything else."""
+    """Return `value` if it is a positive integer, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def refused(path: str, answer: PageAnswer) -> EngineError:
-    """The error for a page that did not answer 200."""
+    """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
         return EngineError(f"{path} answered {answer.status}: give the server's key as api_key")
     return EngineError(f"{path} answered {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}")
@@ -178,7 +174,7 @@ def refused(path: str, answer: PageAnswer) -> EngineError:
 
 
 class ControlPages:
-    """Gets pages of one server, and keeps their answers for whoever asks again."""
+    """Cache of the pages of one server."""
 
     def __init__(self, get: Get) -> None:
         self._get = get
@@ -188,10 +184,10 @@ class ControlPages:
         return f"<ControlPages {list(self._answers)}>"
 
     async def answer(self, path: str) -> PageAnswer:
-        """The answer for a path, whatever its status.
+        """Return the response for a path, whatever its status.
 
         Raises:
-            EngineError: nothing answers, or the server refuses the key.
+            EngineError: the server does not answer, or rejects the key.
         """
         if path not in self._answers:
             answer = await self._get(path)
@@ -201,25 +197,25 @@ class ControlPages:
         return self._answers[path]
 
     async def text(self, path: str) -> bytes:
-        """The body of a page; empty when the server does not have it."""
+        """Return the body of a page, or empty bytes if its status is not 200."""
         answer = await self.answer(path)
         return answer.body if answer.status == 200 else b""
 
     async def json(self, path: str) -> Mapping[str, Any]:
-        """The object on a page; empty when there is none."""
+        """Return the JSON object on a page, or an empty mapping."""
         found = _parsed(await self.text(path))
         return found if isinstance(found, dict) else {}
 
     async def stated(self, path: str, name: str) -> str | None:
-        """One text of the object on a page, such as a version; None when it is not there."""
+        """Return one string of the JSON object on a page, such as a version, or None."""
         value = (await self.json(path)).get(name)
         return value if isinstance(value, str) and value else None
 
     async def raw_models(self) -> list[Mapping[str, Any]]:
-        """The entries of the server's list of models.
+        """Return the entries of the server's model list.
 
         Raises:
-            EngineError: it has no such list.
+            EngineError: the server has no model list.
         """
         answer = await self.answer(_MODELS)
         if answer.status != 200:
@@ -232,10 +228,10 @@ class ControlPages:
         return entries
 
     async def models(self) -> tuple[ModelListing, ...]:
-        """The names that the server serves, adapters after the models that they belong to.
+        """Return the names that the server serves, base models before adapters.
 
         Raises:
-            EngineError: it has no list of models.
+            EngineError: the server has no model list.
         """
         listings = [
             ModelListing(
@@ -254,7 +250,7 @@ def _has_id(entry: object) -> bool:
 
 
 def _names(entry: Mapping[str, Any]) -> list[str]:
-    """The names of one model: llama.cpp lists aliases beside the first."""
+    """Return the names of one model. llama.cpp lists aliases in addition to the id."""
     aliases = entry.get("aliases")
     others = [alias for alias in aliases if isinstance(alias, str)] if isinstance(aliases, list) else []
     return list(dict.fromkeys([entry["id"], *others]))

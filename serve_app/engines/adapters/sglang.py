@@ -1,7 +1,7 @@
-"""SGLang, by its metrics where `--enable-metrics` is given, otherwise by its page of loads.
+"""Adapter for SGLang: reads `/metrics` if the server runs with `--enable-metrics`, otherwise its load page.
 
-It states its limits on `/server_info`, in older releases on `/get_server_info`. The ranks of one engine may
-each report the same figures, so one sample of each data parallel rank counts.
+SGLang reports its limits on `/server_info`, in older releases on `/get_server_info`. The ranks of one engine
+may each report the same values, so one sample of each data parallel rank counts.
 """
 
 import functools
@@ -22,7 +22,7 @@ from serve_app.engines.adapters.server import (
 )
 from serve_app.errors import EngineError
 
-# Newer releases write an underscore where older ones write a colon.
+# Newer releases use an underscore, older ones a colon.
 RUNNING = (b"sglang:num_running_reqs", b"sglang_num_running_reqs")
 _DATA_PARALLEL = b"dp_rank"
 # Newest first.
@@ -31,13 +31,13 @@ _LOAD_PAGES = ("/v1/loads?include=core", "/get_load")
 
 
 def read_metrics(page: bytes, prefix: bytes) -> EngineReading:
-    """Read the page of `/metrics`, summed over data parallel ranks.
+    """Parse `/metrics`, summed over data parallel ranks.
 
     Args:
-        prefix: of the names, `sglang:` or `sglang_`.
+        prefix: of the metric names, `sglang:` or `sglang_`.
 
     Raises:
-        EngineError: it has no gauges of SGLang.
+        EngineError: the page has no SGLang gauges.
     """
     running, waiting, usage, capacity = (
         first_of_each(samples(page, prefix + name), _DATA_PARALLEL)
@@ -59,10 +59,10 @@ def read_metrics(page: bytes, prefix: bytes) -> EngineReading:
 
 
 def read_loads(page: bytes) -> EngineReading:
-    """Read the page of loads, `/v1/loads` or `/get_load`, summed over data parallel ranks.
+    """Parse the load page, `/v1/loads` or `/get_load`, summed over data parallel ranks.
 
     Raises:
-        EngineError: it is no page of loads.
+        EngineError: the page is not a load page.
     """
     try:
         parsed = json.loads(page)
@@ -84,7 +84,7 @@ def read_loads(page: bytes) -> EngineReading:
 
 
 async def describe(pages: ControlPages) -> EngineServer:
-    """What the server tells of itself."""
+    """Return the server's description of itself."""
     listings = await pages.models()
     info = await _info(pages)
     path, reader = await _load_page(pages)
@@ -138,7 +138,7 @@ def _limits(info: Mapping[str, Any], context: int | None, reading: EngineReading
 
 
 def _running(load: Mapping[str, Any]) -> int:
-    """Requests in one rank's batch; the older page counts those that wait among all."""
+    """Return the requests in one rank's batch. The older page includes waiting requests in `num_reqs`."""
     if "num_running_reqs" in load:
         return int(load["num_running_reqs"])
     return int(load["num_reqs"]) - int(load["num_waiting_reqs"])

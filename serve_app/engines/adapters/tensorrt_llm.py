@@ -1,8 +1,7 @@
-"""TensorRT-LLM, served by `trtllm-serve` or by Triton.
+"""Adapter for TensorRT-LLM, served by `trtllm-serve` or by Triton.
 
-`trtllm-serve` has two pages, of which `/prometheus/metrics` is read: `/metrics` hands each statistic out
-once, so a reader would take it from the next. Triton's page is `/metrics`, on the port of its OpenAI
-frontend.
+For `trtllm-serve`, `/prometheus/metrics` is read, because `/metrics` returns each statistic only once and a
+second reader would miss it. For Triton, `/metrics` is read on the port of its OpenAI frontend.
 """
 
 import re
@@ -27,10 +26,10 @@ _KIND = re.compile(rb'(?:request_type|kv_cache_block_type)="([^"]*)"')
 
 
 def read(page: bytes) -> EngineReading:
-    """Read the page of `/prometheus/metrics`.
+    """Parse `/prometheus/metrics`. The page is empty before the first request.
 
     Raises:
-        EngineError: it is not the page of `trtllm-serve`. Before its first request the page is empty.
+        EngineError: the page is not that of `trtllm-serve`.
     """
     if page.strip() and b"trtllm_" not in page:
         raise EngineError("the metrics hold no name that begins with trtllm_: is it trtllm-serve?")
@@ -42,22 +41,22 @@ def read(page: bytes) -> EngineReading:
         kv_usage_ratio=mean(page, b"trtllm_kv_cache_utilization"),
         kv_tokens=round(blocks * block_tokens) or None,
         max_num_seqs=count(page, b"trtllm_max_num_active_requests") or None,
-        # Counted once a request.
+        # trtllm-serve observes this histogram once per request.
         token_gaps=count(page, b"trtllm_time_per_output_token_seconds_count"),
         token_gaps_s=total(page, b"trtllm_time_per_output_token_seconds_sum"),
     )
 
 
 def read_triton(page: bytes) -> EngineReading:
-    """Read the page of Triton's `/metrics`, summed over its models.
+    """Parse Triton's `/metrics`, summed over its models.
 
     Raises:
-        EngineError: it has no statistics of TensorRT-LLM.
+        EngineError: the page has no TensorRT-LLM statistics.
     """
     requests, blocks = _by_kind(page, TRITON_REQUESTS), _by_kind(page, _TRITON_BLOCKS)
     if b"active" not in requests:
         raise EngineError(f"the metrics lack {TRITON_REQUESTS.decode()}: is it Triton with TensorRT-LLM?")
-    # Releases before 24.08 do not state what waits: it is active and not in the batch.
+    # Releases before 24.08 do not report waiting requests: those that are active but not in the batch.
     running = requests.get(b"scheduled", 0.0)
     waiting = requests.get(b"waiting", max(requests[b"active"] - running, 0.0))
     capacity = blocks.get(b"max", 0.0) * blocks.get(b"tokens_per", 0.0)
@@ -71,7 +70,7 @@ def read_triton(page: bytes) -> EngineReading:
 
 
 async def describe(pages: ControlPages) -> EngineServer:
-    """What `trtllm-serve` tells of itself."""
+    """Return the description of a `trtllm-serve` server."""
     has_page = (await pages.answer(_PROMETHEUS)).status == 200
     reading = read(await pages.text(_PROMETHEUS))
     listings = await pages.models()
@@ -88,7 +87,7 @@ async def describe(pages: ControlPages) -> EngineServer:
 
 
 async def describe_triton(pages: ControlPages) -> EngineServer:
-    """What Triton's OpenAI frontend tells of itself; its load only with the backend of TensorRT-LLM."""
+    """Return the description of Triton's OpenAI frontend. Only the TensorRT-LLM backend exposes its load."""
     page = await pages.text("/metrics")
     has_load = TRITON_REQUESTS in page
     reading = read_triton(page) if has_load else EngineReading()
@@ -110,7 +109,7 @@ def _limits(reading: EngineReading, context: int | None) -> StatedLimits:
 
 
 def _by_kind(page: bytes, name: bytes) -> dict[bytes, float]:
-    """The values of a metric by what its label says of them, `active` or `max`, summed over models."""
+    """Return a metric's values by request or block type, such as `active` or `max`, summed over models."""
     sums: dict[bytes, float] = {}
     for written, value in samples(page, name):
         if match := _KIND.search(written):

@@ -1,6 +1,6 @@
-"""vLLM, by its metrics (0.6 and later) and its list of models.
+"""Adapter for vLLM 0.6 and later: reads `/metrics` and the model list.
 
-It states its context limit in the list of models and its KV cache as labels of a metric, and does not tell
+The model list has the context limit, and the labels of a metric have the KV cache size. vLLM does not expose
 `--max-num-seqs`.
 """
 
@@ -20,7 +20,7 @@ from serve_app.errors import EngineError
 RUNNING = b"vllm:num_requests_running"
 _WAITING = b"vllm:num_requests_waiting"
 _CACHE_CONFIG = b"vllm:cache_config_info"
-# Newest name first: a server may publish an old name beside the new one.
+# Newest name first, because a server may expose the old name in addition to the new one.
 _KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _TOKEN_GAPS = (b"vllm:inter_token_latency_seconds", b"vllm:time_per_output_token_seconds")
 _STEPS = b"vllm:iteration_tokens_total_count"
@@ -29,10 +29,10 @@ _GAPS_COUNT = tuple(name + b"_count" for name in _TOKEN_GAPS)
 
 
 def read(page: bytes) -> EngineReading:
-    """Read the page of `/metrics`, summed over engine cores.
+    """Parse `/metrics`, summed over engine cores.
 
     Raises:
-        EngineError: it has no gauges of vLLM.
+        EngineError: the page has no vLLM gauges.
     """
     waiting, running, usage = count(page, _WAITING), count(page, RUNNING), mean(page, *_KV_USAGE)
     if waiting is None or running is None or usage is None:
@@ -48,19 +48,18 @@ def read(page: bytes) -> EngineReading:
         token_gaps=count(page, *_GAPS_COUNT) or 0,
         token_gaps_s=total(page, *_GAPS_SUM) or 0.0,
         steps=count(page, _STEPS),
-        # Each core has a sample of the same labels.
+        # The samples of all cores have the same values in their labels.
         kv_tokens=_kv_tokens(cores[0][0], len(cores)) if cores else None,
     )
 
 
 def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int, cores: int = 1) -> int:
-    """Tokens in the KV caches of all engine cores together; 0 for a model without one.
+    """Return the tokens in the KV caches of all engine cores; 0 for a model without a KV cache.
 
     Args:
-        size_tokens: one core's cache as vLLM states it; None from releases that do not.
-        num_blocks: blocks of all cores together. Where layers differ in kind, blocks differ in size, so
-            `size_tokens` takes precedence.
-        block_size: tokens in a block.
+        size_tokens: cache size of one core as vLLM reports it; None for releases that do not.
+        num_blocks: blocks of all cores. Hybrid models have blocks of different sizes, so `size_tokens` takes
+            precedence.
         cores: engine cores (data parallel ranks). Each reserves one block as padding.
     """
     total_tokens = num_blocks * block_size if size_tokens is None else size_tokens * cores
@@ -68,9 +67,9 @@ def kv_capacity_tokens(size_tokens: int | None, num_blocks: int, block_size: int
 
 
 async def describe(pages: ControlPages) -> EngineServer:
-    """What the server tells of itself."""
+    """Return the server's description of itself."""
     page = await pages.text("/metrics")
-    # A server without statistics serves all the same.
+    # A server with `--disable-log-stats` has no metrics but can serve requests.
     has_load = RUNNING in page
     reading = read(page) if has_load else EngineReading()
     listings = await pages.models()
@@ -89,7 +88,7 @@ async def describe(pages: ControlPages) -> EngineServer:
 
 @functools.lru_cache(maxsize=4096)
 def _kv_tokens(written: bytes, cores: int) -> int | None:
-    """Capacity over all cores; None when it is not stated. It is the same at every reading."""
+    """Return the capacity over all cores, or None if not reported. Cached, because it never changes."""
     stated = labels(written)
     blocks, block_size, size = (
         int(value) if (value := stated.get(name, "")).isdigit() else None

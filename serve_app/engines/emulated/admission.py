@@ -1,4 +1,4 @@
-"""Admission to the emulated engine: the names it serves, vLLM's limits and refusals, lengths of answers."""
+"""Admission to the emulated engine: served names, vLLM's limits and errors, and the lengths of answers."""
 
 import math
 import random
@@ -23,11 +23,11 @@ _adapter_decoder = msgspec.json.Decoder(_Adapter)
 
 
 class EmulatedNames:
-    """The names that the engine answers to: its model's, and those of LoRA adapters.
+    """Names that the engine serves: those of its model and of LoRA adapters.
 
     Args:
-        models: of the model; the first is its own.
-        adapters: those that it has from its start.
+        models: names of the model; answers carry the first.
+        adapters: names of the adapters loaded at startup.
     """
 
     def __init__(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
@@ -39,17 +39,17 @@ class EmulatedNames:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The present adapters, in alphabetical order."""
+        """Names of the loaded adapters, sorted."""
         return tuple(sorted(self._adapters))
 
     def check(self, model: str | None) -> str:
-        """The name of the answer; a request without one is for the engine's own model."""
+        """Return the requested name, by default the model's. Raise `ApiError` if it is not served."""
         if model and model not in self._models and model not in self._adapters:
             raise unknown_model(model, (*self._models, *self._adapters))
         return model or self._models[0]
 
     def load(self, body: bytes) -> str:
-        """Add the adapter that a request names, and return its name."""
+        """Load the adapter that a request names, and return its name."""
         name = _adapter_name(body)
         if name in self._adapters:
             raise invalid(f"The lora adapter '{name}' has already been loaded.")
@@ -57,7 +57,7 @@ class EmulatedNames:
         return name
 
     def unload(self, body: bytes) -> str:
-        """Remove the adapter that a request names, and return its name."""
+        """Unload the adapter that a request names, and return its name."""
         name = _adapter_name(body)
         if name not in self._adapters:
             raise unknown_model(name, self._models)
@@ -65,7 +65,7 @@ class EmulatedNames:
         return name
 
     def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
-        """The list of models, adapters with the model that they belong to."""
+        """Return the entries of the model list. Adapters have their base model as `parent`."""
         own = self._models[0]
         common = {"object": "model", "created": created, "owned_by": "emulated", "permission": []}
         models = [
@@ -86,12 +86,11 @@ def _adapter_name(body: bytes) -> str:
 
 
 class OutputLengthSampler:
-    """Lengths of the answers: given by the client, or drawn from a log-normal distribution.
+    """Source of answer lengths: stated by the client, or sampled from a log-normal distribution.
 
     Args:
-        mean_tokens: mean of the distribution before limits.
-        sigma: standard deviation of its logarithm; 0 makes every answer `mean_tokens` long.
-        rng: source of randomness.
+        mean_tokens: mean of the distribution before limits are applied.
+        sigma: standard deviation of the logarithm; 0 makes every answer `mean_tokens` long.
     """
 
     def __init__(self, mean_tokens: float, sigma: float, rng: random.Random) -> None:
@@ -100,7 +99,7 @@ class OutputLengthSampler:
         self._rng = rng
 
     def draw(self, generation: Generation, limit: int) -> tuple[int, str]:
-        """The tokens of one answer to a request, `limit` at most, and its finish reason."""
+        """Return the tokens of one answer, at most `limit`, and its finish reason."""
         if generation.body.ignore_eos:
             return limit, "length"
         tokens = generation.body.ewsjf_output_tokens
@@ -112,10 +111,10 @@ class OutputLengthSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedAdmission:
-    """Turns requests into tickets, or refuses them with an `ApiError`.
+    """Admission control of the engine: converts requests to tickets, or rejects them with `ApiError`.
 
     Attributes:
-        max_num_queued_reqs: most sequences that wait or run; None for no limit.
+        max_num_queued_reqs: maximum number of waiting and running sequences; None for no limit.
     """
 
     limits: EngineModelSettings
@@ -125,12 +124,10 @@ class EmulatedAdmission:
     max_num_queued_reqs: int | None
 
     def admit(self, generation: Generation, request_id: str, raw: str | None) -> Ticket:
-        """A ticket with a sequence for every choice of every prompt.
+        """Return a ticket with one sequence per choice of each prompt.
 
         Args:
-            generation: the request.
-            request_id: of its answer.
-            raw: the text of a constrained answer or a call; None for placeholder text.
+            raw: text of a constrained answer or a tool call; None for placeholder text.
         """
         limits = self.limits
         self._check_priority(generation.body.priority)
@@ -159,7 +156,7 @@ class EmulatedAdmission:
         return Ticket(sequences, scripts, streaming=bool(generation.body.stream))
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
-        """A ticket with sequences that compute their prompts and generate nothing."""
+        """Return a ticket whose sequences compute their prompts and generate nothing."""
         self._check_priority(priority)
         for prompt in prompts:
             self._check_prompt(prompt)
@@ -171,7 +168,7 @@ class EmulatedAdmission:
         return Ticket(sequences)
 
     def _output_limit(self, generation: Generation, prompt: Prompt) -> int:
-        """The most output tokens: `max_tokens`, or the rest of the context."""
+        """Return the maximum output tokens: `max_tokens` or the rest of the context, whichever is smaller."""
         self._check_prompt(prompt)
         left = self.limits.max_model_len - prompt.tokens
         if not left:

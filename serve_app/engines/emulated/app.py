@@ -1,4 +1,4 @@
-"""The HTTP API of the emulated engine: a plain ASGI app, because each layer between costs CPU per token."""
+"""HTTP API of the emulated engine: a plain ASGI app, because each framework layer costs CPU per token."""
 
 import asyncio
 import base64
@@ -52,17 +52,13 @@ from serve_app.engines.engine import (
 )
 from serve_app.errors import EngineError
 
-# Length of the vectors that `/v1/embeddings` answers with, where the request does not say.
+# Dimensions of embeddings for requests that do not specify them.
 _DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRoute:
-    """Requests and answers of one generating endpoint.
-
-    Attributes:
-        failed: the end of a stream whose engine has died.
-    """
+    """A generating endpoint: its request parser, answer format, and last event after an engine failure."""
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
     answer: Callable[[AnswerHead], EmulatedAnswer]
@@ -72,13 +68,13 @@ class EmulatedRoute:
 
 _CHAT = EmulatedRoute(read_chat, ChatAnswer, "chatcmpl")
 _COMPLETIONS = EmulatedRoute(read_completion, CompletionAnswer, "cmpl")
-# As in vLLM, a message has the id of the chat that it is.
+# As in vLLM, a message has the id of the chat completion that it is based on.
 _MESSAGES = EmulatedRoute(read_messages, MessageAnswer, "chatcmpl", failed_event)
 _RESPONSES = EmulatedRoute(read_responses, response_answer, "resp")
 
 
 class EmulatedApp:
-    """Routes requests; each generating request holds a ticket of the driver."""
+    """ASGI app that routes requests. Each generating request holds a ticket of the driver."""
 
     def __init__(
         self,
@@ -95,7 +91,7 @@ class EmulatedApp:
         self._names = names
         self._created = int(time.time())
         self._responses = EmulatedResponses(lambda call: self._generate(_RESPONSES, call))
-        # vLLM serves ranks, scores, classes and transcriptions for models of that kind alone.
+        # Without rerank, score, classify and transcription: vLLM serves these for other kinds of models only.
         self._routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", lambda call: self._generate(_CHAT, call)),
             "/v1/completions": ("POST", lambda call: self._generate(_COMPLETIONS, call)),
@@ -120,7 +116,7 @@ class EmulatedApp:
         if body is None:
             return
         call = Call(scope, body, receive, send)
-        # Some servers report a client that has disconnected by an OSError from `send`.
+        # Some servers raise an OSError from `send` if the client has disconnected.
         with contextlib.suppress(OSError):
             try:
                 await self._handler(scope)(call)
@@ -146,7 +142,7 @@ class EmulatedApp:
         request_id = generation.request_id or call.request_id(route.id_prefix)
         spec, raw = generation.spec, None
         if (text := spec.constraint if spec.call is None else spec.call.arguments) is not None:
-            # In a thread, so that a large schema delays no step.
+            # In a thread, because a large schema would delay engine steps.
             raw = await asyncio.to_thread(text)
         ticket = self._admission.admit(generation, request_id, raw)
         head = AnswerHead(
@@ -165,7 +161,7 @@ class EmulatedApp:
 
     @contextlib.asynccontextmanager
     async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
-        """Keep a ticket's sequences in the engine until the block ends or the client disconnects."""
+        """Hold a ticket's sequences in the engine until the block ends or the client disconnects."""
         try:
             self._driver.submit(ticket)
         except EngineError as error:
@@ -191,12 +187,12 @@ class EmulatedApp:
             try:
                 await ticket.progress()
             except EngineError:
-                # The status line has been sent, so the error is an event.
+                # The status line was already sent, so the error becomes an event.
                 await call.send_events(failed(), more=False)
                 return
             if ticket.abandoned:
                 return
-            # Read before the tokens are collected: more may be generated while they are sent.
+            # Read this before collecting tokens, because more may be generated while they are sent.
             done = ticket.is_done
             events += self._new_tokens(ticket, answer, sent)
             if done:
@@ -206,7 +202,7 @@ class EmulatedApp:
             events = b""
 
     def _new_tokens(self, ticket: Ticket, answer: EmulatedAnswer, sent: list[int]) -> bytes:
-        """Events of the tokens that are not sent yet; `sent` is updated."""
+        """Return events for the tokens that are not sent yet, and update `sent`."""
         parts: list[bytes] = []
         for choice, sequence in enumerate(ticket.sequences):
             start, end = sent[choice], self._driver.output_tokens(sequence)
@@ -289,7 +285,7 @@ async def _send(call: Call, document: dict[str, Any]) -> None:
 
 
 async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
-    """Send the answer when all of it is generated."""
+    """Send the complete answer after its last token."""
     try:
         while not ticket.is_done and not ticket.abandoned:
             await ticket.progress()
@@ -305,7 +301,7 @@ async def _abandon_on_disconnect(call: Call, ticket: Ticket) -> None:
 
 
 def _vector(seed: int, dimensions: int) -> list[float]:
-    """A unit vector that depends on `seed` alone: equal for equal inputs and unrelated otherwise."""
+    """Return a unit vector that depends on `seed` only, so that equal inputs have equal vectors."""
     rng = random.Random(seed)  # noqa: S311 - a placeholder, not a secret
     values = [rng.gauss(0.0, 1.0) for _ in range(dimensions)]
     norm = math.hypot(*values) or 1.0
@@ -313,5 +309,5 @@ def _vector(seed: int, dimensions: int) -> list[float]:
 
 
 def _embedded(vector: list[float], *, as_base64: bool) -> str | list[float]:
-    """The vector as it is sent; base64 (the SDK's default) encodes little-endian 32-bit floats."""
+    """Encode the vector for JSON. Base64 (the OpenAI SDK's default) holds little-endian 32-bit floats."""
     return base64.b64encode(array("f", vector).tobytes()).decode() if as_base64 else vector

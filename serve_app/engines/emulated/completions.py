@@ -1,7 +1,7 @@
-"""Chat and text completions in OpenAI's format, whole or as a stream of events.
+"""Chat and text completions in OpenAI's format, complete or as a stream of events.
 
-The events and their order are those of vLLM: a chunk with the role, a chunk per token with the finish reason
-in the last one, the usage when it was asked for, `[DONE]`.
+Events and their order are those of vLLM: a chunk with the role, a chunk per token (the last one with the
+finish reason), the usage if requested, `[DONE]`.
 """
 
 import hashlib
@@ -21,10 +21,9 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """The content of an answer, as its parts need it.
+    """Content of an answer, independent of the API that formats it.
 
     Attributes:
-        request_id: id of the answer.
         created: Unix time in whole seconds.
     """
 
@@ -36,21 +35,21 @@ class AnswerHead:
 
     @property
     def scripts(self) -> Sequence[Script]:
-        """One per choice, in the order of the prompts."""
+        """Scripts, one per choice, in the order of the prompts."""
         return self.ticket.scripts
 
     @property
     def call(self) -> ToolCall | None:
-        """The tool call that the answer is."""
+        """The tool call that the answer consists of, if any."""
         return self.generation.spec.call
 
     def call_id(self, choice: int) -> str:
-        """Hexadecimal digits that tell a call from all others."""
+        """Return hexadecimal digits that identify a tool call uniquely."""
         name = f"{self.request_id}/{choice}"
         return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
 
     def logprobs(self, choice: int, start: int = 0, count: int | None = None) -> list[dict[str, Any]] | None:
-        """Entries of some tokens, as chats and responses have them; None when they were not asked for."""
+        """Return the logprobs of some tokens in the format of chats and responses; None if not requested."""
         top, script = self.generation.spec.top_logprobs, self.scripts[choice]
         if top is None:
             return None
@@ -58,21 +57,21 @@ class AnswerHead:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts; the choices of one prompt share them."""
+        """Tokens of the prompts. The choices of one prompt share its tokens."""
         return sum(sequence.prompt_tokens for sequence in self._one_per_prompt())
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
         return sum(sequence.cached_tokens for sequence in self._one_per_prompt())
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all choices."""
+        """Output tokens of all choices."""
         return sum(sequence.output_tokens for sequence in self.ticket.sequences)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
@@ -85,36 +84,36 @@ class AnswerHead:
 
 
 class EmulatedAnswer(ABC):
-    """One answer, as a whole or as a stream."""
+    """Formatter of one answer, complete or as a stream."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
     def announcement(self) -> bytes:
-        """Events that a stream has before anything was computed."""
+        """Return the events that a stream sends before the engine computes anything."""
         return b""
 
     def opening(self) -> bytes:
-        """Events before the first token, sent together with it."""
+        """Return the events that are sent together with the first token, before it."""
         return b""
 
     @abstractmethod
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """Tokens `start` to `start + count - 1` of a choice; `ends` marks its last ones."""
+        """Return the events for `count` tokens of a choice from `start` on; `ends` marks its last tokens."""
 
     @abstractmethod
     def ending(self) -> bytes:
-        """The end of a stream, after the last token of every choice."""
+        """Return the end of a stream, sent after the last token of every choice."""
 
     @abstractmethod
     def whole(self) -> bytes:
-        """The answer as one JSON object."""
+        """Return the answer as one JSON object."""
 
 
 class _ChoicesAnswer(EmulatedAnswer):
-    """The common part of the two completion APIs: choices, as one object or in chunks.
+    """Common part of the two completion APIs: choices in one object or in chunks.
 
-    A subclass states the objects' names in OpenAI's API and the content of a choice.
+    Subclasses define the object names of OpenAI's API and the content of a choice.
     """
 
     _kind: ClassVar[str]
@@ -122,12 +121,12 @@ class _ChoicesAnswer(EmulatedAnswer):
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
-        # Equal in all chunks of a stream.
+        # Serialized once, because it is the same in all chunks of a stream.
         common = encode(self._common(self._chunk_kind)).removesuffix(b"}")
         self._chunk_start = b"data: " + common + b',"choices":['
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:
-        """One chunk; none for tokens that the client does not see."""
+        """Return one chunk, or no bytes for tokens that the client does not see."""
         content = self._delta(choice, start, count, ends=ends)
         if content is None:
             return b""
@@ -137,14 +136,14 @@ class _ChoicesAnswer(EmulatedAnswer):
         return self._chunk(choice, content, tokens=start + count)
 
     def ending(self) -> bytes:
-        """The usage, when it was asked for, and the end mark."""
+        """Return the usage, if requested, and the end marker."""
         if not self._head.generation.includes_usage:
             return DONE
         usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._head.usage()}
         return b"data: " + encode(usage) + b"\n\n" + DONE
 
     def whole(self) -> bytes:
-        """The object that holds all choices."""
+        """Return the object with all choices."""
         choices = [
             {
                 "index": choice,
@@ -157,7 +156,7 @@ class _ChoicesAnswer(EmulatedAnswer):
         return encode({**self._common(self._kind), "choices": choices, "usage": self._head.usage()})
 
     def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int) -> bytes:
-        """An event with one choice, which has so many tokens by now."""
+        """Return a chunk with one choice; `tokens` is the number generated for the choice so far."""
         event = self._chunk_start + encode({"index": choice, **content}) + b"]"
         if self._head.generation.counts_continuously:
             prompt = self._head.ticket.sequences[choice].prompt_tokens
@@ -170,7 +169,7 @@ class _ChoicesAnswer(EmulatedAnswer):
         return event + b"}\n\n"
 
     def _common(self, kind: str) -> dict[str, Any]:
-        """The beginning of every object and chunk of an answer."""
+        """Return the fields that begin every object and chunk of an answer."""
         head = self._head
         return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}
 
@@ -179,21 +178,21 @@ class _ChoicesAnswer(EmulatedAnswer):
 
     @abstractmethod
     def _content(self, choice: int) -> dict[str, Any]:
-        """The text and logprobs of a finished choice."""
+        """Return the text and logprobs of a finished choice."""
 
     @abstractmethod
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        """The content of a chunk that ends nothing, None to send none."""
+        """Return the content of a chunk without finish reason, or None to send no chunk."""
 
 
 class ChatAnswer(_ChoicesAnswer):
-    """An answer of `/v1/chat/completions`."""
+    """Answer of `/v1/chat/completions`."""
 
     _kind = "chat.completion"
     _chunk_kind = "chat.completion.chunk"
 
     def opening(self) -> bytes:
-        """The role, once per choice."""
+        """Return the role, once per choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.scripts)))
 
@@ -215,8 +214,8 @@ class ChatAnswer(_ChoicesAnswer):
         message: dict[str, Any] = {"role": "assistant", "content": script.text}
         if call is not None:
             message["content"] = ""
-            # vLLM hands on the arguments of a named tool as they are. It reads other calls out of the
-            # finished text, and one that is cut is none.
+            # vLLM passes on the arguments of a named tool unparsed. It parses other calls from the finished
+            # text, where a truncated call is not recognised.
             if call.is_named or script.is_whole:
                 message["tool_calls"] = [self._call(choice, script.text)]
         return {"message": message, "logprobs": self._logprobs(choice)}
@@ -231,7 +230,7 @@ class ChatAnswer(_ChoicesAnswer):
         }
 
     def _finish_reason(self, choice: int) -> str:
-        """As in vLLM: "tool_calls" after a call that was chosen or required, not after a named one."""
+        """Return "tool_calls" after a call that is not named, as vLLM does; otherwise the script's reason."""
         script, call = self._head.scripts[choice], self._head.call
         calls = call is not None and not call.is_named and script.is_whole
         return "tool_calls" if calls else script.finish_reason
@@ -242,7 +241,7 @@ class ChatAnswer(_ChoicesAnswer):
 
 
 class CompletionAnswer(_ChoicesAnswer):
-    """An answer of `/v1/completions`."""
+    """Answer of `/v1/completions`."""
 
     _kind = _chunk_kind = "text_completion"
 
@@ -260,7 +259,7 @@ class CompletionAnswer(_ChoicesAnswer):
         return {"text": script.text, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
-        """The object of text completions."""
+        """Return the logprobs object of text completions."""
         top, script = self._head.generation.spec.top_logprobs, self._head.scripts[choice]
         if top is None:
             return None

@@ -1,11 +1,11 @@
-"""The engine model in real time: a task that begins a step, sleeps until it ends, and delivers its tokens.
+"""Real-time driver of the engine model: begins a step, sleeps until it ends, and delivers its tokens.
 
-The model has a clock of its own, which runs `speed_up` times as fast as wall time. A step begins when the
-step before it ended on that clock, not when this process woke up, so that late wake-ups do not add up. When
-the process is too far behind, the clock slips instead of catching up in a burst.
+The model's clock runs `speed_up` times as fast as wall time. A step begins when the previous one ended on
+that clock, not when this process woke up, so late wake-ups do not accumulate. If the process lags too far
+behind, the clock slips instead of catching up in a burst.
 
-Request handlers hold a `Ticket`. The task marks tickets with progress and wakes their handlers; a slow
-reader finds several tokens at once.
+Request handlers hold a `Ticket`. The driver marks tickets with progress and wakes their handlers. A handler
+that reads slowly finds several tokens at once.
 """
 
 import asyncio
@@ -21,19 +21,18 @@ from serve_app.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
-# A process that is further behind in wall time than this does not catch up; the engine is then slower than
-# its profile.
+# Maximum lag, in wall time, that is caught up. Beyond it, the engine is slower than its profile.
 _MAX_LAG_S = 0.1
 
 
 class Ticket:
-    """The sequences of one HTTP request, and how its handler waits for them.
+    """The sequences of one HTTP request, and the event on which its handler waits.
 
     Attributes:
-        sequences: one per answer, in the order of the choices.
-        scripts: the answer of each sequence; empty where none is generated.
+        sequences: one per choice, in order.
+        scripts: answer of each sequence; empty if none is generated.
         streaming: wake the handler at every token, not only at the end.
-        abandoned: the client has disconnected.
+        abandoned: whether the client has disconnected.
     """
 
     __slots__ = (
@@ -65,11 +64,11 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether all its sequences have finished."""
+        """True if all sequences have finished."""
         return self._unfinished == 0
 
     async def progress(self) -> None:
-        """Wait for progress: new tokens of a stream, the end, or a disconnected client.
+        """Wait for new tokens of a stream, the end, or a disconnected client.
 
         Raises:
             EngineError: the engine has stopped.
@@ -85,7 +84,7 @@ class Ticket:
             raise EngineError("the emulated engine has stopped") from self._failure
 
     def wake(self) -> None:
-        """Tell the handler of progress."""
+        """Notify the handler of progress."""
         self._progressed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -108,11 +107,10 @@ class Ticket:
 
 
 class EngineDriver:
-    """Owns the engine model and its clock.
+    """Owner of the engine model and its clock.
 
     Args:
-        model: the engine.
-        metrics: counts steps and finished sequences.
+        metrics: counters of steps and finished sequences.
         speed_up: seconds of the model's clock per second of wall time.
     """
 
@@ -133,7 +131,7 @@ class EngineDriver:
         return f"<EngineDriver open={len(self._tickets)} {self._model!r}>"
 
     def start(self) -> None:
-        """Start the task; needs a running event loop."""
+        """Start the task. Requires a running event loop."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._started_at = loop.time()
@@ -141,7 +139,7 @@ class EngineDriver:
         self._task = loop.create_task(self._run(), name="emulated-engine")
 
     async def stop(self) -> None:
-        """End the task; unfinished requests get an error."""
+        """Stop the task and fail unfinished requests."""
         if self._task is None:
             return
         self._task.cancel()
@@ -149,7 +147,7 @@ class EngineDriver:
         self._fail_all(EngineError("the engine was told to stop"))
 
     def check(self) -> None:
-        """Raise `EngineError` when the task does not run."""
+        """Raise `EngineError` if the task is not running."""
         if self._task is None:
             raise EngineError("the emulated engine has not been started")
         if self._task.done():
@@ -157,16 +155,16 @@ class EngineDriver:
 
     @property
     def open_sequences(self) -> int:
-        """Sequences that wait or run."""
+        """Number of waiting and running sequences."""
         return len(self._tickets)
 
     def now(self) -> float:
-        """Seconds on the model's clock."""
+        """Return the time on the model's clock in seconds."""
         assert self._clock is not None, "the driver has not been started"
         return (self._clock() - self._started_at) * self._speed_up
 
     def submit(self, ticket: Ticket) -> None:
-        """Give a ticket's sequences to the engine.
+        """Add a ticket's sequences to the engine.
 
         Raises:
             EngineError: the engine has stopped.
@@ -179,22 +177,22 @@ class EngineDriver:
         self._work.set()
 
     def close(self, ticket: Ticket) -> None:
-        """Abort the unfinished sequences of a ticket; safe to call at any time and repeatedly."""
+        """Abort the unfinished sequences of a ticket. Idempotent; allowed at any time."""
         for sequence in ticket.sequences:
             if self._tickets.pop(sequence, None) is not None:
                 self._model.abort(sequence, self.now())
                 self._metrics.count_unfinished(sequence)
 
     def output_tokens(self, sequence: EngineSequence) -> int:
-        """Tokens that a sequence has generated so far."""
+        """Return the number of tokens that a sequence has generated so far."""
         return self._model.output_tokens(sequence)
 
     def snapshot(self) -> ModelSnapshot:
-        """The engine's counts."""
+        """Return the engine's current counts."""
         return self._model.snapshot(self.now())
 
     def load(self) -> EngineLoad:
-        """The engine's load; `tpot_s` is measured in wall time, so a speed-up divides it."""
+        """Return the engine's load; `tpot_s` is wall time, so a speed-up divides it."""
         assert self._clock is not None, "the driver has not been started"
         snapshot = self.snapshot()
         return EngineLoad(
@@ -222,7 +220,7 @@ class EngineDriver:
                 await self._work.wait()
                 begin_at = began_at = self.now()
                 continue
-            # A sleep of zero seconds still lets the handlers run between steps.
+            # Even a sleep of zero seconds lets the handlers run between steps.
             await asyncio.sleep(max(0.0, (ends_at - self.now()) / self._speed_up))
             outcome = self._model.end_step()
             woke_at = self.now()
@@ -231,7 +229,7 @@ class EngineDriver:
             begin_at = max(ends_at, woke_at - _MAX_LAG_S * self._speed_up)
 
     def _deliver(self, outcome: StepOutcome, gap_s: float) -> None:
-        """Wake the handlers of sequences with a new token, `gap_s` of wall time after their last one."""
+        """Wake the handlers of sequences with a new token, `gap_s` of wall time after their previous one."""
         assert self._clock is not None, "the driver has not been started"
         self._token_gaps += outcome.sequences
         self._token_gaps_s += outcome.sequences * gap_s

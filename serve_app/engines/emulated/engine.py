@@ -1,9 +1,9 @@
-"""The emulated engine: continuous batching without a GPU, for laptops, load tests and twins of real fleets.
+"""Emulated engine: continuous batching without a GPU, for laptops, load tests and twins of real fleets.
 
-It answers the OpenAI API with placeholder text, at the speed of a named profile, and exports vLLM's metrics.
+It serves the OpenAI API with placeholder text, at the speed of a named profile, and exposes vLLM's metrics.
 Queueing, batching, chunked prefill, the KV cache with prefix caching and preemption, limits and their error
-messages, streaming and cancellation behave as in vLLM. Tool calls and structured outputs are made up so that
-they fit the request; what is not emulated and would change the answer is refused.
+messages, streaming and cancellation behave as in vLLM. Tool calls and structured outputs are generated to
+match the request. Features that would change the answer and are not emulated are rejected.
 """
 
 import random
@@ -24,35 +24,35 @@ from serve_app.errors import SettingsError
 
 @settings
 class EmulatedEngineSettings:
-    """One emulated engine.
+    """Settings of one emulated engine.
 
     Attributes:
         served_model_names: names that clients may use in `model`; answers carry the first.
-        profile: name of an engine profile, or the path of one.
-        max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens: replace the profile's figures.
-        seed: of the random lengths of answers.
+        profile: name or path of an engine profile.
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens: override the profile's values.
+        seed: seed of the random answer lengths.
     """
 
     served_model_names: Annotated[tuple[str, ...] | None, INTERNAL] = None
-    # Names of LoRA adapters that it lists from its start; more can be loaded while it runs, as in vLLM.
+    # LoRA adapters loaded at startup. More can be loaded at runtime, as in vLLM.
     lora_modules: Annotated[tuple[str, ...], ADVANCED] = ()
     profile: str = "laptop"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: Annotated[int | None, ADVANCED] = None
     kv_tokens: Annotated[int | None, ADVANCED] = None
-    # This and the next three are vLLM's options. 0 lets one long prefill take the whole budget of a step; a
-    # limit lets short prompts pass it.
+    # This and the next three are vLLM's options. With 0, one long prefill may use the whole budget of a step;
+    # with a limit, short prompts overtake it.
     long_prefill_token_threshold: Annotated[int, ADVANCED] = 0
-    # Order of the engine's own queue: by arrival, or by the `priority` in the request's body.
+    # Order of the engine's internal queue: by arrival, or by the `priority` in the request body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
-    # None never refuses: requests that the engine cannot run yet wait in the scheduler.
+    # None never rejects: requests that the engine cannot run yet wait in the scheduler.
     max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
-    # 20 the process cannot keep up with small steps, and the engine is slower than asked for.
+    # 20 the process cannot keep up with small steps, and the engine is slower than configured.
     speed_up: Annotated[float, POSITIVE, ADVANCED] = 1.0
     seed: Annotated[int, INTERNAL] = 0
-    # Answers whose length the client does not state: a log-normal, about as wide as in chat traces.
+    # Mean length of answers for requests that do not state it; log-normal, about as wide as in chat traces.
     mean_output_tokens: Annotated[float, POSITIVE, INTERNAL] = 120.0
     # Standard deviation of the logarithm of those lengths.
     output_tokens_sigma: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.8
@@ -64,22 +64,22 @@ class EmulatedEngineSettings:
             )
 
     def check(self) -> None:
-        """Nothing is installed for it, so nothing can refuse these settings."""
+        """Do nothing, because the engine has no installation that could reject the settings."""
 
     def make(self) -> "EmulatedEngine":
-        """Return the engine, not started yet."""
+        """Return a new engine that has not been started."""
         return EmulatedEngine(self)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names in force: an engine outside of an application has a name of its own."""
+        """Served names. The default applies to engines outside an application."""
         return ("emulated",) if self.served_model_names is None else self.served_model_names
 
     def model_settings(self, profile: EngineProfile) -> EngineModelSettings:
-        """Limits of the engine: the profile's, unless these settings replace them.
+        """Return the engine's limits: the profile's, with the overrides of these settings.
 
         Raises:
-            SettingsError: they contradict each other.
+            SettingsError: the limits contradict each other.
         """
         try:
             return profile.model_settings(
@@ -95,7 +95,7 @@ class EmulatedEngineSettings:
 
 
 class EmulatedEngine:
-    """An engine that computes only its timing. Satisfies `engine.Engine`."""
+    """An engine that computes only its timing. Implements `engine.Engine`."""
 
     def __init__(self, settings: EmulatedEngineSettings) -> None:
         self._settings = settings
@@ -123,7 +123,7 @@ class EmulatedEngine:
         return f"<EmulatedEngine profile={self._settings.profile} {self._driver!r}>"
 
     async def start(self) -> EngineLimits:
-        """Start the engine's clock."""
+        """Start the engine's clock and return the limits."""
         self._driver.start()
         return EngineLimits(
             max_model_len=self._limits.max_model_len,
@@ -141,14 +141,14 @@ class EmulatedEngine:
         return self._app
 
     async def load(self) -> EngineLoad:
-        """The engine's load; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
+        """Return the load; `tpot_s` is wall time as a client sees it, so a speed-up divides it."""
         self._driver.check()
         return replace(self._driver.load(), adapters=self._names.adapters)
 
     async def check_health(self) -> None:
-        """Raise `EngineError` when the engine does not run."""
+        """Raise `EngineError` if the engine is not running."""
         self._driver.check()
 
     async def stop(self) -> None:
-        """Stop the clock; unfinished requests get an error."""
+        """Stop the clock and fail unfinished requests."""
         await self._driver.stop()

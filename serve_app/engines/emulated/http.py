@@ -1,4 +1,4 @@
-"""One HTTP request to the emulated engine: its answer or stream of events, and errors in vLLM's words."""
+"""HTTP requests to the emulated engine: responses, event streams, and errors with vLLM's messages."""
 
 import uuid
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _EVENTS = b"text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request whose body has been read."""
+    """An HTTP request whose body has been read."""
 
     scope: Scope
     body: bytes
@@ -25,14 +25,14 @@ class Call:
     send: Send
 
     def request_id(self, prefix: str) -> str:
-        """The client's `x-request-id`, or a new id, after the prefix of the answer's kind."""
+        """Return the client's `x-request-id` or a new id, prefixed with the kind of the answer."""
         for name, value in self.scope["headers"]:
             if name == b"x-request-id":
                 return f"{prefix}-{value.decode('latin-1')}"
         return f"{prefix}-{uuid.uuid4().hex}"
 
     async def begin_events(self) -> None:
-        """Begin a stream of server-sent events."""
+        """Start a stream of server-sent events."""
         headers = [(b"content-type", _EVENTS), (b"cache-control", b"no-cache")]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -42,13 +42,11 @@ class Call:
 
 
 class ApiError(ServeAppError):
-    """A request that is answered with an error.
+    """An error response.
 
     Args:
         status: HTTP status, also the `code` of the error object, as in vLLM.
-        message: text for the client.
-        kind: the error object's `type`.
-        param: the invalid field.
+        kind: `type` of the error object.
     """
 
     def __init__(self, status: int, message: str, *, kind: str, param: str | None = None) -> None:
@@ -58,7 +56,7 @@ class ApiError(ServeAppError):
 
 
 def invalid(message: str, *, param: str | None = None, value: Any = None) -> ApiError:
-    """An invalid request: 400."""
+    """Return the error 400 for an invalid request."""
     extras = [f"{name}={item}" for name, item in (("parameter", param), ("value", value)) if item is not None]
     if extras:
         message = f"{message} ({', '.join(extras)})"
@@ -66,27 +64,27 @@ def invalid(message: str, *, param: str | None = None, value: Any = None) -> Api
 
 
 def unreadable(message: str) -> ApiError:
-    """A body that is not a request: 400."""
+    """Return the error 400 for a body that cannot be parsed."""
     return ApiError(400, f"1 validation error:\n  {message}", kind="Bad Request")
 
 
 def not_emulated(field: str) -> ApiError:
-    """A field, or a use of it, that would change the answer in a way that is not emulated: 400."""
+    """Return the error 400 for a field, or a use of it, whose effect on the answer is not emulated."""
     return invalid(f"{field} is not supported by the emulated engine.", param=field.partition(" ")[0])
 
 
 def no_such_route(status: int) -> ApiError:
-    """A path or a method that is not served: 404 or 405."""
+    """Return the error 404 or 405 for a path or method that is not served."""
     phrase = HTTPStatus(status).phrase
     return ApiError(status, phrase, kind=phrase)
 
 
 def unknown_model(model: str, served: tuple[str, ...]) -> ApiError:
-    """A model that the engine does not serve: 404."""
+    """Return the error 404 for a model that the engine does not serve."""
     message = f"The model `{model}` does not exist. Valid aliases: {', '.join(served)}."
     return ApiError(404, message, kind="NotFoundError", param="model")
 
 
 def engine_failed() -> ApiError:
-    """The engine stopped while the request was in it: 500."""
+    """Return the error 500 for an engine that stopped while it processed the request."""
     return ApiError(500, "EngineCore encountered an issue.", kind="InternalServerError")

@@ -1,7 +1,7 @@
-"""Anthropic's Messages as vLLM serves them: each request becomes a chat, its answer a message or its events.
+"""Anthropic's Messages API as vLLM serves it: converts requests to chats, and answers to messages or events.
 
-As in vLLM, the message begins with its first token, and the counts stand in its first and last events.
-Thinking is accepted and has no effect, as in vLLM with a model that does not reason.
+As in vLLM, a message begins with its first token, and its first and last events have the token counts.
+Thinking is accepted without effect, as in vLLM with a model that does not reason.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,7 +34,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class ImageSource(msgspec.Struct):
-    """Where the bytes of an image are."""
+    """Source of an image: inline data or a URL."""
 
     type: str = "base64"
     media_type: str = "image/png"
@@ -43,13 +43,13 @@ class ImageSource(msgspec.Struct):
 
     @property
     def part(self) -> Part:
-        """The image as a part of a chat's message."""
+        """The image as a part of a chat message."""
         url = self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
         return Part(type="image_url", image_url=as_raw({"url": url}))
 
 
 class Block(msgspec.Struct):
-    """A block of a message."""
+    """A content block of a message."""
 
     type: Literal[
         "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"
@@ -73,7 +73,7 @@ class Turn(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    """A tool that may be called."""
+    """A tool that the model may call."""
 
     name: str
     input_schema: dict[str, Any]
@@ -81,27 +81,27 @@ class Tool(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """The tool to be called."""
+    """Tool choice: the tool that the model must or may call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
 
 
 class OutputFormat(msgspec.Struct):
-    """A JSON schema of the answer."""
+    """JSON schema of the answer."""
 
     type: Literal["json_schema"] = "json_schema"
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct):
-    """The form of the answer."""
+    """Format of the answer."""
 
     format: OutputFormat | None = None
 
 
 class CountBody(msgspec.Struct, kw_only=True):
-    """`/v1/messages/count_tokens`."""
+    """Body of `/v1/messages/count_tokens`."""
 
     model: str
     messages: list[Turn]
@@ -111,7 +111,7 @@ class CountBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    """`/v1/messages`."""
+    """Body of `/v1/messages`."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     stream: bool | None = False
@@ -129,7 +129,7 @@ _MESSAGES = decoder_of(MessagesBody)
 
 
 def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A request for a message."""
+    """Parse a request for a message."""
     body = decode(_MESSAGES, raw)
     wanted = body.output_config.format if body.output_config is not None else None
     response_format = _NOTHING
@@ -153,13 +153,13 @@ def read_messages(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 
 
 def read_count(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[str | None, int]:
-    """A conversation to be counted: its model and its tokens."""
+    """Parse a token count request and return its model and the tokens of its conversation."""
     chat = ChatBody(**_chat(decode(_COUNT, raw)))
     return chat.model, conversation(chat.messages, chat.tools, tokenizer).tokens
 
 
 def _chat(body: CountBody) -> dict[str, Any]:
-    """Model, messages and tools of a chat."""
+    """Return the model, messages and tools of the equivalent chat."""
     system = "".join(_system_texts(body.system))
     messages = [ChatMessage(role="system", content=system)] if system else []
     for turn in body.messages:
@@ -187,7 +187,7 @@ def _system_texts(content: Blocks | None) -> Iterator[str]:
 
 
 def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
-    """The messages of a chat that one of Anthropic's becomes; results of tools come first."""
+    """Convert one of Anthropic's messages to chat messages. Tool results come first."""
     if turn.role == "system":
         yield ChatMessage(role="system", content="".join(_system_texts(turn.content)))
         return
@@ -225,7 +225,7 @@ def _result(block: Block) -> Iterator[ChatMessage]:
 
 
 class MessageAnswer(EmulatedAnswer):
-    """An answer of `/v1/messages`: one block, of text or with the call of a tool."""
+    """Answer of `/v1/messages`: one block with text or with a tool call."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
@@ -235,15 +235,15 @@ class MessageAnswer(EmulatedAnswer):
             self._block = {"type": "tool_use", "id": call_id, "name": head.call.name, "input": {}}
 
     def opening(self) -> bytes:
-        """The message without content, and the start of its block."""
+        """Return the start events of the message and its block."""
         usage = {**self._usage(), "output_tokens": 0}
         message = self._message([], None, None, usage)
         start = _event("message_start", message=message)
         return start + _event("content_block_start", content_block=self._block, index=0)
 
-    # `EmulatedAnswer` marks the last token; here the end is an event of its own.
+    # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """Text that some tokens add to the block; empty for tokens that the client does not see."""
+        """Return the text of some tokens as a delta; no bytes for tokens that the client does not see."""
         text = self._head.scripts[0].added(start, count)
         if not text:
             return b""
@@ -253,23 +253,23 @@ class MessageAnswer(EmulatedAnswer):
         return _event("content_block_delta", delta=delta, index=0)
 
     def ending(self) -> bytes:
-        """The end of the block, why the message ended, and the end of the message."""
+        """Return the end of the block, the stop reason, and the end of the message."""
         reason, stop = self._reason()
         delta = {"stop_reason": reason, "stop_sequence": stop}
         end = _event("content_block_stop", index=0)
         return end + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def whole(self) -> bytes:
-        """A message object."""
+        """Return a message object."""
         script = self._head.scripts[0]
         block = {"type": "text", "text": script.text}
-        # As in vLLM, a call that is cut is text.
+        # As in vLLM, a truncated call is text.
         if self._head.call is not None and script.is_whole:
             block = {**self._block, "input": msgspec.json.decode(script.text)}
         return encode(self._message([block], *self._reason(), self._usage()))
 
     def _reason(self) -> tuple[str, str | None]:
-        """Why it ended, and the stop string that ended it."""
+        """Return the stop reason, and the stop string if there is one."""
         script = self._head.scripts[0]
         if script.finish_reason == "length":
             return "max_tokens", None
@@ -279,7 +279,7 @@ class MessageAnswer(EmulatedAnswer):
         return ("end_turn", None) if stop is None else ("stop_sequence", stop)
 
     def _usage(self) -> dict[str, int]:
-        """Anthropic counts cached tokens beside the others."""
+        """Return Anthropic's usage object, in which `input_tokens` excludes cached tokens."""
         head = self._head
         return {
             "input_tokens": head.prompt_tokens - head.cached_tokens,
@@ -303,13 +303,13 @@ class MessageAnswer(EmulatedAnswer):
 
 
 def failed_event() -> bytes:
-    """The event after which a stream of a dead engine ends."""
+    """Return the event that ends a stream whose engine has failed."""
     detail = {"type": "internal_error", "message": str(engine_failed())}
     return b"event: error\ndata: %s\n\n" % encode({"type": "error", "error": detail})
 
 
 def anthropic_errors(handler: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
-    """The handler, with its errors as vLLM's route answers them: its own words, in Anthropic's shape."""
+    """Wrap a handler so that its errors have Anthropic's shape with vLLM's messages, as vLLM's route does."""
 
     async def answered(call: Call) -> None:
         try:

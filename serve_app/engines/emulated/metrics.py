@@ -1,8 +1,8 @@
-"""The emulated engine's `/metrics`, with the names, labels and buckets of vLLM.
+"""Metrics of the emulated engine, with the names, labels and buckets of vLLM.
 
-Metrics are updated at every step and scraped a few times a minute. So they are plain numbers here, and the
-Prometheus objects are made at a scrape. All times are wall time: a speed-up divides them as it divides the
-client's times.
+Metrics are updated at every step and scraped a few times per minute. So they are plain numbers, and
+Prometheus objects are created at a scrape. All times are wall time: a speed-up divides them like the client's
+times.
 """
 
 import bisect
@@ -39,7 +39,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class WeightedHistogram:
-    """A histogram that counts many equal values at the cost of one."""
+    """Histogram that counts many equal values at the cost of one."""
 
     __slots__ = ("_bounds", "_counts", "_sum", "documentation")
 
@@ -50,18 +50,18 @@ class WeightedHistogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` times."""
+        """Count a value `times` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum of all values, as `prometheus_client` takes them."""
+        """Return cumulative counts by upper bound and the sum of all values, for `prometheus_client`."""
         bounds = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(bounds, itertools.accumulate(self._counts), strict=True)), self._sum
 
 
 def _token_buckets(most: int) -> list[float]:
-    """1, 2, 5, 10, ... up to `most`, as vLLM has for token counts."""
+    """Return 1, 2, 5, 10, ... up to `most`: vLLM's buckets for token counts."""
     bounds: list[float] = []
     power = 1
     while True:
@@ -73,11 +73,10 @@ def _token_buckets(most: int) -> list[float]:
 
 
 class EngineMetrics(Collector):
-    """Metrics of one emulated engine.
+    """Prometheus collector of one emulated engine.
 
     Args:
         model_name: value of the label `model_name`.
-        settings: limits of the engine.
     """
 
     def __init__(self, model_name: str, settings: EngineModelSettings) -> None:
@@ -116,11 +115,11 @@ class EngineMetrics(Collector):
         self._snapshot = snapshot
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def count_step(self, outcome: StepOutcome, gap_s: float) -> None:
-        """Count a step that ended `gap_s` after the one before it."""
+        """Count a step that ended `gap_s` after the previous one."""
         self._histograms["iteration_tokens_total"].observe(outcome.prefill_tokens + outcome.sequences)
         if outcome.sequences:
             self._histograms["inter_token_latency_seconds"].observe(gap_s, outcome.sequences)
@@ -152,15 +151,15 @@ class EngineMetrics(Collector):
             self._observe("request_time_per_output_token_seconds", per_token_s)
 
     def count_unfinished(self, sequence: EngineSequence) -> None:
-        """Count a sequence that its client aborted, or that was lost with the engine."""
+        """Count a sequence that was aborted by its client or lost with the engine."""
         self._finish_reasons["abort" if sequence.state is SequenceState.ABORTED else "error"] += 1
 
     def count_rejection(self) -> None:
-        """Count a request that was refused because `max_num_queued_reqs` was reached."""
+        """Count a request that was rejected because of `max_num_queued_reqs`."""
         self._rejections += 1
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics, for the registry."""
+        """Return all metrics, for the registry."""
         if self._snapshot is not None:
             snapshot = self._snapshot()
             yield from self._gauges(snapshot)
@@ -194,7 +193,8 @@ class EngineMetrics(Collector):
             labels=["block_size", "enable_prefix_caching", "engine", "num_gpu_blocks"],
         )
         settings = self._settings
-        # vLLM counts the block that it reserves as padding; all of ours are usable.
+        # vLLM's count includes the block that it reserves as padding. All blocks of the emulated engine are
+        # usable.
         blocks = str(settings.kv_blocks + 1)
         cache.add_metric([str(settings.block_size), str(settings.prefix_caching), "0", blocks], 1)
         yield cache
@@ -229,7 +229,7 @@ class EngineMetrics(Collector):
         values: Mapping[tuple[str, ...], float],
         *more_labels: str,
     ) -> Metric:
-        """A family with a sample for each value, which goes by the values of the further labels."""
+        """Return a family with one sample per value; `values` maps the values of `more_labels` to numbers."""
         family = kind(f"vllm:{name}", documentation, labels=(*_LABELS, *more_labels))
         for labels, value in values.items():
             family.add_metric((*self._labels, *labels), value)

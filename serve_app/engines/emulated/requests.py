@@ -1,14 +1,16 @@
-"""Reading requests: each body becomes a `Generation` with its prompts as token counts and blocks.
+"""Request parsing: converts each body to a `Generation`, whose prompts are token counts and block hashes.
 
-The bodies have the fields that matter to an engine without a model. Two fields of our own make traces
-replayable. `ewsjf_prompt_tokens` states the length of the prompt, so that no text of that length needs to be
-sent; such a prompt does not use the prefix cache. `ewsjf_output_tokens` states the length of the answer;
-`max_tokens` still limits it, and `finish_reason` is then "length".
+The bodies have the fields that matter to an engine without a model. Two extensions make traces replayable:
 
-Messages and responses are turned into chats. Fields of type `Raw` are decoded where they are used, so that a
-request without them pays nothing. Since the text of answers is a placeholder, most sampling parameters change
-nothing; they are refused out of their range as vLLM does. What would change an answer visibly and is not
-emulated is refused. All other fields are ignored.
+- `ewsjf_prompt_tokens` states the length of the prompt, so that no text of that length needs to be sent. Such
+  a prompt does not use the prefix cache.
+- `ewsjf_output_tokens` states the length of the answer. `max_tokens` still limits it, with `finish_reason`
+  "length".
+
+Messages and responses are converted to chats. Fields of type `Raw` are decoded on use, so that requests
+without them pay nothing. Answers are placeholder text, so most sampling parameters have no effect; their
+ranges are checked as in vLLM. Fields that would visibly change the answer and are not emulated are rejected.
+All other fields are ignored.
 """
 
 import math
@@ -30,26 +32,26 @@ from serve_app.engines.emulated.text import (
     ToolCall,
 )
 
-# Prompt tokens of an image or another medium. Vision models take some 85 to 1,600 tokens for an image.
+# Prompt tokens per image or other medium. Vision models use about 85 to 1,600 tokens per image.
 _MEDIA_TOKENS = 256
-# Limit of `n`, as in vLLM.
+# vLLM's limit of `n`.
 _MAX_CHOICES = 16_384
 # vLLM's default for `--max-logprobs`.
 _MAX_LOGPROBS = 20
-# Above that of any embedding model.
+# More dimensions than any embedding model has.
 _MAX_DIMENSIONS = 16_384
-# Below this temperature vLLM samples greedily.
+# vLLM samples greedily below this temperature.
 _GREEDY = 1e-5
-# The chat template's opening of the answer.
+# The chat template's start of the answer.
 _GENERATION_PROMPT = "<|assistant|>\n"
 _NOTHING = msgspec.Raw()
 
-# Text or token ids, alone or in a list; a list that mixes them is refused by `_inputs`.
+# Text or token ids, alone or in a list. `_inputs` rejects a list that mixes them.
 Inputs = str | list[str | int | list[int]]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Fields of all endpoints."""
+    """Fields common to all endpoints."""
 
     model: str | None = None
     priority: int = 0
@@ -57,14 +59,14 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream holds besides text."""
+    """Options for the content of a stream."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class GeneratingBody(Body, kw_only=True):
-    """Fields of the endpoints that generate."""
+    """Fields common to the generating endpoints."""
 
     n: int | None = 1
     stream: bool | None = False
@@ -80,11 +82,11 @@ class GeneratingBody(Body, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    # vLLM's limit of stop strings.
+    # vLLM's limit on stop strings.
     stop: str | Annotated[list[str], msgspec.Meta(max_length=4)] | None = None
     include_stop_str_in_output: bool = False
     structured_outputs: msgspec.Raw = _NOTHING
-    # Refused, see `_NOT_EMULATED`.
+    # Rejected, see `_NOT_EMULATED`.
     use_beam_search: msgspec.Raw = _NOTHING
     return_token_ids: msgspec.Raw = _NOTHING
     return_tokens_as_token_ids: msgspec.Raw = _NOTHING
@@ -97,7 +99,7 @@ class GeneratingBody(Body, kw_only=True):
 
 
 class Part(msgspec.Struct):
-    """A part of a message: text, or media that are told apart by their bytes."""
+    """A part of a message: text, or media that are distinguished by their bytes."""
 
     type: str = "text"
     text: str | None = None
@@ -114,7 +116,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatBody(GeneratingBody, kw_only=True):
-    """`/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: list[ChatMessage]
     max_tokens: int | None = None
@@ -127,7 +129,7 @@ class ChatBody(GeneratingBody, kw_only=True):
 
 
 class CompletionBody(GeneratingBody, kw_only=True):
-    """`/v1/completions`; a prompt is text or token ids, alone or in a list."""
+    """Body of `/v1/completions`. A prompt is text or token ids, alone or in a list."""
 
     prompt: Inputs
     max_tokens: int | None = 16
@@ -136,20 +138,20 @@ class CompletionBody(GeneratingBody, kw_only=True):
 
 
 class ResponsesFormat(msgspec.Struct):
-    """The format of a response's text."""
+    """Format of a response's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
 
 
 class ResponsesText(msgspec.Struct):
-    """`text` of the Responses API."""
+    """Field `text` of the Responses API."""
 
     format: ResponsesFormat | None = None
 
 
 class ResponsesTool(msgspec.Struct):
-    """A function, or a tool that runs on the server. The latter is never called."""
+    """A function, or a built-in tool of the server, which is never called."""
 
     type: str
     name: str = ""
@@ -157,7 +159,7 @@ class ResponsesTool(msgspec.Struct):
 
 
 class ResponsesBody(GeneratingBody, kw_only=True):
-    """`/v1/responses`; input items other than messages are ignored."""
+    """Body of `/v1/responses`. Input items other than messages are ignored."""
 
     input: str | list[ChatMessage]
     instructions: str | None = None
@@ -168,12 +170,12 @@ class ResponsesBody(GeneratingBody, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = 0
     request_id: str | None = None
-    # Refused: a prompt that the server has by its name.
+    # Rejected: refers to a prompt template that is stored on the server.
     prompt: msgspec.Raw = _NOTHING
 
 
 class EmbeddingsBody(Body, kw_only=True):
-    """`/v1/embeddings`; each input has its own embedding."""
+    """Body of `/v1/embeddings`. Each input has its own embedding."""
 
     input: Inputs
     encoding_format: str = "float"
@@ -181,13 +183,13 @@ class EmbeddingsBody(Body, kw_only=True):
 
 
 class DetokenizeBody(Body, kw_only=True):
-    """`/detokenize`."""
+    """Body of `/detokenize`."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 class TokenizeBody(Body, kw_only=True):
-    """`/tokenize`: text, or a conversation."""
+    """Body of `/tokenize`: text or a conversation."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -200,10 +202,10 @@ class Generation:
 
     Attributes:
         prompts: one or more; each has `choices` answers.
-        max_tokens: the client's limit per answer; None when it stated none.
+        max_tokens: the client's limit per answer; None if not stated.
         max_tokens_param: name of that field in the request.
-        spec: what it asks of the text of its answers.
-        request_id: the id that its answer is to have; None for one that is made here.
+        spec: requirements on the text of the answers.
+        request_id: id for the answer; None to generate one.
     """
 
     body: GeneratingBody
@@ -215,12 +217,12 @@ class Generation:
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers per prompt."""
         return 1 if self.body.n is None else self.body.n
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """True if a stream ends with the token counts."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
@@ -235,14 +237,14 @@ B = TypeVar("B")
 
 
 def decoder_of(kind: type[B]) -> "msgspec.json.Decoder[B]":
-    """A decoder that coerces as vLLM does: it takes 5.0 and "5" for 5."""
+    """Return a decoder that coerces types as vLLM does: it accepts 5.0 and "5" for 5."""
     return msgspec.json.Decoder(kind, strict=False)
 
 
 def decode(decoder: "msgspec.json.Decoder[B]", raw: bytes) -> B:
-    """The body; one that does not fit is refused."""
+    """Decode a body, or raise `ApiError` if it does not match."""
     try:
-        # The decoder skips names that it does not know, and parts that are read later, as they are.
+        # The decoder does not validate UTF-8 in unknown fields and in `Raw` fields.
         raw.decode()
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -258,19 +260,18 @@ _TOKENIZE = decoder_of(TokenizeBody)
 
 
 def read_chat(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A chat completion request."""
+    """Parse a chat completion request."""
     return chat_generation(decode(_CHAT, raw), tokenizer)
 
 
 def chat_generation(
     body: ChatBody, tokenizer: PseudoTokenizer, limit: tuple[int | None, str] | None = None
 ) -> Generation:
-    """Return a chat completion request, possibly converted from a message or a response.
+    """Return the generation for a chat completion, including one converted from a message or a response.
 
     Args:
-        body: the request.
-        tokenizer: counts the prompt.
-        limit: `max_tokens` and the name of its field, where they are not those of a chat.
+        tokenizer: counts the prompt's tokens.
+        limit: `max_tokens` and the name of its field, if they differ from those of a chat.
     """
     if not body.messages:
         raise invalid("messages must not be empty", param="messages")
@@ -287,7 +288,7 @@ def chat_generation(
 
 
 def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A text completion request."""
+    """Parse a text completion request."""
     body = decode(_COMPLETION, raw)
     prompts = _inputs(body.prompt, tokenizer, "prompt")
     top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
@@ -296,7 +297,7 @@ def read_completion(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 
 
 def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
-    """A request of the Responses API."""
+    """Parse a request of the Responses API."""
     body = decode(_RESPONSES, raw)
     messages = [ChatMessage(content=body.input)] if isinstance(body.input, str) else body.input
     if body.instructions:
@@ -325,7 +326,7 @@ def read_responses(raw: bytes, tokenizer: PseudoTokenizer) -> Generation:
 
 
 def _function_tools(body: ResponsesBody) -> dict[str, Any]:
-    """Return the tool fields of a chat for the tools of a response."""
+    """Return the chat fields for the tools of a response."""
     functions = [tool for tool in body.tools or () if tool.type == "function"]
     choice = body.tool_choice
     if isinstance(choice, dict):
@@ -349,12 +350,12 @@ def _function_tools(body: ResponsesBody) -> dict[str, Any]:
 
 
 def as_raw(value: Any) -> msgspec.Raw:
-    """Encode the value of a body's field."""
+    """Encode a value as a raw field of a body."""
     return msgspec.Raw(encode(value))
 
 
 def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsBody, list[Prompt]]:
-    """An embeddings request, and its inputs."""
+    """Parse an embeddings request and its inputs."""
     body = decode(_EMBEDDINGS, raw)
     if body.encoding_format not in {"float", "base64"}:
         raise invalid(
@@ -368,13 +369,13 @@ def read_embeddings(raw: bytes, tokenizer: PseudoTokenizer) -> tuple[EmbeddingsB
 
 
 def read_detokenize(raw: bytes) -> tuple[str | None, list[int]]:
-    """A detokenize request: its model, and the tokens."""
+    """Parse a detokenize request and return its model and tokens."""
     body = decode(_DETOKENIZE, raw)
     return body.model, body.tokens
 
 
 def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
-    """A tokenize request: its model, and the text to tokenize."""
+    """Parse a tokenize request and return its model and text."""
     body = decode(_TOKENIZE, raw)
     if body.prompt is not None:
         return body.model, body.prompt.encode()
@@ -385,7 +386,7 @@ def read_tokenize(raw: bytes) -> tuple[str | None, bytes]:
 
 # -- checks -----------------------------------------------------------------------------------------------
 
-# Each with what it must be, as vLLM says it.
+# (field, check, requirement in vLLM's words).
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", math.isfinite, "a finite number"),
     ("temperature", lambda value: value >= 0, "non-negative"),
@@ -398,7 +399,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("repetition_penalty", math.isfinite, "a finite number"),
     ("repetition_penalty", lambda value: value > 0, "greater than zero"),
 )
-# vLLM names the parameter of these once more.
+# For these, vLLM's error also names the parameter in a suffix.
 _NAMED_TWICE = frozenset({"temperature", "top_p"})
 _NOT_EMULATED = (
     "use_beam_search",
@@ -411,14 +412,14 @@ _NOT_EMULATED = (
     "suffix",
     "echo",
 )
-# What a client writes to say that it does not want one of them.
+# Values with which a client disables one of them.
 _UNWANTED = {b"false", b"[]", b'""'}
 
 
 def _generation(
     body: GeneratingBody, prompts: list[Prompt], limit: tuple[int | None, str], spec: OutputSpec
 ) -> Generation:
-    """The request, checked; `limit` is `max_tokens` and the name of its field."""
+    """Validate the request and return it; `limit` is `max_tokens` and the name of its field."""
     max_tokens, param = limit
     _check_parameters(body)
     if max_tokens is not None and max_tokens < 1:
@@ -464,7 +465,7 @@ def _check_parameters(body: GeneratingBody) -> None:
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:
-    """Alternatives per token; None when no logprobs are wanted."""
+    """Return the number of alternatives per token; None if logprobs are not requested."""
     top = body.top_logprobs or 0
     if top < -1 or body.logprobs:
         checked = _checked_logprobs(top, "top_logprobs")
@@ -475,7 +476,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def _checked_logprobs(count: int, param: str) -> int:
-    """The alternatives to name per token; -1 asks for the whole vocabulary, which exceeds the limit."""
+    """Validate the number of alternatives per token; -1 means the whole vocabulary, which is too many."""
     if count < -1:
         raise invalid(f"`{param}` must be a positive value or -1.", param=param, value=count)
     count = VOCABULARY if count == -1 else count
@@ -497,9 +498,9 @@ def _spec(
     top_logprobs: int | None,
     call: ToolCall | None = None,
 ) -> OutputSpec:
-    """Return the requirements of a request on the text of its answers."""
+    """Return the request's requirements on the text of its answers."""
     return OutputSpec(
-        # As in vLLM, -1 is no seed.
+        # As in vLLM, -1 means no seed.
         seed=None if body.seed == -1 else body.seed,
         constraint=constraint,
         call=call,
@@ -511,7 +512,7 @@ def _spec(
 
 
 def _last_words(messages: list[ChatMessage]) -> str:
-    """The text of the last message, when the user wrote it."""
+    """Return the text of the last message if the user wrote it."""
     if not messages or messages[-1].role != "user":
         return ""
     content = messages[-1].content
@@ -524,7 +525,7 @@ def _last_words(messages: list[ChatMessage]) -> str:
 
 
 def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts, or prompts of the length that the body states."""
+    """Return the prompts, or placeholders of the length that the body states."""
     tokens = body.ewsjf_prompt_tokens
     if tokens is None:
         return prompts
@@ -534,7 +535,7 @@ def _stated(body: Body, prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Prompt]:
-    """Prompts from text or token ids, alone or in a list."""
+    """Return prompts from text or token ids, alone or in a list."""
     if isinstance(value, str):
         return [tokenizer.prompt_of_text(value.encode())]
     if not value or [] in value:
@@ -552,13 +553,13 @@ def _inputs(value: Inputs, tokenizer: PseudoTokenizer, param: str) -> list[Promp
 
 
 def conversation(messages: list[ChatMessage], tools: msgspec.Raw, tokenizer: PseudoTokenizer) -> Prompt:
-    """The prompt of a conversation."""
+    """Return the prompt of a conversation."""
     text, media = _render(messages, tools)
     return tokenizer.prompt_of_text(text, media * _MEDIA_TOKENS)
 
 
 def _render(messages: list[ChatMessage], tools: msgspec.Raw) -> tuple[bytes, int]:
-    """The text of a conversation after a chat template, and the number of its media."""
+    """Apply the chat template and return the text of a conversation and the number of its media."""
     parts: list[str] = []
     media = 0
     if len(tools):
@@ -571,8 +572,7 @@ def _render(messages: list[ChatMessage], tools: msgspec.Raw) -> tuple[bytes, int
             if part.text is not None:
                 parts.append(part.text)
             else:
-                # The checksum of the bytes stands in the text: equal images share cached blocks, others do
-                # not.
+                # The checksum makes equal images share cached blocks, and different ones not.
                 checksum = zlib.crc32(bytes(part.image_url) + bytes(part.input_audio))
                 parts.append(f"<|{part.type} {checksum:08x}|>")
                 media += 1

@@ -1,7 +1,8 @@
-"""The Responses API: one message or function call as typed events, and the responses that the engine keeps.
+"""The Responses API: messages and function calls as typed events, and the stored responses.
 
-As in vLLM, a response is kept unless `store` is false, in the memory of this one engine; `background` answers
-at once and works on; a stream in the background can be read again from any event; and none is deleted.
+As in vLLM, a response is stored in this engine's memory unless `store` is false. With `background` the
+request returns at once and generation continues; such a stream can be replayed from any event. No response is
+deleted.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ from serve_app.engines.engine import Message, send_response
 
 RESPONSES_PATH = "/v1/responses"
 _CANCEL = "/cancel"
-# vLLM never forgets one, which its log calls a leak.
+# vLLM evicts none, which its log calls a memory leak.
 _MAX_RESPONSES = 1_000
 
 Document = dict[str, Any]
 
 
 class ResponsesAnswer(EmulatedAnswer):
-    """An answer of `/v1/responses`."""
+    """Answer of `/v1/responses`."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
@@ -37,28 +38,28 @@ class ResponsesAnswer(EmulatedAnswer):
         self._events = 0
 
     def announcement(self) -> bytes:
-        """The events that say that the response is being worked on: vLLM sends them before the prefill."""
+        """Return the events for a response in progress. vLLM sends them before the prefill."""
         running = self._response("in_progress", [])
         return self._event("response.created", response=running) + self._event(
             "response.in_progress", response=running
         )
 
     def opening(self) -> bytes:
-        """The events up to the empty content part."""
+        """Return the events up to the empty content part."""
         item = self._item("in_progress", "", [])
         return self._event("response.output_item.added", output_index=0, item=item) + self._event(
             "response.content_part.added", **self._place(), part=_part("", [])
         )
 
-    # `EmulatedAnswer` marks the last token; here the end is an event of its own.
+    # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """One text delta."""
+        """Return one text delta."""
         added = self._head.scripts[0].added(start, count)
         logprobs = self._head.logprobs(0, start, count) or []
         return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
 
     def ending(self) -> bytes:
-        """The whole text, part, item and response, each in the event that completes it."""
+        """Return the complete text, part, item and response, each in its completion event."""
         text, logprobs = self._head.scripts[0].text, self._head.logprobs(0) or []
         return b"".join(
             (
@@ -69,7 +70,7 @@ class ResponsesAnswer(EmulatedAnswer):
         )
 
     def whole(self) -> bytes:
-        """A response object."""
+        """Return a response object."""
         return encode(self._response(self._status, [self._whole_item()]))
 
     def _completion(self) -> bytes:
@@ -117,7 +118,7 @@ class ResponsesAnswer(EmulatedAnswer):
 
 
 class FunctionCallAnswer(ResponsesAnswer):
-    """A response that calls a function."""
+    """Response that consists of a function call."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
@@ -127,17 +128,17 @@ class FunctionCallAnswer(ResponsesAnswer):
         self._call_place = {"item_id": f"fc_{digits}", "output_index": 0}
 
     def opening(self) -> bytes:
-        """The event of the empty call."""
+        """Return the event of the empty call."""
         item = self._function_call("in_progress", "")
         return self._event("response.output_item.added", output_index=0, item=item)
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
-        """The arguments that some tokens add."""
+        """Return the arguments that some tokens add."""
         added = self._head.scripts[0].added(start, count)
         return self._event("response.function_call_arguments.delta", **self._call_place, delta=added)
 
     def ending(self) -> bytes:
-        """The whole arguments, item and response, each in the event that completes it."""
+        """Return the complete arguments, item and response, each in its completion event."""
         item = self._whole_item()
         done = {"arguments": item["arguments"], "name": item["name"]}
         event = self._event("response.function_call_arguments.done", **self._call_place, **done)
@@ -151,7 +152,7 @@ class FunctionCallAnswer(ResponsesAnswer):
 
 
 def response_answer(head: AnswerHead) -> ResponsesAnswer:
-    """The answer that the request asks for."""
+    """Return the formatter for a text answer or a function call."""
     return ResponsesAnswer(head) if head.call is None else FunctionCallAnswer(head)
 
 
@@ -160,7 +161,7 @@ def _part(text: str, logprobs: list[Document]) -> Document:
 
 
 def _response(response_id: str, created: int, model: str | None, status: str) -> Document:
-    """A response without output."""
+    """Return a response without output."""
     return {
         "id": response_id,
         "object": "response",
@@ -181,22 +182,22 @@ def _response(response_id: str, created: int, model: str | None, status: str) ->
     }
 
 
-# -- kept responses ----------------------------------------------------------------------------------------
+# -- stored responses --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response that is kept.
+    """A stored response.
 
     Attributes:
         conversation: the messages that it answers.
         queued: its document until it ends.
-        streams: whether it is events.
-        answer: the engine's answer: a document, or a stream's events.
-        ended: set once nothing will be added.
-        grown: set once more of it is there.
-        task: the work on it, where that is in the background.
-        status: its end where that is no answer; empty for none.
+        streams: whether the answer is a stream of events.
+        answer: bytes of the engine's answer: a document, or a stream's events.
+        ended: set when the answer is complete.
+        grown: set when more of the answer is available.
+        task: background task that generates it, if any.
+        status: final status if it ended without an answer; otherwise empty.
     """
 
     conversation: list[Document]
@@ -215,11 +216,11 @@ class StoredResponse:
         self.grown.set()
 
     def events(self) -> list[bytes]:
-        """The events so far, each with the empty line at its end."""
+        """Return the events so far, each with its terminating empty line."""
         return [event + b"\n\n" for event in bytes(self.answer).split(b"\n\n")[:-1]]
 
     def document(self) -> Document:
-        """The response as it is now."""
+        """Return the response in its current state."""
         if self.status or not self.ended.is_set():
             return {**self.queued, "status": self.status or self.queued["status"]}
         document: Document
@@ -230,7 +231,7 @@ class StoredResponse:
         return document
 
     def messages(self) -> list[Document]:
-        """The conversation with the answer, for the next turn."""
+        """Return the conversation including the answer, as context for the next turn."""
         said = [
             {"role": "assistant", "content": item["content"][0]["text"]}
             for item in self.document()["output"]
@@ -240,7 +241,7 @@ class StoredResponse:
 
 
 class _Asked(msgspec.Struct):
-    """The fields that matter here; the rest is checked where the answer is generated."""
+    """Fields needed for storing. The other fields are validated when the answer is generated."""
 
     input: str | list[Document]
     model: str | None = None
@@ -255,11 +256,7 @@ _decoder = msgspec.json.Decoder(_Asked, strict=False)
 
 
 class EmulatedResponses:
-    """The endpoints of responses, over those that are kept.
-
-    Args:
-        generate: answers a request for a response that refers to no other.
-    """
+    """Endpoints of the Responses API; `generate` handles requests that refer to no stored response."""
 
     def __init__(self, generate: Callable[[Call], Awaitable[None]]) -> None:
         self._generate = generate
@@ -269,11 +266,11 @@ class EmulatedResponses:
         return f"<EmulatedResponses {len(self._kept)} kept>"
 
     async def create(self, call: Call) -> None:
-        """`POST /v1/responses`."""
+        """Handle `POST /v1/responses`."""
         try:
             asked = _decoder.decode(call.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            # The reader of the request names the mistake.
+            # The request parser reports the error.
             await self._generate(call)
             return
         if asked.background and asked.store is False:
@@ -287,7 +284,7 @@ class EmulatedResponses:
         changes: Document = {"request_id": response_id, "background": False}
         if before:
             changes |= {"input": conversation, "previous_response_id": None}
-        # The last of two equal fields counts.
+        # In JSON with duplicate fields, the last one wins.
         call = replace(call, body=call.body.rstrip()[:-1] + b"," + encode(changes)[1:])
         if asked.store is False:
             await self._generate(call)
@@ -306,7 +303,7 @@ class EmulatedResponses:
             await send_response(call.send, 200, encode(response.document()))
 
     async def serve(self, call: Call) -> None:
-        """A kept one: `GET /v1/responses/ID`, `POST /v1/responses/ID/cancel`."""
+        """Handle `GET /v1/responses/ID` and `POST /v1/responses/ID/cancel`."""
         rest = call.scope["path"].removeprefix(RESPONSES_PATH + "/")
         cancels = rest.endswith(_CANCEL)
         if call.scope["method"] != ("POST" if cancels else "GET"):
@@ -335,7 +332,7 @@ class EmulatedResponses:
             self._kept.popitem(last=False)
 
     async def _answer(self, response_id: str, response: StoredResponse, call: Call) -> None:
-        """Answer the client, and keep the answer."""
+        """Answer the client and store the answer."""
         status = 0
 
         async def send(message: Message) -> None:
@@ -343,7 +340,7 @@ class EmulatedResponses:
             status = message.get("status", status)
             response.answer += message.get("body", b"")
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                # Before its client can ask for it.
+                # Store it before the client can request it.
                 response.end()
                 if status == 200:
                     self._keep(response_id, response)
@@ -380,7 +377,7 @@ class EmulatedResponses:
 
 
 async def _replay(response: StoredResponse, call: Call, first: int) -> None:
-    """Send the events of a response from one of them on, future ones included."""
+    """Send the events of a response from number `first` on, including future ones."""
     await call.begin_events()
     sent = first
     while True:

@@ -1,9 +1,9 @@
-"""The smallest JSON value that a schema accepts, and the shortest text that a regular expression matches.
+"""Smallest JSON value that a schema accepts, and shortest text that a regular expression matches.
 
 A value has what its schema requires and nothing else: no optional properties, the fewest items, the shortest
 strings, numbers close to zero. The keywords that structured outputs use are built directly, and `jsonschema`,
-which Ray depends on, judges every part. A schema of which no accepted value is found is refused, such as one
-whose `if` or `contains` calls for more than that.
+a dependency of Ray, validates every part. A schema for which no valid value is found is rejected, such as one
+whose `if` or `contains` requires more than that.
 """
 
 import functools
@@ -19,16 +19,16 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# Python's own parser of regular expressions, which has no types.
+# Python's own parser of regular expressions, which has no type annotations.
 _re_parser = importlib.import_module("re._parser")
-# Attempts at each part of a value: the smallest one, then the next larger ones.
+# Attempts per part of a value: the smallest one, then the next larger ones.
 _ATTEMPTS = 4
 _MAX_DEPTH = 60
-# Parts built and combinations tried, which ends schemas that refer to themselves.
+# Limit on built parts and tried combinations, which terminates on recursive schemas.
 _MAX_STEPS = 10_000
 _MAX_LENGTH = 20_000
 _UNBOUNDED = 10**18
-# Keywords that show the type of a schema without `type`.
+# Keywords that imply the type of a schema without `type`.
 _HINTS = {
     "object": ("properties", "required", "minProperties"),
     "array": ("items", "prefixItems", "minItems"),
@@ -50,16 +50,16 @@ _FORMATS = {
 
 
 class UnsatisfiableError(ValueError):
-    """A schema or a pattern that is invalid, matches nothing, or is beyond what is built here."""
+    """A schema or pattern that is invalid, matches nothing, or is not supported."""
 
 
 class _LimitError(UnsatisfiableError):
-    """The limit of steps is reached; further alternatives are not tried."""
+    """The step limit is exceeded; no further alternatives are tried."""
 
 
 @functools.lru_cache(maxsize=256)
 def smallest_json(schema: str) -> str:
-    """A JSON document that a schema, itself written as JSON, accepts.
+    """Return the smallest JSON document that a schema, given as JSON, accepts.
 
     Raises:
         UnsatisfiableError: no such document was found.
@@ -72,7 +72,7 @@ def smallest_json(schema: str) -> str:
 
 
 class _Builder:
-    """Builds values of the parts of one schema."""
+    """Builder of values for the parts of one schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -89,7 +89,7 @@ class _Builder:
         }
 
     def value(self, schema: Any, depth: int) -> Any:
-        """The smallest value of a part of the schema."""
+        """Return the smallest value of a part of the schema."""
         self._count_step()
         if depth > _MAX_DEPTH:
             raise UnsatisfiableError(f"its values nest deeper than {_MAX_DEPTH} levels")
@@ -113,7 +113,7 @@ class _Builder:
             raise _LimitError(f"a value takes more than {_MAX_STEPS} steps to build")
 
     def _alternatives(self, parts: tuple[Any, ...], merged: Schema) -> Iterator[Schema]:
-        """Schemas without references and combinations: one for each choice of branches, small ones first."""
+        """Yield schemas without references and combinators, one per choice of branches, small ones first."""
         while parts:
             self._count_step()
             part, parts = parts[0], parts[1:]
@@ -183,7 +183,7 @@ class _Builder:
 
 
 def _validator(root: Any) -> Callable[[Any, Any], bool]:
-    """A judge of values of parts of a schema; references outside of the schema are never fetched."""
+    """Return a validator of values for parts of a schema. References to other documents are never fetched."""
     import jsonschema  # type: ignore[import-untyped] # noqa: PLC0415 - costs a third of a second
     import referencing  # noqa: PLC0415
 
@@ -204,7 +204,7 @@ def _validator(root: Any) -> Callable[[Any, Any], bool]:
 
 
 def _size(branch: Any) -> int:
-    """How large the values of a branch may become: scalars, structures, references that may recur."""
+    """Rank a branch by how large its values may become: scalar, structure, possibly recursive reference."""
     if "$ref" in str(branch):
         return 2
     kind = branch.get("type") if isinstance(branch, Mapping) else None
@@ -212,7 +212,7 @@ def _size(branch: Any) -> int:
 
 
 def _merge(old: Schema, new: Schema) -> Schema:
-    """A schema for what both accept. Keywords that are not intersected here are the validator's to judge."""
+    """Return a schema for values that both accept. The validator checks keywords not intersected here."""
     merged = {**old, **new}
     for name in old.keys() & new.keys():
         first, second = old[name], new[name]
@@ -239,13 +239,13 @@ def _merge(old: Schema, new: Schema) -> Schema:
 
 
 def _number(flat: Schema, larger: int, *, integral: bool) -> int | float:
-    """The number closest to zero within the bounds, or a few steps from there."""
+    """Return the number closest to zero within the bounds, or a few steps from it."""
     low = max(_bounds(flat, "minimum", "exclusiveMinimum"), default=-_UNBOUNDED)
     high = min(_bounds(flat, "maximum", "exclusiveMaximum"), default=_UNBOUNDED)
-    # As written: the nearest fraction of a float would not be what the schema's author meant.
+    # Parse the decimal text, because a float's exact fraction would not be what the schema's author meant.
     step = Fraction(str(flat.get("multipleOf", 1)))
     if integral:
-        # The least common multiple of the step and 1.
+        # Least common multiple of the step and 1.
         step = Fraction(step.numerator)
     times = min(max(0, math.ceil(low / step)), math.floor(high / step))
     times += larger if (times + larger) * step <= high else -larger
@@ -256,7 +256,7 @@ def _number(flat: Schema, larger: int, *, integral: bool) -> int | float:
 
 
 def _bounds(flat: Schema, *names: str) -> list[Any]:
-    """The bounds of these names; in draft 4 the exclusive ones are flags, which the validator knows."""
+    """Return the bounds of these names. In draft 4 exclusive bounds are flags, which the validator checks."""
     return [flat[name] for name in names if name in flat and not isinstance(flat[name], bool)]
 
 
@@ -288,15 +288,15 @@ _CATEGORIES = {
 
 
 def shortest_match(pattern: str, extra: int = 0) -> str:
-    """About the shortest string in which a pattern matches.
+    """Return approximately the shortest string that a pattern matches.
 
-    Lookarounds and some uses of anchors are beyond it: the caller checks the result.
+    Lookarounds and some uses of anchors are not supported, so the caller must check the result.
 
     Args:
-        extra: repetitions beyond the fewest, for longer matches.
+        extra: repetitions beyond the minimum, for longer matches.
 
     Raises:
-        UnsatisfiableError: the pattern is invalid or asks for too much.
+        UnsatisfiableError: the pattern is invalid or requires too much.
     """
     try:
         return _Match(extra).sequence(_re_parser.parse(pattern))
@@ -305,7 +305,7 @@ def shortest_match(pattern: str, extra: int = 0) -> str:
 
 
 class _Match:
-    """Writes one match, node by node of the parsed pattern."""
+    """Writer of one match, node by node of the parsed pattern."""
 
     def __init__(self, extra: int) -> None:
         self._extra = extra
@@ -317,7 +317,7 @@ class _Match:
         return text
 
     def _node(self, code: str, value: Any) -> str:
-        # A lookahead's text belongs to what follows it: the rest of the pattern has to bring it.
+        # A lookahead adds no text: the rest of the pattern has to match it.
         text = ""
         match code:
             case "LITERAL":
@@ -348,7 +348,7 @@ class _Match:
 
 
 def _member(items: Sequence[tuple[Any, Any]]) -> str:
-    """The first plain character of a set, or one that the set names."""
+    """Return the first plain character of a set, or one that the set names."""
     negated = str(items[0][0]) == "NEGATE"
     named = [(str(code), value) for code, value in items[negated:]]
     others = [chr(value if code == "LITERAL" else value[0]) for code, value in named if code != "CATEGORY"]

@@ -1,7 +1,7 @@
-"""Structured outputs and tool calls: what requests ask of the text of an answer, refused in vLLM's words.
+"""Structured outputs and tool calls: constraints on the text of an answer, with vLLM's error messages.
 
-`tool_choice: auto` leaves the decision to the model. Here a tool is called when a word of its name stands in
-the last message and that is the user's, so that an agent gets a call for its question and text for the tool's
+With `tool_choice: auto` the model decides. The emulated engine calls a tool if the last message is the user's
+and contains a word of the tool's name. So an agent gets a call for its question, and text for the tool's
 result.
 """
 
@@ -16,7 +16,7 @@ from serve_app.engines.emulated.http import ApiError, encode, invalid, not_emula
 from serve_app.engines.emulated.smallest import UnsatisfiableError, shortest_match, smallest_json
 from serve_app.engines.emulated.text import Constraint, ToolCall
 
-# Shorter words of a name ("get", "set", "run") are in many sentences.
+# Shorter words of a name ("get", "set", "run") occur in too many sentences.
 _MIN_WORD = 4
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _ONE_KIND = "You can only use one kind of"
@@ -24,12 +24,12 @@ _NAMED_TOOL = 'Correct usage: `{"type": "function", "function": {"name": "my_fun
 
 
 def is_given(raw: msgspec.Raw) -> bool:
-    """Whether the field is there and not null."""
+    """Return whether the field is present and not null."""
     return bool(raw) and bytes(raw) != b"null"
 
 
 def read_raw(raw: msgspec.Raw, kind: Any) -> Any:
-    """The field in its type; one that does not fit is refused."""
+    """Decode the field, or raise `ApiError` if it does not match the type."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -40,21 +40,21 @@ def read_raw(raw: msgspec.Raw, kind: Any) -> Any:
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """The schema of a `response_format`."""
+    """Schema of a `response_format`."""
 
     name: str
     schema: dict[str, Any] | None = None
 
 
 class ResponseFormat(msgspec.Struct):
-    """`response_format` of the completion APIs."""
+    """Field `response_format` of the completion APIs."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
-    """`structured_outputs`, vLLM's own field."""
+    """Field `structured_outputs`, an extension of vLLM."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -65,7 +65,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 def read_constraint(response_format: msgspec.Raw, structured_outputs: msgspec.Raw) -> Constraint | None:
-    """The constraint of a request, from one of the two fields or both."""
+    """Return the constraint of a request from either field or both, or None."""
     outputs = read_raw(structured_outputs, StructuredOutputs) if is_given(structured_outputs) else None
     if is_given(response_format):
         wanted = read_raw(response_format, ResponseFormat)
@@ -113,7 +113,7 @@ def _constraint(outputs: StructuredOutputs) -> Constraint:
 
 
 def json_constraint(schema: str | dict[str, Any]) -> Constraint:
-    """The constraint of a schema."""
+    """Return the constraint of a JSON schema."""
     if isinstance(schema, dict):
         return partial(_document, encode(schema).decode())
     if not schema.strip():
@@ -133,7 +133,7 @@ def _document(schema: str) -> str:
 
 
 def _matching(pattern: str) -> str:
-    """A text that a regular expression matches as a whole."""
+    """Return a text that fully matches a regular expression."""
     problem = "no text was found that it matches"
     try:
         text = shortest_match(pattern)
@@ -165,12 +165,10 @@ class ChatTool(msgspec.Struct):
 
 
 def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
-    """The call of a chat completion, None for text.
+    """Return the tool call of a chat completion, or None for text.
 
     Args:
-        tools: the field of the request.
-        tool_choice: likewise.
-        last_words: text of the last message, empty unless it is the user's.
+        last_words: text of the last message; empty unless it is the user's.
     """
     functions: list[Function] | None = None
     if is_given(tools):
@@ -203,7 +201,7 @@ def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> 
 
 
 def _chosen(functions: list[Function], choice: Any, last_words: str) -> ToolCall | None:
-    """The call of `required`: a tool that is mentioned, else the first; of `auto`: one that is mentioned."""
+    """Choose a mentioned tool. `required` falls back to the first tool, `auto` to text."""
     mentioned = _mentioned(functions, last_words)
     if choice == "required":
         return _call(mentioned or functions[0])
@@ -225,7 +223,7 @@ def _call(function: Function, *, is_named: bool = False) -> ToolCall:
 
 
 def _name_of(choice: dict[str, Any]) -> str:
-    """The tool that a `tool_choice` names."""
+    """Return the tool name of a `tool_choice` object."""
     function = choice.get("function")
     if not isinstance(function, dict):
         raise _misused("", f"Invalid value for `function`: `{function}` in `tool_choice`!")

@@ -1,10 +1,11 @@
 """Text without a model: token counts and block hashes of prompts, and the text of answers.
 
-The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and costs microseconds. Its ratio
-differs from the one that the scheduler's estimator starts from, so that the estimator has something to learn.
+The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and takes microseconds. Its ratio
+differs from the initial ratio of the scheduler's estimator, so that the estimator has something to learn.
 
-The whole answer is decided before it runs (`Script`): its tokens, where it ends and why, and what a stream
-has sent when. An `OutputSpec` says what the request asks of the text. Most answers are placeholder words.
+An answer is determined completely before it runs (`Script`): its tokens, its end and finish reason, and what
+a stream has sent after each token. `OutputSpec` holds the request's requirements on the text. Most answers
+are placeholder words.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The tokens of placeholder answers.
+# Tokens of placeholder answers.
 _ANSWER = (
     "the request waits its turn while a batch of tokens moves through every layer and each step reads the "
     "weights once more then one word leaves for every sequence that decodes until the answer is long enough "
@@ -24,27 +25,26 @@ _ANSWER = (
 )
 _PIECES = tuple(f" {word}" for word in _ANSWER.split())
 _WORDS = tuple(dict.fromkeys(_ANSWER.split()))
-# With a vocabulary of 128,000 tokens English has 4 or more, code 3, Chinese 2 to 3; this is between.
+# With a vocabulary of 128,000 tokens, English has 4 or more, code 3, Chinese 2 to 3; this is in between.
 _BYTES_PER_TOKEN = 3.7
 
 VOCABULARY = 32_000
 
-# Words with their space, short numbers, runs of punctuation, anything else: about what a tokenizer does.
+# Words with their space, short numbers, runs of punctuation, anything else: approximately a tokenizer's cuts.
 _TOKEN = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|[^\w\s]{1,3}|\s+|.", re.DOTALL)
 
-# The generated token has at least this probability, and each next alternative this share of what is left.
+# Minimum probability of the generated token, and share of the remainder for each further alternative.
 _LEAST_PROBABILITY = 0.4
 _SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine model needs it.
+    """A prompt in the form that the engine model needs.
 
     Attributes:
-        tokens: its length.
         block_hashes: one hash per full KV block; each covers the prompt up to the end of its block.
-        seed: of the placeholder answer; equal for equal prompts, in any process.
+        seed: seed of the placeholder answer; equal for equal prompts, in any process.
     """
 
     tokens: int
@@ -53,26 +53,22 @@ class Prompt:
 
 
 class PseudoTokenizer:
-    """Counts and hashes prompts.
-
-    Args:
-        block_size: tokens in a KV block.
-    """
+    """Tokenizer that counts prompts and hashes their KV blocks of `block_size` tokens."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
     def prompt_of_text(self, text: bytes, extra_tokens: int = 0) -> Prompt:
-        """A prompt of UTF-8 text; `extra_tokens` (media) are added after the text and not hashed."""
+        """Return a prompt of UTF-8 text; `extra_tokens` (media) follow the text and are not hashed."""
         tokens = _count(text)
         full_blocks = tokens // self._block_size
-        # Block boundaries fall on fractions of a byte; equal prefixes are rounded alike.
+        # Block boundaries fall on fractions of a byte. Equal prefixes are rounded equally.
         ends = [int(index * self._block_size * _BYTES_PER_TOKEN) for index in range(full_blocks + 1)]
         parts = (text[start:end] for start, end in itertools.pairwise(ends))
         return Prompt(max(1, tokens + extra_tokens), _chained_hashes(parts), zlib.crc32(text))
 
     def prompt_of_ids(self, token_ids: Sequence[int]) -> Prompt:
-        """A prompt that was sent as token ids: its length is exact."""
+        """Return a prompt that was sent as token ids, whose length is exact."""
         size = self._block_size
         full_blocks = len(token_ids) // size
         parts = (tuple(token_ids[index * size : (index + 1) * size]) for index in range(full_blocks))
@@ -86,7 +82,7 @@ def token_ids(text: bytes) -> list[int]:
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """Return placeholder text for token ids, which do not determine a text here."""
+    """Return placeholder text for token ids. The original text cannot be recovered."""
     return "".join(_PIECES[token % len(_PIECES)] for token in ids).lstrip()
 
 
@@ -105,16 +101,16 @@ def _chained_hashes(parts: Iterable[Hashable]) -> list[int]:
 
 # -- answers ----------------------------------------------------------------------------------------------
 
-# A rule for the text of an answer: makes the text, and raises `ApiError` when there is none.
+# Returns the text of an answer, or raises `ApiError` if no text satisfies the rule.
 Constraint = Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The call that an answer consists of: its text is the arguments.
+    """A tool call that makes up the whole answer: its text is the arguments.
 
     Attributes:
-        is_named: the request names the tool, which gives a call vLLM's finish reason "stop".
+        is_named: whether the request names the tool; vLLM then reports finish reason "stop".
     """
 
     name: str
@@ -127,13 +123,13 @@ class OutputSpec:
     """Requirements of a request on the text of its answers.
 
     Attributes:
-        seed: the request's, None for the prompt's: equal requests have equal answers.
-        constraint: what the text follows; None for placeholder text.
-        call: the tool call that the answer is; it replaces the constraint.
+        seed: the request's seed; None to use the prompt's, so that equal requests have equal answers.
+        constraint: rule for the text; None for placeholder text.
+        call: the tool call that makes up the answer; replaces the constraint.
         stop: strings that end the answer.
-        include_stop: whether the answer then contains the string.
-        min_tokens: tokens before which no stop string counts.
-        top_logprobs: alternatives per token; None when no logprobs are wanted.
+        include_stop: whether the answer includes the stop string.
+        min_tokens: tokens before which stop strings are ignored.
+        top_logprobs: alternatives per token; None if logprobs are not requested.
     """
 
     seed: int | None = None
@@ -150,13 +146,13 @@ class Script:
     """One answer: the text, or the arguments of a tool call.
 
     Attributes:
-        seed: of its made-up log probabilities.
-        tokens: all that are generated, at least one.
+        seed: seed of the placeholder log probabilities.
+        tokens: all generated tokens, at least one.
         ends: characters up to the end of each token.
-        text: the part that the client gets: the tokens, less what a stop string cuts off.
+        text: the part that the client receives: the tokens without what a stop string cuts off.
         finish_reason: "stop" or "length".
-        stop_reason: the stop string that ended it.
-        held_back: last characters that a stream keeps until it ends, because a stop string may begin there.
+        stop_reason: the stop string that ended the answer.
+        held_back: characters that a stream buffers until the end, because a stop string may begin there.
     """
 
     seed: int
@@ -173,32 +169,31 @@ class Script:
         return self.finish_reason == "stop" and self.stop_reason is None
 
     def added(self, start: int, count: int) -> str:
-        """Text that a stream sends with some tokens."""
+        """Return the text that a stream sends for some tokens."""
         return self.text[self._sent(start) : self._sent(start + count)]
 
     def _sent(self, tokens: int) -> int:
-        """Characters that a stream has sent after so many tokens."""
+        """Return the characters that a stream has sent after `tokens` tokens."""
         if tokens >= len(self.tokens):
             return len(self.text)
         return max(0, self.ends[tokens - 1] - self.held_back) if tokens else 0
 
 
 def write_script(spec: OutputSpec, raw: str | None, seed: int, length: tuple[int, str], limit: int) -> Script:
-    """One answer.
+    """Return one answer.
 
     Args:
-        spec: what the request asks for.
-        raw: the whole text of a constrained answer or a call, None for placeholder text.
-        seed: of placeholder text and log probabilities.
+        raw: complete text of a constrained answer or a tool call; None for placeholder text.
+        seed: seed of placeholder text and log probabilities.
         length: tokens and finish reason of placeholder text.
-        limit: most tokens.
+        limit: maximum number of tokens.
     """
     if raw is None:
         count, reason = length
         tokens = [_PIECES[index % len(_PIECES)] for index in range(seed, seed + count)]
         tokens[0] = tokens[0].lstrip()
     else:
-        # An empty text is one empty token, the end mark.
+        # An empty text is one empty token, the end-of-sequence token.
         tokens = _TOKEN.findall(raw) or [""]
         reason = "length" if len(tokens) > limit else "stop"
         tokens = tokens[:limit]
@@ -220,7 +215,7 @@ def write_script(spec: OutputSpec, raw: str | None, seed: int, length: tuple[int
 
 
 def _first_stop(text: str, ends: list[int], spec: OutputSpec) -> tuple[str, int, int] | None:
-    """The stop string that is complete first, the token that completes it, and the length of what remains."""
+    """Return the stop string completed first, the index of its last token, and the remaining length."""
     # As in vLLM, a string that ends within the first `min_tokens` tokens does not count.
     ignored = ends[min(spec.min_tokens, len(ends)) - 1] if spec.min_tokens else 0
     best: tuple[str, int, int] | None = None
@@ -238,15 +233,14 @@ def _first_stop(text: str, ends: list[int], spec: OutputSpec) -> tuple[str, int,
 
 
 def ranked(seed: int, index: int, token: str, count: int) -> list[tuple[str, float]]:
-    """A token and its alternatives with made-up log probabilities, in falling order.
+    """Return a token and its alternatives with placeholder log probabilities, in descending order.
 
-    They are equal for equal requests. The generated token is the most probable one, as under greedy decoding.
+    They are equal for equal requests. The generated token is the most probable one, as with greedy decoding.
 
     Args:
-        seed: of the answer.
-        index: of the token in it.
-        token: the one that was generated.
-        count: how many to name, at least 1.
+        seed: seed of the answer.
+        index: position of the token in the answer.
+        count: number of entries, at least 1.
     """
     rng = random.Random(f"{seed}:{index}")  # noqa: S311 - a placeholder, not a secret
     probability = rng.uniform(_LEAST_PROBABILITY, 1.0)
@@ -254,14 +248,14 @@ def ranked(seed: int, index: int, token: str, count: int) -> list[tuple[str, flo
     left = 1.0 - probability
     others = [f" {word}" for word in rng.sample(_WORDS, min(count, len(_WORDS))) if f" {word}" != token]
     for other in others[: count - 1]:
-        # Rounded down, so that probabilities never add up to more than 1.
+        # Rounded down, so that the probabilities never exceed 1 in total.
         named.append((other, math.floor(math.log(max(left * _SHARE, 1e-9)) * 1e6) / 1e6))
         left *= 1.0 - _SHARE
     return named
 
 
 def chat_logprobs(script: Script, start: int, end: int, top: int) -> list[dict[str, Any]]:
-    """Entries of chat completions and responses for the tokens from number `start` to before `end`."""
+    """Return the logprobs of tokens `start` to `end - 1` in the format of chats and responses."""
     entries = []
     for index, token in enumerate(script.tokens[start:end], start):
         named = [

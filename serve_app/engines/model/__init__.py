@@ -1,14 +1,15 @@
-"""A model of an LLM engine: what vLLM's scheduler decides, and how long each step takes.
+"""Model of an LLM engine: vLLM's scheduling decisions and the duration of each step.
 
-The emulated engine and the simulator share it. The model itself has no clock, no randomness and no I/O. Read:
+The emulated engine and the simulator share it. The model has no clock, no randomness and no I/O.
 
-- `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`);
-- `batching`: the scheduling rules, and how decode steps are kept cheap to simulate;
-- `sequences`: the limits of an engine, its sequences, its queue and its KV blocks;
-- `step_time`: the duration of one iteration;
-- `profiles`: named step times and limits, in `profile_data`; `roofline` and `hardware`: the profiles that are
-  computed from data sheets, which `scripts/roofline_profiles.py` writes, and what an engine can hold;
-- `recent_mean`: the mean TPOT over the last seconds, for reports of an engine's load.
+- `model`: the interface of the engine (`add`, `abort`, `begin_step`, `end_step`).
+- `batching`: the scheduling rules, and the set of decoding sequences that keeps simulation cheap.
+- `sequences`: limits, sequences, waiting queue and KV blocks.
+- `step_time`: the duration of one iteration.
+- `profiles`: named step times and limits, stored in `profile_data`.
+- `roofline` and `hardware`: profiles computed from data sheets (written by `scripts/roofline_profiles.py`),
+  and the capacity of an engine.
+- `recent_mean`: mean TPOT over the last seconds, for load reports.
 """
 
 from serve_app.engines.model.model import EngineModel, ModelSnapshot, StepOutcome

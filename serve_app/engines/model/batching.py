@@ -1,34 +1,34 @@
-"""Continuous batching: the choice of what the next step computes, as vLLM's V1 scheduler makes it.
+"""Continuous batching: chooses what the next step computes, as vLLM's V1 scheduler does.
 
-Rules, in their order:
+Rules, in order:
 
-1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence takes one. A prefill takes a
-   chunk: the rest of its prompt, limited by the budget that is left. With another sequence in the engine,
-   `long_prefill_token_threshold` limits the chunk as well.
-2. Running sequences are scheduled first, in the order of their admission. When the budget is spent, the rest
-   skip the step. KV blocks are allocated as tokens are computed, never ahead.
+1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence uses one. A prefill uses a
+chunk: the rest of its prompt, limited by the remaining budget. If the engine has another sequence,
+`long_prefill_token_threshold` also limits the chunk.
+2. Running sequences are scheduled first, in order of admission. When the budget is spent, the rest skip the
+step. KV blocks are allocated as tokens are computed, never ahead.
 3. A running sequence that finds no free block preempts the last admitted (FCFS) or the least urgent
-   (priority), itself included. The victim loses its blocks and returns to the front of the waiting queue. It
-   recomputes its prompt and the tokens that it had generated.
+   (priority)
+sequence, possibly itself. The victim loses its blocks, returns to the front of the waiting queue, and
+recomputes its prompt and the tokens that it had generated.
 4. If nothing was preempted, waiting sequences are admitted from the head while there is budget and fewer than
-   `max_num_seqs` run. The head takes its prefix from the cache, except for its last token, which is computed.
-   A head that does not fit blocks those behind it.
+`max_num_seqs` run. The head's prefix is read from the cache, except for the last token, which is computed. A
+head that does not fit blocks those behind it.
 
-Rules 1 to 3 are carried out for all running sequences at once when their order cannot matter, which is
-nearly always. The cost of a step then does not grow with the number of decoding sequences.
+Rules 1 to 3 are applied to all running sequences at once if their order cannot matter, which is nearly
+always. The cost of a step then does not grow with the number of decoding sequences.
 
 Not modelled: speculative decoding, the one-step lag of asynchronous scheduling, LoRA, encoders, KV transfer.
 
-The decoding sequences of a batch, advanced together at a cost that does not grow with their number.
+`DecodingSet` advances all decoding sequences of a batch together. Each gains one token per step, so nothing
+is counted per sequence and step. A clock counts the steps in which they decode, and a sequence stores the
+clock at which it joined and at which it ends:
 
-Each decoding sequence gains one token per step, so nothing is counted per sequence and step. A clock counts
-the steps in which they decode. A sequence stores the clock at which it joined and the clock at which it ends:
-
-- tokens computed = those at joining + (clock - joined);
-- a sequence needs a new block when the tokens computed before the step fill whole blocks. That is once in
+- tokens computed = those at joining + (clock - joined).
+- A sequence needs a new block when the tokens computed before the step fill whole blocks. That is once in
   `block_size` steps, always at the same phase of the clock. A count per phase gives the blocks that the next
-  step needs;
-- a heap of end clocks gives the sequences that finish; stale entries are skipped when they come up.
+  step needs.
+- A heap of end clocks yields the sequences that finish; stale entries are skipped when they reach the top.
 
 The clock advances when a step begins. A sequence that skips a step, because the token budget ran out before
 it, is shifted by one.
@@ -53,18 +53,17 @@ from serve_app.engines.model.step_time import attended_pairs
 
 @dataclass(slots=True)
 class Batch:
-    """The content of one step.
+    """Content of one step.
 
     Attributes:
         budget_left: tokens that the step could still compute.
-        prefilling: sequences with a chunk of their prompt in the step.
-        prefill_tokens: tokens of those chunks, in all.
+        prefilling: sequences with a prompt chunk in the step.
+        prefill_tokens: total tokens of those chunks.
         attended_pairs: pairs of a prompt token and a token that it attends to.
-        sequences: decoding sequences in the step.
-        context_tokens: the sum of their contexts.
-        admitted: sequences admitted from the waiting queue.
+        sequences: number of decoding sequences in the step.
+        context_tokens: sum of their contexts.
         preempted: sequences that were preempted while the step was scheduled.
-        has_skipped: whether the budget left out a decoding sequence.
+        has_skipped: whether a decoding sequence skips the step for lack of budget.
     """
 
     budget_left: int
@@ -79,7 +78,7 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """True if there is nothing to compute."""
         return not self.sequences and not self.prefill_tokens
 
 
@@ -87,8 +86,8 @@ class DecodingSet:
     """Sequences that generate one token per step.
 
     Attributes:
-        clock: steps begun in which the members decode.
-        context_tokens: sum of the members' computed tokens, including that of a step under way.
+        clock: number of steps in which the members decode, including the current step.
+        context_tokens: sum of the members' computed tokens, including the current step.
     """
 
     __slots__ = ("_block_size", "_ending", "_entries", "_members", "_phases", "clock", "context_tokens")
@@ -100,7 +99,7 @@ class DecodingSet:
         self._members: dict[EngineSequence, None] = {}
         self._phases = [0] * block_size
         self._ending: list[tuple[int, int, EngineSequence]] = []
-        # Numbers the heap's entries: equal clocks keep their order, and sequences are never compared.
+        # Tie-breaker of heap entries: equal clocks retain their order, and sequences are never compared.
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -110,11 +109,11 @@ class DecodingSet:
         return sequence in self._members
 
     def members(self) -> KeysView[EngineSequence]:
-        """The decoding sequences, in the order in which they joined."""
+        """Return the decoding sequences in the order in which they joined."""
         return self._members.keys()
 
     def join(self, sequence: EngineSequence) -> None:
-        """Add a sequence with at least one token still to generate; it decodes from the next step on."""
+        """Add a sequence with at least one token to generate. It decodes from the next step on."""
         sequence.state = SequenceState.DECODING
         sequence.joined_clock = self.clock
         self._members[sequence] = None
@@ -123,11 +122,10 @@ class DecodingSet:
         self._schedule_end(sequence, self.clock + sequence.target_tokens - sequence.output_tokens)
 
     def leave(self, sequence: EngineSequence, *, step_under_way: bool) -> None:
-        """Remove a member and write its progress into it.
+        """Remove a member and write its progress into the sequence.
 
         Args:
-            sequence: the member.
-            step_under_way: the clock counts a step whose tokens are not generated yet.
+            step_under_way: whether the clock includes a step whose tokens are not generated yet.
         """
         self._phases[self._phase(sequence)] -= 1
         sequence.computed_tokens = self.computed_tokens(sequence)
@@ -142,7 +140,7 @@ class DecodingSet:
         self.context_tokens += len(self._members)
 
     def begin_steps(self, steps: int) -> None:
-        """Advance the clock by several steps; no member may end before the last of them."""
+        """Advance the clock by several steps. No member may end before the last of them."""
         self.clock += steps
         self.context_tokens += steps * len(self._members)
 
@@ -161,21 +159,22 @@ class DecodingSet:
         while heap and heap[0][0] <= self.clock:
             clock, _, sequence = heapq.heappop(heap)
             if clock == sequence.finish_clock and sequence in self._members:
-                # Removed at once: a sequence that left and rejoined may have two entries for the same clock.
+                # Remove immediately: a sequence that left and rejoined may have two entries for the same
+                # clock.
                 self.leave(sequence, step_under_way=False)
                 ended.append(sequence)
         return ended
 
     def blocks_for_next_step(self) -> int:
-        """New KV blocks that the members need for their next step."""
+        """Return the new KV blocks that the members need for their next step."""
         return self._phases[self.clock % self._block_size]
 
     def needs_block(self, sequence: EngineSequence) -> bool:
-        """Whether this member needs a new block for its next step."""
+        """Return whether this member needs a new block for its next step."""
         return self.computed_tokens(sequence) % self._block_size == 0
 
     def blocks_for(self, steps: int) -> int:
-        """New KV blocks that the members need to decode `steps` times."""
+        """Return the new KV blocks that the members need to decode `steps` times."""
         cycles, rest = divmod(steps, self._block_size)
         blocks = cycles * len(self._members)
         for ahead in range(rest):
@@ -183,7 +182,7 @@ class DecodingSet:
         return blocks
 
     def steps_within(self, blocks: int) -> int:
-        """Steps that the members can make with `blocks` free blocks; there must be a member."""
+        """Return the steps that the members can make with `blocks` free blocks. Requires a member."""
         cycles, blocks_left = divmod(blocks, len(self._members))
         steps = cycles * self._block_size
         for ahead in range(self._block_size):
@@ -194,18 +193,18 @@ class DecodingSet:
         return steps
 
     def steps_to_first_end(self) -> int:
-        """Steps until the first member generates its last token; there must be a member."""
+        """Return the steps until the first member generates its last token. Requires a member."""
         heap = self._ending
         while heap[0][0] != heap[0][2].finish_clock or heap[0][2] not in self._members:
             heapq.heappop(heap)
         return heap[0][0] - self.clock
 
     def computed_tokens(self, sequence: EngineSequence) -> int:
-        """Tokens of this member with KV entries, including that of a step under way."""
+        """Return the member's tokens with KV entries, including the current step."""
         return sequence.computed_tokens + self.clock - sequence.joined_clock
 
     def output_tokens(self, sequence: EngineSequence, *, step_under_way: bool) -> int:
-        """Tokens that this member has generated."""
+        """Return the tokens that the member has generated."""
         return sequence.output_tokens + max(0, self.clock - sequence.joined_clock - step_under_way)
 
     def _phase(self, sequence: EngineSequence) -> int:
@@ -220,12 +219,10 @@ class Batcher:
     """The engine's sequences and KV blocks, and the choice of what runs next.
 
     Attributes:
-        waiting: the engine's own queue.
+        waiting: the engine's waiting queue.
         decoding: running sequences that generate.
-        kv: the paged KV cache.
-        prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found there,
-            since the start.
-        preemptions: since the start.
+        prefix_queries_tokens, prefix_hits_tokens: tokens looked up and found in the prefix cache since the
+            start.
     """
 
     def __init__(self, settings: EngineModelSettings) -> None:
@@ -234,7 +231,7 @@ class Batcher:
         self.waiting = WaitingQueue(settings.scheduling_policy)
         self.decoding = DecodingSet(settings.block_size)
         self.kv = KVBlocks(settings.kv_blocks)
-        # Dictionaries keep the order of admission and lose members at constant cost.
+        # Dictionaries preserve the order of admission and remove members at constant cost.
         self._running: dict[EngineSequence, None] = {}
         self._prefilling: dict[EngineSequence, None] = {}
         self.prefix_queries_tokens = 0
@@ -243,7 +240,7 @@ class Batcher:
 
     @property
     def running(self) -> KeysView[EngineSequence]:
-        """Admitted sequences, in the order of their admission."""
+        """Admitted sequences in order of admission."""
         return self._running.keys()
 
     def add(self, sequence: EngineSequence) -> None:
@@ -265,11 +262,11 @@ class Batcher:
         return batch
 
     def complete(self, batch: Batch) -> tuple[list[EngineSequence], list[EngineSequence]]:
-        """Generate the tokens of a step that has ended; returns first-token sequences, and finished ones."""
+        """Generate the tokens of an ended step. Return sequences with a first token, and finished ones."""
         finished = self.decoding.pop_ended()
         first_tokens: list[EngineSequence] = []
         for sequence in batch.prefilling:
-            # A sequence may have been aborted while the step was under way.
+            # A sequence may have been aborted during the step.
             if (
                 sequence.state is not SequenceState.PREFILLING
                 or sequence.computed_tokens < sequence.known_tokens
@@ -289,7 +286,7 @@ class Batcher:
         return first_tokens, finished
 
     def abort(self, sequence: EngineSequence, *, step_under_way: bool) -> bool:
-        """Remove a sequence wherever it is; False when it has already ended."""
+        """Remove a sequence in any state. Return False if it has already ended."""
         match sequence.state:
             case SequenceState.WAITING:
                 self.waiting.remove(sequence)
@@ -305,21 +302,21 @@ class Batcher:
     # -- running sequences ------------------------------------------------------------------------------
 
     def _chunk_limit(self) -> int:
-        """Largest chunk of one prefill in the step; a sequence that is alone delays no other."""
+        """Return the largest chunk of one prefill in the step. A single sequence delays no other."""
         threshold = self._settings.long_prefill_token_threshold
         if threshold and len(self._running) + len(self.waiting) > 1:
             return threshold
         return self._settings.max_num_batched_tokens
 
     def _continue_together(self, batch: Batch, chunk_limit: int) -> bool:
-        """Continue all running sequences if budget and blocks suffice; else do nothing and return False."""
+        """Continue all running sequences if budget and blocks suffice; otherwise return False unchanged."""
         left = batch.budget_left - len(self.decoding)
         blocks = decoding_blocks = self.decoding.blocks_for_next_step()
         chunks: list[tuple[EngineSequence, int, int]] = []
         for sequence in self._prefilling:
             chunk = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit)
             if chunk > left:
-                # A chunk that is cut short takes the rest of the budget, so a sequence behind it gets none.
+                # A truncated chunk uses up the budget, so a sequence behind it gets none.
                 if sequence is not next(reversed(self._running)):
                     return False
                 chunk = left
@@ -340,7 +337,7 @@ class Batcher:
         return True
 
     def _continue_in_order(self, batch: Batch, chunk_limit: int) -> None:
-        """Continue running sequences one by one, preempting when blocks run out."""
+        """Continue running sequences one by one, preempting when no block is free."""
         taken: dict[EngineSequence, tuple[int, int]] = {}
         for sequence in list(self._running):
             if sequence.state is SequenceState.WAITING:
@@ -366,7 +363,7 @@ class Batcher:
         blocks: int,
         taken: dict[EngineSequence, tuple[int, int]],
     ) -> bool:
-        """Preempt until `blocks` are free; False when the sequence itself was preempted."""
+        """Preempt until `blocks` are free. Return False if the sequence itself was preempted."""
         while blocks > self.kv.free:
             victim = self._victim()
             tokens, blocks_taken = taken.pop(victim, (0, 0))
@@ -399,7 +396,7 @@ class Batcher:
         self.waiting.put_back(victim)
 
     def _compute_taken(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
-        """Compute what `_continue_in_order` has scheduled; the others skip the step."""
+        """Compute what `_continue_in_order` has scheduled. The other sequences skip the step."""
         left_out = [sequence for sequence in self.decoding.members() if sequence not in taken]
         self._decode_all(batch)
         for sequence in left_out:
@@ -436,7 +433,7 @@ class Batcher:
             self._prefill(batch, sequence, chunk, new_blocks)
 
     def _start(self, sequence: EngineSequence, shared: list[BlockName]) -> None:
-        """Turn a waiting sequence into a running one that holds its cached prefix."""
+        """Start a waiting sequence with its cached prefix."""
         self.kv.share(shared)
         sequence.named_blocks = shared
         sequence.blocks = len(shared)
@@ -445,7 +442,7 @@ class Batcher:
         self._running[sequence] = None
         self._prefilling[sequence] = None
         if self._settings.prefix_caching and not sequence.preemptions:
-            # As in vLLM's counters, which leave out resumed sequences.
+            # vLLM's counters also exclude resumed sequences.
             sequence.cached_tokens = sequence.computed_tokens
             self.prefix_queries_tokens += sequence.known_tokens
             self.prefix_hits_tokens += sequence.computed_tokens
@@ -453,7 +450,7 @@ class Batcher:
     # -- shared steps -----------------------------------------------------------------------------------
 
     def _new_blocks(self, sequence: EngineSequence, tokens: int) -> int:
-        """Blocks to allocate before a prefilling sequence computes this many more tokens."""
+        """Return the blocks to allocate before a prefilling sequence computes `tokens` more tokens."""
         return -(-(sequence.computed_tokens + tokens) // self._block_size) - sequence.blocks
 
     def _decode_all(self, batch: Batch) -> None:
@@ -464,7 +461,7 @@ class Batcher:
             batch.context_tokens = self.decoding.context_tokens
 
     def _prefill(self, batch: Batch, sequence: EngineSequence, chunk: int, new_blocks: int) -> None:
-        """Count a chunk, for which so many blocks have been allocated, as computed."""
+        """Count a chunk as computed, after `new_blocks` were allocated for it."""
         batch.prefilling.append(sequence)
         batch.prefill_tokens += chunk
         batch.attended_pairs += attended_pairs(sequence.computed_tokens, chunk)
@@ -479,7 +476,7 @@ class Batcher:
                     sequence.named_blocks.append(name)
 
     def _name_all_blocks(self, victim: EngineSequence) -> None:
-        """Leave a victim's full blocks in the cache, so that it can reuse those not evicted meanwhile."""
+        """Name a victim's full blocks in the prefix cache, so that it can reuse those not yet evicted."""
         full_blocks = victim.computed_tokens // self._block_size
         names = victim.block_names
         names.extend((victim.number, index) for index in range(len(names), full_blocks))
@@ -494,7 +491,7 @@ class Batcher:
         sequence.named_blocks = []
 
     def _conclude(self, sequence: EngineSequence, state: SequenceState) -> None:
-        """Forget a sequence that has ended, except for what the prefix cache keeps of its prompt."""
+        """Release a sequence that has ended. The prefix cache retains its prompt's blocks."""
         self._running.pop(sequence, None)
         self._release(sequence)
         if sequence.preemptions:

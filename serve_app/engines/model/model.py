@@ -1,19 +1,19 @@
-"""The engine model: an LLM engine as a pure state machine on a clock that the caller owns.
+"""Engine model: an LLM engine as a pure state machine on a clock that the caller owns.
 
-There are two drivers: the emulated engine sleeps until a step ends, the simulator schedules an event there.
-One step, for either of them:
+There are two drivers: the emulated engine sleeps until a step ends, the simulator schedules an event. Both
+run a step like this:
 
     model.add(sequence, now)              # at any time
-    ends_at = model.begin_step(now)       # None: nothing to do
+    ends_at = model.begin_step(now)       # None if idle
     ...                                   # more add() and abort(); then read `model.ends_at` again
     outcome = model.end_step()            # at `ends_at`: first tokens, finished sequences
 
-A driver that does not need every token may let a step be a *run*. `begin_step(now, max_steps=N)` combines up
-to N iterations that hold the same decoding sequences and nothing else. A run ends with the first sequence
-that ends, or before the first that finds no free block; its duration is computed in closed form. `add` and
-`abort` can change the batch, so they cut the run to the iteration under way. The results are those of single
-steps, up to rounding. A sequence that is added at the instant at which an iteration ends is in time for the
-next.
+A driver that does not need every token can combine steps into a *run*. `begin_step(now, max_steps=N)`
+combines up to N iterations with the same decoding sequences and nothing else. A run ends with the first
+sequence that ends, or before the first that finds no free block; its duration is computed in closed form.
+`add` and `abort` can change the batch, so they cut the run after the current iteration. Up to rounding, the
+results equal those of single steps. A sequence that is added at the instant at which an iteration ends joins
+the next one.
 """
 
 import bisect
@@ -26,10 +26,10 @@ from serve_app.engines.model.sequences import EngineModelSettings, EngineSequenc
 from serve_app.engines.model.step_time import StepTimeModel
 
 
-# Not frozen, which would take three times as long to make: there is one for each step.
+# Not frozen, because creating a frozen object takes three times as long and there is one per step.
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step, or of a run of steps. `finished` sequences carry their times and counts.
+    """Outcome of a step, or of a run of steps. `finished` sequences carry their times and counts.
 
     Attributes:
         ended_at: seconds on the model's clock.
@@ -39,7 +39,7 @@ class StepOutcome:
         sequences: decoding sequences in each iteration.
         first_tokens: sequences that generated their first token.
         finished: sequences that generated their last token.
-        preempted: sequences that were preempted when it began.
+        preempted: sequences that were preempted when the step began.
     """
 
     ended_at: float
@@ -54,7 +54,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """The engine at one instant, as its metrics show it; the last four fields count since the start."""
+    """State of the engine for its metrics. The last four fields count since the start."""
 
     waiting: int
     running: int
@@ -66,11 +66,7 @@ class ModelSnapshot:
 
 
 class EngineModel:
-    """One engine: continuous batching over a paged KV cache, timed by a step-time model.
-
-    Attributes:
-        step_time: of the steps that begin from now on.
-    """
+    """Continuous batching over a paged KV cache; `step_time` times the steps that begin from now on."""
 
     def __init__(self, settings: EngineModelSettings, step_time: StepTimeModel) -> None:
         self.settings = settings
@@ -78,7 +74,7 @@ class EngineModel:
         self._batcher = Batcher(settings)
         self._numbers = itertools.count()
         self._batch: Batch | None = None
-        # The uncommitted part of the run: when it began, and how many iterations are planned.
+        # The uncommitted part of the run: its start and its number of planned iterations.
         self._began_at = 0.0
         self._planned = 0
         self._ends_at: float | None = None
@@ -92,12 +88,12 @@ class EngineModel:
 
     @property
     def ends_at(self) -> float | None:
-        """When the step under way ends; None between steps. `add` and `abort` may bring it forward."""
+        """End of the current step; None between steps. `add` and `abort` may make it earlier."""
         return self._ends_at
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """True if any sequence waits or runs."""
         return bool(self._batcher.running) or len(self._batcher.waiting) > 0
 
     @property
@@ -126,19 +122,19 @@ class EngineModel:
         self._batcher.add(sequence)
 
     def abort(self, sequence: EngineSequence, now: float) -> bool:
-        """Remove a sequence and free its blocks at once; False when it had ended already."""
+        """Remove a sequence and free its blocks immediately. Return False if it had already ended."""
         self._cut(now)
         return self._batcher.abort(sequence, step_under_way=self._batch is not None)
 
     def begin_step(self, now: float, *, max_steps: int = 1) -> float | None:
-        """Begin a step, or a run of at most `max_steps` steps; returns its end, None when idle."""
+        """Begin a step, or a run of at most `max_steps` steps. Return its end, or None if idle."""
         if self._batch is not None:
             raise RuntimeError(f"a step is under way until {self._ends_at}: end it first")
         if not self.has_work:
             return None
         preempted: list[EngineSequence] = []
         batch = self._batcher.next_batch()
-        # Each running sequence may have been preempted for another that was then preempted as well; the next
+        # Each running sequence may have been preempted for another that was then preempted as well. The next
         # attempt admits from the queue.
         while batch.is_empty and batch.preempted:
             preempted += batch.preempted
@@ -183,13 +179,13 @@ class EngineModel:
         )
 
     def output_tokens(self, sequence: EngineSequence) -> int:
-        """Tokens that a sequence has generated so far."""
+        """Return the tokens that a sequence has generated so far."""
         if sequence.state is SequenceState.DECODING:
             return self._batcher.decoding.output_tokens(sequence, step_under_way=self._batch is not None)
         return sequence.output_tokens
 
     def snapshot(self, now: float) -> ModelSnapshot:
-        """Counts at `now`, which lies within the step under way if there is one."""
+        """Return the counts at `now`, which must lie within the current step if there is one."""
         self._settle(now)
         batcher = self._batcher
         return ModelSnapshot(
@@ -205,9 +201,10 @@ class EngineModel:
     # -- runs of equal iterations -------------------------------------------------------------------------
 
     def _run_length(self, batch: Batch, max_steps: int) -> int:
-        """Iterations until the batch may change.
+        """Return the number of iterations until the batch may change.
 
-        Nothing is admitted before: what waits now did not fit, and free blocks only shrink until one ends.
+        Nothing is admitted earlier: waiting sequences did not fit, and the number of free blocks only
+        decreases until a sequence ends.
         """
         if max_steps <= 1 or batch.prefilling or batch.preempted or batch.has_skipped:
             return 1
@@ -218,7 +215,7 @@ class EngineModel:
         return 1 + more
 
     def _elapsed_s(self, steps: int) -> float:
-        """Seconds of the first `steps` iterations that are not committed."""
+        """Return the seconds of the first `steps` uncommitted iterations."""
         batch = self._batch
         assert batch is not None
         if steps == 1:
@@ -239,14 +236,14 @@ class EngineModel:
             self._commit(ended)
 
     def _cut(self, now: float) -> None:
-        """End the run with the iteration under way at `now`."""
+        """End the run after the iteration in progress at `now`."""
         if self._planned > 1 and self._batch is not None:
             self._settle(now)
             self._planned = 1
             self._ends_at = self._began_at + self._elapsed_s(1)
 
     def _commit(self, steps: int) -> None:
-        """Commit the first `steps` iterations of the run; at least one more must remain."""
+        """Commit the first `steps` iterations of the run. At least one must remain."""
         batch = self._batch
         if not steps or batch is None:
             return

@@ -1,7 +1,7 @@
-"""Named engine profiles: the step times and the limits of a model on its GPUs.
+"""Named engine profiles: step times and limits of a model on its GPUs.
 
-A profile is a YAML file that states the source of its figures; `calibrate` writes them. Those of the package
-lie in `profile_data`, a folder per model, and go by their name (`model-gpu-tpN`). Any other goes by its path.
+A profile is a YAML file that states the source of its values; `calibrate` writes them. Built-in profiles are
+in `profile_data`, one folder per model, and are loaded by name (`model-gpu-tpN`). Others are loaded by path.
 """
 
 import difflib
@@ -30,11 +30,11 @@ class EngineProfile:
 
     Attributes:
         step_time: duration of its iterations.
-        kv_tokens: capacity of its KV cache, in tokens.
-        max_model_len: its context limit, in tokens.
-        max_num_seqs: most sequences in a batch.
-        max_num_batched_tokens: most tokens computed in one iteration.
-        gpus: GPUs that one engine occupies.
+        kv_tokens: capacity of the KV cache, in tokens.
+        max_model_len: context limit, in tokens.
+        max_num_seqs: maximum number of sequences in a batch.
+        max_num_batched_tokens: maximum number of tokens computed per iteration.
+        gpus: GPUs per engine.
     """
 
     step_time: StepTimeModel
@@ -45,7 +45,7 @@ class EngineProfile:
     gpus: int = 1
 
     def model_settings(self, **overrides: Any) -> EngineModelSettings:
-        """Settings of the engine model for this profile; overrides that are None are ignored."""
+        """Return engine model settings for this profile. Overrides that are None are ignored."""
         values: dict[str, Any] = {
             "kv_tokens": self.kv_tokens,
             "max_model_len": self.max_model_len,
@@ -60,15 +60,15 @@ _ADAPTER = TypeAdapter(EngineProfile)
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Return the names of the built-in profiles."""
     return sorted(_shipped())
 
 
 def load_profile(name_or_path: str) -> EngineProfile:
-    """The profile of that name, or in that YAML file.
+    """Load a profile by name, or from a YAML file.
 
     Raises:
-        SettingsError: there is no such profile, or the file does not hold one.
+        SettingsError: there is no such profile, or the file is not a profile.
     """
     if name_or_path in _shipped():
         text = _shipped()[name_or_path].read_text(encoding="utf-8")
@@ -87,13 +87,13 @@ def load_profile(name_or_path: str) -> EngineProfile:
 
 
 def save_profile(profile: EngineProfile, path: Path, *, source: str) -> None:
-    """Write a profile that `load_profile` reads back, with the source of its figures as a comment."""
+    """Write a profile for `load_profile`, with the source of its values as a comment."""
     comment = "".join(f"# {line}\n" for line in source.splitlines())
     path.write_text(comment + yaml.safe_dump(asdict(profile), sort_keys=False), encoding="utf-8")
 
 
 @cache
 def _shipped() -> Mapping[str, Traversable]:
-    """The files of the package's profiles, by name."""
+    """Return the files of the built-in profiles by name."""
     files = [file for model in _DATA.iterdir() if model.is_dir() for file in model.iterdir()]
     return {file.name.removesuffix(".yaml"): file for file in files}

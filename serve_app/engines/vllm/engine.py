@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server, in this process, as an engine."""
+"""Engine that runs vLLM's own OpenAI server in this process."""
 
 import argparse
 import asyncio
@@ -26,48 +26,48 @@ from serve_app.errors import EngineError, ServeAppError, SettingsError
 
 logger = logging.getLogger(__name__)
 
-# Defaults, which the replica's own environment and the settings override.
+# Defaults that the replica's environment and the settings can override.
 _DEFAULT_ENV = {
-    # No reports from a production system to vLLM's statistics server.
+    # Production systems must not report to vLLM's usage statistics server.
     "VLLM_NO_USAGE_STATS": "1",
-    # A forked child of a process with threads and an event loop inherits locks that are never released.
+    # A child forked from a process with threads and an event loop inherits locks that are never released.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # On CPUs, vLLM's `auto` pins the workers of every engine of a machine to the same cores, all but one.
-    # With two cores, the workers of a short and a long pool are both pinned to core 0. Unbound, they may use
-    # all cores, with OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. `auto` may suit
-    # an engine that is alone on its machine.
+    # On CPUs, vLLM's `auto` pins the workers of every engine on a machine to the same cores (all but one).
+    # With two cores, the workers of a short and a long pool are both pinned to core 0. Unbound workers may
+    # use all cores, with OMP_NUM_THREADS threads each, which Ray sets to the replica's num_cpus. `auto` may
+    # suit an engine that has the machine to itself.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
-# The kernel takes a moment to free the memory of a killed process.
+# The kernel needs a moment to free the memory of a killed process.
 _REAP_TIMEOUT_S = 5.0
 
 
 @settings
 class VllmEngineSettings:
-    """The model that vLLM serves, and its arguments.
+    """The model that vLLM serves, and vLLM's arguments.
 
     Attributes:
-        model: folder of the weights, or a name on the model hub.
-        served_model_names: names that clients may use in `model`: those of its model when not given; an empty
-            list means `model` itself.
+        model: folder with the weights, or a name on the model hub.
+        served_model_names: names that clients may use in `model`. Default: those of the application's model;
+            an empty list means `model` itself.
         args: arguments of vLLM's server and engine in snake_case, e.g. `max_model_len: 8192`.
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
-            override those of the replica, which override our defaults.
-        stop_timeout_s: time for the engine's processes to end by themselves before they are killed.
-        stall_timeout_s: an engine that has requests and computes nothing for so long counts as dead.
+            override the replica's variables, which override the built-in defaults.
+        stop_timeout_s: grace period for the engine's processes to exit before they are killed.
+        stall_timeout_s: time without progress after which an engine that has requests counts as dead.
     """
 
     model: str
     served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    # No request runs any more when an engine is stopped, so a kill loses nothing. An orderly end takes some
-    # ten seconds, most of them in the interpreters, and a replica that is told to stop has few.
+    # No request runs when an engine is stopped, so a kill loses nothing. A clean exit takes about ten
+    # seconds, mostly in the interpreters, and a stopping replica has only a few.
     stop_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 3.0
-    # Longer than any single iteration. The replica is then replaced, and requests without a first token are
-    # served elsewhere; else they would wait until the gateways' `silence_timeout_s`.
+    # Longer than any single iteration. The replica is then replaced and its requests without a first token
+    # are dispatched to other replicas; otherwise they would wait for the gateways' `silence_timeout_s`.
     stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
 
     def __post_init__(self) -> None:
@@ -78,15 +78,14 @@ class VllmEngineSettings:
                 raise ValueError(f"args.{name} is not set here: {remedy}")
 
     def check(self) -> None:
-        """Check the arguments with vLLM's own parser, before anything is started.
+        """Validate the arguments with vLLM's own parser before anything is started.
 
-        Where vLLM is not installed (a driver or a head node) nothing is checked: a log line says so, and the
-        replica checks when it starts. The import of vLLM takes some ten seconds, so what was accepted once is
-        not checked again.
+        If vLLM is not installed (on a driver or a head node), this only logs, and the replica validates when
+        it starts. Accepted arguments are cached, because importing vLLM takes about ten seconds.
 
         Raises:
-            SettingsError: an argument is unknown, or its value is not one that vLLM takes.
-            EngineError: the installed vLLM is not one of the supported releases.
+            SettingsError: an argument is unknown or has an invalid value.
+            EngineError: the installed vLLM release is not supported.
         """
         if not is_installed():
             logger.info(
@@ -99,15 +98,15 @@ class VllmEngineSettings:
             approval.give()
 
     def make(self) -> "VllmEngine":
-        """Return the engine, not started yet."""
+        """Return a new engine that has not been started."""
         return VllmEngine(self)
 
 
 class VllmEngine:
-    """One vLLM engine: its server's ASGI app in this process, its core and workers in their own.
+    """One vLLM engine: the server's ASGI app in this process, core and workers in child processes.
 
-    A process holds one such engine at a time: vLLM's metrics and environment belong to the process. The app
-    is complete when `start` returns; its server need not send ASGI lifespan events.
+    A process can host one such engine at a time, because vLLM's metrics and environment are global to the
+    process. The app is complete when `start` returns; the hosting server need not send ASGI lifespan events.
     """
 
     def __init__(self, settings: VllmEngineSettings) -> None:
@@ -118,7 +117,7 @@ class VllmEngine:
         self._llm: Any = None
         self._app: ASGIApp | None = None
         self._lifespan = contextlib.AsyncExitStack()
-        # Set by stop(), read by the thread that builds the engine.
+        # Set by stop() and read by the thread that builds the engine.
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -127,15 +126,15 @@ class VllmEngine:
         return f"<VllmEngine {self._settings.model} {state} {self._meter!r}>"
 
     async def start(self) -> EngineLimits:
-        """Load the weights and start the engine's processes, which takes from half a minute to many minutes.
+        """Load the weights and start the engine's processes. Takes half a minute to many minutes.
 
         Raises:
-            EngineError: vLLM is missing, not supported, or could not start; its own log states the cause.
+            EngineError: vLLM is missing, not supported, or failed to start; its log has the cause.
             SettingsError: an argument is unknown or has an invalid value.
         """
         try:
             async with self._orphans.guarding_new_children():
-                # In a thread: on the event loop it would block health checks for a minute.
+                # In a thread, because it would block health checks on the event loop for a minute.
                 args = await asyncio.to_thread(self._build)
             self._app = await self._build_app(args)
         except BaseException as exc:
@@ -155,7 +154,7 @@ class VllmEngine:
         return self._app
 
     async def load(self) -> EngineLoad:
-        """The load as of the engine's last step.
+        """Return the load as of the engine's last step.
 
         Raises:
             EngineError: the engine is dead or hangs.
@@ -165,12 +164,12 @@ class VllmEngine:
         return replace(load, adapters=self._adapters())
 
     def _adapters(self) -> tuple[str, ...]:
-        """As vLLM's list of models has them; they may be loaded and unloaded while it runs."""
+        """Return the adapters in vLLM's model list. They can be loaded and unloaded at runtime."""
         models = getattr(getattr(self._app, "state", None), "openai_serving_models", None)
         return tuple(sorted(models.lora_requests)) if models is not None else ()
 
     async def check_health(self) -> None:
-        """Raise `EngineError` unless the engine's processes are alive and at work where there is any."""
+        """Raise `EngineError` unless the engine's processes are alive and make progress on their requests."""
         if self._llm is None:
             raise EngineError(f"{self!r} cannot be healthy: call start() first")
         try:
@@ -181,7 +180,7 @@ class VllmEngine:
         self._check_progress()
 
     async def stop(self) -> None:
-        """End the engine's processes and free its memory; may be called at any time, and repeatedly."""
+        """Stop the engine's processes and free their memory. Idempotent; allowed at any time."""
         with self._lock:
             self._stopped = True
             llm, self._llm, self._app = self._llm, None, None
@@ -190,14 +189,15 @@ class VllmEngine:
         finally:
             if llm is not None:
                 if llm.output_handler is not None:
-                    llm.output_handler.cancel()  # it would report the end of the processes as a failure
+                    llm.output_handler.cancel()  # it would log the exit of the processes as a failure
                 await asyncio.to_thread(self._shut_down, llm)
             self._orphans.release()
 
     def _check_progress(self) -> None:
-        """Raise when requests wait for an engine that computes nothing.
+        """Raise `EngineError` if the engine has requests but computes nothing.
 
-        Iterations of all cores count together: one of several that hangs is found by vLLM itself, if at all.
+        Counts the iterations of all cores together. If one of several cores hangs, only vLLM itself can
+        detect it.
         """
         unfinished = self._llm.get_num_unfinished_requests()
         stalled_s = self._stall.note(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
@@ -208,7 +208,7 @@ class VllmEngine:
             )
 
     def _build(self) -> argparse.Namespace:
-        """Start the engine. A thread cannot be cancelled, so it checks for a `stop` at the end."""
+        """Start the engine. Checks for `stop` at the end, because a thread cannot be cancelled."""
         os.environ.update({**_DEFAULT_ENV, **os.environ, **self._settings.env})
         args = _parse_args(self._settings)
         _prepare(args)
@@ -226,7 +226,7 @@ class VllmEngine:
 
     def _shut_down(self, llm: Any) -> None:
         llm.shutdown(timeout=self._settings.stop_timeout_s)
-        # Its destructor would call it again, perhaps during the interpreter's shutdown.
+        # The destructor would call it again, possibly during interpreter shutdown.
         llm.shutdown = _do_nothing
         for child in multiprocessing.active_children():
             if child.pid in self._orphans.protected:
@@ -235,13 +235,14 @@ class VllmEngine:
     async def _build_app(self, args: argparse.Namespace) -> ASGIApp:
         llm = self._llm
         tasks = await llm.get_supported_tasks()
-        await llm.reset_mm_cache()  # drops the dummy inputs with which vLLM measured its memory
+        await llm.reset_mm_cache()  # drops the dummy inputs that vLLM used to profile its memory
         app = from_vllm("build_app")(args, supported_tasks=tasks, model_config=llm.model_config)
         await from_vllm("init_app_state")(llm, app.state, args, tasks)
-        # When the engine is dead, vLLM's error handler asks its server to exit; ours uses check_health.
+        # vLLM's error handler asks this server to exit when the engine is dead. The replica uses
+        # check_health.
         app.state.server = types.SimpleNamespace()
-        # vLLM's own start and end of service: a line of statistics every ten seconds, and a heap that the
-        # garbage collector skips. The replica's server sends no lifespan events.
+        # vLLM's lifespan starts its periodic statistics log line and freezes the garbage collector's heap.
+        # The replica's server sends no lifespan events.
         await self._lifespan.enter_async_context(app.router.lifespan_context(app))
         served: ASGIApp = app
         return served
@@ -260,7 +261,7 @@ def _limits(config: Any) -> EngineLimits:
         cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, cores
     )
     if not kv_tokens:
-        # An embedding model without a KV cache: only the batch limits it.
+        # An embedding model without a KV cache is limited by the batch only.
         kv_tokens = max_num_seqs * max_model_len
     return EngineLimits(
         max_model_len=max_model_len,
@@ -280,7 +281,7 @@ def _parse_args(settings: VllmEngineSettings) -> argparse.Namespace:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Validate the arguments and load plugins, as vLLM's own launcher does before its engine."""
+    """Validate the arguments and load plugins, as vLLM's launcher does before it starts the engine."""
     try:
         from_vllm("validate_parsed_serve_args")(args)
     except (ValueError, TypeError) as exc:

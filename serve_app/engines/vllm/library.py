@@ -1,8 +1,8 @@
-"""The installed vLLM: its release, and the names that we use of it. The only module that imports vLLM.
+"""Version and imports of the installed vLLM. The only module that imports vLLM.
 
-An import of vLLM takes ten seconds and half a gigabyte, and vLLM is an optional extra. So it is imported when
-an engine starts or its arguments are checked, never when this module is imported. vLLM's module paths move
-between releases; `_HOMES` states where each name is in the supported ones.
+vLLM is an optional dependency, and importing it takes ten seconds and half a gigabyte. So it is imported when
+an engine starts or its arguments are validated, not when this module is imported. vLLM's module paths change
+between releases; `_HOMES` lists where the supported releases define each name.
 """
 
 import argparse
@@ -32,15 +32,15 @@ _HOMES: dict[str, tuple[str, ...]] = {
 
 
 def is_installed() -> bool:
-    """Whether vLLM can be imported here."""
+    """Return whether vLLM can be imported."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def from_vllm(name: str) -> Any:
-    """One of the names in `_HOMES`, from the installed vLLM.
+    """Import one of the names in `_HOMES` from the installed vLLM.
 
     Raises:
-        EngineError: vLLM is missing, or not one of the supported releases.
+        EngineError: vLLM is missing, or its release is not supported.
     """
     release = version()
     for home in _HOMES[name]:
@@ -54,10 +54,10 @@ def from_vllm(name: str) -> Any:
 
 @functools.cache
 def version() -> str:
-    """The installed release.
+    """Return the installed release.
 
     Raises:
-        EngineError: vLLM is missing, or not one of the supported releases.
+        EngineError: vLLM is missing, or its release is not supported.
     """
     if not is_installed():
         raise EngineError(
@@ -71,7 +71,7 @@ def version() -> str:
 
 
 def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return the arguments of vLLM's parser by name. argparse has no public list of them."""
+    """Return the parser's arguments by name. argparse has no public API for this."""
     return {action.dest: action for action in parser._actions}  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""The load of a vLLM engine in this process, from the statistics of its steps."""
+"""Load of an in-process vLLM engine, derived from its step statistics."""
 
 import time
 from collections.abc import Sequence
@@ -9,11 +9,7 @@ from serve_app.engines.model.recent_mean import RecentMean
 
 
 class LoadMeter:
-    """The load of an engine in this process: updated at each of its steps, read a few times a second.
-
-    Attributes:
-        steps: iterations of the engine so far.
-    """
+    """Load of an in-process engine, updated after each of its `steps` and read a few times per second."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -28,23 +24,23 @@ class LoadMeter:
         return f"<LoadMeter running={sum(self._running.values())} token_gaps={self._token_gaps}>"
 
     def on_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
-        """Note the batch of one engine core after a step."""
+        """Record the batch of one engine core after a step."""
         self.steps += 1
         self._running[core] = running
         self._kv_usage_ratio[core] = kv_usage_ratio
 
     def on_tokens(self, gaps_s: Sequence[float], now: float) -> None:
-        """Note output tokens that came `gaps_s` seconds after the tokens before them."""
+        """Record output tokens, each generated `gaps_s` seconds after the previous token of its request."""
         if gaps_s:
             self._token_gaps += len(gaps_s)
             self._token_gaps_s += sum(gaps_s)
             self._tpot.note(self._token_gaps_s, self._token_gaps, now)
 
     def load(self, unfinished: int, now: float) -> EngineLoad:
-        """The load, given the number of requests that the front end holds.
+        """Return the load, given the number of unfinished requests in the frontend.
 
-        The front end counts a request from its submission to its last token or abort, the core only at its
-        steps. So a request that the core has not seen yet counts as waiting, and an aborted one no longer as
+        The frontend counts a request from submission to its last token or abort, the core only at its steps.
+        So a request that the core has not seen yet counts as waiting, and an aborted one no longer counts as
         running. An engine without requests is empty, whatever its last step reported.
         """
         running = min(sum(self._running.values()), unfinished)
@@ -58,9 +54,9 @@ class LoadMeter:
 
 
 class StepRecorder:
-    """Passes the statistics of each engine step to a `LoadMeter`; satisfies vLLM's `StatLoggerBase`.
+    """Stat logger that passes the statistics of each engine step to a `LoadMeter`.
 
-    vLLM makes one per engine core, and keeps its own loggers, including that of `/metrics`.
+    Implements vLLM's `StatLoggerBase`. vLLM creates one per engine core, in addition to its own loggers.
     """
 
     def __init__(self, meter: LoadMeter, _vllm_config: object, engine_index: int = 0) -> None:
@@ -68,7 +64,7 @@ class StepRecorder:
         self._core = engine_index
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_others: object) -> None:
-        """Called after each step with vLLM's `SchedulerStats` and `IterationStats`, either of them None."""
+        """Record a step. vLLM passes `SchedulerStats` and `IterationStats`, either of which may be None."""
         if scheduler_stats is not None:
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
             self._meter.on_step(self._core, running, usage)
@@ -76,7 +72,7 @@ class StepRecorder:
             self._meter.on_tokens(iteration_stats.inter_token_latencies_iter, time.monotonic())
 
     def log_engine_initialized(self) -> None:
-        """Do nothing: the engine's limits are read from its configuration."""
+        """Do nothing: the limits are read from the engine's configuration."""
 
     def log(self) -> None:
         """Do nothing: vLLM's own logger writes the periodic line."""

@@ -1,13 +1,12 @@
-"""Figures of GPUs and model architectures: data sheets, and measured efficiencies.
+"""Hardware data: GPUs and model architectures from data sheets, with measured efficiencies.
 
-`gpus.yaml` and `models.yaml` hold the figures with the source of each. To add a GPU or a model, add its
-figures there, and its profiles in `scripts/roofline_profiles.py`.
+`gpus.yaml` and `models.yaml` hold the values with the source of each. To add a GPU or a model, add its values
+there, and its profiles in `scripts/roofline_profiles.py`.
 
-The architecture of a model, from the `config.json` that it is published with.
-
-Only models whose layers are all alike are understood: full attention and a gated feed-forward layer, dense
-or a mixture of experts, in 16 or 32 bits. Of any other, such as one with sliding windows, compressed
-attention or quantised weights, nothing is said, because the memory that it takes would be guessed.
+The architecture of other models is read from their `config.json`. Only models with identical layers are
+supported: full attention and a gated feed-forward layer, dense or a mixture of experts, in 16 or 32 bits. For
+others, such as models with sliding windows, compressed attention or quantised weights, the memory would be a
+guess, so they have no architecture.
 """
 
 import json
@@ -31,23 +30,23 @@ Figures = TypeVar("Figures")
 
 @settings
 class Gpu:
-    """One GPU, and the shares of its peaks that an engine reaches.
+    """A GPU, and the shares of its peak rates that an engine achieves.
 
     Attributes:
-        memory_gib: memory that a process sees, which is less than the name says.
-        bandwidth_per_s: bytes per second between memory and chip, at the peak.
-        flops: 16-bit floating-point operations per second of its matrix units, dense, at the peak.
-        link_per_s: bytes per second to the other GPUs of the node, one direction, at the peak.
-        bandwidth_efficiency: share of the bandwidth that reading weights and KV cache reaches (0-1).
-        compute_efficiency: share of `flops` that the matrix products of a prefill reach (0-1).
-        attention_efficiency: the same for attention (0-1).
-        link_efficiency: share of `link_per_s` that an all-reduce of a prefill reaches (0-1).
+        memory_gib: memory visible to a process, which is less than the nominal size.
+        bandwidth_per_s: peak bytes per second between memory and chip.
+        flops: peak dense 16-bit floating-point operations per second of the matrix units.
+        link_per_s: peak bytes per second to the other GPUs of the node, in one direction.
+        bandwidth_efficiency: share of the bandwidth achieved when reading weights and KV cache (0-1).
+        compute_efficiency: share of `flops` achieved by the matrix products of a prefill (0-1).
+        attention_efficiency: share of `flops` achieved by attention (0-1).
+        link_efficiency: share of `link_per_s` achieved by an all-reduce of a prefill (0-1).
         all_reduce_s: seconds of a small all-reduce; a decode step makes two per layer.
-        layer_s: seconds of a decode step per layer besides reading it: short kernels, gaps between them.
+        layer_s: seconds per layer and decode step besides reading it: short kernels and gaps between them.
         step_s: seconds of a step outside the layers: scheduling, sampling, copies to the host.
         sequence_s: seconds of the host for each sequence of a step.
         evidence: what was measured on this GPU, and the error of the roofline.
-        known_as: what NVIDIA's driver and Ray's `accelerator_type` call it.
+        known_as: names used by NVIDIA's driver and Ray's `accelerator_type`.
     """
 
     memory_gib: Annotated[float, POSITIVE]
@@ -72,19 +71,19 @@ class ModelArchitecture:
 
     Attributes:
         hidden: width of the residual stream.
-        heads: attention heads; `kv_heads` of them have keys and values of their own.
+        kv_heads: number of key-value heads, at most `heads`.
         intermediate: width of the feed-forward layer, or of each expert.
-        experts: experts in a layer; 1 in a dense model.
-        experts_per_token: of those, how many a token is routed to.
+        experts: experts per layer; 1 for a dense model.
+        experts_per_token: experts that each token is routed to.
         vocabulary: rows of the embedding.
         tied_embeddings: whether the output layer is the embedding.
         longest_len: longest context of a profile, in tokens.
-        published_parameters: of the model card, to compare with `parameters`; None when it is not at hand.
-        published_active_parameters: those that one token uses; None in a dense model.
-        published_as: names on the model hub, without the owner, of models with this very architecture, whose
-            context is `longest_len`.
-        weight_bytes: bytes of one parameter.
-        kv_bytes: bytes of one number in the KV cache.
+        published_parameters: parameter count of the model card, to compare with `parameters`; None if
+            unknown.
+        published_active_parameters: parameters that one token uses; None for a dense model.
+        published_as: names on the model hub, without the owner, of models with exactly this architecture and
+            `longest_len`.
+        kv_bytes: bytes per number in the KV cache.
     """
 
     layers: int
@@ -115,12 +114,12 @@ class ModelArchitecture:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding; the output layer has as many."""
+        """Parameters of the embedding. The output layer has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts in all layers; 0 in a dense model."""
+        """Parameters of all experts in all layers; 0 for a dense model."""
         return self.experts * self._feed_forward if self.experts > 1 else 0
 
     @property
@@ -138,7 +137,7 @@ class ModelArchitecture:
 
     @property
     def parameters(self) -> int:
-        """All parameters of the model; norms and biases, below 0.1 %, are left out."""
+        """All parameters of the model, except norms and biases, which are below 0.1 %."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return self.dense_parameters + self.expert_parameters + embeddings
 
@@ -148,7 +147,7 @@ class ModelArchitecture:
         return self.parameters * self.weight_bytes
 
     def kv_size_per_gpu(self, tensor_parallel: int) -> float:
-        """Bytes of KV cache of one token on each GPU; heads that cannot be divided are copied."""
+        """Return the KV cache bytes of one token on each GPU. Heads that cannot be divided are replicated."""
         heads_per_gpu = -(-self.kv_heads // tensor_parallel)
         return 2 * self.layers * heads_per_gpu * self.head_dim * self.kv_bytes
 
@@ -159,35 +158,35 @@ class ModelArchitecture:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs whose figures are known."""
+    """Return the names of the known GPUs."""
     return sorted(_gpus())
 
 
 def model_names() -> list[str]:
-    """Names of the models whose architecture is known."""
+    """Return the names of the known models."""
     return sorted(_models())
 
 
 def load_gpu(name: str) -> Gpu:
-    """The figures of a GPU.
+    """Return the data of a GPU.
 
     Raises:
-        SettingsError: there are none under that name.
+        SettingsError: the GPU is not known.
     """
     return _named("GPU", name, _gpus())
 
 
 def load_model(name: str) -> ModelArchitecture:
-    """The architecture of a model.
+    """Return the architecture of a model.
 
     Raises:
-        SettingsError: there is none under that name.
+        SettingsError: the model is not known.
     """
     return _named("model", name, _models())
 
 
 def find_gpu(card: str) -> str | None:
-    """The name under which the figures of a card are known, by that name or by one in `Gpu.known_as`."""
+    """Return the name of a GPU, given that name or one in `Gpu.known_as`; None if it is not known."""
     for name, gpu in _gpus().items():
         if card.lower() in {name, *(each.lower() for each in gpu.known_as)}:
             return name
@@ -195,7 +194,7 @@ def find_gpu(card: str) -> str | None:
 
 
 def find_model(published: str) -> ModelArchitecture | None:
-    """The architecture of a model with this name on the model hub, without its owner; None if not known."""
+    """Return the architecture of a model by its name on the hub without the owner; None if not known."""
     for model in _models().values():
         if published in model.published_as:
             return model
@@ -227,7 +226,7 @@ _WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
 
 
 def known_architecture(model: str) -> ModelArchitecture | None:
-    """The architecture of a model, by its folder or by its name on the hub; None when it is not known."""
+    """Return the architecture of a model by its folder or its name on the hub; None if not known."""
     folder = Path(model).expanduser()
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -239,7 +238,7 @@ def known_architecture(model: str) -> ModelArchitecture | None:
 
 
 def architecture_of(config: Mapping[str, Any]) -> ModelArchitecture | None:
-    """The architecture that a `config.json` describes; None when it is not one that is understood."""
+    """Return the architecture that a `config.json` describes; None if it is not supported."""
     if config.get("model_type") not in _UNDERSTOOD or config.get("quantization_config"):
         return None
     if not _attends_to_everything(config):
@@ -272,14 +271,14 @@ def architecture_of(config: Mapping[str, Any]) -> ModelArchitecture | None:
 
 
 def _attends_to_everything(config: Mapping[str, Any]) -> bool:
-    """Whether the KV cache keeps every token in every layer."""
+    """Return whether the KV cache holds every token in every layer."""
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     kinds = set(config.get("layer_types") or ())
     return not slides and kinds <= {"full_attention"}
 
 
 def _feed_forward(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Width, experts and experts per token of the feed-forward layers; None where these are not all alike."""
+    """Return width, experts and experts per token of the feed-forward layers; None if layers differ."""
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
     if experts == 1:
         return config.get("intermediate_size", 0), 1, 1
