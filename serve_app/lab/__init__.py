@@ -1,6 +1,6 @@
-"""The laboratory: simulation, planning, calibration, load tests and reports.
+"""Lab: simulation, planning, calibration, load tests and reports.
 
 Read `simulation` first: it drives the production scheduler on the engine model. `workloads` has the traces,
-`planning` and `calibration` use the simulator, `bench` measures a live endpoint, `counterfactuals` replays
-recorded minutes, and `reports` turns any result into one HTML file.
+`planning` and `calibration` use the simulator, and `bench` measures a live endpoint. `reports` writes any
+result as one HTML file, with its `provenance`.
 """

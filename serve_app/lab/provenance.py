@@ -1,4 +1,4 @@
-"""The provenance of a result: commit, settings, trace, seeds and machine, for every result file."""
+"""Provenance of a result: commit, settings, trace, seeds and machine, for every result file."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int]) -> dict[str, object]:
-    """Commit, settings, trace and seeds, with the machine and its present load."""
+    """Return commit, settings, trace and seeds, with the machine and its current load."""
     return {
         "commit": commit(),
         "version": serve_app.__version__,
@@ -28,10 +28,10 @@ def provenance(trace: Trace, settings: Mapping[str, object], seeds: Sequence[int
 
 
 def commit(ignore: Sequence[str] = ()) -> str | None:
-    """The git commit, with `+changes` when tracked files differ from it; None outside a checkout.
+    """Return the git commit, with `+changes` if tracked files differ from it; None outside a checkout.
 
     Args:
-        ignore: git's patterns of files whose changes do not count.
+        ignore: git pathspecs of files whose changes do not count.
     """
     try:
         head = _git("rev-parse", "HEAD")
@@ -42,7 +42,7 @@ def commit(ignore: Sequence[str] = ()) -> str | None:
 
 
 def hardware() -> dict[str, object]:
-    """Processor, cores that this process may use, memory, system."""
+    """Return processor, cores available to this process, memory and system."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -53,7 +53,7 @@ def hardware() -> dict[str, object]:
 
 
 def load_average() -> list[float] | None:
-    """Runnable processes over the last 1, 5 and 15 minutes, which show other work on the machine."""
+    """Return the mean runnable processes over 1, 5 and 15 minutes, which show other load on the machine."""
     try:
         return [round(load, 2) for load in os.getloadavg()]
     except OSError:
@@ -61,9 +61,9 @@ def load_average() -> list[float] | None:
 
 
 def _git(*arguments: str) -> str:
-    # The arguments are constants, and git is that of the user.
+    # The arguments are constants, and git is the user's.
     done = subprocess.run(  # noqa: S603 - see above
-        ["git", "-C", str(_ROOT), *arguments],  # noqa: S607 - whichever git the user has
+        ["git", "-C", str(_ROOT), *arguments],  # noqa: S607 - the user's git
         capture_output=True,
         check=True,
         text=True,

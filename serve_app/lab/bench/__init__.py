@@ -1,6 +1,5 @@
-"""An open-loop load client for a live endpoint, cheap enough not to distort what it measures.
+"""Open-loop load generator for a live endpoint, cheap enough not to distort its measurements.
 
-Read `connection` (HTTP at protocol level, and how answers are read), `load` (bodies and the open loop),
-`report` (output), `comparison` (two endpoints in turns, and the statistics of their difference), and
-`command` (`python -m serve_app bench`).
+Read `connection` (HTTP at protocol level, and parsing of responses), `load` (bodies and the open loop),
+`report` (output), and `comparison` (two endpoints in alternation, and the statistics of their difference).
 """

@@ -1,19 +1,17 @@
-"""The difference of two endpoints that served the same requests in turns, with its uncertainty.
+"""Difference of two endpoints that served the same requests in alternation, with its uncertainty.
 
-Latencies are of the requests that both have completed. Requests of one slice share its queue and its moment,
-so they are no independent observations: the slices are. The standard error of a difference comes from
+The trace is cut into slices of equal time. Each slice is sent to one endpoint and, after its last response,
+to the other, so that neither works while the other is measured, and a drift of the machine or the network
+affects both. Which endpoint is first alternates (A B, B A, A B ...), which cancels a steady drift. Prompts of
+the two endpoints have different beginnings, unless the trace has a shared prefix. So if both use the same
+engines, the second gets no prefix cache hits from the first.
+
+Latencies are of the requests that both have completed. Requests of one slice share its queue and its time, so
+slices are the independent observations, not requests. The standard error of a difference comes from
 resampling whole slices (the bootstrap of clusters: Cameron, Gelbach, Miller, "Bootstrap-based improvements
 for inference with clustered errors", 2008). The 95 % interval is the difference plus and minus that error,
-times the point of Student's t for as many slices. Both sides of a pair are always drawn together, so what a
-slice does to both cancels.
-
-The same requests against two endpoints in turns, so that a drift of the machine or the network hits both.
-
-The trace is cut into slices of equal time. Each slice goes to one endpoint, and when its last answer has
-ended, to the other: neither works while the other is measured. They take turns in being first, which cancels
-a steady drift (the order A B, B A, A B ...). Prompts of one endpoint do not begin like those of the other,
-unless the trace says that they share a prefix: where both have the same engines, the second finds nothing of
-the first in a prefix cache.
+times the point of Student's t for that many slices. Both sides of a pair are always drawn together, so
+effects of a slice on both cancel.
 """
 
 import argparse
@@ -49,7 +47,7 @@ from serve_app.lab.workloads.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class ComparedEndpoint:
-    """One of the two, and what requests to it say."""
+    """One of the two endpoints, with the bodies of its requests."""
 
     target: Target
     bodies: BodySettings
@@ -57,11 +55,7 @@ class ComparedEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """One request of the trace at both endpoints.
-
-    Attributes:
-        slice_number: the slice that it was in.
-    """
+    """The records of one trace request at both endpoints, and its slice."""
 
     slice_number: int
     base: RequestRecord
@@ -70,14 +64,14 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """The pairs of a run in the order of the trace, and the client's figures at both endpoints together."""
+    """The pairs of a run in trace order, and the client's figures for both endpoints together."""
 
     pairs: list[AnswerPair]
     client: ClientFigures
 
 
 def slices_of(trace: Trace, slice_s: float) -> Iterator[Trace]:
-    """The trace in parts of equal time; a part without requests is left out."""
+    """Yield parts of the trace of equal duration, without empty ones."""
     members: dict[int, list[int]] = {}
     for number, request in enumerate(trace.requests):
         members.setdefault(int(request.arrival_s // slice_s), []).append(number)
@@ -94,7 +88,7 @@ async def interleave(
 ) -> Interleaved:
     """Send every request of the trace to both endpoints, slice by slice.
 
-    When it is cancelled, the pairs of the slices that both have completed are returned.
+    If cancelled, return the pairs of the slices that both have completed.
 
     Args:
         on_record: called with each record, for a progress bar.
@@ -111,7 +105,7 @@ async def interleave(
         for number, part in enumerate(slices_of(trace, slice_s)):
             records: dict[int, dict[str, RequestRecord]] = {}
             for side in (0, 1) if number % 2 == 0 else (1, 0):
-                # Numbers make the prompts: even ones for one endpoint, odd ones for the other.
+                # Prompts derive from numbers: even ones for one endpoint, odd ones for the other.
                 loop = OpenLoop(pools[side], factories[side], settings, on_record, 2 * sent + side, 2)
                 played = await loop.run(part)
                 _add(client, played.client)
@@ -136,7 +130,7 @@ def _paired(
 
 
 def _add(client: ClientFigures, of_slice: ClientFigures) -> None:
-    """Count what happened in one slice as well."""
+    """Add the figures of one slice."""
     client.late += of_slice.late
     client.held_back += of_slice.held_back
     client.peak_in_flight = max(client.peak_in_flight, of_slice.peak_in_flight)
@@ -146,7 +140,7 @@ def _add(client: ClientFigures, of_slice: ClientFigures) -> None:
 
 
 FEW_SLICES = 6
-"""Below so many slices an interval is very wide, and its error is hardly known."""
+"""With fewer slices, an interval is very wide and its error hardly known."""
 
 _RESAMPLES = 400
 _SEED = 1
@@ -156,13 +150,13 @@ Figures = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """One figure of both endpoints.
+    """One figure at both endpoints.
 
     Attributes:
-        base, other: at each endpoint.
+        base, other: value at each endpoint.
         difference: other minus base.
-        low, high: the 95 % interval of the difference; None when there is only one slice.
-        n: requests that it is taken from.
+        low, high: the 95 % interval of the difference; None with only one slice.
+        n: number of requests.
     """
 
     base: float
@@ -174,11 +168,11 @@ class PairedDifference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def as_json(self) -> dict[str, float | int | bool | None]:
-        """All figures by name; `is_clear` says whether the interval leaves out zero."""
+        """Return all figures by name, and whether the interval excludes zero."""
         return asdict(self) | {"is_clear": self.is_clear}
 
 
@@ -189,8 +183,8 @@ class EndpointComparison:
     Attributes:
         latencies: in seconds, by latency and figure: `ttft_s`, `tpot_s`, `e2e_s`; `mean`, `p50`, `p99`.
         errors: share of the requests that did not complete.
-        pairs, slices: requests that both got, and slices of them.
-        completed_by_both: pairs that the latencies come from.
+        pairs, slices: number of requests sent to both, and of their slices.
+        completed_by_both: number of pairs with latencies.
     """
 
     latencies: dict[str, dict[str, PairedDifference]]
@@ -200,7 +194,7 @@ class EndpointComparison:
     completed_by_both: int
 
     def as_json(self) -> dict[str, object]:
-        """Everything by name."""
+        """Return all values by name."""
         return {
             "pairs": self.pairs,
             "completed_by_both": self.completed_by_both,
@@ -245,7 +239,7 @@ def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
 
 
 def _slices(pairs: Iterable[AnswerPair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
-    """For each slice an array of two rows, the values of both endpoints; pairs without one are left out."""
+    """Return an array per slice with the values of both endpoints as rows, without incomplete pairs."""
     slices: dict[int, list[tuple[float, float]]] = {}
     for pair in pairs:
         base, other = value_of(pair.base), value_of(pair.other)
@@ -255,7 +249,7 @@ def _slices(pairs: Iterable[AnswerPair], value_of: Callable[[RequestRecord], flo
 
 
 def _latency_figures(values: Figures) -> Figures:
-    """Mean, median and 99th percentile of each row."""
+    """Return mean, median and 99th percentile of each row."""
     figures: Figures = np.vstack((values.mean(axis=1), np.quantile(values, (0.5, 0.99), axis=1)))
     return figures
 
@@ -268,7 +262,7 @@ def _mean(values: Figures) -> Figures:
 def _differences(
     slices: list[Figures], figures_of: Callable[[Figures], Figures], names: Sequence[str]
 ) -> dict[str, PairedDifference]:
-    """The figures of both rows over all slices, with the interval of their difference."""
+    """Return the figures of both rows over all slices, with the interval of their difference."""
     whole = np.concatenate(slices, axis=1)
     figures = figures_of(whole)
     half = _half_widths(slices, figures_of)
@@ -288,7 +282,7 @@ def _differences(
 
 
 def _half_widths(slices: list[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
-    """Half the width of the interval of each figure's difference."""
+    """Return half the width of the interval of each figure's difference."""
 
     def difference(drawn: Figures) -> Figures:
         base, other = figures_of(drawn).T
@@ -299,11 +293,11 @@ def _half_widths(slices: list[Figures], figures_of: Callable[[Figures], Figures]
 
 
 def half_widths(slices: Sequence[Figures], figures_of: Callable[[Figures], Figures]) -> Figures | None:
-    """Half the width of the 95 % interval of each figure, from resampled slices; None for a single slice.
+    """Return half the width of the 95 % interval of each figure, from resampled slices; None for one slice.
 
     Args:
-        slices: values of each, a column for each request.
-        figures_of: the figures of some of these columns, as one row.
+        slices: values of each slice, with a column per request.
+        figures_of: computes figures from some of these columns, as one row.
     """
     count = len(slices)
     if count == 1:
@@ -314,13 +308,13 @@ def half_widths(slices: Sequence[Figures], figures_of: Callable[[Figures], Figur
         row[:] = figures_of(
             np.concatenate([slices[index] for index in rng.integers(0, count, count)], axis=1)
         )
-    # Resampling knows the spread of `count` slices, not of the population that they are from.
+    # The factor corrects the resampled spread of `count` slices to that of the population.
     half: Figures = t_95(count - 1) * math.sqrt(count / (count - 1)) * resampled.std(axis=0, ddof=1)
     return half
 
 
 def comparison_table(found: EndpointComparison, urls: tuple[str, str]) -> str:
-    """One line for each figure: at both endpoints, the difference with its interval, and the change."""
+    """Return a table with both values of each figure, the difference with its interval, and the change."""
     basis = (
         f"{found.pairs:,} requests to each in {found.slices:,} slices in turns, latencies of the "
         f"{found.completed_by_both:,} that both completed"
@@ -330,7 +324,7 @@ def comparison_table(found: EndpointComparison, urls: tuple[str, str]) -> str:
 
 
 def outcomes(played: Interleaved) -> tuple[Counter[str], Counter[str]]:
-    """How the requests ended at each endpoint."""
+    """Count the outcomes at each endpoint."""
     return (
         Counter(pair.base.outcome.value for pair in played.pairs),
         Counter(pair.other.outcome.value for pair in played.pairs),
@@ -338,7 +332,7 @@ def outcomes(played: Interleaved) -> tuple[Counter[str], Counter[str]]:
 
 
 def comparison_warnings(found: EndpointComparison) -> Iterator[str]:
-    """What makes the intervals worth little."""
+    """Yield reasons for which the intervals are unreliable."""
     if found.slices < FEW_SLICES:
         yield (
             f"{found.slices} slices are few for an interval: raise --duration or --requests, or lower "
@@ -352,13 +346,13 @@ _A, _B = "A", "B"
 _LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "P99"}
 _ERRORS = "share of errors"
-# What the verdict is about.
+# Figures in the verdict.
 _DECISIVE = {"mean TTFT", "P99 TTFT", "mean TPOT", "mean end to end", _ERRORS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A comparison: its figures, and the pairs that they come from."""
+    """A comparison: its figures, and the pairs that they are computed from."""
 
     args: argparse.Namespace
     trace: Trace
@@ -367,7 +361,7 @@ class ComparedRun:
 
 
 def comparison_report(run: ComparedRun, origin: Origin, warnings: Sequence[str]) -> ResultReport:
-    """The report of a comparison."""
+    """Return the report of a comparison."""
     args, trace, found = run.args, run.trace, run.found
     differences = list(_shown_differences(found))
     sample = Sample(found.slices, "slice", "slices", "raise --duration or lower --slice-s")

@@ -1,19 +1,17 @@
-"""A cheap HTTP/1.1 client: a protocol object per connection, over the parser of httptools.
+"""HTTP/1.1 client with low overhead: a protocol object per connection, on top of httptools' parser.
 
 A request on an idle connection starts without a task or a future. A connection that was idle for longer than
-`IDLE_LIMIT_S` is not used again. Servers close theirs after a few seconds, and a request on a closing
-connection would be lost without a fault of the endpoint.
+`IDLE_LIMIT_S` is not reused: servers close idle connections after a few seconds, and a request on a closing
+connection would fail without a fault of the endpoint.
 
-It differs from the gateway's upstream client on purpose. That one slows the engine down when a client reads
-slowly; this one never waits, reads the clock at every arrival of bytes, and supports TLS.
+It differs from the gateway's upstream client on purpose. That one applies backpressure to the engine if a
+client reads slowly. This one never waits, reads the clock at every arrival of bytes, and supports TLS. Times
+are from `time.monotonic`, because the clock of a uvloop event loop advances in whole milliseconds.
 
-Times are read from `time.monotonic`: the clock of a uvloop event loop advances in whole milliseconds.
-
-The outcome of a request, read from the bytes of its answer as they arrive.
-
-Each event is decoded until the first generated token. After it only the last bytes are read, which hold the
-usage, an error and the end mark. An answer counts as completed only at its proper end: a complete HTTP
-message with status 200, `[DONE]` for a stream, and no error inside.
+The outcome of a request is parsed from the bytes of its response as they arrive. Each event is decoded until
+the first generated token. Afterwards only the last bytes are parsed, which contain the usage, an error and
+the end marker. A response counts as completed only with a complete HTTP message, status 200, `[DONE]` for a
+stream, and no error in the body.
 """
 
 import asyncio
@@ -29,9 +27,9 @@ import msgspec
 
 from serve_app.errors import HTTP_STATUS, Outcome, ServeAppError
 
-# Enough for the last events (usage, error, end mark); an engine's error message may be long.
+# Enough for the last events (usage, error, end marker). An engine's error message may be long.
 _TAIL_BYTES = 8192
-# Kept bytes of an error or of an answer that is not a stream.
+# Maximum bytes buffered of an error or a response that is not a stream.
 _WHOLE_BYTES = 16 * 1024 * 1024
 
 _OUTCOME_OF_CODE = {
@@ -43,7 +41,7 @@ _OUTCOME_OF_CODE = {
     "queue_timeout": Outcome.EXPIRED,
     "model_not_found": Outcome.REJECTED_UNKNOWN_MODEL,
 }
-# Of several outcomes with one status, the first counts.
+# If several outcomes have the same status, the first one applies.
 _OUTCOME_OF_STATUS = {status: outcome for outcome, status in reversed(HTTP_STATUS.items())}
 
 
@@ -80,20 +78,20 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """One answer while it arrives.
+    """A response while it arrives.
 
     Args:
         stream: whether the request asked for a stream.
-        on_end: called once, at the end of the answer, completed or not.
+        on_end: called once, at the end of the response, completed or not.
 
     Attributes:
         status: HTTP status, 0 before it is known.
         headers: by lower-case name.
         first_token_at: arrival of the first generated token.
-        finished_at: end of the answer.
-        prompt_tokens, output_tokens: the engine's counts; None when it sent none.
+        finished_at: end of the response.
+        prompt_tokens, output_tokens: the engine's counts; None if not reported.
         outcome: None until the end.
-        detail: the reason when it did not complete.
+        detail: the reason if it did not complete.
     """
 
     __slots__ = (
@@ -124,11 +122,11 @@ class Answer:
         self._bytes = b""
 
     def header(self, name: bytes) -> str:
-        """A header of the answer; empty when absent."""
+        """Return a response header, or an empty string."""
         return self.headers.get(name, b"").decode("latin-1")
 
     def on_body(self, piece: bytes, now: float) -> None:
-        """Take bytes of the body."""
+        """Process bytes of the body."""
         if not self._stream or self.status != 200:
             self._bytes = (self._bytes + piece)[:_WHOLE_BYTES]
         elif self.first_token_at is not None:
@@ -140,7 +138,7 @@ class Answer:
                 self._bytes = self._bytes[-_TAIL_BYTES:]
 
     def on_complete(self, now: float) -> None:
-        """The HTTP message is complete."""
+        """Process the end of the HTTP message."""
         if self.status != 200:
             self._refused(now)
         elif self._stream:
@@ -149,14 +147,13 @@ class Answer:
             self._document_ended(now)
 
     def fail(self, detail: str, now: float, outcome: Outcome = Outcome.FAILED) -> None:
-        """End the answer as not completed; only the first end counts."""
+        """End the response as not completed. Only the first end counts."""
         self._end(outcome, now, detail)
 
     def _has_token(self) -> bool:
-        """Whether a complete event holds generated text.
+        """Return whether a complete event has generated text.
 
-        Events are dropped after they are read, except for the last one, which may be the end mark, and an
-        error.
+        Parsed events are dropped, except for the last one, which may be the end marker, and an error.
         """
         *events, rest = self._bytes.replace(b"\r\n", b"\n").split(b"\n\n")
         for position, raw in enumerate(events):
@@ -211,7 +208,7 @@ class Answer:
 
 
 def _event(raw: bytes) -> _Event:
-    """One server-sent event; an empty one when it is not a JSON object of the expected form."""
+    """Decode a server-sent event; return an empty one if it is not a JSON object of the expected form."""
     data = raw.strip().removeprefix(b"data:").strip()
     try:
         return _decode(data)
@@ -234,17 +231,17 @@ def _carries_token(event: _Event) -> bool:
 
 
 IDLE_LIMIT_S = 2.0
-"""Below the keep-alive times of common servers (uvicorn 5 s, nginx 75 s)."""
+"""Below the keep-alive timeouts of common servers (uvicorn 5 s, nginx 75 s)."""
 CONNECT_TIMEOUT_S = 10.0
 
 
 class BenchError(ServeAppError):
-    """A benchmark cannot be run; the message states the reason and the remedy."""
+    """A benchmark cannot run; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of the endpoint."""
+    """Address of the endpoint."""
 
     host: str
     port: int
@@ -253,7 +250,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str) -> "Target":
-        """Parse `http://host:port[/prefix]`; a `/v1` at the end counts as part of the API.
+        """Parse `http://host:port[/prefix]`, with or without a trailing `/v1`.
 
         Raises:
             BenchError: the URL has another form.
@@ -282,11 +279,11 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, for one request at a time; it passes the answer's bytes to its `Answer`.
+    """A connection for one request at a time, which passes the received bytes to its `Answer`.
 
     Attributes:
-        is_open: as far as this side knows.
-        idle_since: end of its last answer.
+        is_open: whether it is open as far as this side knows.
+        idle_since: end of its last response.
     """
 
     __slots__ = (
@@ -304,14 +301,14 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def start(self, request: bytes, answer: Answer) -> None:
-        """Send a request; `answer` gets all bytes from now on, and ends exactly once."""
+        """Send a request. `answer` receives all bytes from now on, and ends exactly once."""
         assert self._transport is not None
         assert self._answer is None
         self._answer = answer
         self._transport.write(request)
 
     def close(self) -> None:
-        """Cut the connection at once."""
+        """Abort the connection immediately."""
         self.is_open = False
         self._answer = None
         if self._transport is not None:
@@ -320,13 +317,13 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is ready for a request."""
+        """Store the transport: the connection is ready for a request."""
         # A cast, not a check: uvloop's transports do not inherit from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the answer; everything in them counts as arrived at this instant."""
+        """Parse received bytes, all of which count as arrived at this instant."""
         self._now = time.monotonic()
         try:
             self._parser.feed_data(data)
@@ -334,7 +331,7 @@ class Connection(asyncio.Protocol):
             self._break(f"the answer is not valid HTTP/1.1: {exc}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The endpoint or the network closed the connection."""
+        """Fail the request, because the endpoint or the network closed the connection."""
         self._now = time.monotonic()
         self._break(f"the connection closed before the answer was complete ({exc or 'end of stream'})")
 
@@ -347,22 +344,22 @@ class Connection(asyncio.Protocol):
     # httptools callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header of the answer."""
+        """Store a response header."""
         if self._answer is not None:
             self._answer.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """Status line and headers are complete."""
+        """Store the status."""
         if self._answer is not None:
             self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """Bytes of the answer's body, without chunk framing."""
+        """Pass on bytes of the response's body, without chunk framing."""
         if self._answer is not None:
             self._answer.on_body(body, self._now)
 
     def on_message_complete(self) -> None:
-        """The answer is complete; the connection may serve the next request."""
+        """End the response. The connection may serve the next request."""
         answer = self._answer
         if answer is None or 100 <= answer.status < 200:
             return
@@ -376,11 +373,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one target; the latest used one is taken first.
-
-    Attributes:
-        opened: connections made so far.
-    """
+    """Connections to one target, reused most recent first; `opened` counts all so far."""
 
     def __init__(self, target: Target) -> None:
         self.opened = 0
@@ -394,7 +387,7 @@ class ConnectionPool:
         return f"<ConnectionPool {self._target.authority} opened={self.opened} idle={len(self._idle)}>"
 
     def take_idle(self) -> Connection | None:
-        """An idle connection that may be used; None when there is none."""
+        """Return an idle connection that may be reused, or None."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -404,7 +397,7 @@ class ConnectionPool:
         return None
 
     async def open(self) -> Connection:
-        """Make a connection.
+        """Open a connection.
 
         Raises:
             OSError: the target cannot be reached.
@@ -423,12 +416,12 @@ class ConnectionPool:
         return connection
 
     def discard(self, connection: Connection) -> None:
-        """Cut a connection and drop it."""
+        """Abort and remove a connection."""
         connection.close()
         self._all.discard(connection)
 
     def close(self) -> None:
-        """Cut all connections."""
+        """Abort all connections."""
         for connection in tuple(self._all):
             self.discard(connection)
         self._idle.clear()

@@ -1,17 +1,16 @@
-"""The open loop: requests are sent at the times in the trace, whatever the endpoint does.
+"""Open-loop load generator: sends requests at the times in the trace, whatever the endpoint does.
 
-A client that waits for answers before it sends more requests hides the queue that it should measure. So
-arrivals follow the schedule, latencies count from the schedule, and each record holds the client's own delay.
+A client that waits for responses before it sends more requests hides the queue that it should measure. So
+arrivals follow the schedule, latencies count from the schedule, and each record has the client's own delay.
 
-`max_in_flight` limits the requests under way; requests that are due meanwhile are held back and counted, and
-their delay is recorded. `timeout_s` limits each request. Every request that was sent ends in exactly one
-record, and every request is sent unless the run is interrupted.
+`max_in_flight` limits the in-flight requests. Requests that are due beyond it are held back and counted, and
+their delay is recorded. `timeout_s` limits each request. Every request is sent unless the run is interrupted,
+and every request that was sent ends in exactly one record.
 
-HTTP requests for the requests of a trace, with text of the right size and without a tokenizer.
-
-The text consists of common words and has `prompt_tokens * bytes_per_token` bytes, so that a gateway that
-estimates tokens from bytes has realistic input. No two prompts begin alike, unless the trace says that they
-share a prefix. Bodies are joined from bytes; no JSON is encoded when a request is sent.
+Request bodies have text of the right size, made without a tokenizer. The text consists of common words and
+has `prompt_tokens * bytes_per_token` bytes, so that a gateway that estimates tokens from bytes has realistic
+input. No two prompts have the same beginning, unless the trace has a shared prefix. Bodies are concatenated
+from bytes; no JSON is encoded when a request is sent.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
 from serve_app.request import PriorityClass
 
-# Common words, split once when the module is loaded.
+# Common words, split once at import.
 _WORDS = " ".join(
     (
         "the of and to in a is that for it as was with be by on not he his but at are this have from or had",
@@ -52,16 +51,16 @@ _TEXT_BYTES = 1 << 20
 
 
 class BodyKind(enum.StrEnum):
-    """How an engine gets the token counts of a request."""
+    """Kind of body: how an engine receives the token counts of a request."""
 
     EMULATED = "emulated"
-    """By the extra fields of emulated engines: exact counts, whatever the text."""
+    """By the extra fields of emulated engines: exact counts, independent of the text."""
     TEXT = "text"
-    """By the text itself and `max_tokens`: for real engines."""
+    """By the text itself and `max_tokens`, for real engines."""
 
 
 class BenchEndpoint(enum.StrEnum):
-    """The OpenAI endpoint under test."""
+    """OpenAI endpoint under test."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -69,14 +68,14 @@ class BenchEndpoint(enum.StrEnum):
 
 @settings
 class BodySettings:
-    """How bodies and headers are made.
+    """Settings of request bodies and headers.
 
     Attributes:
         bytes_per_token: bytes of text per prompt token. Common English words have about 5 with current
-            tokenizers. An emulated engine gets exact counts, so there it sets the initial error of a
+            tokenizers. An emulated engine receives exact counts, so there it sets the initial error of a
             gateway's estimate.
-        max_tokens: limit in the request; None states the true length of the answer, 0 states none.
-        ignore_eos: ask a real engine for answers of exactly `max_tokens` (an extension of vLLM).
+        max_tokens: limit in the request; None for the true length of the output, 0 for no limit.
+        ignore_eos: request outputs of exactly `max_tokens` from a real engine (an extension of vLLM).
         api_key: sent as a bearer token.
     """
 
@@ -97,11 +96,11 @@ class BodySettings:
 
 
 class BodyFactory:
-    """Makes the bytes of each HTTP request.
+    """Factory of HTTP requests as bytes.
 
     Args:
         host: value of the Host header.
-        path_prefix: path before `/v1`, without a slash at its end.
+        path_prefix: path before `/v1`, without a trailing slash.
     """
 
     def __init__(self, settings: BodySettings, host: str, path_prefix: str = "") -> None:
@@ -123,7 +122,7 @@ class BodyFactory:
         self._after_text = b'"}]}' if chat else b'"}'
 
     def make(self, number: int, request: TraceRequest) -> bytes:
-        """The HTTP request of the `number`-th trace request."""
+        """Return the HTTP request of the `number`-th trace request."""
         body = b"".join(
             (
                 self._opening,
@@ -141,7 +140,7 @@ class BodyFactory:
         return b"%s%sContent-Length: %d\r\n\r\n%s" % (self._head, b"".join(lines), len(body), body)
 
     def text(self, number: int, request: TraceRequest) -> bytes:
-        """The prompt: blocks that it shares according to the trace, then words of its own."""
+        """Return the prompt: the shared blocks according to the trace, then unique words."""
         wanted = max(1, round(request.prompt_tokens * self._settings.bytes_per_token))
         block_bytes = round(PREFIX_BLOCK_TOKENS * self._settings.bytes_per_token)
         shared = b"".join(self._slice(block, block_bytes) for block in request.prefix)[:wanted]
@@ -158,7 +157,7 @@ class BodyFactory:
         return stated if request.prefix else stated + b',"ewsjf_prompt_tokens":%d' % request.prompt_tokens
 
     def _slice(self, number: int, length: int) -> bytes:
-        """Words from a different position for each number; the stride is prime to the text's length."""
+        """Return words from a different position per number. The stride is prime to the text's length."""
         start = number * 7919 % len(self._text)
         piece = self._text[start : start + length]
         while len(piece) < length:
@@ -167,7 +166,7 @@ class BodyFactory:
 
 
 def _name(number: int) -> bytes:
-    """Words that are unique to a number, so that prompts do not share their first block."""
+    """Return words that are unique to a number, so that prompts do not share their first block."""
     words = []
     for _ in range(4):
         number, index = divmod(number, len(_WORDS))
@@ -189,8 +188,8 @@ class LoadSettings:
     """Limits of a run.
 
     Attributes:
-        timeout_s: longest time from sending to the end of an answer; the client then disconnects.
-        max_in_flight: requests under way at once; each takes a connection and a file descriptor.
+        timeout_s: maximum time from sending to the end of a response, after which the client disconnects.
+        max_in_flight: maximum number of in-flight requests; each uses a connection and a file descriptor.
         stream: whether the requests ask for streams.
     """
 
@@ -201,15 +200,15 @@ class LoadSettings:
 
 @dataclass(slots=True)
 class ClientFigures:
-    """Figures of the client itself, because a saturated client measures itself.
+    """Figures of the client itself, because a saturated client distorts the measurement.
 
     Attributes:
         late: requests sent more than `LATE_AFTER_S` after their time.
         held_back: requests that were held back by `max_in_flight`.
-        peak_in_flight: most requests under way at once.
-        connections: opened in all.
-        wrong_length: completed answers with another number of tokens than in the trace.
-        without_usage: completed answers without token counts; the trace's numbers replace them.
+        peak_in_flight: maximum number of in-flight requests.
+        connections: opened in total.
+        wrong_length: completed responses whose number of tokens differs from the trace.
+        without_usage: completed responses without token counts; the trace's numbers replace them.
         interrupted: whether the run was stopped before its end.
     """
 
@@ -224,7 +223,7 @@ class ClientFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The records of a run, in the order in which the requests ended, and the client's figures."""
+    """Records of a run in the order in which the requests ended, and the client's figures."""
 
     records: list[RequestRecord]
     client: ClientFigures
@@ -232,7 +231,7 @@ class LoadResult:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request under way."""
+    """An in-flight request."""
 
     number: int
     request: TraceRequest
@@ -245,11 +244,11 @@ class _Sent:
 
 @dataclass(slots=True)
 class OpenLoop:
-    """Sends one trace to one target.
+    """Sender of one trace to one target.
 
     Args:
         on_record: called with each record, for a progress bar.
-        first_number, stride: of the requests' numbers, which make their prompts and their ids.
+        first_number, stride: of the requests' numbers, from which their prompts and ids derive.
     """
 
     pool: ConnectionPool
@@ -267,9 +266,9 @@ class OpenLoop:
     _expected: int = field(init=False, default=0)
 
     async def run(self, trace: Trace) -> LoadResult:
-        """Send every request of `trace` at its time, and wait for all answers.
+        """Send every request of `trace` at its time, and wait for all responses.
 
-        When it is cancelled, requests under way end as cancelled, and it returns the records so far.
+        If cancelled, in-flight requests end as cancelled, and the records so far are returned.
         """
         self._expected = len(trace.requests)
         try:
@@ -288,7 +287,7 @@ class OpenLoop:
         for place, request in enumerate(trace.requests):
             due = start + request.arrival_s
             ahead = due - time.monotonic()
-            # Requests that are due are sent without a pause, but the event loop must still handle answers.
+            # Requests that are due are sent without a pause, but the event loop must still process responses.
             if ahead > 0 or place % 16 == 0:
                 await asyncio.sleep(max(ahead, 0))
             if len(self._under_way) < self.settings.max_in_flight:
@@ -301,7 +300,7 @@ class OpenLoop:
         number = self.first_number + self.stride * place
         now = time.monotonic()
         self._figures.late += now - due > LATE_AFTER_S
-        # A timer may fire slightly early; a request never counts as sent before its time.
+        # A timer may fire slightly early. A request never counts as sent before its time.
         sent = _Sent(number, request, due, max(now, due))
         answer = Answer(stream=self.settings.stream, on_end=self._ended)
         self._under_way[answer] = sent
@@ -330,11 +329,11 @@ class OpenLoop:
         answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
 
     def _ended(self, answer: Answer) -> None:
-        """Turn a request that has ended into its record; there is no other place for it."""
+        """Convert a request that has ended to its record. All ends of a request lead here."""
         sent = self._under_way.pop(answer)
         if sent.timer is not None:
             sent.timer.cancel()
-        # The opening task itself may have reported the failure; it is not cancelled then.
+        # The opening task may have reported the failure itself and must not be cancelled then.
         if sent.opening is not None and sent.opening is not asyncio.current_task():
             sent.opening.cancel()
         if answer.outcome is Outcome.CANCELLED and sent.connection is not None:
@@ -376,7 +375,7 @@ class OpenLoop:
 
 
 def _number(header: str) -> float:
-    """A header's number; 0 when it is invalid, so that a server's header cannot end a benchmark."""
+    """Parse a header's number; 0 if invalid, so that a server's header cannot end a benchmark."""
     try:
         return float(header)
     except ValueError:

@@ -1,10 +1,9 @@
 """Output of a run against one endpoint: raw records, JSON, a table and a report.
 
-Intervals of the figures of one run, from its tenths.
-
-Requests that are in the system together share its queue, so they are no independent observations. The run
-is cut into parts of equal time, and whole parts are resampled, as in `comparison`. What lasts longer than a
-part, such as a queue that never empties, makes neighbouring parts alike, and the interval too narrow.
+Intervals of the figures are computed from tenths of the run. Requests that are in the system together share
+its queue, so they are not independent observations. The run is cut into parts of equal time, and whole parts
+are resampled, as in `comparison`. Effects that last longer than a part, such as a queue that never empties,
+make neighbouring parts alike, and the interval too narrow.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from serve_app.lab.workloads.trace import Trace
 
 
 def from_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The records in order of arrival, on a clock that starts with the first arrival."""
+    """Return the records by arrival, on a clock that starts with the first arrival."""
     if not records:
         return []
     start = min(record.arrived_at for record in records)
@@ -57,14 +56,14 @@ def from_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def rules_of(args: argparse.Namespace) -> SummaryRules:
-    """The rules of the summary."""
+    """Return the rules of the summary."""
     return SummaryRules(
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s), short_at_tokens=args.short_at
     )
 
 
 def run_as_json(summary: Summary, load: LoadResult, rules: SummaryRules, cpu_s: float) -> dict[str, object]:
-    """Metrics and outcomes of a run, with the figures of the client itself."""
+    """Return metrics and outcomes of a run, with the figures of the client itself."""
     lag = Distribution.of(record.schedule_lag_s for record in load.records)
     return {
         "metrics": summary.as_json(),
@@ -90,14 +89,14 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
 
 
 def table(summary: Summary) -> str:
-    """The figures of the run, and its latencies without intervals, for a terminal."""
+    """Return the figures of the run and its latencies without intervals, for a terminal."""
     return f"{_whole(summary).as_text()}\n\n{_latencies(summary, {}).as_text()}"
 
 
 PARTS = 10
-"""Parts of a run."""
+"""Number of parts of a run."""
 
-# With less in a part there is hardly a figure to resample.
+# With fewer requests per part, there is hardly a figure to resample.
 _LEAST_IN_A_PART = 5
 _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
@@ -105,11 +104,7 @@ _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 def latency_intervals(
     records: Sequence[RequestRecord], value_of: Callable[[RequestRecord], float | None]
 ) -> dict[str, ConfidenceInterval]:
-    """Mean and percentiles of a latency with their intervals, by name; bounds are None for too few requests.
-
-    Args:
-        records: of requests that completed, on a clock from 0.
-    """
+    """Return mean and percentiles of a latency of completed requests by name; too few have no bounds."""
     timed = [(record.arrived_at, value) for record in records if (value := value_of(record)) is not None]
     if not timed:
         return {}
@@ -127,7 +122,7 @@ def latency_intervals(
 
 
 def _parts(timed: Sequence[tuple[float, float]]) -> list[Figures]:
-    """The values of each part of the run, in rows of one; a single part when there are too few."""
+    """Return the values of each part of the run as rows; a single part if there are too few."""
     if len(timed) < PARTS * _LEAST_IN_A_PART:
         return [np.array([[value for _, value in timed]])]
     first = min(at for at, _ in timed)
@@ -156,7 +151,7 @@ _MOST_TENANTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRun:
-    """One run, after its warm-up."""
+    """A run without its warm-up."""
 
     args: argparse.Namespace
     trace: Trace
@@ -165,7 +160,7 @@ class BenchRun:
 
 
 def bench_report(run: BenchRun, origin: Origin, warnings: Sequence[str]) -> ResultReport:
-    """The report of one run."""
+    """Return the report of one run."""
     intervals = _intervals(run)
     return ResultReport(
         title=f"{run.trace.name} at {run.args.url}",
@@ -200,7 +195,7 @@ def _by_size(run: BenchRun) -> dict[str, list[RequestRecord]]:
 
 
 def _intervals(run: BenchRun) -> dict[tuple[str, str], dict[str, ConfidenceInterval]]:
-    """The intervals of each latency, by its name and the size of prompts."""
+    """Return the intervals of each latency, by its name and the size of prompts."""
     return {
         (latency, size): latency_intervals(records, value_of)
         for latency, value_of in _LATENCIES.items()
@@ -208,7 +203,7 @@ def _intervals(run: BenchRun) -> dict[tuple[str, str], dict[str, ConfidenceInter
     }
 
 
-# What was asked, and the answer
+# -- facts and verdict -------------------------------------------------------------------------------------
 
 
 def _facts(run: BenchRun) -> Iterator[tuple[str, str]]:
@@ -247,7 +242,7 @@ def _seconds(interval: ConfidenceInterval) -> str:
     return f"{interval.mean:.3f} s (95 %: {max(0.0, interval.low):.3f} to {interval.high:.3f} s)"
 
 
-# Sections
+# -- sections ----------------------------------------------------------------------------------------------
 
 
 def _sections(run: BenchRun, intervals: _Intervals) -> Iterator[ReportSection]:

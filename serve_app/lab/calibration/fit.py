@@ -1,19 +1,18 @@
-"""The fit of the step-time model: coefficients under which a replay has the measured latencies.
+"""Fit of the step-time model: finds coefficients with which a replay has the measured latencies.
 
 All requests are replayed at their queued times, because later requests compete with the fitted ones. Only the
 timings of the fitted requests count. Residuals are relative, for TTFT, TPOT and E2E each, and of three kinds:
 per request, per quantile, and of the mean. Several engines of one kind can be fitted together.
 
-The residuals are not smooth: a small change moves an arrival into another step, or a preemption to another
-request, and everything after it. So the fit has three stages. The first is least squares with wide
-differences and a wide tolerance for outliers, the second the same with narrow ones, the third a simplex
-search, which needs no derivatives. Every stage is deterministic.
+The residuals are not smooth: a small change moves an arrival to another step, or a preemption to another
+request, and affects everything after it. So the fit has three stages: least squares with wide differences and
+a high tolerance for outliers, the same with narrow ones, and a simplex search, which needs no derivatives.
+Every stage is deterministic.
 
-The start of the fit: coefficients from the timestamps, and usual proportions where these do not suffice.
-
-The timestamps give the duration of a typical decode step and the pace of prefills. They do not give the
-shares of base, sequences and context in a decode step of a saturated engine: its cache is full then, so all
-three hardly vary. The proportions below are those of measured GPUs; the fit adjusts them to the data.
+The fit starts from coefficients derived from the timestamps, and from typical proportions where these do not
+suffice. The timestamps give the duration of a typical decode step and the pace of prefills. They do not give
+the shares of base, sequences and context in a decode step of a saturated engine, because its cache is full
+and all three hardly vary. The proportions below are those of measured GPUs; the fit adjusts them to the data.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,21 +25,21 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest
 from serve_app.lab.calibration.replay import Floats, Part, Timings, chosen, measured, replay
 
-# Per sequence, of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B model on
-# four H100.
+# Share per sequence of the base of a decode step: 0.4 % for an 8B model on one RTX 4090, 1.2 % for a 70B
+# model on four H100.
 _SEQUENCE_SHARE = 0.005
-# Per token of context: its KV entries (128 KiB) against 16 GB of weights, both read from the same memory.
+# Share per token of context: its KV entries (128 KiB) over 16 GB of weights, both read from the same memory.
 _CONTEXT_SHARE = 5e-6
-# Attention in a prefill, of its matrix products, at the mean prompt.
+# Share of attention in a prefill, relative to its matrix products, at the mean prompt.
 _PAIR_SHARE = 0.05
-# Prefills share steps with decoding, so a prompt in a busy engine takes a little more than its own cost.
+# Prefills share steps with decoding, so a prompt in a busy engine takes slightly longer than its own cost.
 _OWN_PREFILL_SHARE = 0.9
-# Preempted requests and those in a prefill burst decode slowly; the fastest quarter shows pure decode steps.
+# Preempted requests and those in a prefill burst decode slowly. The fastest quarter shows pure decode steps.
 _TYPICAL_PERCENTILE = 25.0
 
 
 def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
-    """Rough coefficients, within a factor of about two.
+    """Return rough coefficients, within a factor of about two.
 
     Raises:
         CalibrationError: no request generated two tokens, so there is no decode step.
@@ -62,7 +61,7 @@ def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
 
 
 def typical_step_s(requests: Sequence[MeasuredRequest]) -> float:
-    """Seconds of a typical decode step, from requests with two tokens or more."""
+    """Return the seconds of a typical decode step, from requests with two tokens or more."""
     paces = [
         (request.last_token_at - request.first_token_at) / (request.output_tokens - 1)
         for request in requests
@@ -72,7 +71,7 @@ def typical_step_s(requests: Sequence[MeasuredRequest]) -> float:
 
 
 def _decode_load(requests: Sequence[MeasuredRequest]) -> float:
-    """The time that sequences and context add to a typical step, as a share of its base."""
+    """Return the time that sequences and context add to a typical step, as a share of its base."""
     begin = min(request.first_token_at for request in requests)
     span_s = max(request.last_token_at for request in requests) - begin
     sequences = context_tokens = 0.0
@@ -84,9 +83,9 @@ def _decode_load(requests: Sequence[MeasuredRequest]) -> float:
 
 
 def _prefill_pace_s(requests: Sequence[MeasuredRequest]) -> float:
-    """Seconds per prompt token: the median over requests of the time from scheduling to the first token.
+    """Return the seconds per prompt token: the median over requests of time from scheduling to first token.
 
-    Each time is divided by the tokens of all prompts that were completed in it, the request's own included.
+    Each time is divided by the tokens of all prompts that were completed in it, including the request's own.
     """
     scheduled = np.array([request.scheduled_at for request in requests])
     first = np.array([request.first_token_at for request in requests])
@@ -104,25 +103,25 @@ def _prefill_pace_s(requests: Sequence[MeasuredRequest]) -> float:
 # Fewer requests do not determine six coefficients.
 MIN_FITTED = 20
 
-# Request timings do not separate these from the other coefficients: they stay 0.
+# Request timings do not separate these from the other coefficients, so they remain 0.
 _NOT_FITTED = {"decode_compute_s", "expert_read_s", "expert_share"}
 _NAMES = tuple(each.name for each in fields(StepTimeModel) if each.name not in _NOT_FITTED)
 _LATENCY = "latency_s"
 _QUANTILES = np.linspace(2.5, 97.5, 39)
-# The weight of a mean, in requests: plans are made from means.
+# Weight of a mean in requests. It is high because plans are made from means.
 _MEAN_WEIGHT = 5.0
-# An arrival waits for the step under way, whose end is unknown, so differences of a few steps in a TTFT are
+# An arrival waits for the current step, whose end is unknown, so differences of a few steps in a TTFT are
 # noise. A TTFT of fewer steps than this counts little in relative residuals.
 _CHANCE_STEPS = 10.0
 _FLOOR_SHARES = (0.05, 0.02, 0.02)
-# Regularisation towards the start, for coefficients that the data do not determine; the base of prefills
-# shows only on an otherwise idle engine.
+# Regularisation towards the start, for coefficients that the data do not determine. The base of prefills is
+# visible only on an otherwise idle engine.
 _REGULARISATION = 0.01
 _REGULARISATION_OF = {"prefill_base_s": 0.1}
 # A coefficient changes by a factor of at most e^5 from the start.
 _MAX_LOG_FACTOR = 5.0
 _OFFSET = 100.0
-# Relative residual from which a request counts as an outlier.
+# Relative residual above which a request counts as an outlier.
 _TOLERANCE = 0.03
 _SIMPLEX_REPLAYS = 150
 _SIMPLEX_STEPS = {"decode_base_s": 0.05, "prefill_per_token_s": 0.05}
@@ -131,7 +130,7 @@ _SIMPLEX_STEP = 0.2
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One run of least squares: relative width of differences, tolerance, and how many steps at most."""
+    """A run of least squares: relative width of differences, tolerance, and maximum number of steps."""
 
     width: float
     tolerance: float
@@ -140,17 +139,16 @@ class _Stage:
 
 _STAGES = (_Stage(0.05, 0.1, 6), _Stage(0.02, _TOLERANCE, 8))
 
-# For a progress bar; least squares may stop early.
+# For a progress bar. Least squares may stop early.
 EXPECTED_REPLAYS = sum(stage.steps for stage in _STAGES) * (len(_NAMES) + 1) + _SIMPLEX_REPLAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What one engine served.
+    """The requests that one engine served.
 
     Attributes:
         requests: all of them, in order of arrival.
-        settings: limits of the engine.
         part: the requests whose timings are fitted; the others only compete with them.
     """
 
@@ -164,19 +162,20 @@ class EngineRun:
         return chosen(self.requests, self.part)
 
     def played(self, step_time: StepTimeModel) -> Timings:
-        """The timings of the part in the engine model."""
+        """Return the timings of the part in the engine model."""
         return replay(self.requests, self.settings, step_time, part=self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitStart:
-    """Where a fit starts, and what it fits.
+    """Start of a fit, and what it fits.
 
     Attributes:
-        step_time: coefficients, to which those that the data do not determine stay near.
-        latency_s: where instants were seen elsewhere than in the engine, the time that this adds to a TTFT;
-            0 for instants of the engine itself: nothing is fitted then.
-        is_near: the data have hardly changed since the start was fitted: the last stages will do.
+        step_time: initial coefficients, near which those that the data do not determine remain.
+        latency_s: time added to a TTFT by an observer outside the engine; 0 for the engine's own timestamps,
+            and nothing is fitted then.
+        is_near: whether the data have hardly changed since the start was fitted, so that the last stages
+            suffice.
     """
 
     step_time: StepTimeModel
@@ -186,7 +185,7 @@ class FitStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedEngine:
-    """The result of a fit, as in `FitStart`."""
+    """Result of a fit, with fields as in `FitStart`."""
 
     step_time: StepTimeModel
     latency_s: float
@@ -203,7 +202,6 @@ def fit_step_time(
     Args:
         requests: all requests of the engine, in order of arrival.
         fit_first: number of requests to fit.
-        settings: limits of the engine.
         on_replay: called after each replay, for a progress bar.
 
     Raises:
@@ -246,12 +244,12 @@ def _too_few(wanted: int, available: int) -> CalibrationError:
 
 
 def _least_squares(residuals: "_Residuals", position: Floats, stage: _Stage) -> Floats:
-    # scipy doubles the start-up time of the command line, which other commands need not wait for.
+    # Imported here because scipy doubles the start-up time of the command line.
     from scipy.optimize import least_squares  # noqa: PLC0415
 
-    # scipy takes differences relative to the argument, so those at 0 are tiny. They end near the start, which
-    # is good where instants are the engine's own. From outside a start is farther off, and is left only by
-    # differences as wide as the stage says: the argument is moved far away from 0.
+    # scipy's differences are relative to the argument, so those at 0 are tiny and end near the start, which
+    # is good for the engine's own timestamps. With an outside observer the start is less accurate, and only
+    # differences as wide as the stage specifies leave it. So the argument is moved far away from 0.
     offset = _OFFSET if residuals.is_from_outside else 0.0
     found: Floats = least_squares(
         lambda moved: residuals(moved - offset),
@@ -279,12 +277,13 @@ def _simplex(residuals: "_Residuals", position: Floats) -> Floats:
 
 
 class _Residuals:
-    """The differences of a replay from the measurement, as a function of the coefficients.
+    """Differences of a replay from the measurement, as a function of the coefficients.
 
-    A position is the logarithm of each coefficient over its start: all stay positive, and steps are relative.
+    A position is the logarithm of each coefficient over its start: all remain positive, and steps are
+    relative.
 
     Attributes:
-        names: of the coefficients, in the order of a position.
+        names: names of the coefficients, in the order of a position.
         is_from_outside: whether the latency between the observer and the engine is one of them.
     """
 
@@ -302,7 +301,7 @@ class _Residuals:
         self._regularisation = np.array(weights)
 
     def __call__(self, position: Floats) -> Floats:
-        """All residuals, as logarithms of ratios."""
+        """Return all residuals, as logarithms of ratios."""
         fitted = self.fitted(position)
         played = with_latency([run.played(fitted.step_time) for run in self._runs], fitted.latency_s)
         self._on_replay()
@@ -315,11 +314,11 @@ class _Residuals:
         return np.concatenate(parts)
 
     def total(self, position: Floats) -> float:
-        """The loss: quadratic in small residuals, linear in outliers."""
+        """Return the loss: quadratic in small residuals, linear in outliers."""
         return float(np.sum(np.sqrt(1.0 + (self(position) / _TOLERANCE) ** 2) - 1.0))
 
     def fitted(self, position: Floats) -> FittedEngine:
-        """The coefficients at a position."""
+        """Return the coefficients at a position."""
         start = {**asdict(self._start.step_time), _LATENCY: self._start.latency_s}
         found = {name: start[name] * float(np.exp(at)) for name, at in zip(self.names, position, strict=True)}
         latency_s = found.pop(_LATENCY, 0.0)
@@ -327,7 +326,7 @@ class _Residuals:
 
 
 def with_latency(played: Sequence[Timings], latency_s: float) -> Timings:
-    """The timings of several runs together, as they are seen from outside of the engines."""
+    """Return the combined timings of several runs, as an observer outside the engines sees them."""
     return Timings(
         np.concatenate([each.ttft_s for each in played]) + latency_s,
         np.concatenate([each.tpot_s for each in played]),

@@ -1,13 +1,11 @@
 """Measured requests in a file, one row per request: the engine's own timestamps, or a client's records.
 
 An engine's rows have `queued_ts`, `scheduled_ts`, `first_token_ts`, `last_token_ts` (seconds on one clock),
-`input_toks` and `output_toks`. vLLM takes these timestamps for its metrics. A client's rows are those of
+`input_toks` and `output_toks`. vLLM records these timestamps for its metrics. A client's rows are those of
 `bench --records`. Other keys are ignored.
 
-Rows of `bench --records` as measured requests: what a client saw, in place of the engine's own timestamps.
-
-A client does not see the start of the first step, so the whole TTFT counts as time in the engine, with the
-network and the tokenizer. The wait in our own queue is left out where the gateway reported it.
+A client does not see the start of the first step, so the whole TTFT counts as time in the engine, including
+the network and the tokenizer. The gateway's queue time is subtracted if it was reported.
 """
 
 import json
@@ -27,7 +25,6 @@ class MeasuredRequest:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        output_tokens: generated tokens.
         queued_at: entry to the engine's waiting queue.
         scheduled_at: start of its first step.
         first_token_at, last_token_at: generation of those tokens.
@@ -53,22 +50,22 @@ class MeasuredRequest:
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
-    """A number of a row.
+    """Return a number of a row.
 
     Raises:
-        ValueError: it has none of that name.
+        ValueError: the row has no number of that name.
     """
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is missing or no number")  # noqa: TRY004 - faults of rows are counted alike
+        raise ValueError(f"{name} is missing or no number")  # noqa: TRY004 - one type for all invalid rows
     return float(value)
 
 
 def whole_number(row: Mapping[str, Any], name: str) -> int:
-    """A whole number of a row.
+    """Return a whole number of a row.
 
     Raises:
-        ValueError: it has none of that name.
+        ValueError: the row has no whole number of that name.
     """
     value = number(row, name)
     if not value.is_integer():
@@ -77,20 +74,20 @@ def whole_number(row: Mapping[str, Any], name: str) -> int:
 
 
 def is_record(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a client's record rather than an engine's measurement."""
+    """Return whether a row is a client's record, as opposed to an engine's measurement."""
     return "arrived_at" in row and "outcome" in row
 
 
 def engine_of(row: Mapping[str, Any]) -> str:
-    """The replica that answered, as the gateway named it; empty where the client asked an engine itself."""
+    """Return the replica that answered, from the gateway's header; empty without a gateway."""
     return str(row.get("replica") or "")
 
 
 def from_record(row: Mapping[str, Any]) -> MeasuredRequest:
-    """The request of a record.
+    """Convert a client's record.
 
     Raises:
-        ValueError: it says nothing about the engine's pace; the message is the reason.
+        ValueError: it has no information about the engine's pace; the message is the reason.
     """
     if row["outcome"] != Outcome.COMPLETED:
         raise ValueError("it was not completed")
@@ -118,8 +115,8 @@ class Measurements:
 
     Attributes:
         requests: in order of arrival.
-        skipped: rows that could not be read, counted by reason.
-        engines: readable rows of a client's records, counted by the replica that answered.
+        skipped: number of unreadable rows by reason.
+        engines: number of readable rows of a client's records, by replica.
     """
 
     requests: list[MeasuredRequest] = field(default_factory=list)
@@ -128,13 +125,13 @@ class Measurements:
 
 
 def read_measurements(path: Path, replica: str | None = None) -> Measurements:
-    """Read a file of measured requests; unreadable rows are counted by reason.
+    """Read a file of measured requests. Unreadable rows are counted by reason.
 
     Args:
-        replica: of a client's records, those that it answered; None takes all, which must be of one replica.
+        replica: use only a client's records of this replica; None for all, which must be of one replica.
 
     Raises:
-        CalibrationError: there is no such file, no row of it can be read, or its rows are of several engines.
+        CalibrationError: the file is missing, has no readable row, or has rows of several engines.
     """
     measurements = Measurements()
     try:
@@ -153,7 +150,7 @@ def read_measurements(path: Path, replica: str | None = None) -> Measurements:
 
 
 def _check_engines(path: Path, replica: str | None, engines: Counter[str]) -> None:
-    """Requests of several engines did not compete, so no one engine explains their timings."""
+    """Raise for requests of several engines, because no single engine explains their timings."""
     named = ", ".join(f"{name or 'no name'} ({count:,} requests)" for name, count in engines.most_common())
     if replica is not None and replica not in engines:
         raise CalibrationError(f"{path} has no requests of replica {replica!r}, but of {named or 'none'}")
@@ -183,7 +180,7 @@ def _read_row(line: str, replica: str | None, into: Measurements) -> None:
 def _object(line: str) -> dict[str, Any]:
     row = json.loads(line)
     if not isinstance(row, dict):
-        raise ValueError("it is not an object")  # noqa: TRY004 - every fault of a row is counted the same way
+        raise ValueError("it is not an object")  # noqa: TRY004 - one type for all invalid rows
     return row
 
 

@@ -1,11 +1,9 @@
-"""A replay of measured arrivals in the engine model, and the timings of both.
+"""Replay of measured arrivals in the engine model, with the timings of both and their errors.
 
 TTFT and E2E count from `queued_at`, so neither includes the time before the engine (network, tokenizer).
 
-The accuracy of a replay: the errors of statistics of its latencies against the measured ones.
-
 The error of a statistic (mean, median, p90 or p99) is `played / measured - 1`, of the whole distribution. It
-is not the mean error of single requests, because a preemption may hit another request in the replay.
+is not the mean error of single requests, because a preemption may affect another request in the replay.
 """
 
 import itertools
@@ -46,7 +44,7 @@ class Timings:
 
 
 def measured(requests: Sequence[MeasuredRequest]) -> Timings:
-    """The timings of real requests."""
+    """Return the timings of real requests."""
     first = np.array([request.first_token_at for request in requests])
     last = np.array([request.last_token_at for request in requests])
     return _timings(requests, first, last)
@@ -59,15 +57,13 @@ def replay(
     *,
     part: Part = slice(None),
 ) -> Timings:
-    """Play all requests through the engine model; returns the timings of a part of them.
+    """Play all requests through the engine model, and return the timings of a part of them.
 
     Args:
         requests: in order of arrival; of their timestamps only `queued_at` is used.
-        settings: limits of the engine.
-        step_time: duration of its iterations.
         part: the requests whose timings are returned.
     """
-    # On a clock that starts near 0, small steps are not lost to the rounding of large timestamps.
+    # Use a clock that starts near 0, because small steps would be lost in the rounding of large timestamps.
     origin = requests[0].queued_at
     sequences = [_sequence(number, request, origin) for number, request in enumerate(requests)]
     model = EngineModel(settings, step_time)
@@ -85,7 +81,7 @@ def replay(
 
 
 def chosen(requests: Sequence[MeasuredRequest], part: Part) -> Sequence[MeasuredRequest]:
-    """A part of the requests."""
+    """Return a part of the requests."""
     return requests[part] if isinstance(part, slice) else [requests[index] for index in part]
 
 
@@ -96,7 +92,7 @@ def _sequence(number: int, request: MeasuredRequest, origin: float) -> EngineSeq
 
 
 def _advance(model: EngineModel, until: float) -> None:
-    """Run the engine until `until`; a step that ends at that instant stays open for arrivals then."""
+    """Run the engine until `until`. A step that ends at that instant remains open for arrivals then."""
     while model.ends_at is not None and model.ends_at < until:
         ended_at = model.end_step().ended_at
         model.begin_step(ended_at, max_steps=_MAX_STEPS)
@@ -139,13 +135,13 @@ class Accuracy:
 
     @property
     def errors(self) -> Statistics:
-        """Relative errors, positive where the model is too slow."""
+        """Relative errors, positive if the model is too slow."""
         ours, theirs = asdict(self.played), asdict(self.measured)
         return Statistics(**{name: ours[name] / theirs[name] - 1.0 for name in ours})
 
 
 def compare(played: Timings, measured: Timings) -> dict[str, Accuracy]:
-    """The accuracy of each metric by its name, without metrics that no request has."""
+    """Return the accuracy of each metric by name, without metrics that no request has."""
     found = {}
     for metric in METRICS:
         ours, theirs = getattr(played, metric), getattr(measured, metric)

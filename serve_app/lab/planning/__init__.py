@@ -1,11 +1,10 @@
-"""Fleet planning: the GPUs and pools for a workload and its latency limits, and what splitting a fleet saves.
+"""Fleet planning: finds the GPUs and pools for a workload and its latency limits, and the saving by a split.
 
-A queueing model ranks fleets, and the simulator sizes the best of them with the project's own scheduler.
-Read:
+A queueing model ranks fleets, and the simulator sizes the best of them with the production scheduler.
 
-- `fleets`: the fleets that are compared, and their prices;
-- `queueing` and `sizing`: the queueing model, sizes by it, and the closed forms of the sources;
-- `verification`: the smallest fleet by the simulator;
-- `plan`: the search for the cheapest fleet, from the workload to the result;
-- `report` and `configuration`: the output; `command`: `python -m serve_app plan`.
+- `fleets`: the fleets that are compared, and their prices.
+- `queueing` and `sizing`: the queueing model, sizes derived from it, and the closed forms of the sources.
+- `verification`: the smallest fleet in the simulator.
+- `plan`: the search for the cheapest fleet, from the workload to the result.
+- `report` and `configuration`: the output.
 """

@@ -1,4 +1,4 @@
-"""The configuration of a planned fleet: a whole file, which `check` accepts and `simulate --config` plays."""
+"""Configuration of a planned fleet: a complete file, accepted by `check` and `simulate --config`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from serve_app.lab.planning.verification import Workload
 from serve_app.lab.simulation.scheduler_settings import plant
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
-# GPUs that Ray knows by a type of their own, by their names in profiles.
+# Ray's accelerator types of the GPUs in profile names.
 _RAY_TYPES = {"a100": "A100", "h100": "H100", "h200": "H200", "l40s": "L40S", "l4": "L4", "b200": "B200"}
 
 _HEADER = """\
@@ -26,17 +26,13 @@ _VLLM = "The batch settings are those of the plan. `autoscaling` in place of `re
 
 
 def best_fleet(result: PlanResult) -> SizedFleet | None:
-    """The cheapest of one paged pool and several; one pool where they cost the same."""
+    """Return the cheaper of one paged pool and several pools; one pool if they cost the same."""
     found = [one for one in (result.paged, result.pools) if one is not None]
     return min(found, key=lambda one: one.usd_per_hour, default=None)
 
 
 def configuration(one: SizedFleet, demand: Workload, costs: CostTable, model: str | None = None) -> str:
-    """The file.
-
-    Args:
-        model: name on the model hub or folder, for engines of vLLM; None writes emulated ones.
-    """
+    """Return the file, with vLLM engines of `model` (hub name or folder), or emulated ones without."""
     header = _HEADER.format(
         rate=demand.rate_per_s,
         ttft=demand.slo.ttft_s,

@@ -1,14 +1,13 @@
-"""The fleets that are compared: one pool for the worst case, one pool with paged KV cache, and two pools.
+"""Fleets that are compared: one worst-case pool, one pool with paged KV cache, and two pools.
 
 - `worst-case-homogeneous` is the papers' baseline: a batch holds as many sequences as would fit if each had
   the longest context (16 at 64K in the papers).
 - `paged-homogeneous` is the fair baseline, because vLLM allocates KV blocks only as tokens are computed: one
-  pool, as many sequences as the profile says, and the chunk limit of the scheduler's policy.
-- `pools` are a short and a long one, each with its own settings and profile.
+  pool, with the profile's number of sequences and the chunk limit of the scheduler's policy.
+- `pools` are a short and a long one, each with separate settings and profile.
 
-All three get the same scheduler and the same requests.
-
-Prices of GPUs per hour: a table that users may replace by their own.
+All three have the same scheduler and receive the same requests. Prices are GPU hours from a table, which
+users can replace.
 """
 
 from collections.abc import Mapping
@@ -31,10 +30,10 @@ _DATA = resources.files("serve_app.lab.planning") / "gpu_costs.yaml"
 
 @settings
 class GpuCost:
-    """The price of one kind of GPU.
+    """Price of one kind of GPU.
 
     Attributes:
-        usd_per_hour: of one GPU.
+        usd_per_hour: price of one GPU.
         source: of the price, such as a list price, a contract or an estimate.
         date: year and month of the price.
     """
@@ -48,17 +47,17 @@ _ADAPTER = TypeAdapter(dict[str, GpuCost])
 
 
 class CostTable:
-    """Prices of engines, by the GPUs that they need."""
+    """Prices of engines by the GPUs that they need."""
 
     def __init__(self, costs: Mapping[str, GpuCost]) -> None:
         self.costs = dict(costs)
 
     @classmethod
     def load(cls, path: Path | None = None) -> "CostTable":
-        """The table in a file, or that of the package.
+        """Load a table from a file, or the built-in one.
 
         Raises:
-            SettingsError: the file does not hold such a table.
+            SettingsError: the file does not contain such a table.
         """
         try:
             text = _DATA.read_text("utf-8") if path is None else path.read_text("utf-8")
@@ -67,7 +66,7 @@ class CostTable:
             raise SettingsError(f"{path} is not a table of GPU costs: {error}") from error
 
     def gpu_of(self, profile: str) -> str:
-        """The GPU of a profile, from its name `model-gpu-tpN`.
+        """Return the GPU of a profile, from its name `model-gpu-tpN`.
 
         Raises:
             SettingsError: the table has no GPU of that name.
@@ -82,7 +81,7 @@ class CostTable:
         )
 
     def usd_per_hour(self, profile: str) -> float:
-        """The price of one engine of a profile, with all its GPUs."""
+        """Return the price of one engine of a profile, with all its GPUs."""
         return load_profile(profile).gpus * self.costs[self.gpu_of(profile)].usd_per_hour
 
 
@@ -128,7 +127,7 @@ class FleetPlan:
     b_short_tokens: int = 8_192
 
     def settings(self, counts: Counts) -> FleetSettings:
-        """The fleet with these replicas, for the simulator."""
+        """Return the fleet with these replicas, for the simulator."""
         first = next(iter(self.pools.values()))
         return FleetSettings(
             profile=first.profile,
@@ -141,15 +140,15 @@ class FleetPlan:
         )
 
     def usd_per_hour(self, counts: Counts, costs: CostTable) -> float:
-        """The price of all replicas."""
+        """Return the price of all replicas."""
         return sum(counts[pool] * costs.usd_per_hour(plan.profile) for pool, plan in self.pools.items())
 
     def gpus(self, counts: Counts) -> int:
-        """The GPUs of all replicas."""
+        """Return the GPUs of all replicas."""
         return sum(counts[pool] * load_profile(plan.profile).gpus for pool, plan in self.pools.items())
 
     def models(self, mix: LengthMix) -> dict[str, PoolModel]:
-        """The queueing model of each pool under its part of the mix, with the policy's chunk limit."""
+        """Return the queueing model of each pool for its part of the mix, with the policy's chunk limit."""
         parts = dict(zip(self.pools, mix.split(self.b_short_tokens), strict=False))
         if len(self.pools) == 1:
             parts = dict.fromkeys(self.pools, mix)
@@ -157,7 +156,7 @@ class FleetPlan:
         return {plan.pool: PoolModel(plan.step_time, plan.engine, parts[plan.pool]) for plan in plans}
 
     def as_json(self) -> dict[str, Any]:
-        """Profiles and changes by pool."""
+        """Return profiles and changes by pool."""
         return {
             "b_short_tokens": self.b_short_tokens if len(self.pools) > 1 else None,
             "pools": {pool: asdict(plan) for pool, plan in self.pools.items()},
@@ -165,7 +164,7 @@ class FleetPlan:
 
 
 def worst_case_slots(profile: str) -> int:
-    """Sequences that fit into the KV cache if each has the longest context: the papers' `max_num_seqs`.
+    """Return the sequences that fit into the KV cache at the longest context: the papers' `max_num_seqs`.
 
     The longest context is the profile's, or the papers' 64K if that is shorter.
     """
@@ -175,7 +174,7 @@ def worst_case_slots(profile: str) -> int:
 
 
 def worst_case_fleet(profile: str, slots: int) -> FleetPlan:
-    """One pool whose batches hold `slots` sequences."""
+    """Return one pool whose batches hold `slots` sequences."""
     return FleetPlan(
         name=WORST_CASE,
         pools={ONE_POOL: PoolPlan(profile=profile, engine=EngineChanges(max_num_seqs=slots))},
@@ -183,10 +182,10 @@ def worst_case_fleet(profile: str, slots: int) -> FleetPlan:
 
 
 def paged_fleet(pool: PoolPlan) -> FleetPlan:
-    """One pool with paged KV."""
+    """Return one pool with paged KV cache."""
     return FleetPlan(name=PAGED, pools={ONE_POOL: pool})
 
 
 def split_fleet(short: PoolPlan, long: PoolPlan, b_short_tokens: int) -> FleetPlan:
-    """Two pools."""
+    """Return a short and a long pool."""
     return FleetPlan(name=POOLS, pools={"short": short, "long": long}, b_short_tokens=b_short_tokens)

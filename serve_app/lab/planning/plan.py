@@ -1,9 +1,8 @@
-"""One plan, from the workload to the result: the size of a run, the stand-in, the search for a fleet.
+"""A plan, from the workload to the result: the size of a run, the stand-in, the search for a fleet.
 
-The model ranks candidates, and the simulator sizes the best of them. One pool and two pools have the same
-choice of profiles and batch settings. Otherwise the gain of a better setting would look like a saving by
-splitting. The model sizes every variant. The best ones are simulated, and the simulator's numbers are the
-result.
+The queueing model sizes and ranks all candidates, and the simulator sizes the best of them. Its numbers are
+the result. One pool and two pools have the same choice of profiles and batch settings. Otherwise the gain of
+a better setting would look like a saving by splitting.
 """
 
 import math
@@ -31,14 +30,14 @@ from serve_app.lab.simulation.workload import FittedTrace, choose_trace, fit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """The options of a search.
+    """Options of a search.
 
     Attributes:
-        profile: of the undivided fleets; any pool may use it too.
+        profile: profile of the undivided fleets; any pool may use it too.
         short_profiles, long_profiles: further profiles for a pool. Those that can hold the longest requests
             are candidates for the undivided fleet as well.
         b_short_tokens: values of `B_short` to try.
-        worst_case_slots: `max_num_seqs` of the worst-case fleet; None is KV cache over longest context.
+        worst_case_slots: `max_num_seqs` of the worst-case fleet; None for KV cache over longest context.
         variants: whether to try other batch settings than the profiles' own.
         candidates: number of two-pool fleets, and of undivided ones, to simulate.
     """
@@ -60,11 +59,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A fleet, sized by the model at full size.
-
-    Attributes:
-        usd_per_hour: for the model's numbers of replicas.
-    """
+    """A fleet, sized by the model at full size, and its price."""
 
     plan: FleetPlan
     pools: dict[str, SizedPool]
@@ -87,11 +82,11 @@ class SizedFleet:
     """A fleet, sized by the simulator.
 
     Attributes:
-        candidate: the model's size, where the search began.
+        candidate: the model's size, at which the search began.
         verification: of the simulated fleet, which is a stand-in if `share` is below 1.
         headroom: factor by which the rate of a stand-in can grow, see `Verifier.headroom`.
         counts: replicas by pool at full size.
-        usd_by_pool: per hour.
+        usd_by_pool: price per hour by pool.
     """
 
     candidate: Candidate
@@ -104,7 +99,7 @@ class SizedFleet:
 
     @property
     def usd_per_hour(self) -> float:
-        """The price of the whole fleet."""
+        """Price of the whole fleet."""
         return sum(self.usd_by_pool.values())
 
     @property
@@ -115,7 +110,7 @@ class SizedFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """The result of a search; a fleet is None when no simulated one met the limits.
+    """Result of a search. A fleet is None if no simulated one met the limits.
 
     Attributes:
         modelled: the best two-pool fleet by the model, for each `B_short`.
@@ -132,21 +127,21 @@ class PlanResult:
     against_worst_case: ClosedForm | None
 
 
-# A pool with a smaller share of the requests is not worth its reserve.
+# A pool with a smaller share of the requests does not justify its reserve.
 _LEAST_SHARE = 0.002
-# Budgets per iteration to try besides the profile's own: a smaller one protects TPOT, a larger one shortens
+# Token budgets per iteration to try besides the profile's: a smaller one protects TPOT, a larger one shortens
 # prefills.
 _BATCHED_TOKENS = (1_024, 8_192)
-# Chunk limits to try, as multiples of the chunk that does not delay decoding. No limit (0) suits a pool where
-# every prompt is long, because no short prompt waits there.
+# Chunk limits to try, as multiples of the chunk that does not delay decoding. No limit (0) suits a pool of
+# long prompts only, because no short prompt waits there.
 _CHUNKS = (2, 4)
 
 
 class Planner:
-    """Searches the options for one workload.
+    """Search through the options for one workload.
 
     Args:
-        mix: lengths of the workload's requests, as the engines get them.
+        mix: lengths of the workload's requests, as the engines receive them.
         on_step: called with the name of each fleet that has been sized.
     """
 
@@ -167,13 +162,13 @@ class Planner:
     # -- by the model -------------------------------------------------------------------------------------
 
     def worst_case(self) -> Candidate:
-        """The papers' baseline."""
+        """Return the papers' baseline."""
         slots = self._options.worst_case_slots or fleets.worst_case_slots(self._options.profile)
         return self._sized(fleets.worst_case_fleet(self._options.profile, slots))
 
     @cached_property
     def paged(self) -> list[Candidate]:
-        """Undivided fleets with paged KV, the cheapest first."""
+        """Undivided fleets with paged KV cache, cheapest first."""
         options = self._options
         longest = int(self._mix.totals.max())
         profiles = _distinct((options.profile, *options.long_profiles, *options.short_profiles))
@@ -183,12 +178,12 @@ class Planner:
         return sorted((self._sized(plan) for plan in plans), key=lambda one: one.rank)
 
     def split(self) -> list[Candidate]:
-        """The best two-pool fleet for each value of `B_short`, in order."""
+        """Return the best two-pool fleet for each value of `B_short`, in order."""
         found = (self._best_split(border) for border in sorted(set(self._options.b_short_tokens)))
         return [candidate for candidate in found if candidate is not None]
 
     def _best_split(self, border: int) -> Candidate | None:
-        """Choose each pool by itself: in the model, without spill, pools are independent."""
+        """Choose each pool separately, because pools are independent in the model, which has no spill."""
         options, mix = self._options, self._mix
         parts = mix.split(border)
         if min(len(part) for part in parts) < _LEAST_SHARE * len(mix):
@@ -209,7 +204,7 @@ class Planner:
         return self._sized(fleets.split_fleet(chosen[0], self._within_context(chosen[1]), border))
 
     def _within_context(self, pool: PoolPlan) -> PoolPlan:
-        """Limit the context to the undivided fleet's, so that all fleets get the same requests."""
+        """Limit the context to the undivided fleet's, so that all fleets receive the same requests."""
         context = load_profile(self._options.profile).max_model_len
         if load_profile(pool.profile).max_model_len <= context:
             return pool
@@ -229,7 +224,7 @@ class Planner:
         return [PoolPlan(profile=profile, engine=engine) for engine in self._variants(profile)]
 
     def _variants(self, name: str) -> list[EngineChanges]:
-        """The profile's own settings first, then other budgets and chunk limits, and more sequences."""
+        """Return the profile's settings first, then other budgets and chunk limits, and more sequences."""
         plain = EngineChanges()
         if not self._options.variants:
             return [plain]
@@ -283,7 +278,7 @@ class Planner:
         )
 
     def _with_plain_first(self, undivided: list[Candidate]) -> list[Candidate]:
-        """The model's best candidates, after the unchanged profile: the model may be wrong."""
+        """Return the model's best candidates after the unchanged profile, because the model may be wrong."""
         plain = fleets.paged_fleet(PoolPlan(profile=self._options.profile))
         first = [one for one in undivided if one.plan == plain]
         others = [one for one in undivided if one.plan != plain]
@@ -336,9 +331,9 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# Requests from which the model takes lengths when the number of requests is open.
+# Number of requests from which the model takes lengths if the number is not given.
 _MODEL_REQUESTS = 20_000
-# The least duration of a run, in seconds and in longest answers, and its least number of requests.
+# Minimum duration of a run, in seconds and in longest outputs, and its minimum number of requests.
 _LEAST_S = 60.0
 _LONGEST_ANSWERS = 3
 _LEAST_REQUESTS = 4_000
@@ -346,12 +341,11 @@ _LEAST_REQUESTS = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The effort of the simulation.
+    """Effort of the simulation.
 
     Attributes:
-        seeds: of the final sizes; the search uses the first.
+        seeds: seeds of the final sizes; the search uses the first.
         stand_in_replicas: a larger undivided fleet is simulated at a share of its size and rate.
-        jobs: parallel processes.
     """
 
     seeds: Sequence[int] = (0, 1, 2)
@@ -365,14 +359,14 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of a search, with its workload.
+    """Result of a search, with its workload.
 
     Attributes:
-        demand: with the number of requests of a run.
+        demand: the demand, including the number of requests per run.
         workload: of the first seed, without requests that the profile cannot hold.
-        verifier: with every fleet that it has simulated.
+        verifier: the verifier, with every fleet that it has simulated.
         twice: the stand-in of each chosen fleet at twice its size and rate, with the first seed, by the name
-            of the fleet. It shows the error of a stand-in. Empty when fleets were simulated at full size.
+            of the fleet. It shows the error of a stand-in. Empty if fleets were simulated at full size.
     """
 
     demand: Workload
@@ -415,7 +409,7 @@ def make_plan(
 
 
 def steps(options: FleetOptions) -> int:
-    """The most fleets that a search sizes by simulation."""
+    """Return the maximum number of fleets that a search sizes by simulation."""
     return 1 + 2 * options.candidates
 
 
@@ -427,7 +421,7 @@ def _workload(options: FleetOptions, demand: Workload) -> FittedTrace:
 
 
 def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Candidate) -> Workload:
-    """Set the requests of a run: enough that queues fill, which takes several of the longest answers."""
+    """Set the requests of a run: enough to fill the queues, which takes several of the longest outputs."""
     if demand.trace.requests is not None:
         return demand
     (model,) = undivided.plan.models(mix).values()

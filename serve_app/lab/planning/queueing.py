@@ -1,4 +1,4 @@
-"""A queueing model of one pool, over the engine's step times: its capacity and its latencies.
+"""Queueing model of one pool, based on the engine's step times: its capacity and its latencies.
 
 Each sequence in a batch advances by one token per iteration, so iterations are the clock. At `r` requests per
 second on one replica, with h chunks of prompt and o output tokens per request:
@@ -11,20 +11,18 @@ The last line is the expectation of `StepTimeModel`. It has t on both sides; its
 operating point. The distribution of P (by FFT) matters because of the maximum: several chunks in one
 iteration lengthen it, while an iteration without chunks still costs its base.
 
-Waits for a batch slot are those of M/G/c, by `erlang`, with c = replicas * slots and service (h + o - 1) * t.
-The slots are `max_num_seqs`, or the number of mean contexts that fit into the KV cache, if smaller. A
-replica's capacity is the largest rate with an operating point whose batch fits into the slots.
+Waits for a batch slot are those of M/G/c, with c = replicas * slots and service (h + o - 1) * t. The slots
+are `max_num_seqs`, or the number of mean contexts that fit into the KV cache, if smaller. A replica's
+capacity is the largest rate with an operating point whose batch fits into the slots.
 
 Not modelled: bursts (arrivals are Poisson), the scheduler's order, late binding and spill, differences
 between replicas, preemption. The model gives a first guess; the simulator decides.
 
-The lengths of a workload as arrays, and its two parts at a value of `B_short`.
-
 Requests are routed by their token budget, which is known at arrival. Without `max_tokens`, the scheduler uses
-a high quantile of the answers in its place (`core.routing.estimation.output_length`). Some requests then go
-to the long pool although they turn out to be short.
+a high quantile of the outputs instead (`core.routing.estimation.output_length`). Some requests are then
+routed to the long pool although they turn out to be short.
 
-Waiting times for one of c servers: Erlang's formulas, with a correction for general service times.
+Waits for one of c servers follow Erlang's formulas, with a correction for general service times:
 
 B(c, a)     probability of blocking without a queue, by the recursion B(k) = a B(k-1) / (k + a B(k-1)), which
             divides only numbers of similar size, so it is stable for thousands of servers
@@ -33,8 +31,6 @@ P(W > t)    = C * exp(-(c - a) t / E[S]), M/M/c, first come first served
 M/G/c       waits of M/M/c times (1 + cv^2) / 2, with cv the coefficient of variation of service times. Kimura
             studied the accuracy of this two-moment approximation (Queueing Systems 15, 1994); it is exact for
             M/M/c and for the mean of M/G/1. Here it scales the whole conditional distribution.
-
-Results of the queueing model: one replica at a rate, and a pool with its waits.
 """
 
 import math
@@ -59,7 +55,7 @@ class LengthMix:
 
     Attributes:
         prompts, outputs: tokens, in arrays of equal length.
-        allowed_outputs: output tokens in every token budget; None uses the output itself.
+        allowed_outputs: output tokens in every token budget; None for the actual output.
     """
 
     prompts: Counts
@@ -74,11 +70,7 @@ class LengthMix:
 
     @classmethod
     def of(cls, trace: Trace, *, output_known: bool = True) -> "LengthMix":
-        """The lengths of a trace; an answer has at least one token.
-
-        Args:
-            output_known: requests state the length of their answers; otherwise they state nothing.
-        """
+        """Return the lengths of a trace, with at least one output token per request."""
         prompts = np.array([one.prompt_tokens for one in trace.requests], dtype=np.int64)
         outputs = np.array([max(1, one.output_tokens) for one in trace.requests], dtype=np.int64)
         allowed = None if output_known else math.ceil(np.quantile(outputs, QUANTILE))
@@ -89,7 +81,7 @@ class LengthMix:
 
     @cached_property
     def totals(self) -> Counts:
-        """Prompt and output together."""
+        """Prompt and output tokens together."""
         return self.prompts + self.outputs
 
     @cached_property
@@ -98,7 +90,7 @@ class LengthMix:
         return self.totals if self.allowed_outputs is None else self.prompts + self.allowed_outputs
 
     def split(self, b_short_tokens: int) -> tuple["LengthMix", "LengthMix"]:
-        """Requests with a budget of at most `b_short_tokens`, and all others; either may be empty."""
+        """Return the requests with a budget of at most `b_short_tokens`, and the others; may be empty."""
         short = self.budgets <= b_short_tokens
         return self._where(short), self._where(~short)
 
@@ -107,7 +99,7 @@ class LengthMix:
 
 
 def erlang_b(servers: int, offered: float) -> float:
-    """Probability that all servers are busy in a system without a queue.
+    """Return the probability that all servers are busy in a system without a queue.
 
     Args:
         servers: c, at least 1.
@@ -120,7 +112,7 @@ def erlang_b(servers: int, offered: float) -> float:
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """Probability of having to wait, M/M/c; 1 when the servers cannot keep up."""
+    """Return the probability of waiting, M/M/c; 1 if the load exceeds the servers' capacity."""
     blocked = erlang_b(servers, offered)
     utilisation = offered / servers
     if utilisation >= 1:
@@ -129,11 +121,7 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def p99_wait_s(*, servers: int, rate_per_s: float, mean_service_s: float, service_cv2: float) -> float:
-    """Return the wait that 99 of 100 requests do not exceed, M/G/c; infinite when servers cannot keep up.
-
-    Args:
-        service_cv2: squared coefficient of variation of service times.
-    """
+    """Return the P99 wait of M/G/c (infinite if overloaded); cv2: squared coefficient of variation."""
     longer = 0.01
     offered = rate_per_s * mean_service_s
     if offered >= servers:
@@ -146,7 +134,7 @@ def p99_wait_s(*, servers: int, rate_per_s: float, mean_service_s: float, servic
 
 
 UTILISATION_CAP = 0.85
-"""Highest share of its capacity that a pool is sized for, as in the papers: beyond it waits grow steeply."""
+"""Maximum utilisation that a pool is sized for, as in the papers: waits grow steeply beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +159,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """A pool by the model; its times are infinite where it cannot keep up.
+    """Performance of a pool according to the model; times are infinite if it is overloaded.
 
     Attributes:
         utilisation: rate over capacity.
@@ -183,7 +171,7 @@ class Performance:
     p99_tpot_s: float
 
     def meets(self, slo: Slo) -> bool:
-        """Whether both P99 limits hold below the utilisation cap."""
+        """Return whether both P99 limits hold below the utilisation cap."""
         return (
             self.utilisation <= UTILISATION_CAP
             and (slo.ttft_s is None or self.p99_ttft_s <= slo.ttft_s)
@@ -196,21 +184,20 @@ _Floats = NDArray[np.float64]
 # Size of the grid of prompt tokens per iteration.
 _BINS = 1_024
 _PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
-# Longer iterations count as no operating point.
+# Longer iterations do not count as an operating point.
 _LONGEST_ITERATION_S = 5.0
-# Relative; solutions are no finer than the grid.
+# Relative tolerance. Solutions are no finer than the grid.
 _TOLERANCE = 1e-4
-# Steps towards a solution; one that takes more is at the limit of the engine's capacity.
+# Maximum steps towards a solution. One that needs more is at the limit of the engine's capacity.
 _MOST_STEPS = 80
-# Share of the KV cache that sequences may fill; the rest is rounding to blocks.
+# Share of the KV cache that sequences may fill. The rest accounts for rounding to blocks.
 _KV_FILL = 0.97
 
 
 class PoolModel:
-    """One kind of replica under one mix of requests.
+    """One kind of replica with one mix of requests.
 
     Args:
-        step_time: duration of its iterations.
         engine: its limits, with the chunk limit.
         mix: lengths of the requests in this pool.
     """
@@ -233,7 +220,7 @@ class PoolModel:
         self._mean_chunks = float(self._chunks.mean())
         self._prompts, self._outputs = prompts, outputs
         self._mean_prompt = float(prompts.mean())
-        # On average a sequence holds half its prompt while prefilling, and half its answer while decoding.
+        # On average a sequence holds half its prompt while prefilling, and half its output while decoding.
         decoding = np.maximum(outputs - 1, 0.0)
         held = self._chunks * prompts / 2 + decoding * (prompts + outputs / 2)
         self._held_tokens = float(held.sum() / self._iterations.sum())
@@ -264,7 +251,7 @@ class PoolModel:
         return low
 
     def at_rate(self, rate_per_s: float) -> OperatingPoint | None:
-        """The operating point of one replica; None when it cannot keep up."""
+        """Return the operating point of one replica, or None if it is overloaded."""
         solved = self._iteration_s(rate_per_s)
         if solved is None:
             return None
@@ -283,7 +270,7 @@ class PoolModel:
         )
 
     def performance(self, rate_per_s: float, replicas: int) -> Performance:
-        """The pool's latencies when `replicas` share that rate."""
+        """Return the pool's latencies if `replicas` share that rate."""
         point = self.at_rate(rate_per_s / replicas)
         utilisation = rate_per_s / replicas / self.capacity_per_s if self.capacity_per_s else math.inf
         if point is None or utilisation >= 1:
@@ -307,7 +294,7 @@ class PoolModel:
         )
 
     def mean_iterations(self, mix: LengthMix) -> float:
-        """Mean number of iterations that requests of a mix spend in this engine's batch."""
+        """Return the mean number of iterations that requests of a mix spend in this engine's batch."""
         return float(np.mean(np.ceil(mix.prompts / self._chunk) + mix.outputs - 1))
 
     # -- the operating point ------------------------------------------------------------------------------
@@ -317,7 +304,7 @@ class PoolModel:
         return math.inf if solved is None else rate_per_s * self._mean_iterations * solved
 
     def _iteration_s(self, rate_per_s: float) -> float | None:
-        """The smallest t with t = E[step | t], from below; None when there is none.
+        """Return the smallest t with t = E[step | t], approached from below; None if there is none.
 
         The excess of a step over t is positive at 0 and falls towards the solution, mostly along a convex
         curve. There a chord through two points below the solution ends below it. The experts of a mixture
@@ -341,7 +328,7 @@ class PoolModel:
         return None
 
     def _expected_step_s(self, rate_per_s: float, seconds: float) -> float:
-        """The mean step when steps last `seconds`."""
+        """Return the mean step if steps last `seconds`."""
         if rate_per_s * seconds * self._mean_prompt > self.engine.max_num_batched_tokens:
             return math.inf
         sequences = rate_per_s * self._mean_iterations * seconds
@@ -349,7 +336,7 @@ class PoolModel:
         return float(probability @ self._step_s(prompt_tokens, sequences))
 
     def _step_s(self, prompt_tokens: _Floats, sequences: float) -> _Floats:
-        """`StepTimeModel.step_s` for iterations with these prompt tokens, with the mean batch."""
+        """Compute `StepTimeModel.step_s` for iterations with these prompt tokens and the mean batch."""
         step = self._step
         decoding = sequences * self._decode_ratio
         base = np.where(prompt_tokens > 0, max(step.decode_base_s, step.prefill_base_s), step.decode_base_s)
@@ -362,7 +349,7 @@ class PoolModel:
         return times
 
     def _tokens_per_iteration(self, requests: float) -> tuple[_Floats, _Floats]:
-        """Prompt tokens in an iteration with a mean of `requests` arrivals: values and probabilities.
+        """Return values and probabilities of prompt tokens per iteration, for a mean of `requests` arrivals.
 
         The characteristic function of a compound Poisson sum is exp(m (phi - 1)), with m the mean number of
         chunks and phi that of one chunk's size.
@@ -382,7 +369,7 @@ class PoolModel:
         return _PLACES * width, probability / float(probability.sum())
 
     def _chunks_by_size(self) -> tuple[_Floats, _Floats]:
-        """Chunk sizes, and the share of each among all chunks."""
+        """Return the chunk sizes, and the share of each among all chunks."""
         last = self._prompts - (self._chunks - 1) * self._chunk
         sizes, counts = np.unique(last, return_counts=True)
         whole = float((self._chunks - 1).sum())
@@ -394,16 +381,16 @@ class PoolModel:
     def _p99_first_token_s(
         self, prompt_tokens: _Floats, probability: _Floats, sequences: float, iteration_s: float
     ) -> float:
-        """Half the iteration under way at arrival, then an iteration per chunk, lengthened by the chunk."""
+        """Return half an iteration at arrival plus one per chunk, each lengthened by the chunk."""
         sizes = np.linspace(1.0, self._chunk, 17)
         with_chunk = [float(probability @ self._step_s(prompt_tokens + size, sequences)) for size in sizes]
         own = np.interp(self._prompts / self._chunks, sizes, with_chunk)
         return iteration_s / 2 + float(np.quantile(self._chunks * own, 0.99))
 
     def _p99_tpot_s(self, mean_s: float, deviation_s: float, sequences: float) -> float:
-        """P99 of a mixture of normal distributions: the more iterations, the less their mean varies.
+        """Return the P99 of a mixture of normal distributions. With more iterations their mean varies less.
 
-        The batch size is Poisson, and taken as constant during a request.
+        The batch size is Poisson, and assumed to be constant during a request.
         """
         batch_variance = sequences * self._decode_ratio * self._per_sequence_s**2
         steps, counts = np.unique(self._outputs[self._outputs > 1] - 1, return_counts=True)

@@ -1,4 +1,4 @@
-"""The output of a plan: JSON, a table, a verdict in one sentence, and a report."""
+"""Output of a plan: JSON, a table, a verdict in one sentence, and a report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from serve_app.lab.reports.document import (
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One fleet's cost against another's.
+    """Cost of one fleet compared with another.
 
     Attributes:
-        ratio: share of the other's cost that is saved; negative when it costs more.
-        resolution: share of the other's cost of the finest step: one replica, or a quarter of a stand-in's.
+        ratio: share of the other's cost that is saved; negative if it costs more.
+        resolution: finest step as a share of the other's cost: one replica, or a quarter of a stand-in's.
     """
 
     ratio: float
@@ -38,7 +38,7 @@ class Saving:
 
 
 def saving(of: SizedFleet, against: SizedFleet) -> Saving:
-    """The saving of a fleet against another."""
+    """Return the saving of a fleet against another."""
     steps = [
         (0.25 if one.share < 1 and one.plan.name != WORST_CASE else 1.0)
         * one.usd_per_hour
@@ -50,7 +50,7 @@ def saving(of: SizedFleet, against: SizedFleet) -> Saving:
 
 
 def plan_as_json(result: PlanResult) -> dict[str, Any]:
-    """The chosen fleets with their verification and what they save, the verdict, and the search."""
+    """Return the chosen fleets with their verification and saving, the verdict, and the search."""
     return {
         "fleets": [_fleet(one, result) for one in chosen_fleets(result)],
         "verdict": verdict(result),
@@ -114,7 +114,7 @@ def _modelled(one: Candidate) -> dict[str, Any]:
 
 
 def verdict(result: PlanResult) -> str:
-    """Whether splitting pays, in one sentence."""
+    """Return whether splitting pays, in one sentence."""
     paged, pools = result.paged, result.pools
     if paged is None:
         return "No single pool with paged KV meets the limits: relax them, or choose another profile."
@@ -140,12 +140,12 @@ _COLOURS = {WORST_CASE: 1, PAGED: 0, POOLS: 2}
 
 
 def chosen_fleets(result: PlanResult) -> list[SizedFleet]:
-    """The smallest fleet of each kind, as far as one meets the limits."""
+    """Return the smallest fleet of each kind that meets the limits, if any."""
     return [one for one in (result.worst_case, result.paged, result.pools) if one is not None]
 
 
 def border_plots(result: PlanResult) -> Iterator[Plot]:
-    """GPUs and cost against the border between the pools."""
+    """Yield plots of GPUs and cost against the boundary between the pools."""
     places = sorted({one.plan.b_short_tokens for one in result.modelled} | _simulated_borders(result))
     for title, unit, of_model, of_fleet in (
         ("GPUs", Unit.COUNT, lambda one: float(one.plan.gpus(one.counts)), lambda one: float(one.gpus)),
@@ -185,7 +185,7 @@ def _simulated_borders(result: PlanResult) -> set[int]:
 def _at_borders(
     result: PlanResult, places: Sequence[int], of: Callable[[SizedFleet], float]
 ) -> list[float | None]:
-    """The smallest simulated pair of pools at each border; None where there is none."""
+    """Return the smallest simulated pair of pools at each boundary; None where there is none."""
     return [
         min(
             (
@@ -205,7 +205,7 @@ def _level(one: SizedFleet, count: int, value: float) -> Series:
 
 
 def tail_plots(plan: Plan) -> Iterator[Plot]:
-    """The tail latencies of every size that was simulated."""
+    """Yield plots of the tail latencies of every simulated size."""
     slo = plan.demand.slo
     tails: tuple[tuple[str, Callable[[Verification], ConfidenceInterval | None], float | None], ...] = (
         ("P99 TTFT", lambda one: one.ttft, slo.ttft_s),
@@ -263,7 +263,7 @@ def _tails_at(
 
 
 def plan_report(plan: Plan, origin: Origin, warnings: Sequence[str]) -> ResultReport:
-    """The report."""
+    """Return the report."""
     trace, rate = plan.workload.trace, f"{plan.demand.rate_per_s:g} requests/s"
     return ResultReport(
         title=f"A fleet for {trace.name} at {rate}",
@@ -311,7 +311,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "Fleets were simulated as stand-ins at a share of the rate, and their numbers scaled up."
 
 
-# Sections
+# -- sections ----------------------------------------------------------------------------------------------
 
 
 def _sections(plan: Plan) -> Iterator[ReportSection]:
@@ -341,11 +341,7 @@ def _sections(plan: Plan) -> Iterator[ReportSection]:
 def fleets_table(
     fleets: Sequence[SizedFleet], result: PlanResult, *, mark_chosen: bool = True
 ) -> ReportTable:
-    """Fleets with their sizes and tails.
-
-    Args:
-        mark_chosen: put > before the smallest of each kind.
-    """
+    """Return a table of fleets with sizes and tail latencies, marking the smallest of each kind with >."""
     chosen = chosen_fleets(result) if mark_chosen else []
     return ReportTable(
         caption="Fleets, with what they save against one paged pool",

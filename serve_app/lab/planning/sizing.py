@@ -1,25 +1,24 @@
 """Sizes by the queueing model: the smallest pools within the limits, and the terms of the closed forms.
 
-Closed forms for the saving of a split fleet, each exact under its assumption.
-
-One pool of instances serves all requests. After the split, requests up to `B_short` have instances of their
-own, which serve them `rho` times as fast. The instances needed are work divided by pace, so the saving is:
+The closed forms give the saving of a split fleet, each exact under its assumption. One pool of instances
+serves all requests. After the split, requests up to `B_short` have separate instances, which serve them `rho`
+times as fast. The instances needed are work divided by pace, so the saving is:
 
     share of requests   alpha * (1 - 1/rho)                 token-budget pool routing, arXiv 2604.09613
     share of work       w_s   * (1 - 1/rho)                 with w_s = alpha * E[S | short] / E[S]
     both pools changed  w_s   * (1 - 1/rho_short) + (1 - w_s) * (1 - 1/rho_long)
 
-The first form assigns every request the same work. Short requests are less work than the mean, so it promises
-too much; it is exact only when E[S | short] = E[S].
+The first form assigns every request the same work. Short requests are less work than the mean, so it
+overestimates the saving; it is exact only if E[S | short] = E[S].
 
 The second counts instances. With S the instance time of a request on the undivided fleet, N = rate * E[S].
 Short requests occupy the share w_s of it, and need 1/rho of that after the split.
 
-The third lets the instances of the long pool change as well. Without short requests in its batches, a long
+The third allows different instances in the long pool as well. Without short requests in its batches, a long
 pool may be slower; `rho_long` is then below 1.
 
-All three ignore the price of two pools in a small fleet: each pool needs its own reserve against
-fluctuations, and is rounded up to whole instances.
+All three ignore the price of two pools in a small fleet: each pool needs a reserve against fluctuations, and
+is rounded up to whole instances.
 """
 
 import math
@@ -32,13 +31,13 @@ from serve_app.lab.planning.queueing import UTILISATION_CAP, LengthMix, Performa
 
 
 def saving(short_ratio: float, rho: float) -> float:
-    """The share of instances that is saved, `share * (1 - 1/rho)`.
+    """Return the share of instances that is saved, `share * (1 - 1/rho)`.
 
     Args:
         short_ratio: share of the short requests: alpha of all requests (the papers' form), or w_s of all work
-            (the exact form when the long pool's instances do not change).
+            (the exact form if the long pool's instances do not change).
         rho: pace of short requests on the short pool's instances over that on the undivided fleet's. The
-            papers take the throughputs of whole instances.
+            papers use the throughputs of whole instances.
 
     Raises:
         ValueError: the share is outside 0 to 1, or `rho` is not positive.
@@ -50,12 +49,12 @@ def saving(short_ratio: float, rho: float) -> float:
 
 
 def work_share(short_request_ratio: float, short_service_s: float, mean_service_s: float) -> float:
-    """w_s = alpha * E[S | short] / E[S]: the share of instance time that short requests take.
+    """Return w_s = alpha * E[S | short] / E[S]: the share of instance time that short requests use.
 
     Args:
         short_request_ratio: alpha.
         short_service_s: mean service time of a short request on the undivided fleet.
-        mean_service_s: the same of any request.
+        mean_service_s: mean service time of any request.
 
     Raises:
         ValueError: the figures contradict each other.
@@ -74,25 +73,25 @@ def work_share(short_request_ratio: float, short_service_s: float, mean_service_
 
 
 def two_pool_saving(short_work_ratio: float, rho_short: float, rho_long: float) -> float:
-    """The exact form when both pools' instances differ from the undivided fleet's.
+    """Return the exact form for two pools whose instances both differ from the undivided fleet's.
 
     Args:
         short_work_ratio: w_s.
         rho_short: pace of short requests in the short pool over that on the undivided fleet, per cost.
-        rho_long: the same of long requests in the long pool.
+        rho_long: pace of long requests in the long pool over that on the undivided fleet, per cost.
     """
     return saving(short_work_ratio, rho_short) + saving(1 - short_work_ratio, rho_long)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedForm:
-    """The terms of the closed forms, and their results.
+    """Terms of the closed forms, and their results.
 
     Attributes:
         short_request_ratio: alpha.
         short_work_ratio: w_s.
         rho_short: pace per cost of short requests in the short pool, over that on the undivided fleet.
-        rho_long: the same of long ones in the long pool.
+        rho_long: pace per cost of long requests in the long pool, over that on the undivided fleet.
     """
 
     short_request_ratio: float
@@ -116,7 +115,7 @@ class ClosedForm:
         return two_pool_saving(self.short_work_ratio, self.rho_short, self.rho_long)
 
     def as_json(self) -> dict[str, float]:
-        """Terms and results by name."""
+        """Return terms and results by name."""
         return {
             "alpha": self.short_request_ratio,
             "w_s": self.short_work_ratio,
@@ -133,9 +132,9 @@ def _check_share(share: float) -> None:
         raise ValueError(f"a share of requests or work must be within 0 and 1, got {share}")
 
 
-# Limits that this many replicas do not meet are out of reach for the engine itself.
+# Limits that this many replicas do not meet are not achievable with the engine.
 _MOST_REPLICAS = 1_000_000
-# A replica below this share of its capacity is practically idle: more replicas change nothing.
+# A replica below this share of its capacity is practically idle, so more replicas change nothing.
 _IDLE = 1e-3
 _NO_LIMITS = Slo(ttft_s=None, tpot_s=None)
 
@@ -145,7 +144,7 @@ class SizedPool:
     """A pool, sized by the model.
 
     Attributes:
-        within_limits: False when no number of replicas meets the limits in this pool alone. It then has the
+        within_limits: False if no number of replicas meets the limits in this pool alone. It then has the
             smallest number below the utilisation cap. The limits are those of all requests together, so a
             fleet with such a pool may still meet them.
     """
@@ -160,7 +159,7 @@ class SizedPool:
 
 
 def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
-    """The smallest pool within the limits, or else the smallest below the utilisation cap."""
+    """Return the smallest pool within the limits, or else the smallest below the utilisation cap."""
     performance = smallest_pool(model, rate_per_s, slo)
     if performance is not None:
         return SizedPool(performance=performance, within_limits=True)
@@ -170,16 +169,16 @@ def sized_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> SizedPool:
 
 
 def smallest_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> Performance | None:
-    """The smallest pool that meets the P99 limits, by the model.
+    """Return the smallest pool that meets the P99 limits, according to the model.
 
     More replicas never raise a latency, so the number is found by doubling and bisection.
 
     Args:
-        rate_per_s: of the requests in this pool.
+        rate_per_s: rate of the requests in this pool.
         slo: P99 limits; a limit that is None is ignored.
 
     Returns:
-        None when no number meets them, because even a nearly idle engine is too slow.
+        None if no number meets them, because even a nearly idle engine is too slow.
     """
 
     def meets(replicas: int) -> bool:
@@ -199,9 +198,9 @@ def smallest_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> Performance 
 
 
 def sustainable_rate_per_s(model: PoolModel, slo: Slo) -> float:
-    """The largest rate of one replica, in a pool so large that no request waits for a batch slot.
+    """Return the largest rate of one replica in a pool so large that no request waits for a batch slot.
 
-    The utilisation is below the cap, and the P99 of TTFT and TPOT are within the limits. When even an idle
+    The utilisation is below the cap, and the P99 of TTFT and TPOT are within the limits. If even an idle
     engine is too slow for them, only the cap counts.
     """
 
@@ -233,7 +232,7 @@ def size(plan: FleetPlan, mix: LengthMix, rate_per_s: float, slo: Slo) -> dict[s
 def closed_form(
     undivided: FleetPlan, divided: FleetPlan, mix: LengthMix, slo: Slo, costs: CostTable
 ) -> ClosedForm:
-    """The terms of the closed forms, from the sustainable rates of the model.
+    """Return the terms of the closed forms, from the sustainable rates of the model.
 
     As in the papers, the work of a request is its iterations on the undivided fleet. Paces are per dollar, so
     that pools of different GPUs can be compared.

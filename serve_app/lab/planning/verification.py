@@ -1,21 +1,18 @@
-"""The verification of fleets in the simulator, with the project's own scheduler.
+"""Verification of fleets in the simulator, with the production scheduler.
 
-A fleet meets its limits when, with every seed, all requests complete, and the P99 TTFT and the P99 TPOT after
-the warm-up are within them. Arrivals are Poisson by default: a trace that
-is scaled to a high rate would compress its peak minutes to instants.
+A fleet meets its limits if, with every seed, all requests complete, and the P99 TTFT and the P99 TPOT after
+the warm-up are within them. Arrivals are Poisson by default, because a trace that is scaled to a high rate
+would compress its peak minutes to instants.
 
 A large fleet is simulated as a stand-in: a smaller fleet at the same share of the rate. This is conservative,
 because fewer replicas balance load less well. A larger fleet at the same rate per replica is at least as
 fast; `Verifier.at_twice_the_size` checks it.
 
-The search for the smallest fleet that meets the limits, with few simulations.
-
-One pool: gallop from the first guess, then bisect, since more replicas never raise a latency.
-
-Two pools depend on each other through spill, so their numbers are searched in turn. First the pool that
-misses its limits grows, until both meet them. Then each pool shrinks as far as it can, the more expensive one
-first, until neither can lose a replica. The result has no replica too many, but need not be the cheapest of
-all.
+The search for the smallest fleet needs few simulations. For one pool it gallops from the first guess, then
+bisects, because more replicas never raise a latency. Two pools depend on each other through spill, so their
+numbers are searched in turn. First the pool that misses its limits grows, until both meet them. Then each
+pool shrinks as far as it can, the more expensive one first, until neither can lose a replica. The result has
+no superfluous replica, but is not necessarily the cheapest of all.
 """
 
 import math
@@ -33,7 +30,7 @@ from serve_app.lab.simulation.run import RunResult, RunSettings
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice
 
 LONG_ABOVE_TOKENS = 4_096
-"""A request with more tokens, prompt and answer, counts as long in the figures."""
+"""Requests with more tokens, prompt and output, count as long in the figures."""
 # Halvings of one replica's share of the rate.
 _HEADROOM_STEPS = 2
 
@@ -43,12 +40,12 @@ class Workload:
     """The requests that a fleet must serve, and its latency limits.
 
     Attributes:
-        trace: its requests; `requests` in it is the number in a run.
-        rate_per_s: of the whole fleet.
+        trace: its requests; `requests` in it is the number per run.
+        rate_per_s: rate of the whole fleet.
         slo: P99 limits.
-        output_known: requests state the length of their answer in `max_tokens`; otherwise they state none.
-        policy: of the scheduler.
-        scheduler: its settings that differ from the defaults, by dotted path.
+        output_known: whether requests state the length of their output in `max_tokens`.
+        policy: scheduling policy.
+        scheduler: scheduler settings that differ from the defaults, by dotted path.
     """
 
     trace: TraceChoice
@@ -63,7 +60,7 @@ class Workload:
             raise ValueError(f"rate_per_s must be positive, got {self.rate_per_s}")
 
     def scaled(self, share: float) -> "Workload":
-        """The same requests at a share of the rate."""
+        """Return the same requests at a share of the rate."""
         return replace(self, rate_per_s=share * self.rate_per_s)
 
 
@@ -79,7 +76,7 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """One run; a tail latency is None when no request has it.
+    """Figures of one run; a tail latency is None if no request has it.
 
     Attributes:
         lost: requests that did not complete.
@@ -98,13 +95,13 @@ class RunFigures:
     by_pool: Mapping[str, PoolFigures]
 
     def meets(self, slo: Slo) -> bool:
-        """Whether every request completed, within the limits."""
+        """Return whether every request completed, within the limits."""
         return not self.lost and _within(self.p99_ttft_s, slo.ttft_s) and _within(self.p99_tpot_s, slo.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A fleet of one size under one workload, over seeds."""
+    """Figures of a fleet of one size with one workload, over seeds."""
 
     plan: FleetPlan
     counts: Counts
@@ -113,7 +110,7 @@ class Verification:
 
     @property
     def meets(self) -> bool:
-        """Whether the limits hold with every seed."""
+        """True if the limits hold with every seed."""
         return all(run.meets(self.demand.slo) for run in self.runs)
 
     @property
@@ -137,13 +134,13 @@ class Verification:
         return 1_000 * sum(run.preemptions for run in self.runs) / sum(run.requests for run in self.runs)
 
     def pool_figures(self, pool: str) -> dict[str, float | None]:
-        """Means over seeds of a pool's figures."""
+        """Return the means over seeds of a pool's figures."""
         runs = [run.by_pool[pool] for run in self.runs if pool in run.by_pool]
         names = PoolFigures.__slots__
         return {name: _mean([getattr(run, name) for run in runs]) for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Size, workload, and figures with their intervals."""
+        """Return size, workload, and figures with their intervals."""
         return {
             "replicas": dict(self.counts),
             "rate_per_s": self.demand.rate_per_s,
@@ -159,15 +156,14 @@ class Verification:
 
 
 class Verifier:
-    """Simulates fleets under one workload, each at most once.
+    """Simulator of fleets with one workload, which simulates each fleet at most once.
 
     Args:
-        demand: at full size.
-        share: of it that is simulated, at most 1; the fleets given to `measure` have that size.
-        jobs: parallel processes.
+        demand: workload at full size.
+        share: share of it that is simulated, at most 1; the fleets passed to `measure` have that size.
 
     Attributes:
-        measured: every fleet given to `measure`, in that order.
+        measured: every fleet passed to `measure`, in that order.
     """
 
     def __init__(self, demand: Workload, *, share: float = 1.0, jobs: int = 1) -> None:
@@ -179,17 +175,17 @@ class Verifier:
 
     @property
     def played(self) -> int:
-        """Runs so far."""
+        """Number of runs so far."""
         return len(self._runs)
 
     def measure(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
-        """The fleet of that size under its share of the workload, with these seeds."""
+        """Measure the fleet of that size with its share of the workload and these seeds."""
         return self._measure(plan, counts, seeds, self.demand.scaled(self.share))
 
     def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
-        """The factor, at least 1, by which the rate can grow before a fleet misses its limits.
+        """Return the factor, at least 1, by which the rate can grow before a fleet misses its limits.
 
-        A stand-in of few replicas is a coarse size: the factor tells the part of its last replica that it
+        A stand-in of few replicas is a coarse size: the factor shows the part of its last replica that it
         does not need. It is searched up to one replica's share of the rate, to a quarter of that.
         """
         share = 1 / sum(counts.values())
@@ -202,7 +198,7 @@ class Verifier:
         return 1 + low
 
     def at_twice_the_size(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
-        """The same fleet with twice the replicas under twice the rate, for the same time."""
+        """Measure the same fleet with twice the replicas and twice the rate, for the same duration."""
         demand = self.demand.scaled(2 * self.share)
         if demand.trace.requests is not None:
             demand = replace(demand, trace=replace(demand.trace, requests=2 * demand.trace.requests))
@@ -236,12 +232,12 @@ class Verifier:
 
 
 def stand_in_share(replicas: int, most_replicas: int) -> float:
-    """The share of a fleet that has at most `most_replicas`."""
+    """Return the share of a fleet that has at most `most_replicas`."""
     return min(1.0, most_replicas / replicas)
 
 
 def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
-    """Replicas of the whole fleet, from those of its stand-in; rounded up."""
+    """Return the replicas of the whole fleet for those of its stand-in, rounded up."""
     return math.ceil(count / share / headroom - 1e-9)
 
 
@@ -295,17 +291,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if interval is None else interval.mean
 
 
-# Largest multiple of the first guess: a fleet that still misses its limits misses them for another reason.
+# Limit as a multiple of the first guess: a fleet that still misses its limits does so for another reason.
 _MOST_OF_GUESS = 4
 # First step of the gallop, as a share of the pool.
 _STEP = 0.1
 
 
 def smallest_count(meets: Callable[[int], bool], guess: int, *, most: int) -> int | None:
-    """The smallest number from 1 to `most` for which `meets` holds; None when it fails for `most`.
+    """Return the smallest number from 1 to `most` for which `meets` holds; None if it fails for `most`.
 
     Args:
-        meets: monotone: it holds for every larger number.
+        meets: monotone: if it holds for a number, it holds for every larger one.
         guess: the first number to try.
     """
     if meets(guess):
@@ -321,12 +317,12 @@ def smallest_count(meets: Callable[[int], bool], guess: int, *, most: int) -> in
 def smallest_fleet(
     verifier: Verifier, plan: FleetPlan, guess: Counts, *, costs: CostTable, seeds: Sequence[int]
 ) -> Verification | None:
-    """The smallest fleet of a plan that meets the limits with all seeds.
+    """Return the smallest fleet of a plan that meets the limits with all seeds.
 
-    The search uses the first seed. Its result is verified with all seeds, and grows where they need more.
+    The search uses the first seed. Its result is verified with all seeds, and grows if they need more.
 
     Returns:
-        None when even a much larger fleet than the guess misses the limits.
+        None if even a much larger fleet than the guess misses the limits.
     """
     counts = _settle(verifier, plan, guess, costs, seeds[:1])
     while counts is not None:
@@ -383,7 +379,7 @@ def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
 
 
 def _excess(run: RunFigures, pool: str, slo: Slo) -> float:
-    """The factor by which a pool's own tail latencies exceed the limits."""
+    """Return the factor by which a pool's own tail latencies exceed the limits."""
     figures = run.by_pool.get(pool)
     if figures is None:
         return 0.0
@@ -392,7 +388,7 @@ def _excess(run: RunFigures, pool: str, slo: Slo) -> float:
 
 
 def _down(meets: Callable[[int], bool], high: int) -> int:
-    """The smallest number that meets, at most `high`, which meets."""
+    """Return the smallest number that meets, at most `high`, which meets."""
     stride = _stride(high)
     while high > 1:
         low = max(1, high - stride)
@@ -403,7 +399,7 @@ def _down(meets: Callable[[int], bool], high: int) -> int:
 
 
 def _bisect(meets: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest number that meets, above `low`, which does not, and at most `high`, which does."""
+    """Return the smallest number that meets, above `low`, which does not, and at most `high`, which does."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)

@@ -1,5 +1,6 @@
-"""One result as one HTML file, which opens anywhere and needs no network.
+"""Reports: one result as one HTML file, which needs no network.
 
-Commands describe what they found (`document`, which also compares with a baseline and puts it into words),
-and `page` writes it; `plots` turns request records into plots. Nothing here knows a command.
+Commands describe their results (`document`, which also compares with a baseline and words the verdict), and
+`page` renders them. `plots` turns request records into plots, and `tables` formats tables for the terminal.
+This package does not depend on any command.
 """

@@ -1,9 +1,7 @@
-"""What a report is made of: facts, a verdict, and sections of tables and plots.
+"""Elements of a report: facts, a verdict, and sections of tables and plots.
 
-The difference of a candidate from a baseline in one figure, and what may be said about it.
-
-Nothing is called better or worse unless the 95 % interval of the paired difference leaves out zero. Each
-interval stands for its own figure: of twenty figures that do not differ, one may look as if it did.
+A figure is called better or worse only if the 95 % interval of the paired difference excludes zero. Each
+interval is for a single figure: of twenty figures that do not differ, one may appear to.
 """
 
 import math
@@ -16,7 +14,7 @@ from serve_app.lab.reports.tables import shown_table
 
 
 class Judgement(StrEnum):
-    """What an interval says."""
+    """Judgement of a difference by its interval."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -30,11 +28,11 @@ class FigureDifference:
 
     Attributes:
         figure: its name, with its unit.
-        base, other: at the baseline and at the candidate.
+        base, other: value of the baseline and of the candidate.
         difference: other minus base.
-        low, high: the 95 % interval of the difference; None when nothing tells it.
-        lower_is_better: whether less of it is good.
-        decimals, scale, unit: how its values are written: times `scale`, with so many decimals.
+        low, high: the 95 % interval of the difference; None if unknown.
+        lower_is_better: whether a lower value is better.
+        decimals, scale, unit: format of its values: times `scale`, with that many decimals.
     """
 
     figure: str
@@ -50,7 +48,7 @@ class FigureDifference:
 
     @property
     def judgement(self) -> Judgement:
-        """Better or worse only where the interval leaves out zero."""
+        """Better or worse only if the interval excludes zero."""
         if self.low is None or self.high is None:
             return Judgement.UNKNOWN
         if self.low <= 0 <= self.high:
@@ -59,14 +57,14 @@ class FigureDifference:
 
     @property
     def change(self) -> float | None:
-        """The difference as a share of the baseline; None when that is zero."""
+        """The difference as a share of the baseline; None if that is zero."""
         return self.difference / self.base if self.base else None
 
     @property
     def change_interval(self) -> tuple[float, float] | None:
         """The interval as shares of the baseline's value.
 
-        Times and the like cannot fall by more than all, whatever a symmetric interval says.
+        A reduction is capped at 100 %, whatever a symmetric interval gives.
         """
         if not self.base or self.low is None or self.high is None:
             return None
@@ -74,14 +72,14 @@ class FigureDifference:
         return (max(-1.0, low), high) if self.lower_is_better and self.base > 0 else (low, high)
 
     def written(self, value: float, *, signed: bool = False) -> str:
-        """A value of this figure as text."""
+        """Format a value of this figure."""
         sign = "+" if signed else ""
         return f"{self.scale * value:{sign},.{self.decimals}f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedFigure:
-    """Values of one figure on the same seeds, for a baseline and for a candidate; None where one has none."""
+    """Values of one figure on the same seeds, for a baseline and for a candidate; None if one has none."""
 
     figure: str
     base: Sequence[float | None]
@@ -91,7 +89,7 @@ class PairedFigure:
     unit: str = ""
 
     def difference(self) -> FigureDifference | None:
-        """Over the seeds that both have a value for; None without any."""
+        """Return the difference over the seeds with both values, or None without any."""
         pairs = [
             (mine, theirs)
             for theirs, mine in zip(self.base, self.other, strict=True)
@@ -116,12 +114,11 @@ class PairedFigure:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the intervals come from, and how a reader gets more of it.
+    """The sample behind the intervals, and how to enlarge it.
 
     Attributes:
-        count: how many there are.
-        one, several: what one is called, and what several are called.
-        more: what to do for narrower intervals.
+        one, several: singular and plural of its noun.
+        more: how to get narrower intervals.
     """
 
     count: int
@@ -136,7 +133,7 @@ class Sample:
 
 
 def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], sample: Sample) -> str:
-    """What the figures say about a candidate, in one sentence."""
+    """Summarise the figures of a candidate in one sentence."""
     found = {judgement: [one for one in differences if one.judgement is judgement] for judgement in Judgement}
     if not differences:
         return f"{other} and {base} have no figure in common, so nothing can be said about them."
@@ -178,8 +175,7 @@ class Cell:
     """A figure in a table.
 
     Attributes:
-        text: as it is shown.
-        value: unrounded, for programs that read the page.
+        value: unrounded value, for programs that read the page.
     """
 
     text: str
@@ -187,14 +183,14 @@ class Cell:
 
 
 def interval_cell(interval: ConfidenceInterval | None, decimals: int, scale: float = 1.0) -> Cell:
-    """A mean with half the width of its interval; a dash when there is none."""
+    """Format a mean with half the width of its interval, or a dash."""
     if interval is None:
         return Cell("-")
     return Cell(interval.as_text(decimals, scale), interval.mean)
 
 
 def number_cell(value: float | None, decimals: int = 0, scale: float = 1.0) -> Cell:
-    """A number; a dash when there is none."""
+    """Format a number, or a dash."""
     return Cell("-") if value is None else Cell(f"{scale * value:,.{decimals}f}", value)
 
 
@@ -203,8 +199,8 @@ class ReportTable:
     """A table.
 
     Attributes:
-        caption: says what its figures are.
-        text_columns: the first columns, which hold text; the others hold figures.
+        caption: description of its figures.
+        text_columns: number of leading columns with text; the others have figures.
     """
 
     caption: str
@@ -213,14 +209,14 @@ class ReportTable:
     text_columns: int = 1
 
     def as_text(self) -> str:
-        """The table for a terminal, without its caption."""
+        """Return the table for a terminal, without its caption."""
         lines = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in self.rows]
         return shown_table(self.head, lines, text_columns=self.text_columns, key_columns=self.text_columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceTable:
-    """The differences of one candidate from a baseline, each with a picture of its interval."""
+    """Differences of one candidate from a baseline, each with a picture of its interval."""
 
     caption: str
     base: str
@@ -228,7 +224,7 @@ class DifferenceTable:
     differences: Sequence[FigureDifference]
 
     def as_text(self) -> str:
-        """The differences for a terminal, in words instead of pictures."""
+        """Return the differences for a terminal, in words instead of pictures."""
         names = [", ".join(filter(None, (one.figure, one.unit))) for one in self.differences]
         rows = [
             [name, *(cell.text for cell in figures_of(one)), one.judgement.value]
@@ -241,7 +237,7 @@ DIFFERENCE_COLUMNS = ("difference", "95 % interval", "change")
 
 
 def figures_of(one: FigureDifference) -> list[Cell]:
-    """Both values, and the columns of a difference."""
+    """Return both values, and the columns of a difference."""
     interval = "-"
     if one.low is not None and one.high is not None:
         interval = f"{one.written(one.low, signed=True)} to {one.written(one.high, signed=True)}"
@@ -263,7 +259,7 @@ class Listing:
 
 
 class Unit(StrEnum):
-    """How the values of an axis are written."""
+    """Format of the values of an axis."""
 
     SECONDS = "seconds"
     SHARE = "share"
@@ -277,9 +273,8 @@ class PlotAxis:
     """An axis.
 
     Attributes:
-        logarithmic: at first; None leaves the reader no choice, and is linear.
-        base: of a logarithmic axis.
-        from_zero: whether a linear axis without negative values begins at zero; not where only differences
+        logarithmic: the initial choice; None for a linear axis without a choice.
+        from_zero: whether a linear axis without negative values begins at zero; not if only differences
             count.
     """
 
@@ -291,7 +286,7 @@ class PlotAxis:
 
 
 class Look(StrEnum):
-    """How a series is drawn."""
+    """Drawing style of a series."""
 
     LINE = "line"
     STEP = "step"
@@ -305,8 +300,8 @@ class Series:
     """One line of a plot.
 
     Attributes:
-        values: one for each place on the horizontal axis; None leaves a gap.
-        colour: number of its colour, the same for the same thing in all plots.
+        values: one per place on the horizontal axis; None leaves a gap.
+        colour: index of its colour, the same for the same thing in all plots.
     """
 
     name: str
@@ -317,12 +312,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """An interactive plot; without a script its values are there as a table.
+    """An interactive plot, with its values as a table for browsers without scripts.
 
     Attributes:
         reading: how to read it, in a sentence or two.
-        places: of the values on the horizontal axis, ascending.
-        marks: places of vertical lines, with their names.
+        places: positions of the values on the horizontal axis, ascending.
+        marks: positions of vertical lines, with their names.
     """
 
     title: str
@@ -343,7 +338,7 @@ class Plot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """True if there is nothing to draw."""
         return not any(
             value is not None and math.isfinite(value) for one in self.series for value in one.values
         )
@@ -354,7 +349,7 @@ Block = ReportTable | DifferenceTable | Listing | Plot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
-    """A part of a report under a heading of its own."""
+    """A part of a report with a heading."""
 
     title: str
     blocks: Sequence[Block]
@@ -363,11 +358,11 @@ class ReportSection:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a report came about.
+    """Origin of a report.
 
     Attributes:
-        provenance: as `provenance.provenance` gives it.
-        command_line: that made it, without secrets.
+        provenance: as returned by `provenance.provenance`.
+        command_line: the command that created it, without secrets.
     """
 
     provenance: Mapping[str, object]
@@ -376,13 +371,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReport:
-    """A whole report.
+    """A complete report.
 
     Attributes:
-        question: what was asked, in one sentence.
-        facts: what was compared, on which workload, on which fleet; each with its name.
-        verdict: the answer, in a sentence for each candidate.
-        notes: what a reader has to know to trust it, warnings among them.
+        facts: what was compared, with which workload and fleet, each with its name.
+        verdict: the answer, in one sentence per candidate.
+        notes: limitations and warnings.
     """
 
     title: str

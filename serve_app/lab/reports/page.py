@@ -1,7 +1,7 @@
-"""A report as one HTML file: styles, scripts and values are in it, and nothing is fetched from elsewhere.
+"""Report as one HTML file, which includes its styles, scripts and values and loads nothing else.
 
-Tables, verdict and pictures of intervals need no script. The browser is told to load nothing and to run only
-the two scripts that stand in the file, by their hashes.
+Tables, verdict and pictures of intervals need no script. The content security policy blocks all loading and
+allows only the two scripts in the file, by their hashes.
 """
 
 import base64
@@ -35,24 +35,24 @@ from serve_app.lab.reports.document import (
 
 _WIDTH, _HEIGHT = 240, 22
 _MARGIN = 8
-# A figure that more than doubles would press all others together; its interval ends in an arrow there.
+# A figure that more than doubles would compress all others. Its interval ends in an arrow there.
 _LOWEST, _HIGHEST = -1.0, 1.0
 _LEAST = 0.02
-# Nearer together than this, the labels of the scale would run into each other.
+# Minimum distance of labels of the scale, so that they do not overlap.
 _LABEL = 50
 _OPENED = f'<svg class="change" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalScale:
-    """The horizontal scale of the pictures of one table, in shares of the baseline's value."""
+    """Horizontal scale of the pictures of one table, in shares of the baseline's value."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, differences: Sequence[FigureDifference]) -> "IntervalScale":
-        """A scale that holds zero and these intervals, as far as they are of one order."""
+        """Return a scale that contains zero and these intervals, as far as they are of similar size."""
         ends = [0.0]
         for one in differences:
             ends += one.change_interval or (() if one.change is None else (one.change,))
@@ -61,7 +61,7 @@ class IntervalScale:
         return cls(low - pad, high + pad)
 
     def ruler(self) -> str:
-        """The scale itself: its ends and zero."""
+        """Draw the scale: its ends and zero."""
         labels = []
         for value, anchor in ((self.low, "start"), (0.0, "middle"), (self.high, "end")):
             x = self._x(value)
@@ -72,7 +72,7 @@ class IntervalScale:
         return f'{_OPENED} aria-hidden="true">{"".join(labels)}</svg>'
 
     def picture(self, one: FigureDifference) -> str:
-        """The interval as a bar with its mean as a dot, beside a line at zero."""
+        """Draw the interval as a bar with its mean as a dot, beside a line at zero."""
         if one.change is None:
             return ""
         low, high = one.change_interval or (one.change, one.change)
@@ -100,7 +100,7 @@ class IntervalScale:
 
 
 def _arrow(direction: int) -> str:
-    """The end of an interval that goes on beyond the scale."""
+    """Draw the end of an interval that exceeds the scale."""
     tip, middle = (_WIDTH - 1 if direction > 0 else 1), _HEIGHT / 2
     back = tip - direction * 7
     return f'<polygon points="{tip},{middle} {back},{middle - 5} {back},{middle + 5}"/>'
@@ -112,11 +112,7 @@ _DIGITS = 5
 
 
 def plot_markup(name: str, plot: Plot) -> str:
-    """A plot, drawn by the script of the page.
-
-    Args:
-        name: of the element, unique in the page.
-    """
+    """Return the markup of a plot, which the page's script draws; `name` is its unique element id."""
     legend = "".join(_entry(number, one) for number, one in enumerate(plot.series))
     return (
         f'<figure class="plot" id="{name}"><figcaption><h3>{escape(plot.title)}</h3>'
@@ -170,7 +166,7 @@ def _as_script(plot: Plot) -> str:
         ],
         "marks": [{"at": _rounded(at), "name": name} for at, name in plot.marks],
     }
-    # Names come from users; `<` ends a script or begins a comment in one.
+    # Names come from users, and `<` could end the script element or begin a comment in it.
     return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -190,7 +186,7 @@ def _rounded(value: float | None) -> float | None:
     return float(f"{value:.{_DIGITS}g}")
 
 
-# Values
+# -- values ------------------------------------------------------------------------------------------------
 
 
 def _values(plot: Plot) -> str:
@@ -204,7 +200,7 @@ def _columns(plot: Plot) -> Sequence[str]:
 
 
 def _chosen(count: int) -> Sequence[int]:
-    """Places spread evenly, the first and the last among them."""
+    """Return evenly spread places, including the first and the last."""
     if count <= _TABLE_LINES:
         return range(count)
     return sorted({round(line * (count - 1) / (_TABLE_LINES - 1)) for line in range(_TABLE_LINES)})
@@ -219,7 +215,7 @@ def _row(plot: Plot, place: int) -> str:
 
 
 def written(value: float | None, unit: Unit) -> str:
-    """A value of an axis as text."""
+    """Format a value of an axis."""
     if value is None or not math.isfinite(value):
         return "-"
     if unit is Unit.SHARE:
@@ -239,13 +235,13 @@ _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 
 def write_report(path: Path, report: ResultReport) -> None:
-    """Write a report; its folder is made when it is not there."""
+    """Write a report, creating its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report_as_html(report), encoding="utf-8")
 
 
 def report_as_html(report: ResultReport) -> str:
-    """The whole page."""
+    """Return the complete page."""
     scripts = [_asset(_PLOTTING_LIBRARY), _asset("report.js")]
     parts = (
         "<!DOCTYPE html>",
@@ -297,13 +293,13 @@ def _head(report: ResultReport) -> Iterable[str]:
 
 
 def _prose(text: str) -> str:
-    """Text in which options of the command line are not broken at their dashes."""
-    # Neither is a percent sign torn from its figure.
+    """Format text so that command line options are not broken at their dashes."""
+    # A percent sign is not separated from its figure either.
     return _OPTION.sub(r"<code>\g<0></code>", escape(text).replace(" %", "\u00a0%"))
 
 
 def _command(line: str) -> str:
-    """A command line that is broken between its words only."""
+    """Format a command line so that it is broken between words only."""
     return " ".join(f"<span>{escape(word)}</span>" for word in line.split(" "))
 
 
@@ -338,7 +334,7 @@ def _block(block: ReportTable | DifferenceTable | Listing) -> str:
     return _table(block) if isinstance(block, ReportTable) else _differences(block)
 
 
-# Tables
+# -- tables ------------------------------------------------------------------------------------------------
 
 
 def _table(table: ReportTable) -> str:
@@ -354,7 +350,7 @@ def _table(table: ReportTable) -> str:
 
 
 def _framed(caption: str, content: str) -> str:
-    # A wide table scrolls in its own frame, which the keyboard can reach as well.
+    # A wide table scrolls in a separate frame, which the keyboard can reach as well.
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption)}">'
         f"<table><caption>{escape(caption)}</caption>{content}</table></div>"
@@ -398,7 +394,7 @@ def _difference(one: FigureDifference, scale: IntervalScale) -> str:
     )
 
 
-# Provenance
+# -- provenance --------------------------------------------------------------------------------------------
 
 
 def _provenance(origin: Origin) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The plots of request records that every report of a run has, with any number of runs in each."""
+"""Plots of request records, common to all reports of runs, with any number of runs in each."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ Values = Mapping[str, Sequence[float]]
 Records = Mapping[str, Sequence[RequestRecord]]
 
 _CDF_PLACES = 400
-# A distribution is drawn over five decades at most: less than that of its longest value is no time at all.
+# A distribution covers five decades at most, because shorter times are negligible.
 _CDF_DECADES = 5.0
 _TIME_BINS = 200
-# Bins of lengths to an octave, and the least requests that a mean and a P95 are taken from.
+# Bins of lengths per octave, and the minimum number of requests for a mean and a P95.
 _OCTAVE_PARTS = 2
 _LEAST_FOR_MEAN = 5
 _LEAST_FOR_P95 = 40
@@ -29,19 +29,15 @@ class Curves:
     """Lines over common places.
 
     Attributes:
-        places: on the horizontal axis, ascending.
-        lines: values by name, one for each place; None where there is none.
+        places: positions on the horizontal axis, ascending.
+        lines: values by name, one per place; None where there is none.
     """
 
     places: list[float]
     lines: dict[str, list[float | None]]
 
     def series(self, base: str | None) -> list[Series]:
-        """The lines as series of a plot, each in the colour of its place among them.
-
-        Args:
-            base: the name of the baseline; None where there is none.
-        """
+        """Return the lines as series of a plot, coloured by position; `base` names the baseline, if any."""
         return [
             Series(name=name, values=values, look=Look.BASELINE if name == base else Look.LINE, colour=number)
             for number, (name, values) in enumerate(self.lines.items())
@@ -49,13 +45,13 @@ class Curves:
 
 
 def distributions(values: Values) -> Curves:
-    """For each sample the share of it that is at most so large, at places with equal ratios."""
+    """Return the cumulative distribution of each sample, at places with equal ratios."""
     largest = max((max(sample) for sample in values.values() if len(sample)), default=0.0)
     if largest <= 0:
         return Curves([], {name: [] for name in values})
     positive = [value for sample in values.values() for value in sample if value > 0]
     smallest = max(min(positive), largest / 10**_CDF_DECADES)
-    # From just below the smallest value, so that a line begins at its own foot.
+    # Start just below the smallest value, so that a line begins at its lowest point.
     places = np.geomspace(0.98 * smallest, largest, _CDF_PLACES)
     places[-1] = largest
     lines: dict[str, list[float | None]] = {}
@@ -70,22 +66,22 @@ def distributions(values: Values) -> Curves:
 
 
 def ttfts(records: Sequence[RequestRecord]) -> list[float]:
-    """Times to first token of those that completed, in seconds."""
+    """Return the times to first token of completed requests, in seconds."""
     return [record.ttft_s for record in records if record.completed and record.ttft_s is not None]
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of too few values to say anything."""
+    """Return the mean, or None for too few values."""
     return float(np.mean(values)) if len(values) >= _LEAST_FOR_MEAN else None
 
 
 def p95(values: Sequence[float]) -> float | None:
-    """The 95th percentile; None of too few values to say anything."""
+    """Return the 95th percentile, or None for too few values."""
     return float(np.quantile(values, 0.95)) if len(values) >= _LEAST_FOR_P95 else None
 
 
 def by_length(records: Records, figure: Callable[[Sequence[float]], float | None]) -> Curves:
-    """A figure of the TTFT of the requests of each range of prompt lengths, two ranges to an octave."""
+    """Return a figure of the TTFT by range of prompt lengths, with two ranges per octave."""
     bins: dict[int, dict[str, list[float]]] = {}
     for name, members in records.items():
         for record in members:
@@ -100,7 +96,7 @@ def by_length(records: Records, figure: Callable[[Sequence[float]], float | None
 
 
 def without_first_token(records: Records) -> Curves:
-    """The mean number of requests that have arrived and have no token yet, in each of many bins of time."""
+    """Return the mean number of requests that have arrived and have no token yet, by bin of time."""
     spans = {
         name: np.array(
             [(record.arrived_at, record.first_token_at or record.finished_at) for record in members],
@@ -117,7 +113,7 @@ def without_first_token(records: Records) -> Curves:
 
 
 def over_time(records: Records, bins: int) -> Curves:
-    """The mean TTFT of the requests that arrived in each of so many bins of time."""
+    """Return the mean TTFT of the requests by bin of arrival time."""
     end_s = max((record.arrived_at for members in records.values() for record in members), default=0.0)
     if end_s <= 0:
         return Curves([], {name: [] for name in records})
@@ -138,13 +134,13 @@ def _occupied(spans: Floats, edges: Floats) -> list[float | None]:
     return [float(value) for value in np.diff(seconds) / np.diff(edges)]
 
 
-# So many requests in a bin of time that their mean says something, and bins enough for a line.
+# Minimum requests per bin of time for a meaningful mean, and minimum and maximum number of bins.
 _IN_A_BIN, _FEWEST_BINS, _MOST_BINS = 20, 6, 80
 _TIME = PlotAxis(label="time", unit=Unit.SECONDS, logarithmic=None)
 
 
 def distribution_plot(title: str, records: Records, base: str | None) -> Plot:
-    """The distribution of the TTFT of those that completed."""
+    """Return a plot of the TTFT distribution of completed requests."""
     values = {name: ttfts(members) for name, members in records.items()}
     curves = distributions(values)
     counts = sorted({len(each) for each in values.values()})
@@ -163,7 +159,7 @@ def distribution_plot(title: str, records: Records, base: str | None) -> Plot:
 
 
 def length_plots(records: Records, base: str | None) -> list[Plot]:
-    """The mean and the tail of the TTFT by the length of the prompt."""
+    """Return plots of the mean and the tail of the TTFT by prompt length."""
     plots = []
     for title, figure in (("Mean TTFT", mean), ("P95 TTFT", p95)):
         curves = by_length(records, figure)
@@ -182,7 +178,7 @@ def length_plots(records: Records, base: str | None) -> list[Plot]:
 
 
 def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
-    """The number of requests without a first token over time; all records are on one clock from 0."""
+    """Return a plot of the requests without a first token over time. All records are on one clock from 0."""
     curves = without_first_token(records)
     last_s = max((each.arrived_at for members in records.values() for each in members), default=0.0)
     return Plot(
@@ -197,7 +193,7 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
 
 
 def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
-    """The mean TTFT by the time of arrival; all records are on one clock from 0."""
+    """Return a plot of the mean TTFT by arrival time. All records are on one clock from 0."""
     most = max(map(len, records.values()), default=0)
     curves = over_time(records, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
     return Plot(

@@ -7,29 +7,29 @@ from collections.abc import Sequence
 
 Line = Sequence[str]
 
-# A cell is folded rather than squeezed below this.
+# Minimum width of a cell, below which it is not narrowed further.
 _NARROWEST_CELL = 16
 _FRAME = len("|  |")
 _GAP = len(" | ")
 
 
 def terminal_columns() -> int | None:
-    """Columns of the terminal that standard output is; None when it is a file or a pipe."""
+    """Return the columns of the terminal, or None if standard output is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def paragraph(text: str) -> str:
-    """A caption, broken between words on a terminal."""
+    """Wrap a caption on a terminal."""
     columns = terminal_columns()
     return text if columns is None else textwrap.fill(text, columns, break_on_hyphens=False)
 
 
 def shown_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_columns: int = 1) -> str:
-    """A table for standard output: all of it where it fits, else with its lines turned into columns.
+    """Return a table for standard output, transposed if it does not fit.
 
     Args:
         text_columns: see `aligned_table`.
-        key_columns: the first columns, which name a line; they head its column when the table is turned.
+        key_columns: number of leading columns that name a line; they head its column in a transposed table.
     """
     columns, whole = terminal_columns(), aligned_table(head, lines, text_columns=text_columns)
     if columns is None or len(whole.partition("\n")[0]) <= columns:
@@ -38,11 +38,7 @@ def shown_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key
 
 
 def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -> str:
-    """A Markdown table whose columns are aligned in a terminal as well.
-
-    Args:
-        text_columns: the first columns, which hold text and are aligned to the left; figures to the right.
-    """
+    """Return a Markdown table, aligned on a terminal too: leading `text_columns` left, figures right."""
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
 
     def row(cells: Line) -> str:
@@ -60,11 +56,7 @@ def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -
 
 
 def turned_table(head: Line, lines: Sequence[Line], columns: int, *, key_columns: int = 1) -> str:
-    """The same with a column for each line, in several tables when they do not fit beside each other.
-
-    Args:
-        columns: of the terminal; text longer than what is left of them is folded.
-    """
+    """Return the transposed table, as several tables if `columns` are too few; longer text is folded."""
     title, names = ", ".join(head[:key_columns]), head[key_columns:]
     left = max(len(title), *map(len, names))
     room = columns - _FRAME - left
@@ -82,12 +74,12 @@ def turned_table(head: Line, lines: Sequence[Line], columns: int, *, key_columns
 
 
 def _folded(cells: Line, room: int) -> list[str]:
-    """Cells with line breaks where they are too long; a word that is too long is broken as well."""
+    """Add line breaks to cells that are too long. A word that is too long is broken as well."""
     return ["\n".join(textwrap.wrap(cell, max(room, _NARROWEST_CELL))) or "" for cell in cells]
 
 
 def _turned(names: Line, lines: Sequence[Line]) -> str:
-    """One table whose columns are `lines`; a folded cell takes several rows."""
+    """Return a table whose columns are `lines`. A folded cell spans several rows."""
     rows: list[list[str]] = []
     for number, name in enumerate(names):
         pieces = [line[number].split("\n") for line in lines]

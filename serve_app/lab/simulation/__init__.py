@@ -1,10 +1,10 @@
-"""A discrete-event simulator that drives the production scheduler.
+"""Discrete-event simulator that drives the production scheduler.
 
-Read `simulation`: events in a written total order, replicas with a control channel, requests in, decisions
-and records out. The simulator decides nothing: every decision is `serve_app.core.Scheduler`'s.
+Read `simulation`: it processes events in a total order and replicas with a control channel, receives requests
+and returns decisions and records. The simulator decides nothing: every decision is
+`serve_app.core.Scheduler`'s.
 
 `run.simulate` composes one run from a `fleet`, a `workload`, `scheduler_settings` and a source of length
 queues (`partitions`). `batch` defines load 1.0 and plays many runs in several processes. `direct` is the
-baseline without a gateway, `baselines` holds research policies. `arguments`, `command` and `report` are
-`python -m serve_app simulate`, and `replay_command` is `replay`.
+baseline without a gateway, `baselines` has research policies, and `report` writes results.
 """

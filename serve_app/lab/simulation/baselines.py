@@ -1,17 +1,14 @@
-"""Research baselines: ordering policies that only a simulation can play, beside those of production.
+"""Research baselines: ordering policies for simulations only, in addition to those of production.
 
-`random_order` is the control, `oracle` the upper bound. Every order of production that does not isolate long
-prefills is played with isolation as well. That tells apart what an order gains and what isolation gains.
+`random_order` is the control, `oracle` the upper bound. Every production order that does not isolate long
+prefills is also played with isolation, which separates the gain of an order from the gain of isolation.
 
-The oracle: the least total work first, with output lengths that nobody can know in production.
-
-Question: whose service is shortest, output included? Inputs: prompt length and the true output length, which
-a simulation discloses as `max_output_tokens`. Ties: the order of arrival. Starves long requests without
+The oracle serves the least total work first, with the true output length, which a simulation discloses as
+`max_output_tokens` and production cannot know. Ties: order of arrival. It starves long requests without
 bound.
 
-A random order, the control: any reordering gains something, and this one shows how much.
-
-Question: none. Inputs: the request's id. Ties: the order of arrival. Starves requests by chance.
+The random order is the control, because any reordering gains something. Input: the request's id. Ties: order
+of arrival. It starves requests at random.
 """
 
 import zlib
@@ -27,28 +24,28 @@ _PREFILL_TOKENS_PER_OUTPUT_TOKEN = 10.0
 
 
 class Oracle(Sjf):
-    """The least total work first, output included. Not deployable: in production nobody knows it."""
+    """Least total work first, including the output, which production cannot know. Not deployable."""
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """Prefill and decode in units of prefilled tokens."""
+        """Return prefill and decode in units of prefilled tokens."""
         output_tokens = scheduled.request.spec.max_output_tokens or 0
         return scheduled.prefill_tokens + _PREFILL_TOKENS_PER_OUTPUT_TOKEN * output_tokens
 
 
 class RandomOrder(OrderingPolicy):
-    """Orders by a hash of the request's id, which needs no random generator."""
+    """Order by a hash of the request's id, which needs no random generator."""
 
     def key(self, scheduled: ScheduledRequest) -> float:
-        """A number that does not depend on the content of the request."""
+        """Return a number that does not depend on the content of the request."""
         return float(zlib.crc32(scheduled.request.request_id.encode()))
 
     def score(self, head: ScheduledRequest, now: float) -> float:
-        """The same number."""
+        """Return the negative key."""
         return -self.key(head)
 
 
 def _isolated(make: MakePolicy) -> MakePolicy:
-    """The same order, with prefill isolation."""
+    """Add prefill isolation to a policy."""
 
     def made(inputs: PolicyInputs) -> OrderingPolicy:
         policy = make(inputs)
@@ -70,4 +67,4 @@ SIMULATED_POLICIES: Mapping[str, MakePolicy] = {
     "random": lambda _: RandomOrder(),
     "oracle": lambda _: Oracle(),
 }
-"""Every policy that a simulation can play."""
+"""All policies that a simulation can play."""

@@ -1,13 +1,12 @@
-"""Many runs in several processes; results come in the order of the runs.
+"""Batches of runs in several processes, with results in the order of the runs, and load 1.0.
 
-Load 1.0: the rate at which replicas finish requests when there is always more to do.
+Load 1.0 is the rate at which replicas finish requests with an unlimited backlog. All requests wait from the
+start, and the scheduler serves them first come first served. The rate is counted from the time when every
+engine's batch has turned over twice until the last request is dispatched. At both ends the batches are full,
+so neither filling nor emptying them counts.
 
-All requests wait from the start, and the scheduler serves them first come first served. The rate is counted
-from the time when every engine's batch has turned over twice until the last request is dispatched. At both
-ends the batches are full, so neither filling nor emptying them counts.
-
-Nothing of the method under test goes into it: neither its policy, nor its scheduler settings, nor its chunk
-limit for long prefills in the engine. So one load is one arrival rate, and policies at one load see the same
+Load 1.0 is independent of the method under test: of its policy, its scheduler settings, and its chunk limit
+for long prefills in the engine. So one load is one arrival rate, and policies at one load receive the same
 requests at the same times.
 """
 
@@ -25,20 +24,20 @@ from serve_app.lab.simulation.simulation import Simulation
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice, choose_trace, fit, requests_of
 from serve_app.lab.workloads.trace import Trace, take
 
-# A short trace is repeated to at least so many times the capacity of the batches.
+# A short trace is repeated to at least this multiple of the capacity of the batches.
 _MIN_TURNOVERS = 10
 _MIN_REQUESTS = 4_000
 _TURNOVERS_TO_FILL = 2
 
 _measured: dict[str, float] = {}
-"""Rates that this process has measured already, by `load_key`."""
+"""Rates that this process has already measured, by `load_key`."""
 
 
 def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -> float:
-    """Requests per second at load 1.0, for the very requests of this seed.
+    """Return the requests per second at load 1.0, for the requests of this seed.
 
     Raises:
-        TraceError: there is no such trace, or nothing in it fits the engines.
+        TraceError: there is no such trace, or none of its requests fits the engines.
     """
     key = load_key(fleet, choice, seed)
     if key not in _measured:
@@ -47,17 +46,13 @@ def saturated_rate_per_s(fleet: FleetSettings, choice: TraceChoice, seed: int) -
 
 
 def load_key(fleet: FleetSettings, choice: TraceChoice, seed: int) -> str:
-    """Everything that load 1.0 depends on, as a text to compare."""
-    # Other times of arrival are no other load: here all requests arrive at once.
+    """Return all inputs of load 1.0, as a text to compare."""
+    # Arrival times do not affect load 1.0, because all requests arrive at once.
     return repr((fleet.without_chunk_limits(), replace(choice, arrivals=None), seed))
 
 
 def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
-    """As `saturated_rate_per_s`, for the requests of any trace; not cached.
-
-    Args:
-        fleet: without a chunk limit for long prefills, unless that is to count.
-    """
+    """Compute `saturated_rate_per_s` for any trace, uncached. A chunk limit in the fleet counts."""
     plans = fleet.plans()
     in_batches = sum(plan.engine.max_num_seqs for plan in plans)
     fitted = fit(trace, max(plan.engine.max_model_len for plan in plans)).trace
@@ -72,7 +67,7 @@ def saturated_rate_of(fleet: FleetSettings, trace: Trace) -> float:
 
 
 def _backlog(trace: Trace, at_least: int) -> Trace:
-    """All requests at once, repeated if there are too few."""
+    """Return all requests at once, repeated if there are too few."""
     enough = take(trace, max(at_least, len(trace.requests)))
     return replace(enough, requests=tuple(replace(one, arrival_s=0.0) for one in enough.requests))
 
@@ -85,9 +80,9 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
     """Play all runs.
 
     Args:
-        jobs: processes; 1 plays them one after the other in this one.
-        keep_records: return the records of each request too, which plots need; sending them between
-            processes is a large part of the work when there are many.
+        jobs: number of processes; 1 plays them one after the other in this process.
+        keep_records: whether to return the records of each request too, which plots need; sending many of
+            them between processes takes long.
     """
     yield from parallel(simulate if keep_records else _figures_only, runs, jobs)
 
@@ -95,7 +90,7 @@ def run_all(runs: Sequence[RunSettings], *, jobs: int, keep_records: bool = Fals
 def at_load(
     runs: Sequence[RunSettings], load: float, *, jobs: int, on_rate: Callable[[], object] = lambda: None
 ) -> list[RunSettings]:
-    """The runs at a share of the rate that saturates their replicas, see `load` and `saturated_rates`."""
+    """Return the runs at a share of the rate that saturates their replicas, see `saturated_rates`."""
     rates = saturated_rates(runs, jobs=jobs, on_rate=on_rate)
     return [replace(run, rate_per_s=load * rate, load=load) for run, rate in zip(runs, rates, strict=True)]
 
@@ -103,11 +98,7 @@ def at_load(
 def saturated_rates(
     runs: Sequence[RunSettings], *, jobs: int, on_rate: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """The rate at load 1.0 for each run, measured once for those that share fleet, trace and seed.
-
-    Args:
-        on_rate: called after each measurement.
-    """
+    """Return the rate at load 1.0 for each run, measured once per fleet, trace and seed."""
     keys = [load_key(run.fleet, run.trace, run.seed) for run in runs]
     different = dict(zip(keys, runs, strict=True))
     rates = {}
@@ -118,15 +109,11 @@ def saturated_rates(
 
 
 def parallel(work: Callable[[Item], Result], items: Sequence[Item], jobs: int) -> Iterator[Result]:
-    """`work` on every item; items and results travel between processes.
-
-    Args:
-        jobs: processes; 1 does everything in this one.
-    """
+    """Yield `work` of every item, computed in `jobs` processes; with 1 job, in this process."""
     if jobs == 1 or len(items) < 2:
         yield from map(work, items)
         return
-    # A fresh interpreter each: a fork of one that draws a progress bar may hang on the bar's lock.
+    # Spawn, because a fork of a process that draws a progress bar may hang on the bar's lock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(items)), mp_context=context) as processes:
         try:

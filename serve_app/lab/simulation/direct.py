@@ -1,7 +1,8 @@
-"""The simulation without a gateway: every request goes straight to an engine when it arrives.
+"""Simulation without a gateway: every request is sent to an engine when it arrives.
 
-The baseline of a load balancer in front of engines. It knows exactly and at once how many requests each
-engine has, which is the best that such a balancer can know. Each engine orders its requests itself.
+This is the baseline of a load balancer in front of engines. It knows exactly and immediately how many
+requests each engine has, which is the best that a load balancer can know. Each engine orders its requests
+itself.
 """
 
 import enum
@@ -25,21 +26,17 @@ from serve_app.lab.workloads.generators import plain_stream
 
 
 class Balance(enum.StrEnum):
-    """How a load balancer picks an engine among those whose context is long enough."""
+    """Algorithm by which a load balancer chooses an engine among those with a sufficient context."""
 
     LEAST_OUTSTANDING = "least-outstanding"
     POWER_OF_TWO = "power-of-two"
-    """The less busy of two random engines, as balancers do that share no state."""
+    """The less busy of two random engines, as load balancers without shared state do."""
     ROUND_ROBIN = "round-robin"
 
 
 @dataclass(slots=True)
 class DirectSimulation:
-    """One run without a scheduler.
-
-    Attributes:
-        records: one per completed request, in the order of completion.
-    """
+    """A run without a scheduler. `records` has completed requests in the order of completion."""
 
     plans: Sequence[ReplicaPlan]
     balance: Balance = Balance.LEAST_OUTSTANDING
@@ -91,7 +88,7 @@ class DirectSimulation:
         if self.balance is Balance.POWER_OF_TWO:
             drawn = self._chance.sample(able, min(2, len(able)))
             return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])
-        # The engine next in turn comes first, so that equally busy engines take turns.
+        # The engine next in turn comes first, so that equally busy engines alternate.
         start = self._turn % len(able)
         self._turn += 1
         in_turn = able[start:] + able[:start]

@@ -1,4 +1,4 @@
-"""The fleet of a run: the number of replicas in each pool, their profile, and changes to their engines."""
+"""Fleet of a run: the number of replicas in each pool, their profile, and changes to their engines."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,8 +21,8 @@ ONE_POOL = "all"
 class EngineChanges:
     """Changes to the profile's engine, named as in `EngineModelSettings`; None changes nothing.
 
-    The chunk limit of long prefills is an exception. Under a policy that isolates them, None is the profile's
-    own limit (`StepTimeModel.chunk_tokens`), which belongs to the method; 0 is no limit.
+    The chunk limit of long prefills is an exception. With a policy that isolates them, None is the profile's
+    limit (`StepTimeModel.chunk_tokens`), which is part of the method; 0 is no limit.
     """
 
     max_num_seqs: int | None = None
@@ -38,9 +38,9 @@ class PoolChanges:
     """Differences of the engines of one pool.
 
     Attributes:
-        profile: name or path of their own engine profile, such as one of another tensor-parallel degree;
-            None is the fleet's.
-        engine: changes to them, on top of the changes to every engine.
+        profile: name or path of a separate engine profile, such as another tensor-parallel degree; None for
+            the fleet's.
+        engine: changes to them, in addition to the changes to every engine.
         cost, boundary_tokens: as in a model's pool (`settings.pools`).
     """
 
@@ -60,11 +60,11 @@ class FleetSettings:
     Attributes:
         profile: name or path of an engine profile.
         replicas: number of replicas by pool, those with shorter contexts first.
-        b_short_tokens: with several pools, the largest token budget of a request that belongs to the first
-            one, and the context of its engines unless they have another.
+        b_short_tokens: with several pools, the boundary of the first one, and the context of its engines
+            unless they have another.
         engine: changes to every engine.
-        by_pool: differences of single pools.
-        tells_load: whether its engines have metrics and state their limits, see `ReplicaPlan`.
+        by_pool: differences of individual pools.
+        tells_load: whether its engines have metrics and report their limits, see `ReplicaPlan`.
     """
 
     profile: str
@@ -104,7 +104,7 @@ class FleetSettings:
         return sum(count * load_profile(self.profile_of(pool)).gpus for pool, count in self.replicas.items())
 
     def without_chunk_limits(self) -> "FleetSettings":
-        """The same replicas, without changes to the chunk limit for long prefills."""
+        """Return the same replicas without changes to the chunk limit for long prefills."""
         by_pool = {
             pool: replace(changes, engine=replace(changes.engine, long_prefill_token_threshold=None))
             for pool, changes in self.by_pool.items()
@@ -112,19 +112,19 @@ class FleetSettings:
         return replace(
             self,
             engine=replace(self.engine, long_prefill_token_threshold=None),
-            # Pools without any changes left are dropped, so that equal replicas are equal settings.
+            # Pools without any remaining changes are dropped, so that equal replicas have equal settings.
             by_pool={pool: changes for pool, changes in by_pool.items() if changes != _UNCHANGED},
         )
 
     def profile_of(self, pool: str) -> str:
-        """Name or path of the engine profile of a pool."""
+        """Return the name or path of the engine profile of a pool."""
         return self.by_pool.get(pool, _UNCHANGED).profile or self.profile
 
     def plans(self, *, isolated: bool = False) -> list[ReplicaPlan]:
-        """One plan for each replica, pool by pool.
+        """Return one plan per replica, pool by pool.
 
         Args:
-            isolated: whether long prefills are isolated, so that the chunk limit is set unless it is given.
+            isolated: whether long prefills are isolated, so that the chunk limit has a default.
 
         Raises:
             SettingsError: there is no such profile, or pools are not in the order of their contexts.

@@ -1,7 +1,6 @@
-"""The sources of length queues in a run: a learner, a file, or the prior.
+"""Sources of length queues in a run: a learner, a file, or the prior.
 
-The learner itself is `serve_app.tuning.strategic_loop`; here stands what the simulation needs of
-one.
+The learner itself is `serve_app.tuning.strategic_loop`; this module defines its interface for the simulation.
 """
 
 from dataclasses import dataclass, field
@@ -20,33 +19,33 @@ PRIOR = "prior"
 
 
 class PartitionLearner(Protocol):
-    """Observes the prompts that arrive, and now and then changes the queues."""
+    """Observer of the prompts that arrive, which occasionally changes the queues."""
 
     def observe(self, prompt_tokens: int) -> None:
-        """Note a prompt that arrived, by its length as the scheduler estimates it."""
+        """Record a prompt that arrived, by its length as the scheduler estimates it."""
         ...
 
     def due(self, now: float) -> Partition | None:
-        """The partition to put in force now; None when the present one stays."""
+        """Return the partition to apply now, or None for no change."""
         ...
 
 
 class PartitionSource(Protocol):
-    """Makes a learner for each run; a plain value that can be sent to other processes and into results."""
+    """Factory of learners, one per run; a plain value that can be sent to processes and into results."""
 
     def learner(self, policy: str) -> PartitionLearner:
-        """A new learner for a policy, which has observed nothing."""
+        """Return a new learner for a policy, without observations."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPartition:
-    """One partition from the beginning to the end."""
+    """One partition for the whole run."""
 
     partition: Partition
 
-    def learner(self, policy: str = "") -> PartitionLearner:  # noqa: ARG002 - the same for all
-        """A learner that returns the partition at its first call."""
+    def learner(self, policy: str = "") -> PartitionLearner:  # noqa: ARG002 - the same for all policies
+        """Return a learner that returns the partition at its first call."""
         return _FixedLearner(self.partition)
 
 
@@ -55,19 +54,19 @@ class _FixedLearner:
     partition: Partition | None
 
     def observe(self, prompt_tokens: int) -> None:
-        """Ignores all prompts."""
+        """Ignore all prompts."""
 
-    def due(self, now: float) -> Partition | None:  # noqa: ARG002 - at once, whenever that is
-        """The partition, once."""
+    def due(self, now: float) -> Partition | None:  # noqa: ARG002 - due at the first call
+        """Return the partition once."""
         partition, self.partition = self.partition, None
         return partition
 
 
 def partition_source(text: str, learned: PartitionSource) -> PartitionSource | None:
-    """The source that `--partition` names: `learned`, `prior` (None) or a file.
+    """Return the source that `--partition` names: `learned`, `prior` (None) or a file.
 
     Raises:
-        SettingsError: the file holds no partition.
+        SettingsError: the file does not contain a partition.
     """
     if text == LEARNED:
         return learned
@@ -91,7 +90,7 @@ def read_partition(path: Path) -> Partition:
     """Read a YAML list of `{min, max, mean, count}`, in tokens, the shortest lengths first.
 
     Raises:
-        SettingsError: the file cannot be read, or its intervals make no partition.
+        SettingsError: the file cannot be read, or its intervals are not a valid partition.
     """
     try:
         rows = _ROWS.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -109,14 +108,14 @@ def read_partition(path: Path) -> Partition:
 
 
 def write_partition(path: Path, partition: Partition) -> None:
-    """Write a file that `read_partition` reads."""
+    """Write a file for `read_partition`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = partition_as_json(partition)
     path.write_text(yaml.safe_dump(rows, sort_keys=False, default_flow_style=None), encoding="utf-8")
 
 
 def partition_as_json(partition: Partition) -> list[dict[str, Any]]:
-    """The intervals in plain values, named as in a file."""
+    """Return the intervals in plain values, named as in a file."""
     return [
         {
             "min": queue.min_tokens,

@@ -1,4 +1,4 @@
-"""The output of simulated runs: JSON, a table over seeds, and a report with the differences of policies."""
+"""Output of simulated runs: JSON, a table over seeds, and a report with the differences of policies."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ class Figure:
     """A column of the table.
 
     Attributes:
-        of: its value in a row.
+        of: returns its value in a row.
         words: its name in a sentence.
     """
 
@@ -71,7 +71,7 @@ FIGURES = (
 
 
 def run_as_json(result: RunResult) -> dict[str, Any]:
-    """One element of `runs` in the JSON output: the figures, and the settings that they depend on."""
+    """Return one element of `runs` in the JSON output: the figures, and the settings that they depend on."""
     settings, trace = result.settings, result.workload.trace
     whole = result.whole
     return {
@@ -102,11 +102,11 @@ def run_as_json(result: RunResult) -> dict[str, Any]:
 
 
 def settings_as_json(result: RunResult) -> dict[str, Any]:
-    """The settings of a run, all resolved."""
+    """Return the settings of a run, all resolved."""
     settings = result.settings
     plain = asdict(settings)
     plain["trace"]["folder"] = None if settings.trace.folder is None else str(settings.trace.folder)
-    # Infinity is no JSON.
+    # JSON has no infinity.
     timeout_s = settings.disclosure.queue_timeout_s
     plain["disclosure"]["queue_timeout_s"] = None if timeout_s == float("inf") else timeout_s
     plain["engines"] = [
@@ -117,7 +117,7 @@ def settings_as_json(result: RunResult) -> dict[str, Any]:
 
 
 def unequal_work(rows: Iterable[Row]) -> list[str]:
-    """Runs that did not complete all their requests, whose figures do not compare with the others'."""
+    """Return the runs that did not complete all requests and so are not comparable with the others."""
     return [
         f"{row['policy']}, seed {row['seed']}: only {row['whole_run']['completed']:,} of "
         f"{row['whole_run']['requests']:,} requests completed ({_counts(row['whole_run']['outcomes'])})"
@@ -127,7 +127,7 @@ def unequal_work(rows: Iterable[Row]) -> list[str]:
 
 
 def by_policy(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each policy, by its name."""
+    """Group the rows by policy name."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(policy_of(row), []).append(row)
@@ -135,7 +135,7 @@ def by_policy(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def policy_of(row: Row) -> str:
-    """The name of a run's policy, which says if nobody could deploy it."""
+    """Return the name of a run's policy, marked if it is not deployable."""
     return str(row["policy"]) if row["deployable"] else f"{row['policy']} (not deployable)"
 
 
@@ -148,14 +148,14 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 RowsByPolicy = Mapping[str, Sequence[Row]]
-"""Runs as JSON, by the name of their policy."""
+"""Runs as JSON by policy name."""
 
 _PERCENTILES = ("p50", "p95", "p99", "max")
 _MOST_TENANTS = 20
 
 
 def tables(rows: RowsByPolicy) -> Iterator[ReportTable]:
-    """The figures of every policy, its percentiles, how requests ended, and tenants."""
+    """Yield the figures of every policy, its percentiles, the outcomes, and tenants."""
     yield policies_table(rows)
     over = _over(rows)
     yield ReportTable(
@@ -176,7 +176,7 @@ def tables(rows: RowsByPolicy) -> Iterator[ReportTable]:
 
 
 def policies_table(rows: RowsByPolicy) -> ReportTable:
-    """The figures of every policy: means over seeds with half the width of their 95 % interval."""
+    """Return the figures of every policy: means over seeds with half the width of their 95 % interval."""
     return ReportTable(
         caption=f"Every policy: {_over(rows)}",
         head=["policy", "seeds", *(figure.heading for figure in FIGURES)],
@@ -227,7 +227,7 @@ def _outcomes(rows: RowsByPolicy) -> ReportTable:
 
 
 def _queues(rows: RowsByPolicy) -> Iterator[ReportTable]:
-    """The length queues that policies had learned by the end of the first seed's run."""
+    """Yield the length queues that policies had learned by the end of the first seed's run."""
     lines: list[list[str | Cell]] = []
     for policy, group in rows.items():
         for found in group[0]["partitions"][-1:]:
@@ -243,7 +243,7 @@ def _queues(rows: RowsByPolicy) -> Iterator[ReportTable]:
 
 
 def _tenants(rows: RowsByPolicy) -> ReportTable | None:
-    """The mean TTFT of the tenants with most requests; None when there is one tenant only."""
+    """Return the mean TTFT of the tenants with most requests; None with a single tenant."""
     first = next(iter(rows.values()))[0]["metrics"]["tenants"]
     if len(first) < 2:
         return None
@@ -272,11 +272,11 @@ def _tenant_ttft(name: str) -> Callable[[Row], float | None]:
 
 
 ByPolicy = Mapping[str, Sequence[RunResult]]
-"""Runs with their records, by the name of their policy."""
+"""Runs with their records by policy name."""
 
 
 def ttft_plots(by_policy: ByPolicy, base: str) -> Iterator[Plot]:
-    """The distribution of the TTFT, of short prompts and of long ones, and the TTFT by length."""
+    """Yield the distribution of the TTFT, of short prompts and of long ones, and the TTFT by length."""
     for title, records in _by_size(by_policy, lambda run: run.measured):
         yield distribution_plot(f"Distribution: {title}", records, base)
     yield from length_plots(
@@ -285,7 +285,7 @@ def ttft_plots(by_policy: ByPolicy, base: str) -> Iterator[Plot]:
 
 
 def timeline_plots(by_policy: ByPolicy, base: str) -> Iterator[Plot]:
-    """Who waits for a first token, over the run of the first seed."""
+    """Yield the number of requests without a first token over time, in the first seed's run."""
     firsts = {name: runs[:1] for name, runs in by_policy.items()}
     for title, records in _by_size(firsts, lambda run: run.records):
         yield waiting_plot(f"Waiting for a first token: {title}", records, base)
@@ -294,7 +294,7 @@ def timeline_plots(by_policy: ByPolicy, base: str) -> Iterator[Plot]:
 def _by_size(
     by_policy: ByPolicy, records_of: Callable[[RunResult], Sequence[RequestRecord]]
 ) -> Iterator[tuple[str, dict[str, list[RequestRecord]]]]:
-    """The records of short and of long prompts, by policy."""
+    """Yield the records of short and of long prompts, by policy."""
     short_at = next(iter(by_policy.values()))[0].settings.short_at_tokens
     sizes: tuple[tuple[str, Callable[[int], bool]], ...] = (
         (f"short prompts, at most {short_at:,} tokens", lambda tokens: tokens <= short_at),
@@ -311,7 +311,7 @@ def _by_size(
 
 
 _BASELINES = ("fcfs", DIRECT)
-# What the verdict is about: both ends of the trade between short and long prompts, and what it costs.
+# Figures in the verdict: both ends of the trade-off between short and long prompts, and its cost.
 _DECISIVE = {
     *("short TTFT mean s", "short TTFT p99 s", "long TTFT mean s", "long TTFT p99 s"),
     *("TPOT mean ms", "goodput /s"),
@@ -321,11 +321,11 @@ _DECISIVE = {
 def simulation_report(
     results: Sequence[RunResult], rows: Sequence[Row], origin: Origin, warnings: Sequence[str]
 ) -> ResultReport:
-    """The report.
+    """Return the report.
 
     Args:
         results: with their records, all of one trace and fleet.
-        rows: the same as JSON.
+        rows: the same results as JSON.
     """
     results_of: dict[str, list[RunResult]] = {}
     for result, row in zip(results, rows, strict=True):
@@ -347,7 +347,7 @@ def simulation_report(
 
 
 def _baseline(policies: Sequence[str]) -> str:
-    """First come, first served, where it was played; else no gateway; else the first policy named."""
+    """Return first come, first served if it was played, else no gateway, else the first policy named."""
     return next((name for name in _BASELINES if name in policies), policies[0])
 
 
@@ -356,7 +356,7 @@ def _candidates_and(base: str, policies: Sequence[str]) -> list[str]:
     return [", ".join(candidates), base] if candidates else [base]
 
 
-# What was asked
+# -- question and facts ------------------------------------------------------------------------------------
 
 
 def _question(base: str, policies: Sequence[str], result: RunResult) -> str:
@@ -417,7 +417,7 @@ def _notes(differences: Mapping[str, Sequence[FigureDifference]], result: RunRes
     yield f"Engines are simulated with the step times of {result.settings.fleet.profile}."
 
 
-# Differences
+# -- differences -------------------------------------------------------------------------------------------
 
 
 def _differences(rows: RowsByPolicy, base: str, name: str) -> list[FigureDifference]:
@@ -426,7 +426,7 @@ def _differences(rows: RowsByPolicy, base: str, name: str) -> list[FigureDiffere
 
 
 def _comparable(*policies: str) -> list[Figure]:
-    """Without a gateway there is no queue, so nothing to compare a wait in it with."""
+    """Return the comparable figures. Without a gateway there is no queue, and so no wait in it."""
     return [figure for figure in FIGURES if DIRECT not in policies or "wait" not in figure.heading]
 
 
@@ -442,7 +442,7 @@ def _difference(figure: Figure, base: Sequence[Row], other: Sequence[Row]) -> Fi
     ).difference()
 
 
-# Sections
+# -- sections ----------------------------------------------------------------------------------------------
 
 
 def _sections(

@@ -1,9 +1,9 @@
 """One simulated run: a policy, a fleet, a trace at a rate and a seed give raw records and figures.
 
-The same settings give the same decisions, to the byte. Every policy serves the same requests to their end,
-and the same ones are measured: all but the first tenth by arrival, during which queues fill and estimators
-learn. The last arrivals are measured as well, and the run goes on until the last one is done. Cutting the end
-off would hide the very requests that a policy has delayed.
+The same settings give byte-identical decisions. Every policy serves the same requests to their end, and the
+same ones are measured: all but the first tenth by arrival, during which queues fill and estimators learn. The
+last arrivals are measured as well, and the run continues until the last one is done, because excluding them
+would hide the requests that a policy has delayed.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from serve_app.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthNoise:
-    """The error of estimated prompt lengths.
+    """Error of estimated prompt lengths.
 
     Attributes:
         relative_error: standard deviation of the logarithm of estimate over truth: at 0.3, two of three
@@ -61,27 +61,23 @@ class LengthNoise:
             raise ValueError(f"relative_error must be 0 (exact) or more, got {self.relative_error}")
 
     def factors(self, request_ids: Iterable[str], rng: Random) -> dict[str, float]:
-        """Estimate over truth for each request, drawn in the order given."""
+        """Return estimate over truth for each request, drawn in the order given."""
         return {one: math.exp(rng.gauss(0.0, self.relative_error)) for one in request_ids}
 
 
 class NoisyEstimator(TokenEstimator):
-    """Multiplies each exact prompt length by the request's factor.
-
-    Args:
-        factors: estimate over truth, by request id.
-    """
+    """Estimator that multiplies each exact prompt length by the request's factor: estimate over truth."""
 
     def __init__(self, settings: EstimatorSettings, factors: Mapping[str, float]) -> None:
         super().__init__(settings)
         self._factors = factors
 
     def estimate(self, request: Request) -> TokenEstimate:
-        """The exact estimate, times the factor of the request."""
+        """Return the exact estimate, times the factor of the request."""
         exact = super().estimate(request)
         factor = self._factors[request.request_id]
         seen = max(1, round(exact.expected_prompt_tokens * factor))
-        # A real estimator keeps the lower bound below the truth, so that no request that fits is refused.
+        # A real estimator's lower bound is below the truth, so that no request that fits is rejected.
         least = min(seen, exact.least_prompt_tokens)
         return replace(exact, prompt_tokens=seen, expected_prompt_tokens=seen, least_prompt_tokens=least)
 
@@ -89,8 +85,9 @@ class NoisyEstimator(TokenEstimator):
 DIRECT = "direct"
 """The baseline without a gateway."""
 ORACLE = "oracle"
-"""The policy that knows the length of each answer, which nobody could deploy."""
-# So many more objects made than freed; Python's own 700 are made by a few events.
+"""The policy that knows the length of each output, which cannot be deployed."""
+# Surplus of created over freed objects that triggers a collection. A few events create Python's default of
+# 700.
 _YOUNG_OBJECTS = 50_000
 
 
@@ -110,21 +107,21 @@ class SloByLength(Slo):
     short_at_tokens: Annotated[int, at_least(1)] = SHORT_AT_TOKENS
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request completed within every limit of its class."""
+        """Return whether the request completed within every limit of its class."""
         is_short = record.prompt_tokens <= self.short_at_tokens
         return self.met_with(record, self.ttft_s if is_short else self.long_ttft_s)
 
 
 @settings
 class RunSettings:
-    """Everything that a run depends on.
+    """All inputs of a run.
 
     Attributes:
-        rate_per_s: mean arrival rate; None keeps the trace's own.
-        load: the rate as a share of the saturated one, for the reader of results; None when it is not known.
+        rate_per_s: mean arrival rate; None for the trace's own.
+        load: the rate as a share of the saturated one, for readers of results; None if unknown.
         scheduler: settings that differ from the defaults, by dotted path (`backpressure.target_waiting`).
-        partition: source of the queues for a policy that learns them; None keeps the prior.
-        warm_up_ratio: share of requests, the first by arrival, that is not measured.
+        partition: source of the queues for a policy that learns them; None for the prior.
+        warm_up_ratio: share of requests, by arrival, that is excluded from measurement.
         label: name of the policy in results; by default that of the policy.
     """
 
@@ -150,26 +147,26 @@ class RunSettings:
 
     @property
     def isolates(self) -> bool:
-        """Whether the policy keeps long prefills apart, so that engines get a chunk limit for them."""
+        """True if the policy isolates long prefills, so that engines get a chunk limit for them."""
         return self.policy != DIRECT and make_policy(self.policy, table=SIMULATED_POLICIES).isolates
 
     @property
     def name(self) -> str:
-        """The name of the policy in results."""
+        """Name of the policy in results."""
         return self.label or self.policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The result of a run.
+    """Result of a run.
 
     Attributes:
         workload: the requests that were played, and how many were left out.
         records: every request, by arrival.
         measured: those after the warm-up.
-        summary: the figures of those measured.
-        whole: the figures of all, for work and time without any cut.
-        partitions: the learned queues that were put in force, each with its time.
+        summary: figures of the measured requests.
+        whole: figures of all requests, for total work and time.
+        partitions: the learned partitions that were applied, each with its time.
         wall_s: real time of the run.
     """
 
@@ -184,7 +181,7 @@ class RunResult:
 
 
 def policy_names() -> list[str]:
-    """Every policy that can be simulated."""
+    """Return all policies that can be simulated."""
     return [DIRECT, *SIMULATED_POLICIES]
 
 
@@ -195,7 +192,7 @@ def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | No
         on_decision: called with every decision of the scheduler.
 
     Raises:
-        TraceError: there is no such trace, or nothing in it fits the engines.
+        TraceError: there is no such trace, or none of its requests fits the engines.
         SettingsError: a setting is unknown or out of range.
     """
     began = time.perf_counter()
@@ -219,7 +216,7 @@ def simulate(settings: RunSettings, on_decision: Callable[[Decision], None] | No
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Look for cycles among objects seldom: a run makes many that stay to its end, and hardly a cycle."""
+    """Collect garbage less often: a run creates many objects that live until its end, and hardly a cycle."""
     before = gc.get_threshold()
     gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
     try:
@@ -229,7 +226,7 @@ def _few_collections() -> Iterator[None]:
 
 
 def run_header(settings: RunSettings) -> RunHeader:
-    """What begins the decision log of a run. A run under `direct` has no scheduler, and so no log.
+    """Return the header of a run's decision log. A `direct` run has no scheduler, and so no log.
 
     Raises:
         SettingsError: a setting is unknown or out of range.
@@ -249,7 +246,7 @@ def _scheduler_settings(settings: RunSettings) -> SchedulerSettings:
 
 
 def fitted_trace(settings: RunSettings) -> FittedTrace:
-    """The requests of a run at their rate, without those that no engine could take."""
+    """Return the requests of a run at their rate, without those that fit no engine."""
     longest = max(plan.engine.max_model_len for plan in settings.fleet.plans())
     fitted = fit(choose_trace(settings.trace, settings.seed), longest)
     return replace(fitted, trace=at_rate(fitted.trace, settings.rate_per_s))

@@ -1,8 +1,8 @@
-"""The scheduler's settings in a simulated run: those of production, with two exceptions.
+"""Scheduler settings of a simulated run: those of production, with two exceptions.
 
-No request is denied for a full queue, because a policy that refuses work would look fast. And the gate on the
+No request is denied for a full queue, because a policy that rejects work would look fast. And the gate on the
 time per output token (`backpressure.tpot_gate_s`) is off. It trades throughput for decoding speed, which is
-the operator's choice and no part of an ordering policy. Its price is paid by the policies whose time per
+the operator's choice and not part of an ordering policy, and it affects only the policies whose time per
 output token reaches it.
 """
 
@@ -17,20 +17,19 @@ from serve_app.core.settings_base import ADVANCED, block_of, describe, read
 from serve_app.errors import SettingsError
 from serve_app.lab.simulation.workload import MODEL
 
-# More than any trace holds.
+# More than any trace contains.
 _UNLIMITED = 1_000_000_000
 
-# Of the routing settings, those that follow from the fleet.
+# Routing settings that follow from the fleet.
 _OF_THE_FLEET = ("pools", "b_short_tokens", "boundaries_tokens", "costs")
 
 
 def scheduler_settings(
     policy: str, routing: RoutingSettings, changes: Mapping[str, object]
 ) -> SchedulerSettings:
-    """Settings of one run.
+    """Return the settings of one run.
 
     Args:
-        policy: name of the ordering policy.
         routing: the fleet's pools.
         changes: values by dotted path, such as `backpressure.target_waiting`.
 
@@ -44,7 +43,7 @@ def scheduler_settings(
     }
     for path, value in changes.items():
         plant(tree, _known(path), value)
-    # These follow from the arguments: the fleet decides which pools there are.
+    # These follow from the arguments: the fleet defines the pools.
     for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
         if owned in changes:
             raise SettingsError(f"{owned} is not to be set: it follows from the policy and the fleet")
@@ -72,7 +71,7 @@ def plant(tree: dict[str, Any], path: str, value: object) -> None:
 
 
 def _known(path: str) -> str:
-    """The path of a setting as the class has it; files write `advanced` before some, which may stay away.
+    """Return the path of a setting without `advanced`, which files use as a block and may omit here.
 
     Raises:
         SettingsError: there is no such setting.

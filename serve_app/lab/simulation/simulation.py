@@ -1,13 +1,11 @@
-"""The simulation: the production scheduler on simulated replicas; requests in, decisions and records out.
+"""Simulation of the production scheduler on simulated replicas: requests in, decisions and records out.
 
 Messages take `control_latency_s`: a grant to its engine, and feedback or a report to the scheduler. A replica
 reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
-there is one, observes each admitted request and answers at once.
+there is one, observes each admitted request and answers immediately.
 
-The simulator's clock: a heap of planned actions in a total order.
-
-Two actions of one instant are carried out by rank, then in the order in which they were planned. The same
-plan gives the same order, so a run can be replayed to the byte.
+The simulator's clock is a heap of planned actions in a total order. Actions of one instant are carried out by
+rank, then in the order in which they were planned, so a replay of a run is byte-identical.
 """
 
 import enum
@@ -38,11 +36,11 @@ from serve_app.request import Request, Usage
 
 
 class Rank(enum.IntEnum):
-    """The order of actions in one instant.
+    """Order of actions in one instant.
 
-    Engines move first, so that all others see their new state. Feedback from engines reaches the scheduler
+    Engines are first, so that all others see their new state. Feedback from engines reaches the scheduler
     before arrivals do, so capacity that becomes free at the instant of an arrival is available to it. The
-    scheduler's own wake-ups come last.
+    scheduler's own wake-ups are last.
     """
 
     ENGINE = 0
@@ -58,16 +56,12 @@ _Planned = tuple[float, int, int, Action]
 
 
 class Timeline:
-    """Plans actions and carries them out in order.
-
-    Attributes:
-        now: the current time in seconds; it never goes back.
-    """
+    """Event queue that plans actions and carries them out in order; `now` is monotonic, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._heap: list[_Planned] = []
-        # What `at_each` has planned, the last first.
+        # Actions planned by `at_each`, last first.
         self._known: list[_Planned] = []
         self._sequence = itertools.count()
 
@@ -82,9 +76,10 @@ class Timeline:
         heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
 
     def at_each(self, rank: Rank, plans: Iterable[tuple[float, Action]]) -> None:
-        """Plan many actions at once, each for its own time, as `at` would one after the other.
+        """Plan many actions, each for its own time, equivalent to successive calls of `at`.
 
-        They are sorted once, and kept out of the heap: it stays small, and all else is planned in it sooner.
+        They are sorted once and stored outside the heap, which remains small and so is faster for all other
+        actions.
 
         Raises:
             ValueError: one of the times has passed.
@@ -96,10 +91,10 @@ class Timeline:
         self._known = sorted(self._known + planned, reverse=True)
 
     def run(self, *, until: float | None = None) -> None:
-        """Carry out all planned actions, also those planned meanwhile, to the end or to `until`."""
+        """Carry out all planned actions, including newly planned ones, to the end or to `until`."""
         heap = self._heap
         while heap or self._known:
-            # Read anew each time, since an action may plan more.
+            # Read again each time, because an action may plan more.
             known = self._known
             is_known = bool(known) and not (heap and heap[0] < known[-1])
             if until is not None and (known[-1] if is_known else heap[0])[0] > until:
@@ -114,17 +109,17 @@ class Timeline:
         return f"<Timeline now={self.now:.6f} planned={len(self)}>"
 
 
-# Decoding iterations that one event may cover; the model ends a step at any change.
+# Decoding iterations that one event may cover. The model ends a step at any change.
 _MAX_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """One replica to simulate.
+    """A replica to simulate.
 
     Attributes:
-        tells_load: its reports say what waits and runs, and it states its batch and its KV cache; otherwise
-            it is like a server without metrics.
+        tells_load: whether it reports waiting and running requests, its batch size and its KV cache;
+            otherwise it is like a server without metrics.
     """
 
     replica_id: str
@@ -135,7 +130,7 @@ class ReplicaPlan:
 
     @property
     def spec(self) -> ReplicaSpec:
-        """What the replica registers with."""
+        """The replica's registration."""
         if not self.tells_load:
             return ReplicaSpec(
                 replica_id=self.replica_id,
@@ -158,11 +153,7 @@ class ReplicaPlan:
 
 
 class SimulatedReplica:
-    """Drives one engine model: begins a step when there is work, and passes on the outcome of each step.
-
-    Attributes:
-        draining: it takes no more requests.
-    """
+    """Driver of one engine model: begins a step if there is work, and passes on the outcome of each step."""
 
     def __init__(
         self,
@@ -181,7 +172,7 @@ class SimulatedReplica:
         self._token_gaps = 0
         self._token_gaps_s = 0.0
         self._tpot.note(0.0, 0, timeline.now)
-        # The planned end of the step under way; another end in the model means that the step was cut short.
+        # The planned end of the current step. If the model has another end, the step was cut short.
         self._planned_end: float | None = None
 
     def accept(self, sequence: EngineSequence) -> None:
@@ -191,12 +182,12 @@ class SimulatedReplica:
         self._go_on()
 
     def abort(self, sequence: EngineSequence) -> None:
-        """Abort a request whose client is gone."""
+        """Abort a request whose client has disconnected."""
         self.model.abort(sequence, self._timeline.now)
         self._go_on()
 
     def report(self) -> ReplicaReport:
-        """The state of the replica now."""
+        """Return the current load report."""
         if not self._tells_load:
             return ReplicaReport(
                 received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
@@ -235,11 +226,11 @@ class SimulatedReplica:
 
 @settings
 class SimulationSettings:
-    """The surroundings of the scheduler.
+    """Environment of the scheduler.
 
     Attributes:
-        control_latency_s: one way between the scheduler and an engine, through a gateway.
-        report_interval_s: between two reports of a replica.
+        control_latency_s: one-way latency between the scheduler and an engine, through a gateway.
+        report_interval_s: time between two reports of a replica.
     """
 
     control_latency_s: Annotated[float, NOT_NEGATIVE] = 0.001
@@ -248,11 +239,11 @@ class SimulationSettings:
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request with what only an oracle knows, and what has happened to it so far.
+    """A request with its true output length, and its progress.
 
     Attributes:
-        prompt_tokens: as its engine counts them; None where the gateway knows them exactly.
-        cached_tokens: of its prompt, which its engine has computed before the run, wherever it goes.
+        prompt_tokens: as counted by its engine; None if the gateway knows them exactly.
+        cached_tokens: prompt tokens that are cached on any engine before the run.
     """
 
     request: Request
@@ -266,7 +257,7 @@ class SimulatedRequest:
 
     @property
     def counted_tokens(self) -> int:
-        """The length of its prompt."""
+        """Length of the prompt in tokens."""
         known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         assert known is not None, "either the gateway or the oracle knows it"
         return known
@@ -274,14 +265,14 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Simulation:
-    """One run.
+    """A simulated run.
 
     Attributes:
         records: one per concluded request, in the order of conclusion.
-        on_decision: called with every decision; None keeps no log, which is faster.
-        learner: of length queues; None leaves the policy those that it begins with.
-        estimator: instead of the one that the settings describe.
-        partitions: every partition that was put in force, with its time.
+        on_decision: called with every decision; None writes no log, which is faster.
+        learner: learner of length queues; None for the policy's initial ones.
+        estimator: replaces the one that the settings describe.
+        partitions: every partition that was applied, with its time.
     """
 
     scheduler_settings: SchedulerSettings
@@ -318,15 +309,15 @@ class Simulation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last request has ended."""
+        """True if the last request has ended."""
         return not self._to_come and not self._live
 
     def live(self, request_id: str) -> SimulatedRequest:
-        """A request that has arrived and not ended, as it stands."""
+        """Return a request that has arrived and not ended."""
         return self._live[request_id]
 
     def cancel(self, request_id: str) -> None:
-        """The client of a request has gone; without effect when the request is over."""
+        """Simulate that a request's client disconnects. Does nothing if the request has ended."""
         simulated = self._live.get(request_id)
         if simulated is None:
             return
@@ -337,7 +328,7 @@ class Simulation:
     # The scheduler
 
     def feed(self, event: ev.Event) -> None:
-        """Feed an event to the scheduler now, and carry out its commands."""
+        """Pass an event to the scheduler now, and carry out its commands."""
         now = self.timeline.now
         commands = self.scheduler.handle(event, now)
         if self.on_decision is not None:
@@ -351,7 +342,7 @@ class Simulation:
 
     def _plan_wake_up(self) -> None:
         wake_at = self.scheduler.next_wakeup()
-        # The simulation ends with its last request; reports would go on for ever.
+        # The simulation ends with its last request, because reports would continue forever.
         if wake_at is None or self.is_over or (self._wake_at is not None and self._wake_at <= wake_at):
             return
         self._wake_at = wake_at
@@ -395,7 +386,7 @@ class Simulation:
         prompt_tokens = simulated.counted_tokens
         assert dispatch is not None
         if request.request_id not in self._live:
-            # Cancelled on its way.
+            # Cancelled in transit.
             return
         if replica.draining:
             self._return(request, replica, ev.DispatchFailure.UNREACHABLE)
@@ -447,7 +438,7 @@ class Simulation:
     # Replicas
 
     def join(self, plan: ReplicaPlan, report_after_s: float = 0.0) -> None:
-        """A replica is ready now."""
+        """Add a replica that is ready now."""
         replica = SimulatedReplica(plan, self.timeline, self._step_ended)
         self.replicas[plan.replica_id] = replica
         self.feed(ev.ReplicaJoined(replica.spec))
@@ -456,7 +447,7 @@ class Simulation:
 
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
-            # A gateway sees the first token of a streamed answer only.
+            # A gateway sees the first token of a streamed response only.
             if self._live[sequence.sequence_id].request.spec.streamed:
                 first = ev.FirstToken(sequence.sequence_id)
                 self._after_latency(Rank.FEEDBACK, partial(self.feed, first))

@@ -1,4 +1,4 @@
-"""The workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
+"""Workload of a run: the requests of a trace, fitted to the engines and disclosed to the scheduler."""
 
 import itertools
 import math
@@ -29,12 +29,12 @@ from serve_app.request import PromptShape, Request, RequestSpec, Submission
 
 
 def with_arrivals(trace: Trace, pattern: str, rng: np.random.Generator) -> Trace:
-    """The same requests in the same order, at other times of the same mean rate.
+    """Return the same requests in the same order, at other times with the same mean rate.
 
     Args:
         pattern: `poisson`; `gamma:CV` with a coefficient of variation of the gaps; or `on-off:ON,OFF` with
-            the mean lengths of busy and silent spells, counted in requests at the mean rate, so that a
-            pattern keeps its shape at any load.
+            the mean lengths of busy and silent periods, in requests at the mean rate, so that the shape of a
+            pattern is the same at any load.
 
     Raises:
         TraceError: there is no such pattern, or all requests arrive at once.
@@ -63,7 +63,7 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
 
 
 def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generator) -> Trace:
-    """The same trace, with the shares of short and long prompts exchanged in its second half.
+    """Exchange the shares of short and long prompts in the second half of a trace.
 
     Args:
         short_at_tokens: longest prompt that counts as short.
@@ -97,16 +97,16 @@ MODEL = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceChoice:
-    """The choice of a trace, and how it is changed.
+    """Choice of a trace, and its modifications.
 
     Attributes:
         name: as in `lab.workloads.catalog`; several joined by `+` are merged on one clock.
-        requests: how many; None for all of a file, or the generator's default.
+        requests: number of requests; None for all of a file, or the generator's default.
         tenants, priorities: shares, as in `lab.workloads.catalog`.
-        folder: where trace files lie; None is the default folder.
-        arrivals: a pattern that replaces the trace's own, see `with_arrivals`.
-        flip_mix_at: longest short prompt, when the shares of short and long prompts are exchanged half-way;
-            None: they are not.
+        folder: folder of trace files; None for the default folder.
+        arrivals: pattern that replaces the trace's own, see `with_arrivals`.
+        flip_mix_at: longest short prompt, to exchange the shares of short and long prompts half-way; None for
+            no exchange.
     """
 
     name: str
@@ -124,7 +124,7 @@ class FittedTrace:
 
     Attributes:
         dropped: requests left out, because no engine can hold their prompt and one token.
-        clipped: requests whose answer ends at the engine's context limit, as in vLLM.
+        clipped: requests whose output ends at the engine's context limit, as in vLLM.
     """
 
     trace: Trace
@@ -134,11 +134,11 @@ class FittedTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disclosure:
-    """What the scheduler is told about requests.
+    """Information about requests that the scheduler receives.
 
     Attributes:
-        output_known: `max_tokens` states the true length of the answer; otherwise it is absent.
-        queue_timeout_s: longest time in the queue; infinite by default, so all policies do the same work.
+        output_known: whether `max_tokens` states the true length of the output; otherwise it is absent.
+        queue_timeout_s: maximum queue time; infinite by default, so that all policies do the same work.
         model: the name that requests ask for.
     """
 
@@ -149,7 +149,7 @@ class Disclosure:
 
 @lru_cache(maxsize=8)
 def choose_trace(choice: TraceChoice, seed: int) -> Trace:
-    """The requests of one seed, at the trace's own rate.
+    """Return the requests of one seed, at the trace's own rate.
 
     Raises:
         TraceError: there is no such trace, or it cannot be read.
@@ -172,10 +172,10 @@ def choose_trace(choice: TraceChoice, seed: int) -> Trace:
 
 
 def fit(trace: Trace, max_model_len: int) -> FittedTrace:
-    """Leave out requests that no engine could take, and end answers where the engine would.
+    """Leave out requests that fit no engine, and end outputs where the engine would.
 
     Raises:
-        TraceError: nothing is left.
+        TraceError: no request is left.
     """
     kept, clipped = [], 0
     for one in trace.requests:
@@ -196,16 +196,12 @@ def fit(trace: Trace, max_model_len: int) -> FittedTrace:
 
 
 def at_rate(trace: Trace, rate_per_s: float | None) -> Trace:
-    """The trace scaled in time to a rate; None keeps its own."""
+    """Scale the trace in time to a rate; None keeps its own."""
     return trace if rate_per_s is None else scale_to_rate(trace, rate_per_s)
 
 
 def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterator[SimulatedRequest]:
-    """The requests of a run, in the order of arrival.
-
-    Args:
-        block_size: of the engines' KV blocks, in tokens.
-    """
+    """Yield the requests of a run in the order of arrival, hashed by KV blocks of `block_size` tokens."""
     for number, one in enumerate(trace.requests):
         yield SimulatedRequest(
             Request(
@@ -231,7 +227,7 @@ def requests_of(trace: Trace, disclosure: Disclosure, block_size: int) -> Iterat
 
 
 def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int]:
-    """Hashes as a gateway makes them: where the trace's ids are equal, all text up to there is equal."""
+    """Yield hashes as a gateway computes them: equal ids of the trace mean equal text up to there."""
     if not prefix:
         return
     known_tokens = min(prompt_tokens, len(prefix) * PREFIX_BLOCK_TOKENS)
@@ -240,7 +236,7 @@ def _gateway_blocks(prefix: tuple[int, ...], prompt_tokens: int) -> Iterator[int
 
 
 def _engine_blocks(prefix: tuple[int, ...], prompt_tokens: int, block_size: int) -> Iterator[int]:
-    """Hashes of the engine's full blocks; one id of the trace covers many."""
+    """Yield hashes of the engine's full blocks. One id of the trace covers many."""
     per_id = PREFIX_BLOCK_TOKENS // block_size
     for place in range(min(len(prefix) * per_id, prompt_tokens // block_size)):
         yield prefix[place // per_id] * per_id + place % per_id

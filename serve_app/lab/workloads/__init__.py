@@ -1,5 +1,5 @@
-"""Workloads: traces from files and generators, for the simulator and the benchmark alike.
+"""Workloads: traces from files and generators, for the simulator and the benchmark.
 
-Read `trace` (what a workload is, and how traces are cut, merged and scaled), `loaders` (public file formats),
-`generators` (what generated workloads are made of), then `catalog` (the names on the command line).
+Read `trace` (a workload, and how traces are cut, merged and scaled), `loaders` (public file formats),
+`generators` (components of generated workloads), then `catalog` (the names on the command line).
 """

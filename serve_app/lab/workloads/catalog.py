@@ -1,11 +1,11 @@
-"""The catalog of workloads: what a name or a path stands for, for simulator, benchmark and planner.
+"""Catalog of workloads: resolves names and paths for simulator, benchmark and planner.
 
-Generators built from published figures, for use where the traces themselves are not available.
+Generators are built from published figures, for use if the traces themselves are not available:
 
 Azure 2023: percentiles of lengths, and gaps, computed from the two public traces (Azure/AzurePublicDataset,
-CC-BY 4.0). Prompt and answer are drawn independently, so their correlation is lost.
+CC-BY 4.0). Prompt and output are drawn independently, so their correlation is lost.
 LMSYS-Chat-1M: the distribution of total tokens (vllm-project/semantic-router, fleet-sim, Apache-2.0) and
-percentiles of answers.
+percentiles of outputs.
 `paper-mix`: the workload of EWSJF (arXiv 2601.21758, section 5): 80 % short and 20 % long prompts, Poisson
 arrivals.
 """
@@ -41,12 +41,12 @@ LengthPairs = tuple[Tokens, Tokens]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a named workload is generated.
+    """Generator of a named workload.
 
     Attributes:
-        figures: what it is built from, for the provenance of results.
-        rate_per_s: mean arrival rate when the caller gives none.
-        arrivals: the arrival process of a given mean rate.
+        figures: the figures that it is built from, for the provenance of results.
+        rate_per_s: default of the mean arrival rate.
+        arrivals: returns the arrival process for a mean rate.
         lengths: draws prompt and output lengths.
     """
 
@@ -56,7 +56,7 @@ class Recipe:
     lengths: Callable[[int, np.random.Generator], LengthPairs]
 
     def generate(self, name: str, count: int, seed: int, rate_per_s: float | None = None) -> Trace:
-        """Draw `count` requests; arrivals and lengths come from separate streams."""
+        """Draw `count` requests. Arrivals and lengths use separate streams."""
         rate = self.rate_per_s if rate_per_s is None else rate_per_s
         times = self.arrivals(rate).sample(count, stream(seed, f"{name} arrivals"))
         prompts, outputs = self.lengths(count, stream(seed, f"{name} lengths"))
@@ -87,13 +87,13 @@ def _within(totals: Lengths, outputs: Lengths) -> Callable[[int, np.random.Gener
 
 
 def _percentiles(*tokens: int) -> QuantileLengths:
-    """A distribution from its percentiles 0, 1, 5, 10, 25, 50, 75, 80, 90, 95, 99, 99.9 and 100."""
+    """Return a distribution from its percentiles 0, 1, 5, 10, 25, 50, 75, 80, 90, 95, 99, 99.9 and 100."""
     return QuantileLengths(tuple(zip(_SHARES, tokens, strict=True)))
 
 
 _SHARES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.8, 0.9, 0.95, 0.99, 0.999, 1)
 
-# Share of requests with at most so many tokens, prompt and answer together.
+# (share of requests, maximum tokens of prompt and output together).
 _LMSYS_TOTALS = QuantileLengths(
     (
         *((0.0, 2), (0.1314, 64), (0.2359, 128), (0.3825, 256), (0.6383, 512), (0.7580, 768), (0.8307, 1024)),
@@ -128,7 +128,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "lmsys": Recipe(
         figures="the token distribution of LMSYS-Chat-1M",
-        # The data set has no arrival times: a Poisson stream of this rate is our assumption.
+        # The data set has no arrival times, so a Poisson stream of this rate is assumed.
         rate_per_s=10.0,
         arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
         lengths=_within(_LMSYS_TOTALS, _LMSYS_OUTPUTS),
@@ -150,7 +150,7 @@ TRACES_VARIABLE = "EWSJF_TRACES"
 
 _ROOT = Path(__file__).resolve().parents[3]
 DOWNLOAD_FOLDER = _ROOT / ".cache" / "traces"
-"""Where `scripts/fetch_traces` stores them by default."""
+"""Default folder of `scripts/fetch_traces`."""
 _SHARED_FOLDER = _ROOT.parent / "shared" / "traces"
 
 _FILES = {
@@ -158,7 +158,7 @@ _FILES = {
     "azure-conv": "AzureLLMInferenceTrace_conv.csv",
 }
 _DEFAULT_REQUESTS = 1000
-# Merged generators cover an hour, as the public traces do.
+# Merged generators cover an hour, like the public traces.
 _MERGED_SPAN_S = 3_600.0
 
 
@@ -169,12 +169,12 @@ class WorkloadSettings:
     Attributes:
         trace: a name (`azure-code`, `azure-conv`, `lmsys`, `paper-mix`) or the path of a trace file; several
             joined by `+` are merged on one clock.
-        rate_per_s: mean arrival rate; None keeps the trace's own.
-        requests: how many; None for a thousand, or as many as `duration_s` takes.
-        duration_s: for how long requests arrive; only one of the two can be given.
-        tenants: see `tenants.parse_shares`; None keeps those of the file.
-        priorities: shares of priority classes, such as `interactive=1,batch=3`; None keeps those of the file.
-        folder: where trace files are; None looks in the usual places.
+        rate_per_s: mean arrival rate; None for the trace's own.
+        requests: number of requests; None for a thousand, or as many as `duration_s` requires.
+        duration_s: time during which requests arrive; exclusive with `requests`.
+        tenants: see `generators.parse_shares`; None for those of the file.
+        priorities: shares of priority classes, such as `interactive=1,batch=3`; None for those of the file.
+        folder: folder of trace files; None for the default folders.
     """
 
     trace: str
@@ -223,7 +223,7 @@ def _single(settings: WorkloadSettings) -> Trace:
 
 
 def _merged(settings: WorkloadSettings) -> Trace:
-    """Merge whole files, so that requests that arrived together stay together, and an hour of generators."""
+    """Merge whole files, in which requests that arrived together stay together, and an hour of generators."""
     whole = replace(settings, rate_per_s=None, requests=None, duration_s=None)
     parts = []
     for name in settings.trace.split("+"):
@@ -234,7 +234,7 @@ def _merged(settings: WorkloadSettings) -> Trace:
 
 
 def notes_on(trace: Trace) -> Iterator[str]:
-    """What a user must know of the requests that are played, a line each: generated ones, rows left out."""
+    """Yield notes about the requests that are played: generated ones, skipped rows."""
     if names := trace.without_file:
         files = "its file is" if len(names) == 1 else "their files are"
         yield (
@@ -246,7 +246,7 @@ def notes_on(trace: Trace) -> Iterator[str]:
 
 
 def trace_file(settings: WorkloadSettings) -> Path | None:
-    """The file that the workload is read from; None when it is to be generated.
+    """Return the file of the workload, or None if it is generated.
 
     Raises:
         TraceError: there is no such name or file.
@@ -263,7 +263,7 @@ def trace_file(settings: WorkloadSettings) -> Path | None:
 
 
 def _find(filename: str, folder: Path | None) -> Path | None:
-    """A folder that was given must have the file; the usual places may have it."""
+    """Return the file, or None. A folder that was given must have it; the default folders may have it."""
     named = folder or (Path(os.environ[TRACES_VARIABLE]) if os.environ.get(TRACES_VARIABLE) else None)
     if named is not None:
         if not (named / filename).is_file():

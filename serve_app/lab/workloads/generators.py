@@ -1,7 +1,7 @@
-"""What generated workloads are made of: lengths, arrivals, tenants and priority classes, and random numbers.
+"""Components of generated workloads: lengths, arrivals, tenants and priority classes, and random numbers.
 
-A run has one seed and one named stream of random numbers for each use. Drawing more numbers for one use
-therefore changes no other.
+A run has one seed and one named stream of random numbers per use, so that drawing more numbers for one use
+does not change any other.
 """
 
 import math
@@ -19,13 +19,13 @@ from serve_app.request import PriorityClass
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
-    """The numpy generator of one use (`arrivals`, `lengths`...) in the run with this seed."""
+    """Return the numpy generator of one use (`arrivals`, `lengths`...) in the run with this seed."""
     return np.random.default_rng(_entropy(seed, name))
 
 
 def plain_stream(seed: int, name: str) -> random.Random:
-    """The same as `random.Random`, for the pure packages, which do not import numpy."""
-    return random.Random(int(stream(seed, name).integers(1 << 62)))  # noqa: S311 - a simulation, no secret
+    """Return a stream as `random.Random`, for the pure packages, which do not import numpy."""
+    return random.Random(int(stream(seed, name).integers(1 << 62)))  # noqa: S311 - a simulation, not a secret
 
 
 def _entropy(seed: int, name: str) -> list[int]:
@@ -38,7 +38,7 @@ Tokens = NDArray[np.int64]
 
 
 class Lengths(Protocol):
-    """Draws lengths in tokens, each at least 1."""
+    """Distribution of lengths in tokens, each at least 1."""
 
     def sample(self, count: int, rng: np.random.Generator) -> Tokens:
         """Draw `count` lengths."""
@@ -70,7 +70,7 @@ class LognormalLengths:
     max_tokens: int
 
     def sample(self, count: int, rng: np.random.Generator) -> Tokens:
-        """Draw from the lognormal of this mean and coefficient of variation."""
+        """Draw from the lognormal distribution of this mean and coefficient of variation."""
         variance = math.log(1 + self.cv**2)
         drawn = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count)
         return _whole(np.minimum(drawn, self.max_tokens))
@@ -78,7 +78,7 @@ class LognormalLengths:
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Every length from `low` to `high`, both included, equally often."""
+    """Uniform lengths from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -105,10 +105,10 @@ class MixedLengths:
 
 
 def pair_within_totals(totals: Tokens, outputs: Tokens, rng: np.random.Generator) -> Tokens:
-    """Give each total an output shorter than itself, at random, so that both keep their distributions.
+    """Give each total a shorter output at random, so that both retain their distributions.
 
     Drawing the two independently and cutting would distort one of them. Totals are paired in ascending order,
-    each with one of the outputs that fit. Where none fits, which is rare, the output is 1.
+    each with one of the outputs that fit. If none fits, which is rare, the output is 1.
     """
     paired = np.ones_like(totals)
     ascending = np.sort(outputs)
@@ -130,7 +130,7 @@ def _whole(lengths: Sequence[float] | NDArray[np.float64]) -> Tokens:
 
 
 class Arrivals(Protocol):
-    """Draws arrival times in seconds, ascending, after a start at 0."""
+    """Distribution of arrival times in seconds, ascending, after a start at 0."""
 
     def sample(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Draw `count` arrival times."""
@@ -152,7 +152,7 @@ class GammaArrivals:
         _check_positive(rate_per_s=self.rate_per_s, cv=self.cv)
 
     def sample(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Arrival times: sums of gaps of shape `1 / cv^2` and mean `1 / rate`."""
+        """Draw arrival times: sums of gaps of shape `1 / cv^2` and mean `1 / rate`."""
         variance_ratio = self.cv**2
         gaps = rng.gamma(1 / variance_ratio, variance_ratio / self.rate_per_s, count)
         return np.asarray(np.cumsum(gaps), dtype=np.float64)
@@ -160,7 +160,7 @@ class GammaArrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnOffArrivals:
-    """Poisson arrivals in on-periods, none in off-periods; both last exponentially long.
+    """Poisson arrivals in on-periods, none in off-periods; both have exponential durations.
 
     Attributes:
         rate_per_s: mean over on- and off-periods together.
@@ -200,7 +200,7 @@ ZIPF_EXPONENT = 1.0
 
 
 def zipf_shares(count: int, exponent: float = ZIPF_EXPONENT) -> dict[str, float]:
-    """Shares of `tenant-1` to `tenant-n`, proportional to `1 / rank^exponent`; 0 makes them equal."""
+    """Return shares of `tenant-1` to `tenant-n`, proportional to `1 / rank^exponent`; 0 makes them equal."""
     if count < 1 or not exponent >= 0:
         raise TraceError(
             f"tenants need a count of at least 1 and an exponent of at least 0, got {count}:{exponent}"
@@ -210,7 +210,7 @@ def zipf_shares(count: int, exponent: float = ZIPF_EXPONENT) -> dict[str, float]
 
 
 def parse_shares(text: str) -> dict[str, float]:
-    """Read `8` (Zipf), `8:1.2` (with an exponent) or `search=3,chat=1` (named, by weight).
+    """Parse `8` (Zipf), `8:1.2` (with an exponent) or `search=3,chat=1` (named, by weight).
 
     Raises:
         TraceError: the text is none of these.
@@ -230,16 +230,16 @@ def parse_shares(text: str) -> dict[str, float]:
 
 
 def assign_tenants(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> Trace:
-    """Give each request a tenant, drawn by share."""
+    """Assign a tenant to each request, drawn by share."""
     requests = zip(trace.requests, _drawn(trace, shares, rng), strict=True)
     return replace(trace, requests=tuple(replace(request, tenant=name) for request, name in requests))
 
 
 def assign_priorities(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> Trace:
-    """Give each request a priority class, drawn by share.
+    """Assign a priority class to each request, drawn by share.
 
     Raises:
-        TraceError: a name is no priority class.
+        TraceError: a name is not a priority class.
     """
     unknown = set(shares) - set(PriorityClass)
     if unknown:
@@ -251,6 +251,6 @@ def assign_priorities(trace: Trace, shares: Mapping[str, float], rng: np.random.
 
 
 def _drawn(trace: Trace, shares: Mapping[str, float], rng: np.random.Generator) -> list[str]:
-    """A name for each request, drawn by share."""
+    """Return a name for each request, drawn by share."""
     drawn = rng.choice(list(shares), len(trace.requests), p=list(shares.values()))
     return [str(name) for name in drawn]

@@ -5,8 +5,8 @@
     mooncake   {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} per line
     plain      arrival_s,prompt_tokens,output_tokens[,tenant][,priority]
 
-A row without a servable request is counted under its reason, with the line of the first one, and never
-dropped silently. Arrivals are shifted so that the first is at 0, and sorted (stable).
+A row without a valid request is counted by reason, with the line of the first one, and never dropped
+silently. Arrivals are shifted so that the first is at 0, and sorted (stable).
 """
 
 import csv
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """One file format: the columns that identify it, and how a row becomes a request."""
+    """A file format: the columns that identify it, and its row parser."""
 
     name: str
     columns: frozenset[str]
@@ -35,14 +35,14 @@ class TraceFormat:
 
 
 class _RowError(ValueError):
-    """A row holds no request; the message is the reason under which it is counted."""
+    """A row has no valid request; the message is the reason under which it is counted."""
 
 
 def load_trace(path: Path) -> Trace:
     """Read a trace file, plain or `.gz`.
 
     Raises:
-        TraceError: the file is missing, of no known format, or no row of it can be read.
+        TraceError: the file is missing, has an unknown format, or no readable row.
     """
     try:
         with _open(path) as lines:
@@ -63,7 +63,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def describe_skipped(trace: Trace) -> str:
-    """A sentence on the rows that were left out; empty when there are none."""
+    """Return a sentence about the skipped rows; empty if there are none."""
     return _describe(trace.skipped) if trace.skipped else ""
 
 
@@ -80,7 +80,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _rows(path: Path, lines: TextIO) -> tuple[TraceFormat, Iterator[tuple[str, Row]]]:
-    """The format of a file and its rows, each with its line."""
+    """Return the format of a file and its rows, each with its line."""
     first = lines.readline()
     if first.lstrip().startswith("{"):
         return _MOONCAKE, _json_rows(first, lines)
@@ -102,7 +102,7 @@ def _csv_rows(columns: list[str], lines: TextIO) -> Iterator[tuple[str, Row]]:
 
 
 def _json_rows(first: str, lines: TextIO) -> Iterator[tuple[str, Row]]:
-    """Objects by line; a line that is not an object has no columns, and is counted as such."""
+    """Yield objects by line. A line that is not an object has no columns, and is counted as such."""
     for number, line in enumerate((first, *lines), start=1):
         if line.strip():
             try:
@@ -143,7 +143,7 @@ def _burstgpt(row: Row) -> TraceRequest:
 
 
 def _mooncake(row: Row) -> TraceRequest:
-    """Captures of this project add a tenant and a class."""
+    """Parse a Mooncake row. Captures of this project add a tenant and a class."""
     prefix = row.get("hash_ids", [])
     if not isinstance(prefix, list) or not all(isinstance(block, int) for block in prefix):
         raise _RowError("hash_ids is not a list of integers")
@@ -201,13 +201,13 @@ def _tokens(row: Row, column: str) -> int:
     if tokens != int(tokens):
         raise _RowError(f"{column} is not a whole number")
     if tokens < 1:
-        # BurstGPT marks failed requests this way; an engine cannot serve them either.
+        # BurstGPT marks failed requests like this. An engine cannot serve them either.
         raise _RowError(f"{column} is below 1")
     return int(tokens)
 
 
 def _utc_s(text: str) -> float:
-    """Seconds since 1970 of `2023-11-16 18:17:03.9799600[+00:00]`; the fraction keeps all its decimals."""
+    """Return the Unix time of `2023-11-16 18:17:03.9799600[+00:00]` in seconds, with all its decimals."""
     whole, dot, rest = text.strip().partition(".")
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     try:

@@ -1,6 +1,6 @@
 """A trace: the requests of a workload in the order of arrival, and their provenance.
 
-Transformations of traces: cut, repeat, merge, scale. Each one is recorded in the trace's `source`.
+Transformations of traces (cut, repeat, merge, scale) are recorded in the trace's `source`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,20 +12,20 @@ from serve_app.errors import ServeAppError
 from serve_app.request import PriorityClass
 
 PREFIX_BLOCK_TOKENS = 512
-"""Tokens that one id in `TraceRequest.prefix` stands for; Mooncake's block size."""
+"""Tokens per id in `TraceRequest.prefix`; Mooncake's block size."""
 
 
 class TraceError(ServeAppError):
-    """A trace cannot be read or made; the message names it and the remedy."""
+    """A trace cannot be read or generated; the message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One request of a workload, with the true length of its answer, which no scheduler sees.
+    """One request of a workload, with its true output length, which no scheduler sees.
 
     Attributes:
         arrival_s: seconds after the start of the trace.
-        output_tokens: the true length of the answer.
+        output_tokens: true length of the output.
         prefix: ids of the prompt's leading blocks of `PREFIX_BLOCK_TOKENS`; equal ids mean equal text.
     """
 
@@ -39,7 +39,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRows:
-    """Rows of a file without a request: how many, and the line of the first one."""
+    """Rows of a file without a valid request: their number, and the line of the first one."""
 
     count: int
     first: str
@@ -50,9 +50,9 @@ class Trace:
     """Requests by arrival, and their provenance.
 
     Attributes:
-        source: the file, or the figures from which it was generated, with every change made since.
-        skipped: rows that could not be read, by reason; None for a generated trace.
-        without_file: names of published traces in it whose files are not here, so that their requests are
+        source: the file, or the figures from which it was generated, with every later change.
+        skipped: unreadable rows by reason; None for a generated trace.
+        without_file: names of published traces in it whose files are missing, so that their requests are
             generated.
     """
 
@@ -73,12 +73,12 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float | None:
-        """Mean arrival rate, `(n - 1) / span`; None when all arrive at once."""
+        """Mean arrival rate, `(n - 1) / span`; None if all requests arrive at once."""
         return (len(self.requests) - 1) / self.span_s if self.span_s > 0 else None
 
     @property
     def title(self) -> str:
-        """Its name for a caption, which says where generated lengths stand for those of a file."""
+        """Name for a caption, which states if generated lengths replace those of a file."""
         if not self.without_file:
             return self.name
         parts = (
@@ -87,7 +87,7 @@ class Trace:
         return f"{self.name} (generated lengths{parts})"
 
     def provenance(self) -> dict[str, object]:
-        """What a result file records about its workload."""
+        """Return what a result file records about its workload."""
         skipped = {reason: rows.count for reason, rows in (self.skipped or {}).items()}
         return {
             "name": self.name,
@@ -102,7 +102,7 @@ class Trace:
 
 
 def take(trace: Trace, count: int, rng: np.random.Generator | None = None) -> Trace:
-    """`count` consecutive requests, from a position drawn by `rng`, or from the start.
+    """Return `count` consecutive requests, from a position drawn by `rng`, or from the start.
 
     A trace that is too short is repeated.
 
@@ -124,7 +124,7 @@ def take(trace: Trace, count: int, rng: np.random.Generator | None = None) -> Tr
 
 
 def merge(traces: Iterable[Trace], name: str) -> Trace:
-    """All requests of several traces on one clock, by arrival; ties keep the order of traces."""
+    """Merge all requests of several traces on one clock, by arrival. Ties retain the order of traces."""
     merged = list(traces)
     requests = sorted((one for trace in merged for one in trace.requests), key=lambda one: one.arrival_s)
     skipped = {
@@ -141,7 +141,7 @@ def merge(traces: Iterable[Trace], name: str) -> Trace:
 
 
 def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
-    """Scale time so that the mean rate is `rate_per_s`; the pattern of bursts stays.
+    """Scale time so that the mean rate is `rate_per_s`. The pattern of bursts is unchanged.
 
     Raises:
         TraceError: the rate is not positive, or all requests arrive at once.
@@ -161,7 +161,7 @@ def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
 
 def _repeated(trace: Trace, count: int) -> tuple[TraceRequest, ...]:
     have = len(trace.requests)
-    # One mean gap between two repetitions, so that the join is neither a burst nor a pause.
+    # One mean gap between two repetitions, so that the boundary is neither a burst nor a pause.
     period_s = trace.span_s + (trace.span_s / (have - 1) if have > 1 else 1.0)
     return tuple(
         replace(
