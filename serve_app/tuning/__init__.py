@@ -1,18 +1,20 @@
-"""Tuning: length queues learned from the traffic, and better values for the scheduler's parameters.
+"""Tuning: learns length queues from the traffic, and searches better values of scheduler parameters.
 
-In the order in which to read:
+In reading order:
 
-- `refine_and_prune` learns length queues from prompt lengths; `strategic_loop` decides when to learn again.
+- `refine_and_prune` learns length queues from prompt lengths; `strategic_loop` decides when to relearn.
 - `objective` is the reward: one number for how well an interval of traffic was served.
-- `search_space` says which settings may change, `optimiser` proposes values (TPE), and `study` spends windows
-  of traffic on candidates until one has won or none has.
-- `traffic` keeps recent requests, `digital_twin` plays windows of them on simulated engines, and `engine_fit`
-  fits those engines to the real ones.
-- `rollout` brings a winner into production in guarded steps, each a `trial` under one sequential test, and
+- `search_space` defines the tunable settings, `optimiser` proposes values (TPE), and `study` compares
+  candidates on windows of traffic until one wins or the budget is spent.
+- `outcome_window` collects outcomes in the scheduler, `traffic` stores them, and `digital_twin` plays windows
+  of them on simulated engines. `engine_fit` fits those engines to the real ones, driven by
+  `twin_calibration`.
+- `rollout` brings a winner into production in guarded steps, each a `trial` with one sequential test, and
   `parameter_loop` connects all of it to a running scheduler.
-- `settings` puts the settings of all of them together.
+- `counterfactuals` estimates what would have shortened the wait of one request.
+- `study_report` and `report_page` write the result of an offline search; `settings` has all settings.
 
-`command` is `python -m serve_app tune`, a search offline. Nothing here reads a clock: time is an argument.
+`serve_app.cli.tune` runs that search. Nothing in this package reads a clock: time is an argument.
 """
 
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune

@@ -1,16 +1,20 @@
-"""The digital twin: recent traffic, played again on simulated engines under other settings.
+"""Digital twin: replays recent traffic on simulated engines with other settings.
 
 The twin runs the production scheduler (`lab.simulation.simulation`) on simulated replicas, and scores the
-records by the objective of the live system. It knows from the first request on what production has learned by
-now: output lengths, the cost of a prefill, and where "long" begins. The length queues are those that
-Refine-and-Prune finds under the candidate's own parameters.
+records by the objective of the live system. It starts with what production has learned so far: output
+lengths, prefill costs, and the boundary of long prompts. Its length queues are those that Refine-and-Prune
+finds with the candidate's parameters.
 
-Three things it does not know. Prefixes: it has no cache hits. The requests that wait when a window begins: it
-starts with an empty fleet and does not measure the first part. The error of the engine model: `engine_fit`
-measures it, and fits the step times where it is large.
+The twin has three known limitations:
 
-`TwinProcesses` plays windows in several processes, one twin in each. Each process gets the plan once, when it
-starts. Results come in the order of the jobs, so a search takes the same course on any number of processes.
+- It has no prefix cache hits.
+- It starts each window with an empty fleet, without the requests that waited in production. So it does not
+  measure the first part of a window.
+- Its engine model has an error. `engine_fit` measures it, and fits the step times if it is large.
+
+`TwinProcesses` plays windows in several processes, with one twin in each. Each process receives the plan
+once, at its start. Results are returned in the order of the jobs, so a search is the same for any number of
+processes.
 """
 
 import multiprocessing
@@ -40,30 +44,30 @@ from serve_app.tuning.traffic import resampled
 
 @settings(block="twin")
 class TwinSettings:
-    """How windows are drawn and played."""
+    """Settings for drawing and playing windows in the digital twin."""
 
-    # Requests in a window: at 10 requests/s a minute of traffic, in which queues build up and drain. More
-    # requests mean less noise per window and more time.
+    # Requests per window: at 10 requests/s a minute of traffic, in which queues build up and drain. More
+    # requests reduce the noise per window and take more time.
     window_requests: Annotated[int, at_least(1)] = 600
-    # Requests that stay together when windows are drawn. Shorter blocks make windows more alike than real
+    # Consecutive requests that are drawn together. With shorter blocks, windows are more similar than real
     # minutes are.
     block_requests: Annotated[int, at_least(1)] = 100
-    # Share of a window, the first by arrival, that is not measured: the fleet fills during it.
+    # Share of a window, by arrival, that is excluded from measurement while the fleet fills.
     warm_up_ratio: Annotated[float, share_below(1)] = 0.15
-    # Requests that the twin's scheduler has learned from before a window begins.
+    # Requests from which the twin's scheduler has learned before a window begins.
     learned_requests: Annotated[int, NOT_NEGATIVE] = 500
-    # Of the windows that are drawn.
+    # Seed of the windows.
     seed: Annotated[int, NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinPlan:
-    """Everything that a twin depends on; a plain value, so it can be sent to other processes.
+    """All inputs of a twin; a plain value that can be sent to other processes.
 
     Attributes:
-        tunable: the settings in force; a candidate changes some of them.
-        space: the parameters that candidates have values for.
-        engines: one plan for each replica, as they are now.
+        tunable: the incumbent settings; a candidate changes some of them.
+        space: the parameters of candidates.
+        engines: one plan per replica, as connected now.
         traffic: requests to draw windows from, at their own rate.
     """
 
@@ -77,12 +81,12 @@ class TwinPlan:
 
     @property
     def independent_windows(self) -> float:
-        """Length of the traffic, in windows: drawing more windows adds no information."""
+        """Length of the traffic in windows. Drawing more windows adds no information."""
         return max(1.0, len(self.traffic.requests) / self.settings.window_requests)
 
 
 class DigitalTwin:
-    """Plays windows in this process. The same plan, values and number give the same records."""
+    """Twin in this process. The same plan, values and window number give the same records."""
 
     def __init__(self, plan: TwinPlan) -> None:
         self._longest = max(each.engine.max_model_len for each in plan.engines)
@@ -91,7 +95,7 @@ class DigitalTwin:
         self._estimates = self._learned_estimates()
 
     def play(self, values: Values, number: int) -> WindowResult:
-        """The result of window `number` under these values.
+        """Return the result of window `number` with these values.
 
         Raises:
             SettingsError: the settings cannot have these values.
@@ -102,7 +106,7 @@ class DigitalTwin:
         return WindowResult(reward=reward, requests=len(records))
 
     def records(self, values: Values, number: int) -> list[RequestRecord]:
-        """Every request of window `number` under these values, by arrival."""
+        """Return the records of window `number` with these values, by arrival."""
         settings = self._plan.settings
         window = resampled(
             self._plan.traffic,
@@ -114,7 +118,7 @@ class DigitalTwin:
         return self.serve(values, window)
 
     def serve(self, values: Values, arrivals: Trace) -> list[RequestRecord]:
-        """Every request of a trace that fits the engines, under these values, by arrival."""
+        """Return the records of a trace with these values, by arrival, except requests that fit no engine."""
         arrivals = fit(arrivals, self._longest).trace
         plan = self._plan
         tunable = plan.tunable.with_values(values, plan.space)
@@ -135,7 +139,7 @@ class DigitalTwin:
             yield replace(simulated, request=replace(request, expires_at=expires_at))
 
     def _learned_estimates(self) -> dict[str, object]:
-        """The state of an estimator that has seen this traffic."""
+        """Return the state of an estimator that has observed the recent traffic."""
         plan = self._plan
         estimator = Simulation(plan.tunable.scheduler, plan.engines, plan.simulation).scheduler.estimator
         recent = replace(self._plan.traffic, requests=self._recent())
@@ -148,15 +152,15 @@ class DigitalTwin:
         return estimator.state()
 
     def _teach(self, simulation: Simulation) -> None:
-        """Give a new scheduler what the one in production has learned."""
+        """Initialise a new scheduler with what the production scheduler has learned."""
         scheduler = simulation.scheduler
         scheduler.estimator.restore(self._estimates)
         recent = self._recent()
         for one in recent:
             scheduler.isolation.observe(one.prompt_tokens)
-        # A few dozen observations outweigh the prior; each costs a sum over its chunks.
+        # A few dozen observations outweigh the prior. Each costs a sum over its chunks.
         for one in recent[:: max(1, len(recent) // 64)]:
-            # The engines of a pool are alike.
+            # The engines of a pool are alike, so one plan per pool is enough.
             for pool, plan in {each.pool: each for each in self._plan.engines}.items():
                 budget = plan.engine.max_num_batched_tokens
                 seconds = plan.step_time.prefill_s(one.prompt_tokens, max_num_batched_tokens=budget)
@@ -169,21 +173,17 @@ class DigitalTwin:
 
 @lru_cache(maxsize=256)
 def _partition(lengths: tuple[int, ...], settings: RefineAndPruneSettings) -> Partition:
-    """Queues of the traffic; cached, because many candidates share their partition parameters."""
+    """Learn the length queues of the traffic. Cached, because many candidates share these parameters."""
     return refine_and_prune(lengths, settings)
 
 
 _FORECAST_REQUESTS = 2_000
-"""Simulated at most for each of the two ways of a forecast: a second or two of a core."""
+"""Maximum number of requests per half of a forecast: a second or two of one core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Times to first token (`metrics.first_tokens`) of the same requests, scheduled and passed by.
-
-    Attributes:
-        requests: played each way, those of the warm-up included.
-    """
+    """Times to first token of the same `requests`, including the warm-up, with and without scheduling."""
 
     scheduled: Mapping[str, Mapping[str, Any]]
     passed: Mapping[str, Mapping[str, Any]]
@@ -191,10 +191,10 @@ class Forecast:
 
 
 def forecast(plan: TwinPlan, rest: Callable[[], object] = lambda: None) -> Forecast:
-    """Play the latest requests both ways: all of them scheduled, and all passed by.
+    """Play the latest requests twice: with all of them scheduled, and with none.
 
-    While only a part of the traffic is scheduled, this shows what it would be like if all were. What it says
-    of the way that is in force can be held against what was measured.
+    While a share of the traffic is scheduled, this predicts the effect of scheduling all of it. The
+    prediction for the current state can be compared with measurements.
     """
     arrivals = replace(plan.traffic, requests=plan.traffic.requests[-_FORECAST_REQUESTS:])
     found = []
@@ -217,7 +217,7 @@ _twin: DigitalTwin | None = None
 
 
 class TwinProcesses:
-    """A twin in each of `jobs` processes; with one job, in this process. To be closed, or used in `with`."""
+    """A twin in each of `jobs` processes, or in this process for one job. Close it, or use it in `with`."""
 
     def __init__(self, plan: TwinPlan, *, jobs: int = 1) -> None:
         if jobs < 1:
@@ -225,7 +225,7 @@ class TwinProcesses:
         self._own = DigitalTwin(plan) if jobs == 1 else None
         self._processes = None
         if jobs > 1:
-            # A fresh interpreter each: a fork of one that draws a progress bar may hang on the bar's lock.
+            # Spawn, because a fork of a process that draws a progress bar may hang on the bar's lock.
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(
                 jobs, mp_context=context, initializer=_begin, initargs=(plan,)
@@ -240,12 +240,12 @@ class TwinProcesses:
         self.close()
 
     def close(self) -> None:
-        """End the processes; unfinished jobs are lost."""
+        """End the processes and discard unfinished jobs."""
         if self._processes is not None:
             self._processes.shutdown(cancel_futures=True)
 
     def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
-        """Each job with its result, in the order of the jobs."""
+        """Yield each job with its result, in the order of the jobs."""
         if self._own is not None:
             for job in jobs:
                 yield job, _played(self._own, job)
@@ -255,7 +255,7 @@ class TwinProcesses:
 
 
 def _begin(plan: TwinPlan) -> None:
-    global _twin  # noqa: PLW0603 - a process of the pool has nothing else to keep it in
+    global _twin  # noqa: PLW0603 - the state of a pool's process
     _twin = DigitalTwin(plan)
 
 
@@ -265,9 +265,9 @@ def _play(job: Job) -> WindowResult:
 
 
 def _played(twin: DigitalTwin, job: Job) -> WindowResult:
-    """The result of a job; one that fails has no reward, which never counts as good, and the reason."""
+    """Return the result of a job. A job that fails has no reward, which never counts as good."""
     try:
         return twin.play(job.values, job.window)
-    except Exception as error:  # noqa: BLE001 - one candidate must not end the search, whatever it breaks
+    except Exception as error:  # noqa: BLE001 - one candidate must not end the search
         reason = f"{type(error).__name__}: {error}"
         return WindowResult(reward=Reward(value=None, reason=reason), requests=0)

@@ -1,16 +1,16 @@
-"""The step times of real engines, fitted to what they did, and the error of earlier ones.
+"""Fit of the twin's step times to real engines, and measurement of the twin's error.
 
-The model is not given the traffic but the *dispatches*: each engine's requests at the times at which it got
-them. The time per output token grows with the batch, and the batch with the backlog, so an engine under a
-backlog would look slow in a twin that begins empty. With the same dispatches the batches are the same if the
-model is right, and the fit of `lab.calibration.fit` makes it right.
+The fit does not use the traffic but the *dispatches*: each engine's requests with their dispatch times. The
+time per output token grows with the batch, and the batch with the backlog, so an engine with a backlog would
+look slow in a twin that begins empty. With the same dispatches the batches are equal if the model is right,
+and the fit of `lab.calibration.fit` makes it right.
 
-First the model in force is held against the requests that came after its fit: that is its error. If the error
-is small the model stays, since a fit takes some CPU seconds. Pools with enough requests get step times of
-their own, because their hardware may differ. The others share those of the busiest pool.
+First the current model is compared with the requests dispatched after its fit, which gives its error. If the
+error is small the model remains, because a fit takes some CPU seconds. Pools with enough requests get
+separate step times, because their hardware may differ. The others share those of the busiest pool.
 
-Assumptions: the engine serves in the order of arrival, and there are no prefix cache hits. Where these are
-wrong the error shows it.
+Assumptions: engines serve in order of arrival, and there are no prefix cache hits. Violations show up in the
+error.
 """
 
 import math
@@ -35,23 +35,22 @@ from serve_app.lab.calibration.replay import measured
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 _ENGINES = 4
-"""Engines of a pool that are replayed: those with the most requests. Others of the pool are like them."""
+"""Replayed engines per pool: those with the most requests. The others of the pool are assumed to be alike."""
 _REPLAYED = 400
-"""Requests of a pool that are replayed: enough for means within a few percent; a fit takes seconds of CPU."""
+"""Replayed requests per pool: enough for means within a few percent. A fit takes seconds of CPU time."""
 _MIN_OWN = 100
-"""Measured requests with which a pool gets step times of its own."""
+"""Minimum number of measured requests for separate step times of a pool."""
 _LATENCY_S = 0.003
-"""Where the fit of the latency between scheduler and engine starts: two hops in one data centre."""
+"""Initial value for the latency between scheduler and engine: two hops in one data centre."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinError:
-    """Means of the model over means of what happened, less 1: positive where the model is too slow.
+    """Relative error of the model's means: positive if the model is too slow.
 
     Attributes:
-        ttft_ratio: of the time from dispatch to first token, queueing in the engine included.
-        tpot_ratio: of the time per output token.
-        requests: that were compared.
+        ttft_ratio: error of the time from dispatch to first token, including queueing in the engine.
+        tpot_ratio: error of the time per output token.
     """
 
     ttft_ratio: float
@@ -60,7 +59,7 @@ class TwinError:
 
     @property
     def largest(self) -> float:
-        """The larger of the two, without its sign."""
+        """The larger of the two errors, as an absolute value."""
         return max(abs(self.ttft_ratio), abs(self.tpot_ratio))
 
 
@@ -69,7 +68,7 @@ Engines = Mapping[str, FittedEngine]
 
 
 def engines_as_json(engines: Engines) -> dict[str, dict[str, float]]:
-    """Return step times by pool in plain values; `latency_s` is from the scheduler to an engine and back."""
+    """Return step times by pool in plain values; `latency_s` is the round trip from scheduler to engine."""
     return {pool: {"latency_s": each.latency_s, **asdict(each.step_time)} for pool, each in engines.items()}
 
 
@@ -77,10 +76,10 @@ def engines_of_json(document: object) -> Engines:
     """Return the step times that `engines_as_json` wrote.
 
     Raises:
-        ValueError: they are broken.
+        ValueError: the document is invalid.
     """
     if not isinstance(document, Mapping):
-        raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - faults of states are alike
+        raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - one type for all invalid states
     try:
         return {
             str(pool): FittedEngine(
@@ -99,17 +98,17 @@ def engines_of_json(document: object) -> Engines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFitTask:
-    """A check of the model in force, and a fit of another one where it is wrong.
+    """A check of the current model, and a new fit if it is wrong.
 
     Attributes:
         records: all requests dispatched in some interval, in any order.
-        plans: the engines, with the replica ids of the records; their step times do not count.
-        until: arrival of the oldest request that is still open. A request that was answered by then shared
-            its engine with recorded requests only.
-        known: the model in force; empty when there is none.
-        fitted_until: requests dispatched before then have been fitted, or compared, already.
-        is_fitted: whether `known` was fitted to these engines, or is that of a profile.
-        keep_within: the error up to which the model in force stays.
+        plans: the engines, with the replica ids of the records; their step times are ignored.
+        until: arrival of the oldest request that has not ended. A request that ended before then shared its
+            engine with recorded requests only.
+        known: the current model; empty if there is none.
+        fitted_until: requests dispatched before this time have already been fitted or compared.
+        is_fitted: True if `known` was fitted to these engines, False if it is from a profile.
+        keep_within: error up to which the current model remains.
     """
 
     records: Sequence[RequestRecord]
@@ -123,13 +122,13 @@ class EngineFitTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFitResult:
-    """The result of a task.
+    """Result of a task.
 
     Attributes:
-        engines: the new model; None when that in force stays.
-        error: of the model in force; None when there was none, or nothing to compare it with.
-        until: requests dispatched before then are known now.
-        requests: simulated, for clocks that count them.
+        engines: the new model; None if the current one remains.
+        error: error of the current model; None without a model or without requests to compare.
+        until: requests dispatched before this time have been used.
+        requests: number of simulated requests, for clocks that count them.
     """
 
     engines: Engines | None
@@ -139,7 +138,7 @@ class EngineFitResult:
 
 
 def measured_of(record: RequestRecord) -> MeasuredRequest | None:
-    """A request as its engine saw it, as far as the scheduler knows; None when that is too little."""
+    """Return a request as its engine saw it; None if the scheduler's record has too little information."""
     if record.dispatched_at is None or record.finished_at <= record.dispatched_at:
         return None
     first = record.first_token_at or record.finished_at
@@ -157,15 +156,15 @@ def measured_of(record: RequestRecord) -> MeasuredRequest | None:
 
 
 def shows_pace(record: RequestRecord) -> bool:
-    """Whether a request tells how fast its engine is: streamed, complete, with an answer of two tokens."""
+    """Return whether a request shows its engine's speed: completed and streamed, with two or more tokens."""
     return record.completed and record.tpot_s is not None and record.tpot_s > 0
 
 
 def fit_engines(task: EngineFitTask, rest: Callable[[], object] = lambda: None) -> EngineFitResult:
-    """Check the model in force, and fit another where it is wrong, in this thread.
+    """Check the current model, and fit a new one if it is wrong, in this thread.
 
     Args:
-        rest: called after each replay; a driver that may use only a share of a core waits there.
+        rest: called after each replay; a driver that is limited to a share of a core waits there.
     """
     counted = 0
     runs = _runs(task, task.until)
@@ -188,13 +187,13 @@ def fit_engines(task: EngineFitTask, rest: Callable[[], object] = lambda: None) 
 
 @dataclass(frozen=True, slots=True)
 class _PoolRun:
-    """What one engine of a pool served."""
+    """The requests that one engine of a pool served."""
 
     pool: str
     run: EngineRun
 
     def since(self, dispatched_at: float) -> "_PoolRun | None":
-        """The same with only those requests measured that were dispatched later; None without any."""
+        """Return a copy that measures only requests dispatched later; None if there are none."""
         assert isinstance(self.run.part, list)
         part = [index for index in self.run.part if self.run.requests[index].queued_at >= dispatched_at]
         return _PoolRun(self.pool, replace(self.run, part=part)) if part else None
@@ -220,7 +219,7 @@ def _error(runs: Sequence[_PoolRun], known: Engines) -> TwinError | None:
 def _fitted(
     runs: Sequence[_PoolRun], task: EngineFitTask, note: Callable[[Sequence[_PoolRun]], None]
 ) -> dict[str, FittedEngine]:
-    """Step times of every pool; empty when there is too little to fit."""
+    """Return the step times of every pool; empty if there are too few requests."""
     counts: dict[str, int] = {}
     for each in runs:
         counts[each.pool] = counts.get(each.pool, 0) + len(each.run.fitted)
@@ -230,7 +229,7 @@ def _fitted(
     own = {pool for pool, count in counts.items() if count >= _MIN_OWN} | {busiest}
     found: dict[str, FittedEngine] = {}
     for pool in sorted(own):
-        # The requests of pools without enough of their own tell something about the busiest one's hardware.
+        # The busiest pool's fit also uses the requests of pools that have too few for a separate fit.
         together = [each for each in runs if each.pool == pool or (pool == busiest and each.pool not in own)]
         try:
             start = _start(together, task, pool)
@@ -244,7 +243,7 @@ def _fitted(
 
 
 def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart:
-    """The model in force, at the engines' pace; usual proportions where there is none."""
+    """Return the current model at the engines' pace, or typical proportions if there is none."""
     seen = [request for each in runs for request in each.run.fitted]
     usual, known = starting_point(seen), task.known.get(pool)
     if known is None:
@@ -252,7 +251,7 @@ def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart
     step_time = known.step_time
     if not task.is_fitted:
         step_time = _at_pace(step_time, runs)
-    # What is 0 in the one could never become positive.
+    # A coefficient that is 0 could never become positive in the fit.
     values = {
         name: value or asdict(usual)[name]
         for name, value in asdict(step_time).items()
@@ -266,7 +265,7 @@ def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart
 
 
 def _at_pace(step_time: StepTimeModel, runs: Sequence[_PoolRun]) -> StepTimeModel:
-    """The step times of a profile, all scaled so that a typical step takes as long as it does."""
+    """Scale a profile's step times so that a typical step has its measured duration."""
     seen = [request for each in runs for request in each.run.fitted]
     played = with_latency([each.run.played(step_time) for each in runs], 0.0)
     factor = typical_step_s(seen) / float(np.percentile(played.tpot_s, 25.0))
@@ -282,7 +281,7 @@ def _at_pace(step_time: StepTimeModel, runs: Sequence[_PoolRun]) -> StepTimeMode
 
 
 def _runs(task: EngineFitTask, until: float) -> list[_PoolRun]:
-    """What the engines served, as far as it is known: the last requests of the busiest ones of each pool."""
+    """Return the known requests of the engines: the last ones of the busiest engines of each pool."""
     plans = {plan.replica_id: plan for plan in task.plans}
     served: dict[str, list[RequestRecord]] = {}
     for record in task.records:
@@ -303,7 +302,7 @@ def _runs(task: EngineFitTask, until: float) -> list[_PoolRun]:
 
 
 def _run(records: list[RequestRecord], plan: ReplicaPlan, limit: int, until: float) -> EngineRun | None:
-    """The last requests of one engine; those that shared it with unknown ones are not measured."""
+    """Return the last requests of one engine, measuring those that shared it with known requests only."""
     ordered = sorted(records, key=lambda each: (each.dispatched_at or 0.0, each.request_id))
     kept, dropped = ordered[-limit:], ordered[:-limit]
     clean_from = max((each.finished_at for each in dropped), default=-math.inf)

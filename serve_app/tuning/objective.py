@@ -1,41 +1,41 @@
-"""The reward: one number for how well the requests of an interval were served.
+"""Reward: one number for how well the requests of an interval were served.
 
 The digital twin and trials in production call the same function, so a candidate wins in both by the same
-measure. A reward that cannot be measured is None, never a number. Too few requests, or too few of them with
-the necessary timestamps, say nothing, and that must not look like an improvement.
+measure. A reward that cannot be measured is None, never a number: too few requests, or too few of them with
+the necessary timestamps, must not look like an improvement.
 
-The default, `slo` (the definition is our own), is made of what clients notice:
+The default, `slo` (a definition of this project), consists of what clients notice:
 
     R = attainment - 0.25 * tail - 0.25 * slowness - 0.25 * unfairness
 
-All four terms lie between 0 and 1 and have no unit:
+All four terms are between 0 and 1 and dimensionless:
 
 - `attainment`: share of the requests served within the targets of their class. It is goodput over offered
-  load, so windows of different rates compare.
+  load, so windows of different rates are comparable.
 - `tail`: the worst class's 99th percentile of lateness (`ClassTargets.lateness`): 0.5 is a p99 at its target.
-- `slowness`: mean lateness, each class counting alike. It still tells settings apart when all targets are
-  kept, or none, and as a mean it has far less noise than a percentile.
+- `slowness`: mean lateness, with equal weight per class. It distinguishes settings even if all targets are
+  met, or none, and as a mean it has far less noise than a percentile.
 - `unfairness`: 1 less Jain's index over each tenant's part of its fair share (`metrics.fairness`).
 
-`paper` is that of EWSJF (arXiv 2601.21758), section 4.4: how well the queues fit the lengths, and how long
-requests wait.
+`paper` is the reward of EWSJF (arXiv 2601.21758), section 4.4: how well the queues fit the lengths, and how
+long requests wait.
 
     R = l1 * C + l2 * L - l3 * S - l4 * U        (Eq 5)
 
 - C, compactness: `1 / (1 + v / v0)`, with v the variance of prompt lengths inside their queue, in tokens
   squared, averaged over requests, and v0 a million, a spread of 1,000 tokens. 0 to 1.
-- L, load balance: `1 / (1 + CV)`, with CV the coefficient of variation of how many requests each queue got.
+- L, load balance: `1 / (1 + CV)`, with CV the coefficient of variation of the number of requests per queue.
   0 to 1.
-- S, queue proliferation: queues that got requests, over 32. From near 0 up; 1 at the limit.
-- U, latency: mean wait in the queue over 10 s. From 0 up, without a bound.
+- S, queue proliferation: queues that received requests, over 32. From near 0 up; 1 at the limit.
+- U, latency: mean queue time over 10 s. From 0 up, unbounded.
 
 The weights 1, 1, 0.5, 1 and the forms of C, L, S and U are those of secondary readings. Averaging v over
-requests is our choice: the sources name the variance only. Queues are told apart by the name under which a
-request was dispatched, so the partition should not change within the interval.
+requests is this project's choice: the sources name the variance only. Queues are distinguished by the name
+under which a request was dispatched, so the partition should not change within the interval.
 
-A service class is a priority class by prompt size. Size is part of it for two reasons. Clients accept a later
-answer to a long prompt. And the method trades short requests against long ones, so a figure of both together
-would hide which of them pays.
+A service class is a priority class and a prompt size. Size is included because clients accept later responses
+to long prompts, and because the method trades short requests against long ones, which a combined value would
+hide.
 """
 
 import math
@@ -50,28 +50,28 @@ from serve_app.core.metrics.targets import ClassTargets
 from serve_app.core.settings_base import at_least, settings
 
 # A p99 that grows from its target to three times that costs as much as 1 request of 16 out of its SLO.
-# Halving every time to first token from its target is worth 4 requests of 100. One of two tenants getting all
-# service costs as much as 1 request of 8.
+# Halving every time to first token from its target is worth 4 requests of 100. If one of two tenants gets all
+# service, that costs as much as 1 request of 8.
 _SLO_WEIGHTS = {"attainment": 1.0, "tail": -0.25, "slowness": -0.25, "unfairness": -0.25}
 _PAPER_WEIGHTS = {"compactness": 1.0, "balance": 1.0, "proliferation": -0.5, "latency": -1.0}
 _VARIANCE_SCALE, _MAX_QUEUES, _WAIT_SCALE_S = 1e6, 32, 10.0
 _MIN_CLASS_REQUESTS = 20
-"""A smaller class has no meaningful p99: that of 20 requests is nearly their maximum."""
+"""Smaller classes have no meaningful p99: that of 20 requests is almost their maximum."""
 _MIN_MEASURED_RATIO = 0.5
-"""Share of the completed requests that must have a time to first token. Answers that are not streamed have
-none, and where most have none, the others are no sample of the traffic."""
+"""Minimum share of completed requests with a time to first token. Responses that are not streamed have none,
+and if most have none, the others do not represent the traffic."""
 
 ObjectiveKind = Literal["slo", "paper"]
 
 
 @settings
 class ObjectiveSettings:
-    """What the tuner works for.
+    """Objective of the tuner.
 
     Attributes:
-        kind: which of the two rewards.
-        targets: limits by class; both rewards report against them, only `slo` is computed from them.
-        min_requests: fewer say nothing: a share of 30 requests is known to a tenth or two.
+        kind: the reward function.
+        targets: limits by class; both rewards report attainment, but only `slo` depends on it.
+        min_requests: minimum number of requests; a share of 30 requests is uncertain by a tenth or two.
     """
 
     kind: ObjectiveKind = "slo"
@@ -81,12 +81,12 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFigures:
-    """How one service class was served.
+    """Service quality of one service class.
 
     Attributes:
-        requests: judged, whatever their outcome.
+        requests: judged requests, whatever their outcome.
         attainment_ratio: share of them within the targets.
-        ttft_p50_s, ttft_p99_s: of those that completed; None if none did.
+        ttft_p50_s, ttft_p99_s: of completed requests; None if none completed.
     """
 
     requests: int
@@ -95,20 +95,20 @@ class ClassFigures:
     ttft_p99_s: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """The figures by name."""
+        """Return the values by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The reward of an interval.
+    """Reward of an interval.
 
     Attributes:
-        value: higher is better; None when it could not be measured.
-        terms: its terms by name, without weights.
-        classes: figures of each service class, by its name.
-        requests: how many were judged.
-        reason: why there is no value; empty when there is one.
+        value: higher is better; None if it could not be measured.
+        terms: unweighted terms by name.
+        classes: values of each service class by name.
+        requests: number of judged requests.
+        reason: why there is no value; empty if there is one.
     """
 
     value: float | None
@@ -119,19 +119,15 @@ class Reward:
 
 
 def finite(reward: float | None) -> float | None:
-    """The reward; None when it is None or not finite, as from a broken objective."""
+    """Return the reward, or None if it is not finite, as from a broken objective."""
     return reward if reward is not None and math.isfinite(reward) else None
 
 
 def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> Reward:
-    """The reward of these requests.
-
-    Args:
-        records: every request that arrived in the interval exactly once, in any order, with its outcome.
-    """
+    """Return the reward of an interval, given each request that arrived in it once, in any order."""
     targets = settings.targets
-    # Left out are requests refused for what they are, and those that completed without a known first token. A
-    # cancelled request counts when it had waited past its limit for a first token.
+    # Excludes client errors, and completed requests without a known first token. A cancelled request counts
+    # if it had waited longer than its limit for a first token.
     judged = [
         record
         for record in records
@@ -156,7 +152,7 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
 def _why_unmeasured(
     records: Sequence[RequestRecord], judged: Sequence[RequestRecord], settings: ObjectiveSettings
 ) -> str:
-    """Why these requests have no reward; empty when they have one."""
+    """Return why these requests have no reward; empty if they have one."""
     if len(judged) < settings.min_requests:
         return f"{len(judged)} requests can be judged, {settings.min_requests} are needed"
     completed = sum(record.completed for record in records)
@@ -164,7 +160,7 @@ def _why_unmeasured(
     if measured_ratio < _MIN_MEASURED_RATIO:
         return f"only {measured_ratio:.0%} of the completed requests have a time to first token"
     sent = [record for record in judged if record.dispatched_at is not None]
-    # Without names there would seem to be no queues at all, which the paper's objective takes as ideal.
+    # Without names there would seem to be no queues at all, which is optimal under the paper's objective.
     if settings.kind == "paper" and sum(not record.length_queue for record in sent) > len(sent) / 2:
         return "most requests lack the name of the length queue in which they waited"
     return ""
@@ -192,19 +188,19 @@ def _slo_terms(
         "attainment": sum(map(targets.met_by, judged)) / len(judged),
         "tail": max(percentile(each, 99) for each in large),
         "slowness": statistics.fmean(statistics.fmean(each) for each in large),
-        # Without any service, there is no unevenness.
+        # Without any service, nothing is unfair.
         "unfairness": 0.0 if jain is None else 1.0 - jain,
     }
 
 
 def _paper_terms(judged: Sequence[RequestRecord]) -> dict[str, float]:
-    """C, L, S and U. A request that was never dispatched waited to its end, and is in no known queue."""
+    """Return C, L, S and U. A request that was never dispatched waited until its end and is in no queue."""
     queues: dict[str, list[int]] = {}
     for record in judged:
         if record.length_queue:
             queues.setdefault(record.length_queue, []).append(record.prompt_tokens)
     sizes = [len(members) for members in queues.values()]
-    # As a mean over requests: over queues, a queue of 3 would weigh as one of 1,000.
+    # Weighted by requests, because otherwise a queue of 3 would count as much as one of 1,000.
     squares = sum(len(lengths) * statistics.pvariance(lengths) for lengths in queues.values())
     variance = squares / sum(sizes) if sizes else 0.0
     variation = statistics.pstdev(sizes) / statistics.fmean(sizes) if sizes else 0.0

@@ -1,11 +1,11 @@
-"""The optimiser: proposes the values to try next, by ask and tell.
+"""Optimiser: proposes candidate values through an ask-and-tell interface.
 
-The tree-structured Parzen estimator (TPE) draws where good trials are dense and bad ones are not. It begins
-with the values in force, then with the `anchors` it is given, such as the product's defaults, then with
-`startup` draws from the prior of the search space. Trials without a reward count as bad, so that proposals
-made at the same time differ.
+The tree-structured Parzen estimator (TPE) samples where good trials are dense and bad ones are not. It begins
+with the incumbent values, then the `anchors`, such as the product's defaults, then `startup` samples from the
+prior of the search space. Trials without a reward count as bad, so that proposals made at the same time
+differ.
 
-An optimiser keeps no state but its trials: proposal n follows from the seed, n and the rewards told before.
+An optimiser has no state except its trials: proposal n is determined by the seed, n and the earlier rewards.
 
 Source: Bergstra, Bardenet, Bengio, Kegl, Algorithms for Hyper-Parameter Optimization (NIPS 2011), in the
 implementation of hyperopt.
@@ -19,29 +19,25 @@ from serve_app.lab.workloads.generators import plain_stream
 from serve_app.tuning.objective import finite
 from serve_app.tuning.search_space import SearchSpace, Values
 
-# Whole numbers and four digits may lead two draws to the same values; trying them twice tells nothing new.
+# Rounding to integers or four digits may map two draws to the same values, and a repetition adds nothing.
 _REDRAWS = 5
 _STARTUP = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Values to try.
-
-    Attributes:
-        number: counts from 0; the first has the values in force.
-    """
+    """Values to try, numbered from 0; the first proposal has the incumbent values."""
 
     number: int
     values: Values
 
 
 class TpeOptimiser:
-    """The TPE in a search space.
+    """TPE in a search space.
 
     Args:
-        startup: trials drawn from the prior before the estimator is used; as many as there are trials is
-            random search.
+        startup: trials sampled from the prior before the estimator is used; with all trials, this is random
+            search.
     """
 
     def __init__(
@@ -52,14 +48,14 @@ class TpeOptimiser:
         anchors: Sequence[Values] = (),
         startup: int = _STARTUP,
     ) -> None:
-        # Takes a second to import, and whoever only reads settings should not wait for it.
+        # Imported here because it takes a second, for which importers of the settings should not wait.
         from hyperopt import Domain, hp  # noqa: PLC0415 - see above
 
         self._space, self._seed, self._startup = space, seed, startup
         self._domain = Domain(None, {name: hp.uniform(name, 0.0, 1.0) for name in space.names})
         first = [space.current, *map(space.clipped, anchors)]
         self._first = [values for place, values in enumerate(first) if values not in first[:place]]
-        # By the number of the proposal. A loss that is not told yet, or was not measured, is infinite.
+        # Losses by number of the proposal. A loss that is not reported yet, or was not measured, is infinite.
         self._proposals: list[Proposal] = []
         self._losses: list[float] = []
 
@@ -67,7 +63,7 @@ class TpeOptimiser:
         return f"<TpeOptimiser asked={len(self._proposals)}>"
 
     def ask(self) -> Proposal:
-        """The values in force first, then the anchors, then what the estimator proposes."""
+        """Return the incumbent values first, then the anchors, then proposals of the estimator."""
         number = len(self._proposals)
         values = self._first[number] if number < len(self._first) else self._fresh(number)
         proposal = Proposal(number, values)
@@ -76,10 +72,10 @@ class TpeOptimiser:
         return proposal
 
     def tell(self, proposal: Proposal, reward: float | None) -> None:
-        """Note a reward; one that is not finite counts as none.
+        """Record a reward. A reward that is not finite counts as none.
 
         Raises:
-            ValueError: this optimiser never proposed it.
+            ValueError: the proposal is not from this optimiser.
         """
         if proposal.number >= len(self._proposals):
             raise ValueError(f"proposal {proposal.number} was not made here: tell only what was asked for")
@@ -87,7 +83,7 @@ class TpeOptimiser:
         self._losses[proposal.number] = float("inf") if known is None else -known
 
     def _fresh(self, number: int) -> dict[str, float]:
-        """Values that were not proposed before, unless several draws in a row give known ones."""
+        """Return values that were not proposed before, unless several draws in a row give known ones."""
         known = [proposal.values for proposal in self._proposals]
         values: dict[str, float] = {}
         for attempt in range(_REDRAWS):
@@ -97,7 +93,7 @@ class TpeOptimiser:
         return values
 
     def _draws(self, number: int, stream: str) -> dict[str, float]:
-        """A draw from [0, 1] for each parameter."""
+        """Return a draw from [0, 1] for each parameter."""
         from hyperopt import tpe, trials_from_docs  # noqa: PLC0415 - see `__init__`
 
         trials = trials_from_docs(
@@ -112,7 +108,7 @@ class TpeOptimiser:
         return {name: float(drawn[name][0]) for name in self._space.names}
 
     def _document(self, proposal: Proposal, loss: float) -> dict[str, Any]:
-        """A trial as hyperopt keeps it."""
+        """Return a trial in hyperopt's format."""
         draws, tid = self._space.draws_of(proposal.values), proposal.number
         return {
             "tid": tid,

@@ -1,8 +1,8 @@
-"""The outcomes of requests since the tuner last asked: lengths, classes, tenants and times, no text.
+"""Outcomes of requests since the tuner's last pull: lengths, classes, tenants and times, no text.
 
-They are noted from events and commands alone, so they cost the scheduler a dictionary entry for each request.
-Losing them does no harm: without a tuner, new outcomes replace old ones. Requests refused on arrival are
-missing, because they are retried under other ids, and so are those that an earlier scheduler admitted.
+They are recorded from events and commands only, so they cost the scheduler one dictionary entry per request.
+Losing them is harmless: without a tuner, new outcomes replace old ones. Requests rejected on arrival are
+missing, because they are retried with other ids, and so are those that an earlier scheduler admitted.
 """
 
 from collections import deque
@@ -16,19 +16,19 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
 _KEPT = 10_000
-"""Outcomes kept between two pulls of the tuner: ten seconds at 1,000 requests/s; about 3 MB."""
+"""Maximum number of outcomes between two pulls: ten seconds at 1,000 requests/s; about 3 MB."""
 
-# By value: to call an enumeration takes five times as long, and there is a row for each request.
+# Lookup by value, because calling an enum takes five times as long and there is a row per request.
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 _CLASSES = {priority.value: priority for priority in PriorityClass}
 
-# In the order of `_row`. Tuples are cheaper to send between actors than objects.
+# Fields in the order of `_row`. Tuples are cheaper to send between actors than objects.
 Row = tuple[str, float, float | None, float | None, float, str, int, int, str, str, str, str, str]
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is still open."""
+    """A request that has not ended."""
 
     arrived_at: float
     prompt_tokens: int
@@ -42,14 +42,14 @@ class _Open:
 
 
 class OutcomeWindow:
-    """The outcomes of one scheduler since the last pull."""
+    """Outcomes of one scheduler since the last pull."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._rows: deque[Row] = deque(maxlen=_KEPT)
 
     def on_arrival(self, scheduled: ScheduledRequest) -> None:
-        """Note a request that was admitted."""
+        """Record an admitted request."""
         request = scheduled.request
         self._open[request.request_id] = _Open(
             arrived_at=request.arrived_at,
@@ -59,7 +59,7 @@ class OutcomeWindow:
         )
 
     def on_event(self, event: Event, commands: list[Command], now: float) -> None:
-        """Note an event that the scheduler has handled, with its commands."""
+        """Record an event that the scheduler has handled, with its commands."""
         if isinstance(event, FirstToken):
             started = self._open.get(event.request_id)
             if started is not None and started.first_token_at is None:
@@ -68,7 +68,7 @@ class OutcomeWindow:
             if isinstance(command, Dispatch):
                 sent = self._open.get(command.request_id)
                 if sent is not None:
-                    # A request dispatched again after a replica was lost waits for its first token anew.
+                    # A request that is dispatched again after the loss of a replica has a new first token.
                     sent.dispatched_at, sent.first_token_at = now, None
                     sent.pool, sent.replica = command.pool, command.replica_id
                     sent.length_queue = command.length_queue
@@ -78,11 +78,11 @@ class OutcomeWindow:
                     self._rows.append(_row(command, over, event, now))
 
     def settled_until(self, now: float) -> float:
-        """Arrival of the oldest request that is still open; `now`, when none is."""
+        """Return the arrival of the oldest request that has not ended, or `now` if there is none."""
         return min((each.arrived_at for each in self._open.values()), default=now)
 
     def take(self) -> list[Row]:
-        """All outcomes since the last call, in order, which are then dropped."""
+        """Return and remove all outcomes since the last call, in order."""
         rows = list(self._rows)
         self._rows.clear()
         return rows
@@ -116,7 +116,7 @@ def _row(command: Conclude, over: _Open, event: Event, now: float) -> Row:
 
 
 def record_of(row: Row) -> RequestRecord:
-    """The record of a row, times on the scheduler's clock."""
+    """Return the record of a row, with times on the scheduler's clock."""
     request_id, arrived_at, dispatched_at, first_token_at, finished_at, outcome = row[:6]
     prompt_tokens, output_tokens, tenant, priority, pool, replica, length_queue = row[6:]
     return RequestRecord(

@@ -1,16 +1,16 @@
-"""The tuning loop of a running scheduler, as a machine without a clock.
+"""Tuning loop of a running scheduler, as a state machine without a clock.
 
-Observations go in; orders for the scheduler come out, and now and then work to carry out: a fit of the twin's
-engines, a search, or a forecast. There is one piece of work at a time. The tuner actor drives the loop beside
-a live scheduler (`serving.tuner.parameter_tuner`), and experiments drive it beside a simulated one, so they
-measure the code that runs in production.
+It receives observations, returns orders for the scheduler, and occasionally hands out work: a fit of the
+twin's engines, a search, or a forecast, one at a time. The tuner actor drives the loop alongside a live
+scheduler (`serving.tuner.parameter_tuner`), and experiments drive it with a simulated one, so they measure
+the code that runs in production.
 
-All times are on the scheduler's clock. A new scheduler has another clock, and is given the values that an
-earlier one had for good (`begin`).
+All times are on the scheduler's clock. A new scheduler has another clock, and receives the values that were
+adopted with the earlier one (`begin`).
 
-Only the scheduler's own settings are tuned here. Those of Refine-and-Prune (alpha, the number of queues)
-change the queues themselves, and cannot be tried in slices of a minute: `python -m serve_app tune` covers
-them offline.
+Only the scheduler's settings are tuned here. Those of Refine-and-Prune (alpha, the number of queues) change
+the queues themselves and cannot be tried in slices of a minute. `python -m serve_app tune` covers them
+offline.
 """
 
 import math
@@ -41,22 +41,21 @@ _RECENT = 50_000
 _SHOWN = 12
 _STUDIES_KEPT = 50
 _MOST_DOUBLINGS = 2
-"""Of the interval between two searches, while they find nothing: a search takes a minute of CPU time."""
+"""Maximum doublings of the search interval after searches without a result. A search takes a CPU minute."""
 _FORECAST_EVERY_S, _FORECAST_REQUESTS = 60.0, 200
 _USUAL_QUEUES = RefineAndPruneSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the scheduler has observed since the last time.
+    """Observations of the scheduler since the previous one.
 
     Attributes:
-        at: now, on the scheduler's clock, as all times here.
-        settled_until: arrival of the oldest request that is still open; `at`, when none is.
-        records: of the requests that were concluded.
-        replicas: those that are connected.
-        frozen: why nothing may be tried; empty when something may.
-        active_share: of the requests, which are scheduled.
+        at: current time on the scheduler's clock, like all times here.
+        settled_until: arrival of the oldest request that has not ended; `at` if there is none.
+        records: requests that have ended.
+        frozen: why trials are not allowed; empty if they are.
+        active_share: share of the requests that is scheduled.
     """
 
     at: float
@@ -69,7 +68,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """A search to carry out, in the twin of `plan`."""
+    """A search in the twin of `plan`."""
 
     plan: TwinPlan
     study: StudySettings
@@ -78,7 +77,7 @@ class SearchTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastTask:
-    """A forecast to make, in the twin of `plan`."""
+    """A forecast in the twin of `plan`."""
 
     plan: TwinPlan
 
@@ -91,8 +90,8 @@ def carry_out(work: Work, clock: Callable[[], float], rest: Callable[[], object]
     """Carry out a piece of work in this thread.
 
     Args:
-        clock: CPU seconds, for the budget of a search.
-        rest: called now and then; a driver that may use only a share of a core waits there.
+        clock: returns CPU seconds, for the budget of a search.
+        rest: called now and then; a driver that is limited to a share of a core waits there.
     """
     if isinstance(work, EngineFitTask):
         return fit_engines(work, rest)
@@ -108,16 +107,16 @@ def carry_out(work: Work, clock: Callable[[], float], rest: Callable[[], object]
 
 
 class ParameterLoop:
-    """Tunes one scheduler.
+    """Tuning loop of one scheduler.
 
     Args:
-        configured: the settings that it began with.
-        queues: how the application learns its length queues; the twin learns its own in the same way.
+        configured: the settings that the scheduler started with.
+        queues: how the application learns its length queues; the twin learns them in the same way.
 
     Attributes:
-        rollout: the values in force and on trial, and the decisions so far.
+        rollout: the incumbent values, the values on trial, and the decisions so far.
         calibration: the engines of the twin.
-        work: the piece of work that was handed out and has not ended; None when there is none.
+        work: the piece of work that was handed out and has not ended; None if there is none.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class ParameterLoop:
         self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searches = self._trials = 0
-        # Searches in a row that found nothing.
+        # Consecutive searches without a result.
         self._in_vain = 0
         self._acts: Counter[Act] = Counter()
         self._forecast: tuple[float, Forecast] | None = None
@@ -138,13 +137,13 @@ class ParameterLoop:
         self._start(configured, now)
 
     def _start(self, configured: SchedulerSettings, now: float) -> None:
-        # Nothing is tried while a part of the requests passes by, so a twin schedules all of them.
+        # Nothing is tried while a share of the requests is not scheduled, so the twin schedules all of them.
         self._configured, self._now = replace(configured, active_share=1.0), now
         self._space = _space(self._configured)
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
-        # Counts go on with the next scheduler.
+        # Counts continue with the next scheduler.
         self.rollout.acts = self._acts
-        # Times of an earlier scheduler are on another clock; what was begun for it says nothing here.
+        # Times of an earlier scheduler are on another clock, so its traffic and work are discarded.
         self._traffic = TrafficLog()
         self.work: Work | None = None
         self._next_search_at, self._next_forecast_at = now, -math.inf
@@ -160,14 +159,14 @@ class ParameterLoop:
     # Events
 
     def begin(self, configured: SchedulerSettings, now: float, state: Snapshot | None = None) -> list[Retune]:
-        """Begin with a new scheduler: give it the values that the one before had for good.
+        """Begin with a new scheduler, and return orders that restore the adopted values.
 
         Args:
-            state: what `state` returned, of an earlier loop; None: of this one.
+            state: result of `state` of an earlier loop; None for this one's.
 
         Raises:
-            ValueError: the state is of other settings, or broken; nothing of it is taken over then, and the
-                loop has begun without it.
+            ValueError: the state is for other settings or invalid. Nothing of it is used, and the loop has
+                begun without it.
         """
         known = self.state() if state is None else state
         rollout, studies = known.get("rollout"), known.get("studies")
@@ -179,7 +178,7 @@ class ParameterLoop:
         return self._orders(self.rollout.restore(rollout, now)) if isinstance(rollout, Mapping) else []
 
     def observe(self, observation: Observation) -> list[Retune]:
-        """Take in what happened since the last call; to be called every second or so."""
+        """Process what happened since the last call. To be called about every second."""
         now = self._now = observation.at
         applies: list[Apply] = []
         for record in observation.records:
@@ -196,7 +195,7 @@ class ParameterLoop:
         return self._orders(applies)
 
     def work_due(self, observation: Observation) -> Work | None:
-        """A piece of work to carry out now; `finish` has to follow before there is another."""
+        """Return a piece of work to carry out now. The next one requires a call of `finish` first."""
         if self.work is None and observation.replicas and self._settings.rollout.mode != "off":
             self.work = (
                 self.calibration.due(
@@ -209,7 +208,7 @@ class ParameterLoop:
         return None
 
     def finish(self, result: Result | None, now: float) -> list[Retune]:
-        """Take in the result of the work that was handed out; None when it failed."""
+        """Process the result of the work that was handed out; None if it failed."""
         work, self.work = self.work, None
         if isinstance(work, EngineFitTask):
             self.calibration.finish(result if isinstance(result, EngineFitResult) else None, now)
@@ -222,7 +221,7 @@ class ParameterLoop:
         return []
 
     def _on_finding(self, finding: Finding | None, now: float) -> list[Retune]:
-        """Propose what a search has found; the next one comes later where several have found nothing."""
+        """Propose a search's candidate, and delay the next search if several had no result."""
         if finding is not None:
             self._in_vain = 0 if finding.confident else self._in_vain + 1
         self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
@@ -268,7 +267,7 @@ class ParameterLoop:
         return ForecastTask(plan=plan)
 
     def _twin(self, observation: Observation) -> TwinPlan | None:
-        """The twin of the values in force and recent traffic; None while too little is known."""
+        """Return the twin of the incumbent values and recent traffic; None if too little is known."""
         traffic = self._traffic.trace(observation.settled_until)
         engines = self.calibration.engines(observation.replicas)
         if traffic is None or engines is None:
@@ -289,10 +288,10 @@ class ParameterLoop:
         arrived = [each for each in self._recent if start <= each.arrived_at < end]
         return reward_of(arrived, self._settings.objective)
 
-    # For people, and for a restart
+    # Reports and persistence
 
     def document(self) -> dict[str, Any]:
-        """The state of the loop, for people."""
+        """Return the state of the loop for `status` and the dashboard."""
         return {
             "mode": self._settings.rollout.mode,
             "state": self._doing(),
@@ -317,7 +316,7 @@ class ParameterLoop:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a restart needs, in plain values."""
+        """Return the state to persist across restarts, in plain values."""
         return {
             "rollout": self.rollout.state(self._now),
             "studies": list(self._studies),
@@ -325,7 +324,7 @@ class ParameterLoop:
         }
 
     def _doing(self) -> str:
-        """What the loop does, or waits for, in words."""
+        """Describe the current activity, or what the loop waits for."""
         if self.rollout.target is not None:
             return "trying a step"
         if isinstance(self.work, SearchTask):
@@ -334,7 +333,7 @@ class ParameterLoop:
         return f"watching: {waits}" if waits and self._settings.rollout.mode != "off" else "watching"
 
     def _forecast_document(self) -> dict[str, Any] | None:
-        """Shown while a part of the requests passes by."""
+        """Return the forecast while a share of the requests is not scheduled."""
         if not self._is_passing:
             return None
         note = {"note": self.calibration.obstacle}
@@ -357,6 +356,6 @@ class ParameterLoop:
 
 
 def _space(settings: SchedulerSettings) -> SearchSpace:
-    """The parameters that can be tried under a running scheduler."""
+    """Return the parameters that can be tried under a running scheduler."""
     names = [each.name for each in parameters_of(settings) if not each.of_queues]
     return space_of(Tunable(scheduler=settings), only=names)

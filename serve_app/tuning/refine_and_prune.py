@@ -1,30 +1,30 @@
-"""Refine-and-Prune: length queues from prompt lengths, by k-means, significant gaps and pruning.
+"""Refine-and-Prune: learns length queues from prompt lengths by k-means, significant gaps and pruning.
 
-The input is a sample of prompt lengths, the output a `Partition`. The same lengths give the same queues, in
-whatever order they come.
+The input is a sample of prompt lengths, the output a `Partition`. The same lengths give the same queues in
+any order.
 
 1. *Coarse*: one-dimensional k-means cuts the sorted lengths into short, medium and long.
-2. *Refine*: inside a cluster, a gap between neighbours is significant when it is wider than `alpha` mean
-   gaps. The widest significant gap splits the cluster, and each half is examined with its own mean gap.
-3. *Prune*: while there are more than `max_queues`, the neighbours of the highest utility become one (Eq 3):
+2. *Refine*: inside a cluster, a gap between neighbours is significant if it is wider than `alpha` mean gaps.
+   The widest significant gap splits the cluster, and each half is examined with its own mean gap.
+3. *Prune*: while there are more than `max_queues`, the neighbours of the highest utility are merged (Eq 3):
 
-       U(i, i+1) = (rho_i + rho_{i+1}) / (|b_bar_{i+1} - b_bar_i| + eps)
+    U(i, i+1) = (rho_i + rho_{i+1}) / (|b_bar_{i+1} - b_bar_i| + eps)
 
-   with rho a queue's density (requests per token of width) and b_bar its mean length. The sources leave open
-   which pair goes; merging the highest is what the released code does in effect, and merging the lowest left
-   queues four times as wide.
+with rho a queue's density (requests per token of width) and b_bar its mean length. The sources do not specify
+which pair is merged. Merging the highest is what the released code does in effect; merging the lowest left
+queues four times as wide.
 
 `mode="paper"` refines the raw lengths, as published. Its mean gap shrinks as the sample grows, while no gap
 can be smaller than one token. With enough requests *every* gap is significant, whatever alpha, and only
-pruning ends the splitting. `mode="stable"` (ours, the default) takes the same steps on quantities that a
-larger sample only makes sharper:
+pruning ends the splitting. `mode="stable"` (this project's, the default) applies the same steps to quantities
+that a larger sample only makes more precise:
 
-- `sample_size` lengths, evenly spaced in rank, stand for the whole. A gap between two of them is the range
+- `sample_size` lengths, evenly spaced in rank, represent the whole. A gap between two of them is the range
   that holds a fixed share of the requests, however many there are.
-- Logarithms of lengths: costs are relative, and so are `relative_range` and the tolerances of Dynamic Queue
-  Routing.
-- The cut lies in the widest gap of all lengths, thinned or not.
-- A queue with less than `min_share` of the sample joins its nearer neighbour.
+- It uses logarithms of lengths, because costs are relative, and so are `relative_range` and the tolerances of
+  Dynamic Queue Routing.
+- The cut is in the widest gap of all lengths, not only of the thinned ones.
+- A queue with less than `min_share` of the sample is merged with its nearer neighbour.
 
 Source: EWSJF (arXiv 2601.21758), section 4.2.
 """
@@ -49,34 +49,34 @@ Values = npt.NDArray[np.float64]
 
 # Below this, integers are exact as floating-point numbers, which k-means needs.
 _LONGEST_TOKENS = 2**53
-# Decimal places of the midpoints between centres: threads add in any order, and a length that lies exactly on
-# a midpoint must not change sides by a rounding error.
+# Decimal places of the midpoints between centres. Threads add in any order, and a rounding error must not
+# move a length that is exactly at a midpoint to the other side.
 _PLACES = 6
 _RESTARTS = 5
-# Keeps Eq 3 finite; means of neighbours differ by far more, except where lengths are a token apart.
+# Keeps Eq 3 finite. Means of neighbours differ by far more, except for lengths that are a token apart.
 _EPSILON_TOKENS = 1e-6
 
 
 class LengthsError(ServeAppError):
-    """Prompt lengths from which no queues can be learned; the message names the first one."""
+    """Prompt lengths from which no queues can be learned. The message has the first invalid one."""
 
 
 @settings(block="refine_and_prune")
 class RefineAndPruneSettings:
-    """How queues are learned from prompt lengths.
+    """Settings for learning queues from prompt lengths.
 
     Attributes:
         mode: `paper` or `stable`, see above.
-        alpha: a gap is significant when it is wider than so many mean gaps of its cluster. Lower makes more
-            queues: about 25 at 1, and 3 to 12 at 5.5, the value of the released code.
+        alpha: width of a significant gap, in mean gaps of its cluster. Lower values make more queues: about
+            25 at 1, and 3 to 12 at 5.5, the value of the released code.
         clusters: k of the coarse k-means: short, medium, long.
-        max_queues: neighbours become one while there are more.
+        max_queues: maximum number of queues; more are pruned.
         relative_range: a cluster whose lengths differ by less than this share of their mean is not split.
         min_cluster_size: a cluster of fewer lengths is not split; mode `paper` only.
-        sample_size: how many lengths stand for the whole; mode `stable` only. A quarter of the smallest
-            sample that should give the same queues (500): each gap then averages several.
-        min_share: smallest share of the sample in a queue; mode `stable` only.
-        seed: of k-means.
+        sample_size: number of lengths that represent the sample; mode `stable` only. A quarter of the
+            smallest sample that should give the same queues (500), so that each gap averages several.
+        min_share: minimum share of the sample in a queue; mode `stable` only.
+        seed: seed of k-means.
     """
 
     mode: Literal["stable", "paper"] = "stable"
@@ -91,7 +91,7 @@ class RefineAndPruneSettings:
 
 
 PAPER = RefineAndPruneSettings(mode="paper", alpha=1.5)
-"""The published method, with the paper's alpha."""
+"""The published method with the paper's alpha."""
 
 
 def refine_and_prune(
@@ -100,7 +100,7 @@ def refine_and_prune(
     """Learn the length queues of a sample of prompt lengths, in tokens.
 
     Raises:
-        LengthsError: there is no length, or one that is not a whole number from 1 to 2**53.
+        LengthsError: there are no lengths, or one is not a whole number from 1 to 2**53.
     """
     ordered = _checked(lengths)
     cuts = _stable_cuts(ordered, settings) if settings.mode == "stable" else _paper_cuts(ordered, settings)
@@ -109,7 +109,7 @@ def refine_and_prune(
 
 
 def _checked(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Lengths:
-    """The lengths in ascending order."""
+    """Validate the lengths and return them in ascending order."""
     given = np.asarray(lengths)
     if given.ndim != 1 or given.size == 0:
         raise LengthsError(
@@ -130,7 +130,7 @@ def _interval(members: Lengths) -> LengthInterval:
     return LengthInterval(
         min_tokens=shortest,
         max_tokens=longest,
-        # Rounding can put the mean of equal numbers beside them.
+        # Rounding can put the mean of equal numbers outside their range.
         mean_tokens=min(max(float(members.mean()), shortest), longest),
         count=len(members),
     )
@@ -140,7 +140,7 @@ def _interval(members: Lengths) -> LengthInterval:
 
 
 def _paper_cuts(lengths: Lengths, settings: RefineAndPruneSettings) -> list[int]:
-    """The cuts of the published refinement."""
+    """Return the cuts of the published refinement."""
 
     def is_settled(cluster: Values) -> bool:
         is_narrow = cluster[-1] - cluster[0] < settings.relative_range * cluster.mean()
@@ -150,7 +150,7 @@ def _paper_cuts(lengths: Lengths, settings: RefineAndPruneSettings) -> list[int]
 
 
 def _stable_cuts(lengths: Lengths, settings: RefineAndPruneSettings) -> list[int]:
-    """The cuts of our variant."""
+    """Return the cuts of the stable variant."""
     logs = np.log(lengths)
     picked = _evenly_spaced(len(logs), settings.sample_size)
 
@@ -165,7 +165,7 @@ def _stable_cuts(lengths: Lengths, settings: RefineAndPruneSettings) -> list[int
 def _cuts(
     values: Values, settings: RefineAndPruneSettings, is_settled: Callable[[Values], bool]
 ) -> list[int]:
-    """The cuts of k-means, and those at significant gaps inside each cluster."""
+    """Return the cuts of k-means, and those at significant gaps inside each cluster."""
     coarse = coarse_cuts(values, settings.clusters, settings.seed)
     cuts = list(coarse)
     for edges in itertools.pairwise([0, *coarse, len(values)]):
@@ -174,20 +174,20 @@ def _cuts(
 
 
 def coarse_cuts(values: Values, clusters: int, seed: int) -> list[int]:
-    """The cuts of one-dimensional k-means, at most `clusters - 1`."""
+    """Return the cuts of one-dimensional k-means, at most `clusters - 1`."""
     distinct, counts = np.unique(values, return_counts=True)
     clusters = min(clusters, len(distinct))
     if clusters < 2:
         return []
-    # Takes seconds to import, and whoever only reads settings should not wait for it.
+    # Imported here because it takes seconds, for which importers of the settings should not wait.
     from sklearn.cluster import KMeans  # noqa: PLC0415
-    from sklearn.exceptions import ConvergenceWarning  # noqa: PLC0415 - same
+    from sklearn.exceptions import ConvergenceWarning  # noqa: PLC0415 - see above
 
     model = KMeans(clusters, init="k-means++", n_init=_RESTARTS, random_state=seed)
     with warnings.catch_warnings():
-        # Where the values allow fewer clusters, fewer cuts are right.
+        # If the values allow fewer clusters, fewer cuts are correct.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        # Each distinct value once with its count as weight: the same objective, on far fewer points.
+        # Each distinct value once, weighted by its count: the same objective on far fewer points.
         model.fit(distinct.reshape(-1, 1), sample_weight=counts.astype(np.float64))
     centres = np.sort(model.cluster_centers_.ravel())
     midpoints = np.round((centres[:-1] + centres[1:]) / 2, _PLACES)
@@ -198,9 +198,9 @@ def coarse_cuts(values: Values, clusters: int, seed: int) -> list[int]:
 def gap_cuts(
     values: Values, edges: tuple[int, int], alpha: float, is_settled: Callable[[Values], bool]
 ) -> list[int]:
-    """The cuts at significant gaps between `edges`; of equally wide gaps the first splits.
+    """Return the cuts at significant gaps between `edges`. Of equally wide gaps, the first splits.
 
-    A range for which `is_settled` holds, or whose widest gap is not significant, stays whole.
+    A range for which `is_settled` holds, or whose widest gap is not significant, is not split.
     """
     cuts = []
     open_ranges = [edges]  # a stack instead of recursion: a raw sample may split one by one
@@ -220,19 +220,19 @@ def gap_cuts(
 
 
 def _evenly_spaced(count: int, wanted: int) -> Lengths:
-    """Positions of the middles of `wanted` equal parts of the sample; all of a small one."""
+    """Return the middles of `wanted` equal parts of the sample, or all positions of a small one."""
     wanted = min(count, wanted)
     positions: Lengths = ((np.arange(wanted) + 0.5) * count / wanted).astype(np.int64)
     return positions
 
 
 def _widest_gap(logs: Values, first: int, last: int) -> int:
-    """The cut of all lengths for one between two of the thinned: at the widest gap, the first of equals."""
+    """Return the cut of all lengths at the widest gap between two of the thinned ones, the first if equal."""
     return int(first + np.argmax(np.diff(logs[first : last + 1]))) + 1
 
 
 def _with_share(logs: Values, cuts: list[int], least: int) -> list[int]:
-    """The cuts after queues of fewer than `least` members have joined their neighbours, smallest first."""
+    """Merge queues of fewer than `least` members with their neighbours, smallest first; return the cuts."""
     edges = [0, *cuts, len(logs)]
     while len(edges) > 2:
         sizes = np.diff(edges)
@@ -249,9 +249,9 @@ def _with_share(logs: Values, cuts: list[int], least: int) -> list[int]:
 
 
 def prune(intervals: list[LengthInterval], max_queues: int) -> list[LengthInterval]:
-    """Merge the neighbours of the highest utility, pair by pair, until at most `max_queues` are left.
+    """Merge the neighbours of the highest utility, pair by pair, until at most `max_queues` remain.
 
-    Of equal utilities the pair of the shorter lengths is merged.
+    If utilities are equal, the pair of the shorter lengths is merged.
     """
     merged = list(intervals)
     utilities = [utility(*pair) for pair in itertools.pairwise(merged)]
@@ -266,7 +266,7 @@ def prune(intervals: list[LengthInterval], max_queues: int) -> list[LengthInterv
 
 
 def utility(lower: LengthInterval, upper: LengthInterval) -> float:
-    """Eq 3 for two neighbours, in requests per token squared."""
+    """Return Eq 3 for two neighbours, in requests per token squared."""
     distance_tokens = abs(upper.mean_tokens - lower.mean_tokens)
     return (lower.density + upper.density) / (distance_tokens + _EPSILON_TOKENS)
 

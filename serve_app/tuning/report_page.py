@@ -1,4 +1,4 @@
-"""The report of a study: whether a candidate is better than the values in force, and how the search went."""
+"""HTML report of a study: whether a candidate is better than the incumbent, and the course of the search."""
 
 import statistics
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from serve_app.tuning.study_report import BEST, IN_FORCE, StudyReport
 
 
 def study_page(report: StudyReport, plan: TwinPlan, origin: Origin) -> ResultReport:
-    """The report of a study that is over."""
+    """Return the report of a completed study."""
     trace = plan.traffic
     stands = "Its values are recommended." if report.finding.confident else "The current settings stand."
     return ResultReport(
@@ -84,7 +84,7 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
 
 
 def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
-    """On fresh windows, if it came to that, and on those of the search."""
+    """Yield the paired differences on fresh windows, if any were played, and on those of the search."""
     finding, settings = report.finding, report.settings
     stages = (
         ("fresh windows", finding.confirmation, settings.fresh_windows),
@@ -109,7 +109,7 @@ def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
 
 
 def _measured(report: StudyReport, candidate: int, windows: range) -> dict[int, float]:
-    """The rewards that were measured, by window."""
+    """Return the measured rewards by window."""
     rewards = report.course.rewards(candidate, windows)
     return {window: reward for window, reward in rewards.items() if reward is not None}
 

@@ -1,17 +1,17 @@
-"""The rollout of a candidate into production: in bounded steps, on trial, with a way back.
+"""Rollout of a candidate into production: in bounded steps, on trial, with rollback.
 
-Theory of operation. The rollout is a machine without a clock. A candidate that won in the twin is proposed.
-A step towards it, no longer than allowed, is tried against the values in force (`trial`), and kept or
-withdrawn. Every call returns what to put in force now, often nothing. Every decision is noted with its reason
-and figures (`audit`).
+The rollout is a state machine without a clock. A candidate that won in the twin is proposed. A step towards
+it, no longer than allowed, is tried against the incumbent (`trial`), and adopted or rolled back. Every call
+returns the values to apply now, often none. Every decision is recorded with its reason and figures (`audit`).
 
 Rules:
-- At any time either the incumbent is in force, or values one step away from it, within all bounds.
-- The values of a step are handed out for a little longer than a slice. Whoever applies them returns to the
-  incumbent's when that time is over and no other command came.
-- A trial ends by a verdict, a freeze or a restart. The incumbent is put in force in the same call, unless the
-  step was kept.
-- After a trial nothing is tried for a while, longer after harm; and never while frozen.
+
+- At any time, either the incumbent is active or values one step away from it, within all bounds.
+- The values of a step are valid for slightly longer than a slice. The receiver returns to the incumbent when
+  the time has expired without another command.
+- A trial ends by a verdict, a freeze or a restart. The same call applies the incumbent, unless the step was
+  adopted.
+- After a trial nothing is tried for a cool-down, which is longer after harm. Nothing is tried while frozen.
 """
 
 from collections import Counter, deque
@@ -34,10 +34,9 @@ from serve_app.tuning.trial import RewardOf, Trial, Verdict
 
 _VERSION = 1
 _AUDITS_KEPT = 1_000
-# Validity of a step's values in slices: a slice may end a little late, because the driver calls only now and
-# then.
+# Validity of a step's values in slices. A slice may end slightly late, because the driver calls periodically.
 _GRACE = 1.5
-# Cool-downs after harm: the next candidate comes from the same twin.
+# Cool-downs after harm. Longer, because the next candidate comes from the same twin.
 _AFTER_HARM = 3.0
 
 Mode = Literal["off", "advise", "on"]
@@ -45,13 +44,13 @@ Mode = Literal["off", "advise", "on"]
 
 @settings
 class RolloutSettings:
-    """How a candidate is tried in production.
+    """Settings for trying candidates in production.
 
     Attributes:
-        mode: `off` takes no candidate; `advise` records what it would have tried and changes nothing; `on`
+        mode: `off` accepts no candidate; `advise` records what it would try without changing anything; `on`
             tries it.
-        max_step: farthest that a parameter moves in one step, as a share of its range; a whole number may
-            always move by 1. A candidate farther away is reached in several steps, each of which has to win.
+        max_step: maximum change of a parameter in one step, as a share of its range; an integer may always
+            change by 1. A more distant candidate is reached in several steps, each of which has to win.
         slice_s, settle_s, judge_limit_s, pairs: see `trial.Trial`.
         cool_down_s: seconds without trials after one.
     """
@@ -73,12 +72,12 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """A command of the rollout: put these values in force now.
+    """A command of the rollout: apply these values now.
 
     Attributes:
-        values: by the short names of the parameters.
-        valid_s: for how long; None: for good. When the time is over, the values before come back, unless
-            another command came. So a tuner that dies in the middle of a trial leaves nothing behind.
+        values: by short name of the parameter.
+        valid_s: validity in seconds; None for permanent. When it expires without another command, the
+            previous values are restored, so a tuner that dies during a trial leaves nothing behind.
     """
 
     values: Values
@@ -87,11 +86,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retune:
-    """An order to the scheduler: put these values in force.
+    """An order to the scheduler: apply these values.
 
     Attributes:
-        values: by the paths of the settings (`isolation.max_long_prefills`); all that are tuned, not only
-            those that change.
+        values: by path of the setting (`isolation.max_long_prefills`); all tuned ones, not only changed ones.
         valid_s: as in `Apply`.
         reason: for the log.
     """
@@ -102,7 +100,7 @@ class Retune:
 
 
 class Act(StrEnum):
-    """The kind of a decision."""
+    """Kind of a decision."""
 
     REFUSED = "refused"
     ADVISED = "advised"
@@ -116,11 +114,11 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """One decision, with its reason and the figures that it rests on.
+    """A decision with its reason and the figures that it is based on.
 
     Attributes:
         at: seconds on the clock of the rollout's driver.
-        values: those that the decision is about.
+        values: values that the decision concerns.
     """
 
     at: float
@@ -131,16 +129,16 @@ class Audit:
 
 
 class Rollout:
-    """The rollout of one model.
+    """Rollout of one model.
 
     Args:
-        incumbent: the values of the settings; they may be beyond the bounds of the space.
+        incumbent: the values of the settings; they may exceed the bounds of the space.
 
     Attributes:
         incumbent: the values to return to.
         target: the step on trial; None between trials.
-        frozen: the reason, while nothing may be tried; empty otherwise.
-        acts: how many decisions of each kind were made.
+        frozen: reason for the freeze; empty if not frozen.
+        acts: number of decisions by kind.
     """
 
     def __init__(self, space: SearchSpace, incumbent: Values, settings: RolloutSettings) -> None:
@@ -160,11 +158,11 @@ class Rollout:
 
     @property
     def audit(self) -> tuple[Audit, ...]:
-        """The last thousand decisions, the oldest first."""
+        """The last thousand decisions, oldest first."""
         return tuple(self._audits)
 
     def why_not(self, now: float) -> str:
-        """Why nothing may be tried now; empty when something may."""
+        """Return why nothing may be tried now; empty if a trial is allowed."""
         if self._settings.mode == "off":
             return "mode off"
         if self.frozen:
@@ -178,11 +176,7 @@ class Rollout:
     # Events
 
     def propose(self, candidate: Values, now: float, reason: str = "") -> list[Apply]:
-        """Try a candidate that won in the twin.
-
-        Args:
-            reason: how it won, for the audit.
-        """
+        """Try a candidate that won in the twin; `reason` states how, for the audit."""
         if refusal := self.why_not(now):
             return self._note(now, Act.REFUSED, refusal, candidate)
         try:
@@ -206,10 +200,10 @@ class Rollout:
         return self._note(now, Act.STARTED, reason, step)
 
     def tick(self, now: float, settled_until: float, reward_of: RewardOf) -> list[Apply]:
-        """Advance the trial, if there is one; to be called every second or so.
+        """Advance the trial, if there is one. To be called about every second.
 
         Args:
-            settled_until: arrival of the oldest request that is still open; `now`, when none is.
+            settled_until: arrival of the oldest request that has not ended; `now` if there is none.
         """
         trial = self._trial
         if trial is None:
@@ -230,14 +224,14 @@ class Rollout:
         return self._end(now, f"frozen: {self.frozen}", is_kept=False)
 
     def thaw(self, now: float) -> list[Apply]:
-        """Candidates may be tried again."""
+        """Allow trials again."""
         self.frozen = ""
         return self._note(now, Act.THAWED, "by command")
 
     # Decisions
 
     def _end(self, now: float, reason: str, *, is_kept: bool) -> list[Apply]:
-        """End the trial, if there is one: the step is in force for good, or the incumbent is."""
+        """End the trial, if there is one, and apply the step or the incumbent permanently."""
         trial, step = self._trial, self.target
         if trial is None or step is None:
             return []
@@ -250,7 +244,7 @@ class Rollout:
         return [Apply(values=self.incumbent)]
 
     def _side_due(self, trial: Trial, now: float) -> list[Apply]:
-        """The side whose slice begins now; nothing while a slice goes on."""
+        """Return the values of a slice that begins now; nothing during a slice."""
         assert self.target is not None
         begins = trial.advance(now)
         if begins and trial.is_steps_turn:
@@ -271,7 +265,7 @@ class Rollout:
         values: Values | None = None,
         figures: Mapping[str, float] | None = None,
     ) -> list[Apply]:
-        """Note a decision; puts nothing in force."""
+        """Record a decision. Returns no values to apply."""
         self.acts[act] += 1
         self._audits.append(
             Audit(at=now, act=act, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
@@ -281,8 +275,8 @@ class Rollout:
     # Storage
 
     def state(self, now: float) -> dict[str, Any]:
-        """What a restart needs, in plain values. A trial is not resumed; times are given as durations."""
-        # The verdict of a trial is lost, so it counts as harm.
+        """Return the state to persist, with times as durations. A trial is not resumed."""
+        # The verdict of an interrupted trial is lost, so it counts as harm.
         rests_s = _AFTER_HARM * self._settings.cool_down_s if self._trial else self._rests_until - now
         return {
             "version": _VERSION,
@@ -294,11 +288,11 @@ class Rollout:
         }
 
     def restore(self, state: Snapshot, now: float) -> list[Apply]:
-        """Take over what `state` returned, and put its incumbent in force.
+        """Restore the result of `state`, and apply its incumbent.
 
         Raises:
-            ValueError: it is of another space or release or of other settings, has values beyond the bounds,
-                or is broken; nothing is taken over then.
+            ValueError: it is for another space, release or settings, exceeds the bounds, or is invalid.
+                Nothing of it is used then.
         """
         if int(number(state, "version")) != _VERSION:
             raise ValueError(f"learned state: no rollout of format {_VERSION}; delete it to begin anew")
@@ -320,10 +314,10 @@ class Rollout:
         return [Apply(values=incumbent)]
 
     def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:
-        """Values of all parameters under `name`.
+        """Return values of all parameters under `name`.
 
         Raises:
-            ValueError: there are none, or not those of this space.
+            ValueError: they are missing, or for other parameters.
         """
         found = section(state, name)
         if set(found) != set(self._space.names):

@@ -1,34 +1,29 @@
-"""The settings of a model that the tuner may change, and the search space around their values in force.
+"""Tunable settings of a model, and the search space around their current values.
 
 A `Tunable` holds what a candidate changes: the scheduler's settings, and those of Refine-and-Prune.
-`parameters_of` names the parameters that have an effect under its policy and pools.
+`parameters_of` returns the parameters that have an effect with its policy and pools.
 
 Sources: the paper's theta = {a_u, b_u, a_f, b_f, alpha} and its ranges (EWSJF, arXiv 2601.21758, section
-4.4). b_u and b_f go from 0.01 up, because our score needs less urgency than the paper's. Their lower bounds
-are floors: no weight of the score is ever tuned away. Alpha goes beyond the paper's 3, up to where it makes
-no more queues than k-means alone. All other parameters are this scheduler's own.
+4.4). b_u and b_f start at 0.01, because this project's score needs less urgency than the paper's. Their lower
+bounds are floors: tuning never removes a weight of the score. Alpha exceeds the paper's 3, up to where it
+makes no more queues than k-means alone. All other parameters are this scheduler's own.
 
-Access to one value in nested frozen settings by its dotted path, such as `isolation.max_long_prefills`.
+Nested frozen settings are accessed by dotted paths, such as `isolation.max_long_prefills`. A change creates
+new settings and runs the checks of every class on the path, so an invalid value is rejected with the
+settings' own message.
 
-A change makes new settings and runs the checks of every class on the path, so an impossible value is refused
-with the settings' own message.
+Each parameter has a short name, the path of its setting, bounds and a scale. The scale maps its range to [0,
+1]: the *unit* in which steps are measured and distances compared. a_u and a_f have values around 1e-3, while
+a queue count goes into the tens; in units they are comparable.
 
-The search space: parameters with bounds and scales, and the prior around their current values.
-
-Each parameter has a short name, the path of its setting, bounds and a scale. The scale lays its range on
-[0, 1]: the *unit* in which steps are measured and distances compared. a_u and a_f have values around 1e-3,
-while a queue count goes into the tens; in units they compare.
-
-The optimiser draws uniformly from another [0, 1], the *draw*. Between draw and unit lies the prior: `spread`
-of its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
-values in force, and still reaches every corner, as it must when the values in force are bad. With c the unit
-of the current value and s the spread, for u up to c:
+The optimiser samples uniformly from another [0, 1], the *draw*. The prior maps draws to units: `spread` of
+its mass is uniform, the rest rises towards the current value (a triangle). So a search begins near the
+current values, and still reaches every corner, which it must if they are bad. With c the unit of the current
+value and s the spread, for u up to c:
 
     F(u) = s * u + (1 - s) * u^2 / c          and, mirrored, above c
 
 so that F(c) = c, and its inverse is a square root.
-
-The parameters themselves stand in `tunable`.
 """
 
 import math
@@ -50,10 +45,10 @@ Settings = TypeVar("Settings")
 
 
 def value_at(settings: object, path: str) -> Any:
-    """The value under a path.
+    """Return the value under a path.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is no such setting.
     """
     value = settings
     for name in path.split("."):
@@ -64,12 +59,12 @@ def value_at(settings: object, path: str) -> Any:
 
 
 def with_value(settings: Settings, path: str, value: object) -> Settings:
-    """The same settings with another value under a path.
+    """Return a copy with another value under a path.
 
     Raises:
         SettingsError: there is no such setting, or it cannot have this value.
     """
-    # Names the path when there is no such setting.
+    # Raises with the path if there is no such setting.
     value_at(settings, path)
     try:
         return _changed(settings, path, value)
@@ -78,7 +73,7 @@ def with_value(settings: Settings, path: str, value: object) -> Settings:
 
 
 def with_values(settings: Settings, values: Mapping[str, object]) -> Settings:
-    """The same settings with other values, by path."""
+    """Return a copy with other values by path."""
     for path, value in values.items():
         settings = with_value(settings, path, value)
     return settings
@@ -94,14 +89,14 @@ Values = Mapping[str, float]
 """Values of parameters by short name."""
 
 _SPREAD = 0.3
-"""At it, the prior is nearly six times as dense near the current value as far from it."""
+"""With this spread, the prior is nearly six times as dense near the current value as far from it."""
 
 _DIGITS = 4
-"""Significant digits of a value: more only make settings hard to read."""
+"""Significant digits of a value. More only make settings hard to read."""
 
 
 class Scale(StrEnum):
-    """How a range is laid on [0, 1]."""
+    """Mapping of a range to [0, 1]."""
 
     LINEAR = "linear"
     LOG = "log"
@@ -109,12 +104,11 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One setting that may be tuned.
+    """A setting that can be tuned.
 
     Attributes:
-        name: short, unique.
-        path: of the setting below its part; for the scheduler as `simulate --set` takes it.
-        low, high: bounds, both inclusive.
+        path: path of the setting within its part; for the scheduler as in `simulate --set`.
+        low, high: inclusive bounds.
         scale: linear or logarithmic.
         integer: whole numbers only.
         of_queues: whether it is a setting of Refine-and-Prune, and so of the tuner, not of the scheduler.
@@ -138,20 +132,20 @@ class Parameter:
 
     @property
     def model_path(self) -> str:
-        """The path of the setting in the settings of a model."""
+        """Path of the setting in the settings of a model."""
         return f"{'tuner' if self.of_queues else 'scheduler'}.{self.path}"
 
     def clipped(self, value: float) -> float:
-        """The nearest value that the parameter can have."""
+        """Return the nearest valid value."""
         return self._rounded(min(max(value, self.low), self.high))
 
     def unit(self, value: float) -> float:
-        """Where a value lies between the bounds, 0 to 1; beyond them, at the nearer one."""
+        """Return the position of a value between the bounds, 0 to 1, clipped to them."""
         at, low, high = self._scaled(min(max(value, self.low), self.high)), *self._ends()
         return (at - low) / (high - low)
 
     def at_unit(self, unit: float) -> float:
-        """The value at a unit, the inverse of `unit`."""
+        """Return the value at a unit, the inverse of `unit`."""
         low, high = self._ends()
         at = low + min(max(unit, 0.0), 1.0) * (high - low)
         return self.clipped(math.exp(at) if self.scale is Scale.LOG else at)
@@ -165,18 +159,18 @@ class Parameter:
     def _rounded(self, value: float) -> float:
         if self.integer:
             return int(value + 0.5)
-        # Rounding must not lead out of the bounds.
+        # Rounding must not exceed the bounds.
         return min(max(float(f"{value:.{_DIGITS}g}"), self.low), self.high)
 
 
 class SearchSpace:
-    """Parameters with the values in force.
+    """Parameters with their current values.
 
     Args:
-        current: a value for each parameter; for one beyond the bounds, the search begins at the bound.
+        current: a value for each parameter; if one exceeds the bounds, the search begins at the bound.
 
     Raises:
-        SettingsError: there is nothing to tune, or a value is missing or no number.
+        SettingsError: there are no parameters, or a value is missing or not a number.
     """
 
     def __init__(self, parameters: Sequence[Parameter], current: Values) -> None:
@@ -201,14 +195,14 @@ class SearchSpace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parameters, in order."""
+        """Names of all parameters, in order."""
         return tuple(self._parameters)
 
     def checked(self, values: Values) -> dict[str, float]:
-        """The values unchanged, in the order of the parameters.
+        """Return the values unchanged, in the order of the parameters.
 
         Raises:
-            SettingsError: one is missing, unknown or no finite number.
+            SettingsError: a value is missing, unknown or not a finite number.
         """
         if unknown := set(values) - set(self._parameters):
             raise SettingsError(
@@ -221,33 +215,33 @@ class SearchSpace:
         return {name: values[name] for name in self.names}
 
     def clipped(self, values: Values) -> dict[str, float]:
-        """Each value within its bounds.
+        """Return each value clipped to its bounds.
 
         Raises:
-            SettingsError: as `checked`.
+            SettingsError: as for `checked`.
         """
         return {name: self[name].clipped(value) for name, value in self.checked(values).items()}
 
     def is_within(self, values: Values) -> bool:
-        """Whether every value is one that its parameter can have."""
+        """Return whether every value is valid for its parameter."""
         return self.clipped(values) == self.checked(values)
 
     def from_draws(self, draws: Mapping[str, float]) -> dict[str, float]:
-        """The values that uniform draws from [0, 1] lead to."""
+        """Return the values for uniform draws from [0, 1]."""
         return {name: self[name].at_unit(_quantile(draws[name], self._centre(name))) for name in self.names}
 
     def draws_of(self, values: Values) -> dict[str, float]:
-        """The draws that lead to these values; beyond the bounds, to the bound."""
+        """Return the draws for these values, clipped to the bounds."""
         return {
             name: _distribution(self[name].unit(value), self._centre(name))
             for name, value in self.checked(values).items()
         }
 
     def step(self, start: Values, towards: Values, largest: float) -> dict[str, float]:
-        """A step towards other values, in which no parameter moves by more than `largest` units.
+        """Return a step towards other values in which no parameter changes by more than `largest` units.
 
-        Each parameter goes the same share of its way, or as near to it as whole numbers allow. A parameter of
-        whole numbers moves by at least 1, or it could never move at all. A start beyond the bounds counts as
+        All parameters cover the same share of their distance, as closely as integers allow. An integer
+        parameter changes by at least 1, or it could never change at all. A start beyond the bounds counts as
         the bound.
 
         Args:
@@ -268,14 +262,14 @@ class SearchSpace:
 
 
 def _between(parameter: Parameter, begin: float, end: float, share: float) -> float:
-    """The value after that share of the way, never further."""
+    """Return the value after that share of the distance, not further."""
     if begin == end:
         return begin
     first, last = parameter.unit(begin), parameter.unit(end)
     value = parameter.at_unit(first + share * (last - first))
     if not parameter.integer:
         return value
-    # Rounding to the nearest whole number may have gone too far, or nowhere.
+    # Rounding to the nearest integer may have gone too far, or nowhere.
     limit = share * abs(last - first)
     direction = 1 if end > begin else -1
     while value != begin and abs(parameter.unit(value) - first) > limit:
@@ -284,14 +278,14 @@ def _between(parameter: Parameter, begin: float, end: float, share: float) -> fl
 
 
 def _distribution(unit: float, centre: float) -> float:
-    """The prior's F at a unit."""
+    """Return the prior's F at a unit."""
     if unit <= centre:
         return _SPREAD * unit + (1 - _SPREAD) * unit**2 / centre if centre > 0 else 0.0
     return 1.0 - _distribution(1.0 - unit, 1.0 - centre)
 
 
 def _quantile(draw: float, centre: float) -> float:
-    """The inverse of F."""
+    """Return the inverse of F."""
     if draw <= centre:
         if centre == 0:
             return draw
@@ -308,7 +302,7 @@ _WEIGHTS = (
     Parameter(name="a_f", path="ewsjf.weights.a_f", low=-1e-3, high=1e-3),
     Parameter(name="b_f", path="ewsjf.weights.b_f", low=0.01, high=2.0, scale=Scale.LOG),
 )
-# From as many queues as are allowed down to the clusters of k-means alone; 0.5 to 3 in the paper.
+# From the maximum number of queues down to the clusters of k-means alone; 0.5 to 3 in the paper.
 _ALPHA = Parameter(name="alpha", path="alpha", low=0.5, high=8.0, scale=Scale.LOG, of_queues=True)
 _ISOLATION = (
     _count(name="max_long_prefills", path="isolation.max_long_prefills", low=1, high=8),
@@ -317,7 +311,7 @@ _ISOLATION = (
     Parameter(name="longest_work_share", path="isolation.longest_work_share", low=0.1, high=0.8),
 )
 _TARGET_WAITING = _count(name="target_waiting", path="backpressure.target_waiting", low=1, high=16)
-# An engine that orders its own queue may have a longer one, which has a setting of its own.
+# The queue of an engine that orders it by priority may be longer, and has a separate setting.
 _PRIORITY_TARGET_WAITING = replace(_TARGET_WAITING, path="engine_priority.target_waiting", high=64)
 
 _MIN_B_SHORT_TOKENS = 256
@@ -325,25 +319,25 @@ _MIN_B_SHORT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunable:
-    """Settings of one model, as far as they can be tuned."""
+    """The tunable settings of one model."""
 
     scheduler: SchedulerSettings
     refine_and_prune: RefineAndPruneSettings = field(default_factory=RefineAndPruneSettings)
 
     def __post_init__(self) -> None:
-        # Weights that are not given are the policy's; to change one of them, all have to be given.
+        # Unset weights are the policy's. To change one of them, all have to be set.
         object.__setattr__(self, "scheduler", with_weights(self.scheduler))
 
     def value(self, parameter: Parameter) -> float:
-        """The value in force."""
+        """Return the current value."""
         value: float = value_at(self._part(parameter), parameter.path)
         return value
 
     def with_values(self, values: Values, parameters: Iterable[Parameter]) -> "Tunable":
-        """The same tunable with other values of these parameters.
+        """Return a copy with other values of these parameters.
 
         Raises:
-            SettingsError: the settings cannot have one of them.
+            SettingsError: a value is not valid for the settings.
         """
         tuned = self
         for parameter in parameters:
@@ -351,10 +345,10 @@ class Tunable:
         return tuned
 
     def with_setting(self, parameter: Parameter, value: object) -> "Tunable":
-        """The same tunable with another value of one parameter.
+        """Return a copy with another value of one parameter.
 
         Raises:
-            SettingsError: the settings cannot have it.
+            SettingsError: the value is not valid for the settings.
         """
         part = with_value(self._part(parameter), parameter.path, value)
         if isinstance(part, SchedulerSettings):
@@ -366,7 +360,7 @@ class Tunable:
 
 
 def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
-    """The same settings with every weight of the score given; by default the policy's."""
+    """Return a copy with every weight of the score set; by default to the policy's."""
     policy = make_policy(settings.policy)
     if not isinstance(policy, EwsjfPaper):
         return settings
@@ -377,11 +371,11 @@ def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
 def parameters_of(
     settings: SchedulerSettings, max_b_short_tokens: int | None = None
 ) -> tuple[Parameter, ...]:
-    """The parameters that have an effect under these settings.
+    """Return the parameters that have an effect with these settings.
 
     Args:
         max_b_short_tokens: upper bound of `b_short_tokens`: with two pools, the context limit of the short
-            one, in tokens. None leaves `b_short_tokens` as it is.
+            one, in tokens. None excludes `b_short_tokens` from tuning.
     """
     policy = make_policy(settings.policy)
     engine_orders = settings.engine_priority.enabled
@@ -396,7 +390,7 @@ def parameters_of(
 
 def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Iterator[Parameter]:
     routing = settings.routing
-    # A boundary that adapts by itself would undo whatever is set.
+    # An adaptive boundary would undo any tuned value.
     if len(routing.pools) < 2 or routing.adaptive_b_short.enabled:
         return
     if max_b_short_tokens is None or max_b_short_tokens <= _MIN_B_SHORT_TOKENS:
@@ -413,11 +407,11 @@ def _pools(settings: SchedulerSettings, max_b_short_tokens: int | None) -> Itera
 def space_of(
     tunable: Tunable, *, max_b_short_tokens: int | None = None, only: Sequence[str] = ()
 ) -> SearchSpace:
-    """The search space around the values in force.
+    """Return the search space around the current values.
 
     Args:
         max_b_short_tokens: see `parameters_of`.
-        only: names of the parameters to tune; when it is empty, all that have an effect.
+        only: names of the parameters to tune; if empty, all that have an effect.
 
     Raises:
         SettingsError: there is no parameter of such a name.
@@ -433,7 +427,7 @@ def space_of(
 
 
 def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
-    """The part of a model's settings that gives these values, as a file has it."""
+    """Return the part of a model's settings that sets these values, in the format of a file."""
     scheduler: dict[str, Any] = {}
     queues = {each.path: values[each.name] for each in space if each.of_queues}
     for parameter in space:

@@ -1,7 +1,7 @@
-"""The settings of a tuner, as a file has them, and as its parts take them.
+"""Settings of a tuner: as users write them, and as its parts receive them.
 
-`TunerSettings` is what users set. `ParameterTuningSettings` puts it together with everything that only
-experiments and tests change.
+`TunerSettings` is what users set. `ParameterTuningSettings` combines it with settings that only experiments
+and tests change.
 """
 
 from dataclasses import field
@@ -29,14 +29,14 @@ from serve_app.tuning.twin_calibration import CalibrationSettings
 
 @settings
 class ParameterTuningSettings:
-    """How one model's settings are tuned while it runs.
+    """Settings for tuning one model's parameters at runtime.
 
     Attributes:
-        profile: the engine profile that the twin begins with, by name or path; None: it is fitted to what the
-            engines do, and nothing is searched for before.
+        profile: initial engine profile of the twin, by name or path; None to fit it to the engines, without
+            searches before.
         every_s: seconds between the end of a search and the next one.
-        min_requests: seen before a search. For another, half as many are new.
-        search_cpu_s: CPU seconds of a search.
+        min_requests: requests before the first search; half as many new ones before each further search.
+        search_cpu_s: CPU seconds per search.
         core_share: share of a core that the tuner's work uses.
     """
 
@@ -54,48 +54,49 @@ class ParameterTuningSettings:
 
 @settings(block="tuner")
 class TunerSettings:
-    """How one model's scheduler is tuned while it runs.
+    """Settings for tuning one model's scheduler at runtime.
 
     Attributes:
-        mode: on: length queues are learned, and better values of settings are searched for and tried; advise:
-            such values are recorded and not tried; queues: only length queues are learned; off; or auto: on
-            when the scheduler's policy learns its queues, off otherwise. A change of the policy in a running
-            application does not start a tuner.
-        profile: the engine profile that the digital twin begins with, by name or path; null: it is fitted to
-            what the engines do, and nothing is searched for before. A wrong profile is fitted as well.
-        targets: latency limits by class, of the reward that is tuned for.
+        mode: on: learn length queues, and search and try better values of settings; advise: record such
+            values without trying them; queues: only learn length queues; off; or auto: on if the scheduler's
+            policy learns its queues, otherwise off. Changing the policy of a running application does not
+            start a tuner.
+        profile: initial engine profile of the digital twin, by name or path; null to fit it to the engines,
+            without searches before. A wrong profile is fitted as well.
+        targets: latency limits by class, for the reward that is optimised.
     """
 
     mode: bool | Literal["auto", "advise", "queues"] = "auto"
     profile: str | None = None
     targets: ClassTargets = field(default_factory=ClassTargets)
-    # The reward: `slo` counts requests within the targets, `paper` is that of EWSJF, which knows no targets.
+    # Reward: `slo` counts requests within the targets, `paper` is that of EWSJF, which ignores the targets.
     objective: Annotated[ObjectiveKind, ADVANCED] = "slo"
     # Seconds between the end of a search and the next one.
     every_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 300.0
-    # Requests seen before a search: fewer are no sample of the traffic. For another, half as many are new.
+    # Requests before the first search, because fewer do not represent the traffic; half as many new ones
+    # before each further search.
     min_requests: Annotated[int, at_least(1), ADVANCED] = 600
-    # CPU seconds of a search.
+    # CPU seconds per search.
     search_cpu_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 40.0
     # Share of a core that the tuner's work may use.
     core_share: Annotated[float, POSITIVE_SHARE, ADVANCED] = 0.25
-    # Seconds that either side of a trial is in force in turn; the first ten are not judged. Shorter slices
-    # meet more similar traffic and lose more of it.
+    # Seconds per slice of a trial, in which one side is active; the first ten are not judged. Shorter
+    # slices have more similar traffic but exclude a larger share of it.
     slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
-    # Pairs of slices in a trial at most; a clear result is decided sooner.
+    # Maximum number of slice pairs per trial. A clear result ends the trial earlier.
     pairs: Annotated[int, at_least(2).hint("one pair is chance"), ADVANCED] = 12
     # Seconds without trials after one; three times as long after harm.
     cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE, ADVANCED] = 600.0
-    # A gap between lengths separates queues when it is wider than so many mean gaps. Lower makes more queues:
-    # about 25 at 1, and 3 to 12 at 5.5. Long requests then wait longer and others gain next to nothing.
+    # Width of a gap between lengths that separates queues, in mean gaps. Lower values make more queues: about
+    # 25 at 1, and 3 to 12 at 5.5. Long requests then wait longer and others gain next to nothing.
     alpha: Annotated[float, FINITE_POSITIVE, ADVANCED] = 5.5
-    # Prompts from which queues are first learned, and of which a drift of their lengths is noticed.
+    # Number of prompts from which queues are first learned, and that are tested for drift.
     learn_from: Annotated[int, at_least(2).hint("500 is usual"), ADVANCED] = 500
-    # Seconds between two full runs of Refine-and-Prune while lengths do not drift; ten minutes in the paper.
+    # Seconds between two full runs of Refine-and-Prune without drift; ten minutes in the paper.
     learn_every_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 600.0
 
     def __post_init__(self) -> None:
-        # Raises for a profile that does not exist: better at the start than after ten minutes.
+        # Raises for a missing profile at the start instead of after ten minutes.
         if self.profile is not None:
             load_profile(self.profile)
         # Raises for settings that contradict each other.
@@ -103,7 +104,7 @@ class TunerSettings:
 
     @property
     def strategic(self) -> StrategicSettings:
-        """How length queues are learned."""
+        """Settings for learning length queues."""
         return StrategicSettings(
             window=self.learn_from,
             interval_s=self.learn_every_s,
@@ -112,7 +113,7 @@ class TunerSettings:
 
     @property
     def parameters(self) -> ParameterTuningSettings | None:
-        """How values of settings are tuned; None leaves them as they are."""
+        """Settings for tuning parameters; None if they are not tuned."""
         if self.mode in ("queues", False):
             return None
         return ParameterTuningSettings(

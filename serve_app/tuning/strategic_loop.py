@@ -1,23 +1,23 @@
-"""The strategic loop: when to learn length queues again, and whether the result is worth a change.
+"""Strategic loop: decides when to relearn length queues, and whether the result is worth a change.
 
-Lengths go in one by one. `due` is called now and then, and answers with a partition when a new one should
-replace the one in force. Time is an argument, so the same lengths at the same times give the same partitions.
+Lengths are observed one by one. `due` is called periodically, and returns a partition if a new one should
+replace the current one. Time is an argument, so the same lengths at the same times give the same partitions.
 
 A full run of Refine-and-Prune happens
 
-- `first`: as soon as a `window` of lengths has been seen;
+- `first`: as soon as a `window` of lengths was observed;
 - `interval`: `interval_s` after the last run, on the whole sample;
-- `drift`: when the recent lengths differ from those of the last run (`has_drifted`), or too many of them fit
-  no learned queue. It uses the recent lengths alone: older ones belong to other traffic and are dropped. A
-  run in the middle of a change learns a mixture of both, which drifts again, and the next run corrects it.
+- `drift`: if the recent lengths differ from those of the last run (`has_drifted`), or too many of them fit no
+  learned queue. It uses the recent lengths only: older ones belong to other traffic and are dropped. A run
+  during a change learns a mixture of both, which drifts again, and the next run corrects it.
 
-Between full runs each queue follows its recent members by small steps (`adjusted`).
+Between full runs each queue follows its recent members in small steps (`adjusted`).
 
-A new partition is put in force only if prompts would see noticeably different queues (`partition_distance`).
-Each change routes all waiting requests again, and renames the queues in dashboards.
+A new partition is applied only if prompts would see noticeably different queues (`partition_distance`),
+because each change routes all waiting requests again and renames the queues in dashboards.
 
-Source: the strategic and the online loop of EWSJF (arXiv 2601.21758). The sources name the online loop and
-give no rule; `adjusted` is ours.
+Source: the strategic and the online loop of EWSJF (arXiv 2601.21758). The sources name the online loop
+without specifying a rule; `adjusted` is this project's.
 """
 
 import math
@@ -36,36 +36,36 @@ from serve_app.core.settings_base import FINITE_POSITIVE, at_least, settings
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 
 _SAMPLE = 10_000
-"""Lengths kept to learn from, the last ones: at 10 to 40 requests/s those of 4 to 16 minutes, in 80 kB. After
-a change of traffic they are all new once so many requests have arrived."""
+"""Sample size, the latest lengths: 4 to 16 minutes at 10 to 40 requests/s, in 80 kB. After a change of
+traffic they are all new once that many requests have arrived."""
 _MIN_SHIFT = 0.1
-"""Share of requests that moved across some length. Queues are 20 % wide and routing bridges another 10 %, so
-a smaller shift changes the queue of few."""
+"""Minimum share of requests that moved across some length. Queues are 20 % wide and routing bridges another
+10 %, so a smaller shift changes the queue of few."""
 _SIGNIFICANCE = 0.001
 """Chance of a false alarm per test. Real arrivals are bursty, so samples vary more than independent ones."""
 _MIN_DISTANCE = 0.3
-"""`partition_distance` at which a learned partition replaces the one in force: above that between samples of
+"""`partition_distance` at which a learned partition replaces the current one: above that between samples of
 some thousand requests of the same traffic."""
 
 _ADJUST_EVERY_S = 60.0
 _ADJUST_RATE = 0.25
-"""Share of the way to its members that a queue goes in a step: half of it after three."""
+"""Share of the distance to its members by which a queue moves per step: half of it after three."""
 _ADJUST_MIN_MEMBERS = 200
-"""The mean of so many lengths in a wide queue is known to about 5 %, of which a step goes a quarter."""
+"""The mean of that many lengths in a wide queue is known to about 5 %, of which a step moves a quarter."""
 _ADJUST_MIN_DISTANCE = 0.05
-"""Steps on unchanged traffic stay below it."""
+"""Steps on unchanged traffic remain below it."""
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
 
 @settings
 class StrategicSettings:
-    """When to learn queues, and how.
+    """Settings for when and how to learn queues.
 
     Attributes:
-        window: lengths seen before the first run, and the last ones that are tested for drift, after every
-            half as many. A few dozen say nothing about queues of 1 % each. At 500 and 10 requests/s a changed
-            mix is noticed within half a minute.
+        window: lengths observed before the first run; also the latest lengths tested for drift, after every
+            half as many. A few dozen are too few for queues of 1 % each. At 500 and 10 requests/s, a changed
+            mix is detected within half a minute.
         interval_s: seconds between two runs, about ten minutes in the paper.
     """
 
@@ -75,7 +75,7 @@ class StrategicSettings:
 
 
 class Reason(StrEnum):
-    """Why a partition was put in force."""
+    """Why a partition was applied."""
 
     FIRST = "first"
     INTERVAL = "interval"
@@ -85,12 +85,12 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChange:
-    """A partition that was put in force, and why.
+    """A partition that was applied, and why.
 
     Attributes:
-        at: time, on the clock of the caller of `due`.
+        at: time on the clock of the caller of `due`.
         lengths: number of lengths that it was learned from, or adjusted by.
-        distance: from the partition before, see `partition_distance`; infinite for the first.
+        distance: distance from the previous partition, see `partition_distance`; infinite for the first.
     """
 
     partition: Partition
@@ -101,13 +101,13 @@ class PartitionChange:
 
 
 def has_drifted(reference: Lengths, recent: Lengths) -> bool:
-    """Whether recent lengths come from another distribution than those that queues were learned from.
+    """Return whether recent lengths are from another distribution than those that queues were learned from.
 
-    It is the two-sample Kolmogorov-Smirnov test. Its statistic is the largest share of requests that moved
-    across some length. It has to matter, since with enough requests any difference becomes significant, and
-    it has to exceed the test's critical value (Smirnov's asymptotic one).
+    This is the two-sample Kolmogorov-Smirnov test. Its statistic is the largest share of requests that moved
+    across some length. It has to exceed a practical minimum, because with enough requests any difference
+    becomes significant, and the test's critical value (Smirnov's asymptotic one).
 
-    A few very long prompts are much work but a small share of the requests, so the test does not see them.
+    A few very long prompts are much work but a small share of the requests, so the test does not detect them.
     They get bubble queues until the next run by interval.
     """
     before, now = np.sort(np.asarray(reference)), np.sort(np.asarray(recent))
@@ -119,11 +119,11 @@ def has_drifted(reference: Lengths, recent: Lengths) -> bool:
 
 
 def adjusted(partition: Partition, recent: Lengths) -> Partition:
-    """The same queues, each a step nearer to its recent members.
+    """Return the same queues, each moved a step towards its recent members.
 
-    No queue is added, removed or split. The mean follows in both directions, because the score reads it. The
-    bounds only widen, over lengths that routing lets into the queue already. A part of a queue without
-    arrivals costs nothing, whereas a bound narrowed after a small sample would send the next length into a
+    No queue is added, removed or split. The mean follows in both directions, because the score depends on it.
+    The bounds only widen, over lengths that routing already assigns to the queue. A part of a queue without
+    arrivals costs nothing, whereas a bound narrowed after a small sample would send the next length to a
     bubble queue.
     """
     lengths = np.sort(np.asarray(recent, dtype=np.int64))
@@ -134,9 +134,9 @@ def adjusted(partition: Partition, recent: Lengths) -> Partition:
 
 
 def routed(partition: Partition, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The index of each length's queue by Dynamic Queue Routing, -1 for a bubble queue."""
+    """Return the index of each length's queue by Dynamic Queue Routing; -1 for a bubble queue."""
     starts = np.array([queue.min_tokens for queue in partition.intervals])
-    # The end of the queue below each start; below the first queue there is none.
+    # The end of the queue below each start. Below the first queue there is none.
     ends = np.array([-1, *(queue.max_tokens for queue in partition.intervals)])
     below = np.searchsorted(starts, lengths, side="right") - 1
     in_lower = lengths <= ends[below + 1] * (1 + TOLERANCE_RATIO)
@@ -148,8 +148,8 @@ def _stepped(queue: LengthInterval, members: npt.NDArray[np.int64]) -> LengthInt
     if len(members) < _ADJUST_MIN_MEMBERS:
         return queue
     shortest, longest, rate = int(members[0]), int(members[-1]), _ADJUST_RATE
-    # Rounded towards the members, or a bound one token away would never be reached. Never beyond them, so
-    # queues stay apart, because a length belongs to one queue only.
+    # Rounded towards the members, because a bound one token away would never be reached. Never beyond them,
+    # so queues remain disjoint, because a length belongs to one queue only.
     low = queue.min_tokens - math.ceil(rate * max(0, queue.min_tokens - shortest))
     high = queue.max_tokens + math.ceil(rate * max(0, longest - queue.max_tokens))
     mean = queue.mean_tokens + rate * (float(members.mean()) - queue.mean_tokens)
@@ -157,28 +157,28 @@ def _stepped(queue: LengthInterval, members: npt.NDArray[np.int64]) -> LengthInt
 
 
 def partition_distance(first: Partition, second: Partition, lengths: Lengths) -> float:
-    """How differently two partitions see the same prompts.
+    """Return how differently two partitions treat the same prompts.
 
     The score of a request depends on its queue through the queue's mean length. The distance is the mean over
-    prompts of |ln(mean in the one / mean in the other)|: at 0.3, lengths seem about a third different.
+    prompts of |ln(mean in one / mean in the other)|: at 0.3, lengths appear about a third different.
     """
     ratios = queue_means(first, lengths) / queue_means(second, lengths)
     return float(np.abs(np.log(ratios)).mean())
 
 
 def queue_means(partition: Partition, lengths: Lengths) -> npt.NDArray[np.float64]:
-    """The mean length of each prompt's queue; one in a gap counts to the queue of shorter lengths."""
+    """Return the mean length of each prompt's queue. A prompt in a gap counts to the queue below it."""
     starts = [queue.min_tokens for queue in partition.intervals]
     means = np.array([queue.mean_tokens for queue in partition.intervals], dtype=np.float64)
     return means[np.clip(np.searchsorted(starts, lengths, side="right") - 1, 0, None)]
 
 
 class StrategicLoop:
-    """The loop of one model.
+    """Loop of one model.
 
     Attributes:
-        change: the latest one; None until there is one.
-        full_runs: how often Refine-and-Prune ran, whether or not it changed anything.
+        change: the latest change; None until there is one.
+        full_runs: number of Refine-and-Prune runs, including those without a change.
     """
 
     def __init__(self, settings: StrategicSettings) -> None:
@@ -188,10 +188,10 @@ class StrategicLoop:
         self.change: PartitionChange | None = None
         self.full_runs = 0
         self._reference: tuple[int, ...] = ()
-        # The partition in force, moved on by the steps that were too small to be put in force.
+        # The current partition, including steps that were too small to be applied.
         self._moving: Partition | None = None
         self._learned_at = self._adjusted_at = 0.0
-        # Lengths observed at the last test for drift, and at the last adjustment.
+        # Number of observed lengths at the last test for drift, and at the last adjustment.
         self._tested = self._adjusted = 0
 
     def __repr__(self) -> str:
@@ -199,17 +199,13 @@ class StrategicLoop:
         return f"<StrategicLoop queues={queues} full_runs={self.full_runs} observed={self._observed}>"
 
     def observe(self, prompt_tokens: int) -> None:
-        """Note the length of a prompt that arrived, as the scheduler estimates it; below 1 it is ignored."""
+        """Record the estimated length of a prompt that arrived. Values below 1 are ignored."""
         if prompt_tokens >= 1:
             self._recent.append(prompt_tokens)
             self._observed += 1
 
     def due(self, now: float) -> Partition | None:
-        """The partition to put in force now; None when the present one stays. Cheap when nothing is due.
-
-        Args:
-            now: seconds, on a clock that never goes back.
-        """
+        """Return the partition to apply at `now`, or None for no change. Cheap if nothing is due."""
         reason = self._reason_to_learn(now)
         if reason is not None:
             return self._learn(reason, now)
@@ -228,11 +224,12 @@ class StrategicLoop:
         return Reason.DRIFT if drifted else None
 
     def _fits_badly(self, recent: Sequence[int]) -> bool:
-        """Whether too many prompts belong to no learned queue.
+        """Return whether too many prompts belong to no learned queue.
 
-        The drift test compares distributions. A kind of prompts whose lengths all moved is no significant
-        shift where it is a quarter of few requests, though each of them waits in a bubble queue. The lengths
-        that queues were learned from leave next to none outside, so this share needs no other significance.
+        The drift test compares distributions. If all lengths of one kind of prompts moved, that is no
+        significant shift if they are a quarter of few requests, though each of them waits in a bubble queue.
+        The lengths that queues were learned from leave almost none outside, so this share needs no further
+        significance test.
         """
         if self._moving is None:
             return False
@@ -251,7 +248,7 @@ class StrategicLoop:
         return self._put_in_force(found, reason, now, lengths, _MIN_DISTANCE)
 
     def _last(self, count: int) -> tuple[int, ...]:
-        """The last so many lengths, the oldest first."""
+        """Return the latest `count` lengths, oldest first."""
         return tuple(islice(self._recent, max(0, len(self._recent) - count), None))
 
     def _adjust(self, now: float) -> Partition | None:
@@ -266,7 +263,7 @@ class StrategicLoop:
     def _put_in_force(
         self, found: Partition, reason: Reason, now: float, lengths: Sequence[int], min_distance: float
     ) -> Partition | None:
-        """The partition found, if it is far enough from the one in force for prompts of these lengths."""
+        """Return the new partition if it differs enough from the current one for prompts of these lengths."""
         distance = math.inf
         if self.change is not None:
             distance = partition_distance(found, self.change.partition, lengths)
@@ -281,15 +278,15 @@ class StrategicLoop:
 
 @dataclass(frozen=True, slots=True)
 class LearnedPartitions:
-    """Makes a loop for each run; a plain value, so it can be sent to other processes.
+    """Factory of loops, one per run; a plain value that can be sent to other processes.
 
     Attributes:
-        by_policy: settings for single policies.
+        by_policy: settings of individual policies.
     """
 
     settings: StrategicSettings = field(default_factory=StrategicSettings)
     by_policy: Mapping[str, StrategicSettings] = field(default_factory=dict)
 
     def learner(self, policy: str = "") -> StrategicLoop:
-        """A new loop that has seen no lengths."""
+        """Return a new loop without observations."""
         return StrategicLoop(self.by_policy.get(policy, self.settings))

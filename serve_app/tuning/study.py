@@ -1,16 +1,17 @@
-"""A search for better values, from the first window to the verdict, within a budget of seconds.
+"""Search for better values, from the first window to the verdict, within a time budget.
 
-1. *Incumbent*: the values in force play all search windows. The optimiser is told a candidate's reward as the
-   incumbent's mean plus the paired difference. So candidates compare although most never play all windows.
-2. *Search*, in rounds of `batch` candidates. All play the windows of the first rung. A candidate goes on to
-   the next rung when it is among the best `keep_ratio` of all that ever came that far; the others stop. This
-   is successive halving in its stopping form. A round does not depend on the number of processes.
-3. *Confirmation*: the best candidates that played all search windows meet the incumbent on *fresh* windows,
-   one after the other. On the windows it was chosen by, the best of many looks better than it is. The first
-   that wins with confidence is the recommendation. If none does, the values in force stand.
+1. *Incumbent*: the incumbent plays all search windows. The optimiser receives a candidate's reward as the
+   incumbent's mean plus the paired difference. So candidates are comparable although most never play all
+   windows.
+2. *Search*, in rounds of `batch` candidates. All play the windows of the first rung. A candidate advances to
+   the next rung if it is among the best `keep_ratio` of all that ever reached this one; the others stop. This
+   is the stopping variant of successive halving. A round does not depend on the number of processes.
+3. *Confirmation*: the best candidates that played all search windows are compared with the incumbent on
+   *fresh* windows, one after the other. On the windows it was chosen by, the best of many looks better than
+   it is. The first that wins with confidence is recommended. If none does, the incumbent remains.
 
-Candidates are compared with the incumbent over the same windows (`compare`). Both meet the same requests at
-the same times, so the luck of a window cancels out of the difference.
+Candidates are compared with the incumbent on the same windows (`compare`). Both receive the same requests at
+the same times, so the randomness of a window cancels out of the difference.
 
 Sources: Li et al., A System for Massively Parallel Hyperparameter Tuning (MLSys 2020), for the rungs; common
 random numbers as in any textbook of simulation.
@@ -29,24 +30,26 @@ from serve_app.tuning.optimiser import Proposal, TpeOptimiser
 from serve_app.tuning.search_space import Values
 
 INCUMBENT = 0
-"""The number of the proposal that has the values in force."""
+"""Number of the proposal with the incumbent values."""
 
 
 @settings(block="study")
 class StudySettings:
-    """How long a study searches, and what a candidate needs to win."""
+    """Settings for the effort of a study, and for confirming a candidate."""
 
-    # Candidates, the one in force among them.
+    # Number of candidates, including the incumbent.
     trials: Annotated[int, at_least(1)] = 60
-    # Windows after which poor candidates stop. The last number is how many windows all are compared on.
+    # Windows after which poor candidates stop. The last number is the number of windows that all are compared
+    # on.
     rungs: tuple[int, ...] = (1, 2, 4, 8)
-    # Share of candidates that go on at a rung. Lower searches wider; higher trusts a single window less.
+    # Share of candidates that advance at a rung. Lower values search wider; higher ones rely less on few
+    # windows.
     keep_ratio: Annotated[float, POSITIVE_SHARE] = 0.4
-    # Candidates to a round: at least as many as processes, or some idle.
+    # Candidates per round: at least the number of processes, or some are idle.
     batch: Annotated[int, at_least(1)] = 4
     # Fresh windows on which a candidate has to win.
     confirm_windows: Annotated[int, at_least(2).hint("with one, nothing can win")] = 12
-    # Candidates that get the chance. Each has one in forty to win without being better.
+    # Candidates that are confirmed. Each has a chance of one in forty to win without being better.
     finalists: Annotated[int, at_least(1)] = 2
 
     def __post_init__(self) -> None:
@@ -56,22 +59,22 @@ class StudySettings:
 
     @property
     def search_windows(self) -> range:
-        """The windows that choose candidates."""
+        """Windows by which candidates are chosen."""
         return range(self.rungs[-1])
 
     @property
     def fresh_windows(self) -> range:
-        """The windows that confirm candidates."""
+        """Windows on which candidates are confirmed."""
         return range(self.rungs[-1], self.rungs[-1] + self.confirm_windows)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One window to play.
+    """A window to play.
 
     Attributes:
         candidate: number of the proposal.
-        window: number of the window, the same traffic for all candidates.
+        window: number of the window, with the same traffic for all candidates.
     """
 
     candidate: int
@@ -81,32 +84,28 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowResult:
-    """The result of a candidate in a window.
-
-    Attributes:
-        requests: simulated, the unmeasured ones among them: the cost of the window.
-    """
+    """Result of a candidate in a window, and its cost: all simulated requests, including unmeasured ones."""
 
     reward: Reward
     requests: int
 
 
 class WindowPlayer(Protocol):
-    """Plays windows, as `digital_twin.TwinProcesses` does."""
+    """Interface to play windows, implemented by `digital_twin.TwinProcesses`."""
 
     def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
-        """Each job with its result, in the order of the jobs."""
+        """Yield each job with its result, in the order of the jobs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How long a study may take.
+    """Time budget of a study.
 
     Attributes:
-        seconds: for all of it; the search ends early enough for the confirmation. None sets no limit.
-        clock: seconds, on any clock that only goes forward.
-        rest: called after each window; a driver that may use only a share of a core waits there.
+        seconds: total; the search ends early enough for the confirmation. None for no limit.
+        clock: returns seconds on any monotonic clock.
+        rest: called after each window; a driver that is limited to a share of a core waits there.
     """
 
     clock: Callable[[], float]
@@ -116,12 +115,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Candidate less incumbent, in rewards.
+    """Difference in reward: candidate less incumbent.
 
     Attributes:
         mean: over the windows in which both have a reward; 0 without any.
         low, high: the 95 % interval; None with fewer than two windows.
-        windows: in which both have a reward.
+        windows: windows in which both have a reward.
         missing: windows in which one of them has none.
     """
 
@@ -133,7 +132,7 @@ class Comparison:
 
     @property
     def is_win(self) -> bool:
-        """Whether the candidate is better with confidence; never when a reward is missing."""
+        """True if the candidate is better with confidence. Never true if a reward is missing."""
         return self.low is not None and self.low > 0 and not self.missing
 
 
@@ -143,14 +142,14 @@ def compare(
     *,
     independent_windows: float = math.inf,
 ) -> Comparison:
-    """The paired difference over the windows of the candidate, with Student's t interval.
+    """Return the paired difference over the windows of the candidate, with Student's t interval.
 
-    All windows are drawn from the same minutes of traffic. Drawing more of them tells ever more exactly what
-    is better on *those* minutes, but not on the next. So the standard error never goes below that of as many
+    All windows are drawn from the same minutes of traffic. More windows make the result more precise for
+    *those* minutes, but not for the next ones. So the standard error never falls below that of as many
     windows as the traffic is long (bootstrap of m out of n).
 
     Args:
-        candidate, incumbent: rewards by window; None where there is none.
+        candidate, incumbent: rewards by window; None if there is none.
         independent_windows: length of the traffic that they were drawn from, in windows; at least 1.
     """
     differences = []
@@ -169,13 +168,13 @@ def compare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """How far a search was after one of its rounds.
+    """Progress of a search after one of its rounds.
 
     Attributes:
         seconds: since the search began.
         requests: simulated so far.
         trials: candidates so far.
-        leader: number of the best one.
+        leader: number of the best candidate.
         gain: its mean paired difference to the incumbent, on the search windows.
     """
 
@@ -188,15 +187,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The verdict of a study.
+    """Verdict of a study.
 
     Attributes:
-        best: the best candidate; None when none looked better than the values in force.
+        best: the best candidate; None if none looked better than the incumbent.
         search: its comparison on the windows that it was chosen by, which is optimistic.
-        confirmation: its comparison on fresh windows; None when it was never confirmed.
+        confirmation: its comparison on fresh windows; None if it was not confirmed.
         confident: whether `best` is recommended.
         reason: the verdict in words.
-        trials: candidates that were tried.
     """
 
     best: Proposal | None
@@ -209,13 +207,13 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """Everything that happened in a study.
+    """Complete course of a study.
 
     Attributes:
-        proposals: every candidate, by its number; the incumbent is the first.
-        rounds: one entry for each round of the search.
+        proposals: every candidate by number; the incumbent is the first.
+        rounds: one entry per round of the search.
         results: by candidate and window.
-        seconds: the study took in all.
+        seconds: total duration.
     """
 
     finding: Finding
@@ -226,11 +224,11 @@ class Course:
 
     @property
     def requests(self) -> int:
-        """Simulated in all."""
+        """Total number of simulated requests."""
         return sum(each.requests for each in self.results.values())
 
     def rewards(self, candidate: int, windows: range) -> dict[int, float | None]:
-        """A candidate's rewards in these windows, as far as it played them."""
+        """Return a candidate's rewards in these windows, as far as it played them."""
         return _rewards(self.results, candidate, windows)
 
 
@@ -262,7 +260,7 @@ def run_study(
 
 @dataclass(slots=True)
 class _Study:
-    """A study under way."""
+    """A study in progress."""
 
     optimiser: TpeOptimiser
     settings: StudySettings
@@ -273,7 +271,7 @@ class _Study:
     rounds: list[Round] = field(init=False, default_factory=list)
     results: dict[tuple[int, int], WindowResult] = field(init=False, default_factory=dict)
     _began: float = field(init=False)
-    # When the first window was over: until then, processes started.
+    # End of the first window. Until then, processes started.
     _first_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -281,7 +279,7 @@ class _Study:
 
     @property
     def seconds(self) -> float:
-        """Since the study began."""
+        """Seconds since the study began."""
         return self.budget.clock() - self._began
 
     def run(self, on_round: Callable[[Round], object]) -> Finding:
@@ -309,7 +307,7 @@ class _Study:
         return self._confirm(in_time=in_time)
 
     def _round(self, base: float) -> bool:
-        """One round of the search; whether it was in time."""
+        """Run one round of the search and return whether it was in time."""
         size = min(self.settings.batch, self.settings.trials - len(self.proposals))
         racing = [self.optimiser.ask() for _ in range(size)]
         self.proposals += racing
@@ -333,7 +331,7 @@ class _Study:
         return in_time
 
     def _confirm(self, *, in_time: bool) -> Finding:
-        """The first finalist that wins on fresh windows, if any does."""
+        """Return the first finalist that wins on fresh windows, if any does."""
         windows = self.settings.fresh_windows
         better = [each for each in self._whole() if self._gain(each) > 0]
         finalists = sorted(better, key=lambda each: (-self._gain(each), each))[: self.settings.finalists]
@@ -359,7 +357,7 @@ class _Study:
         )
 
     def _play(self, candidates: Sequence[int], windows: Iterable[int], *, within_budget: bool) -> bool:
-        """Play what was not played yet, window by window; False when time was up before the end."""
+        """Play the missing results, window by window. Return False if the time was up before the end."""
         jobs = [
             Job(each, window, self.proposals[each].values)
             for window in windows
@@ -375,7 +373,7 @@ class _Study:
         return True
 
     def _is_over(self) -> bool:
-        """Whether the remaining time is needed to confirm candidates."""
+        """Return whether the remaining time is needed to confirm candidates."""
         if self.budget.seconds is None:
             return False
         each_s = (self.seconds - self._first_s) / max(1, len(self.results) - 1)
@@ -383,12 +381,12 @@ class _Study:
         return self.seconds + each_s * left >= self.budget.seconds
 
     def _whole(self) -> list[int]:
-        """Candidates with a reward for every search window, the incumbent among them."""
+        """Return the candidates with a reward for every search window, including the incumbent."""
         windows = self.settings.search_windows
         return [each.number for each in self.proposals if self._mean(each.number, windows) is not None]
 
     def _mean(self, candidate: int, windows: range) -> float | None:
-        """Mean reward over these windows; None when one of them is missing."""
+        """Return the mean reward over these windows; None if one of them is missing."""
         rewards = [
             reward for reward in _rewards(self.results, candidate, windows).values() if reward is not None
         ]
@@ -398,7 +396,7 @@ class _Study:
         return self._against(candidate, self.settings.search_windows).mean
 
     def _against(self, candidate: int, windows: range) -> Comparison:
-        """A candidate against the incumbent."""
+        """Compare a candidate with the incumbent."""
         return compare(
             _rewards(self.results, candidate, windows),
             _rewards(self.results, INCUMBENT, windows),

@@ -1,4 +1,4 @@
-"""The report of a study: the verdict, the figures of both sides by class, and settings ready to paste."""
+"""Report of a study: the verdict, both sides' results by class, and settings ready to paste."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,11 +17,7 @@ IN_FORCE, BEST = "in force", "best candidate"
 
 @dataclass(frozen=True, slots=True)
 class StudyReport:
-    """A study that is over, for a reader and as JSON.
-
-    Attributes:
-        space: the parameters with the values in force.
-    """
+    """A completed study as text and as JSON."""
 
     space: SearchSpace
     settings: StudySettings
@@ -33,7 +29,7 @@ class StudyReport:
         return self.course.finding
 
     def as_text(self) -> str:
-        """The verdict for a reader."""
+        """Return the verdict and tables as text."""
         lines = [self.verdict, "", self.classes_table.as_text()]
         if self.changes_table is not None:
             lines += ["", self.changes_table.as_text()]
@@ -44,7 +40,7 @@ class StudyReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that was found, in plain values."""
+        """Return all results in plain values."""
         finding, best = self.finding, self.finding.best
         sides = {"incumbent": INCUMBENT} | ({} if best is None else {"best": best.number})
         results = {side: self._results(number) for side, number in sides.items()}
@@ -75,7 +71,7 @@ class StudyReport:
 
     @property
     def pasted(self) -> str | None:
-        """The settings of a candidate that is recommended, as YAML; None when those in force stand."""
+        """Settings of the recommended candidate as YAML; None if the incumbent remains."""
         best = self.finding.best
         if best is None or not self.finding.confident:
             return None
@@ -83,7 +79,7 @@ class StudyReport:
 
     @property
     def verdict(self) -> str:
-        """What was tried, what came of it, and how sure that is."""
+        """Number of candidates, the result and its confidence interval."""
         tried = self.finding.trials
         text = f"{tried} candidate{'' if tried == 1 else 's'}: {self.finding.reason}"
         found = self.finding.confirmation
@@ -118,7 +114,7 @@ class StudyReport:
 
     @property
     def changes_table(self) -> ReportTable | None:
-        """Each parameter that differs, in force and in the best candidate; None without one."""
+        """Parameters that differ between incumbent and best candidate; None without a candidate."""
         best, current = self.finding.best, self.space.current
         if best is None:
             return None
@@ -136,7 +132,7 @@ class StudyReport:
         )
 
     def _results(self, number: int) -> list[WindowResult]:
-        """A candidate's fresh windows, if there was a confirmation; otherwise those of the search."""
+        """Return a candidate's fresh windows if there was a confirmation, otherwise those of the search."""
         fresh = self.finding.confirmation is not None
         windows = self.settings.fresh_windows if fresh else self.settings.search_windows
         results = self.course.results
@@ -144,7 +140,7 @@ class StudyReport:
 
 
 def _mean_classes(results: Sequence[WindowResult]) -> dict[str, ClassFigures]:
-    """Each class averaged over the windows in which it occurs; its requests are added up."""
+    """Average each class over the windows in which it occurs. Its requests are summed."""
     names = sorted({name for each in results for name in each.reward.classes})
     return {
         name: _mean_class([each.reward.classes[name] for each in results if name in each.reward.classes])

@@ -1,13 +1,14 @@
 """Recent traffic, and windows drawn from it.
 
-`TrafficLog` keeps lengths, classes, tenants and times of requests that are over, and no text. `resampled`
-draws a window from a trace by the block bootstrap: blocks of consecutive requests, with their gaps, are put
-one after the other. Bursts and length patterns shorter than a block stay as they were; longer ones are mixed.
-A window of one seed and number is the same for every candidate (common random numbers). So candidates differ
-by what they do and not by what they met.
+`TrafficLog` stores lengths, classes, tenants and times of requests that have ended, and no text. `resampled`
+draws a window from a trace by the block bootstrap: it concatenates blocks of consecutive requests with their
+gaps. Bursts and length patterns shorter than a block are preserved; longer ones are mixed. A window of one
+seed and number is the same for every candidate (common random numbers), so candidates differ only by their
+settings.
 
 Source of the block bootstrap: Kuensch, The Jackknife and the Bootstrap for General Stationary Observations
-(Annals of Statistics, 1989); blocks wrap around the end, so that each request is drawn as often as any other.
+(Annals of Statistics, 1989); blocks wrap around the end, so that each request is drawn with equal
+probability.
 """
 
 import bisect
@@ -21,15 +22,15 @@ from serve_app.core.metrics.targets import NOT_OURS
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
-# Requests that arrived longer before the latest one are left out: ten minutes are long enough for a mix of
-# tenants, and short enough to be the present.
+# Maximum age relative to the latest arrival: ten minutes are long enough for a mix of tenants, and short
+# enough to be current.
 _SPAN_S = 600.0
-# Requests kept at most, some 4 MB: ten minutes at 33 requests/s.
+# Maximum number of requests, some 4 MB: ten minutes at 33 requests/s.
 _CAPACITY = 20_000
 
 
 class TrafficLog:
-    """The requests of the last minutes."""
+    """Requests of the last ten minutes."""
 
     def __init__(self) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=_CAPACITY)
@@ -41,12 +42,12 @@ class TrafficLog:
         return f"<TrafficLog {len(self)} requests>"
 
     def add(self, record: RequestRecord) -> None:
-        """Add a request that is over, unless it was refused for what it is."""
+        """Add a request that has ended, unless it was rejected for a client error."""
         if record.outcome not in NOT_OURS and record.prompt_tokens >= 1:
             self._records.append(record)
 
     def recent(self, until: float) -> list[RequestRecord]:
-        """The requests of the span up to the last arrival before `until`, by arrival."""
+        """Return the requests of the span up to the last arrival before `until`, by arrival."""
         records = [record for record in self._records if record.arrived_at < until]
         latest = max((record.arrived_at for record in records), default=0.0)
         return sorted(
@@ -55,14 +56,14 @@ class TrafficLog:
         )
 
     def trace(self, until: float) -> Trace | None:
-        """The requests that arrived before `until` as a trace that begins at 0; None when there are none.
+        """Return the requests that arrived before `until` as a trace that begins at 0; None without any.
 
-        An answer that did not complete gets the length of a completed one to a prompt of about the same
-        length, because its own is unknown.
+        The unknown length of a response that did not complete is replaced by that of a completed one with
+        about the same prompt length.
 
         Args:
-            until: arrival of the oldest request that is still open, on the clock of the records. Of later
-                arrivals only the quickly served ones are known, which are no sample of the traffic.
+            until: arrival of the oldest request that has not ended, on the clock of the records. Of later
+                arrivals only the quickly served ones are known, which do not represent the traffic.
         """
         kept = self.recent(until)
         return _trace(kept, kept[0].arrived_at) if kept else None
@@ -73,7 +74,7 @@ def _by_arrival(record: RequestRecord) -> tuple[float, str]:
 
 
 def _trace(records: list[RequestRecord], start: float) -> Trace:
-    """A trace of these requests in which `start` is 0."""
+    """Return a trace of these requests in which `start` is 0."""
     outputs = _RecordedOutputs(records)
     requests = tuple(
         TraceRequest(
@@ -89,7 +90,7 @@ def _trace(records: list[RequestRecord], start: float) -> Trace:
 
 
 class _RecordedOutputs:
-    """Answer lengths: as recorded, or that of the completed request with the nearest prompt length."""
+    """Output lengths: as recorded, or that of the completed request with the nearest prompt length."""
 
     def __init__(self, records: list[RequestRecord]) -> None:
         self._known = sorted(
@@ -107,11 +108,7 @@ class _RecordedOutputs:
 
 
 def resampled(traffic: Trace, requests: int, block: int, *, seed: int, number: int) -> Trace:
-    """Window `number` of a seed: `requests` requests of the traffic, drawn in blocks.
-
-    Args:
-        block: requests in a block; a shorter trace is one block.
-    """
+    """Return window `number` of a seed, drawn in blocks of `block` requests; a shorter trace is one block."""
     have = len(traffic.requests)
     rng = stream(seed, f"window {number}")
     block = min(block, have)
@@ -119,7 +116,7 @@ def resampled(traffic: Trace, requests: int, block: int, *, seed: int, number: i
     places = (starts[:, None] + np.arange(block)[None, :]).ravel()[:requests] % have
     arrivals = np.array([one.arrival_s for one in traffic.requests])
     mean_gap = traffic.span_s / max(1, have - 1)
-    # The gap before the first request is unknown.
+    # The gap before the first request is unknown, so use the mean.
     gaps = np.diff(arrivals, prepend=arrivals[0] - mean_gap)
     times = np.cumsum(gaps[places])
     times -= times[0]

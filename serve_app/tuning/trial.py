@@ -1,12 +1,12 @@
-"""The trial of one step in production: paired time slices under one sequential test.
+"""Trial of one step in production: paired time slices with one sequential test.
 
-The values in force (A) and the step (B) are in force in turn, in the order A B B A, so that a load that rises
-or falls steadily favours neither. Two neighbouring slices are a pair, and the difference of their rewards is
-one observation. After each pair the test looks at all of them, and the trial ends with the first verdict:
+The incumbent (A) and the step (B) alternate in the order A B B A, so that a load that rises or falls steadily
+favours neither. Two neighbouring slices are a pair, and the difference of their rewards is one observation.
+After each pair the test evaluates all of them, and the trial ends with the first verdict:
 
-- `harm`: the step serves worse; it is withdrawn.
-- `gain`: the step serves better; it is kept.
-- `inconclusive`: neither after the last pair; the values in force stay.
+- `harm`: the step is worse and is rolled back.
+- `gain`: the step is better and is adopted.
+- `inconclusive`: neither after the last pair; the incumbent remains.
 
 The evidence e against "no difference" is the mean of two Bayes factors, for n differences. The first is that
 of a t-test. With t the usual statistic, v = n - 1, and effects (in standard deviations) of variance g
@@ -14,20 +14,20 @@ expected if there are any:
 
     e_t = (1 + n g)^(-1/2) * ((1 + t^2 / v) / (1 + t^2 / (v (1 + n g))))^((v + 1) / 2)
 
-The second looks at signs alone, k of m positive, so that one wild minute cannot hide a steady difference:
+The second uses signs only, k of m positive, so that one outlier cannot hide a steady difference:
 
     e_s = 2^m * k! (m - k)! / (m + 1)!
 
-Without a difference, and whatever the scatter, e exceeds 1 / p at *any* of the looks with a chance of at most
-p, so it may be looked at after every pair. Two limits make harm quicker to find than gain: to withdraw a step
-without need costs a chance of improvement, and to keep a bad one costs requests.
+Without a difference, and whatever the scatter, e exceeds 1 / p at *any* evaluation with a probability of at
+most p, so it may be evaluated after every pair. Harm has a lower limit than gain and is found more quickly:
+rolling back a step without need costs a chance of improvement, but adopting a bad one costs requests.
 
-What it assumes: differences of pairs are independent and symmetric, for e_t about normal. Traffic that stays
-busy for several minutes makes neighbours alike; `tests/tuning/test_trial.py` has the error rates under such
-noise.
+Assumptions: differences of pairs are independent and symmetric, for e_t approximately normal. Traffic that
+stays busy for several minutes makes neighbours alike; `tests/tuning/test_trial.py` has the error rates with
+such noise.
 
-What cannot be measured never counts as good. A pair in which the step alone has no reward is harm. One in
-which the values in force have none is void and is made up for, a few times.
+A missing measurement never counts as good. A pair in which only the step has no reward is harm. One in which
+the incumbent has none is void and is repeated, a few times.
 
 Sources: e_t is that of Gonen, Johnson, Lu, Westfall, The Bayesian Two-Sample t Test (The American
 Statistician 59, 2005), for one sample; its validity at all looks: Hendriksen, de Heide, Grunwald, Optional
@@ -45,23 +45,23 @@ from enum import StrEnum
 
 from serve_app.tuning.objective import Reward, finite
 
-# Bound of the chance that the evidence ever suffices without a difference. Each sign has half of it, and a
-# trial that ends has less: `tests/tuning/test_trial.py` measures 0.5 % kept, and 10 % withdrawn early.
+# Bound on the probability that the evidence ever suffices without a difference. Each sign has half of it, and
+# a trial that ends has less: `tests/tuning/test_trial.py` measures 0.5 % adopted, and 10 % rolled back early.
 _GAIN_RISK, _HARM_RISK = 0.1, 0.5
 _EFFECT_VARIANCE = 4.0
-"""g: steps worth a trial move the reward by about two standard deviations of a pair. Smaller effects need
+"""g: steps worth a trial change the reward by about two standard deviations of a pair. Smaller effects need
 more pairs at any g; with a smaller g, a large harm needs three pairs, not two."""
 _LEAST_SCATTER = 0.005
-"""Standard deviation that is assumed at least: half a point of reward in a slice is a request or two."""
+"""Assumed minimum of the standard deviation: half a point of reward in a slice is a request or two."""
 _MOST_VOID = 3
-"""Void pairs after which the trial is given up."""
+"""Void pairs after which the trial is abandoned."""
 
 RewardOf = Callable[[float, float], Reward]
-"""The reward of the requests that arrived from one time to another."""
+"""Returns the reward of the requests that arrived from one time to another."""
 
 
 class Verdict(StrEnum):
-    """The end of a trial."""
+    """Result of a trial."""
 
     HARM = "harm"
     GAIN = "gain"
@@ -69,7 +69,7 @@ class Verdict(StrEnum):
 
 
 def evidence(differences: Sequence[float]) -> float:
-    """Evidence against "no difference"; 1 is none either way."""
+    """Return the evidence against "no difference"; 1 is neutral."""
     count = len(differences)
     if count < 2:
         return 1.0
@@ -78,7 +78,7 @@ def evidence(differences: Sequence[float]) -> float:
     freedom, shrinking = count - 1, 1 + count * _EFFECT_VARIANCE
     ratio = (1 + t_squared / freedom) / (1 + t_squared / (freedom * shrinking))
     of_t = ratio ** (count / 2) / math.sqrt(shrinking)
-    # Trifles have no sign.
+    # Negligible differences have no sign.
     better = sum(each > _LEAST_SCATTER for each in differences)
     worse = sum(each < -_LEAST_SCATTER for each in differences)
     signs = better + worse
@@ -87,11 +87,7 @@ def evidence(differences: Sequence[float]) -> float:
 
 
 def verdict_of(differences: Sequence[float], pairs: int) -> Verdict | None:
-    """The verdict on these differences, step less values in force; None while more pairs are needed.
-
-    Args:
-        pairs: differences at most.
-    """
+    """Return the verdict on at most `pairs` differences, step less incumbent; None if more are needed."""
     if differences:
         found, mean = evidence(differences), statistics.fmean(differences)
         if mean < 0 and found >= 1 / _HARM_RISK:
@@ -103,19 +99,19 @@ def verdict_of(differences: Sequence[float], pairs: int) -> Verdict | None:
 
 @dataclass(slots=True)
 class Trial:
-    """One trial.
+    """A trial.
 
     Args:
-        pairs: measured pairs at most.
-        slice_s: seconds that one side is in force.
-        settle_s: seconds at the start of a slice that are not judged: requests of the other side still fill
-            the engines.
-        judge_limit_s: seconds after its end at which a slice with open requests counts as not measured.
+        pairs: maximum number of measured pairs.
+        slice_s: seconds per slice, in which one side is active.
+        settle_s: seconds at the start of a slice that are not judged, because requests of the other side
+            still occupy the engines.
+        judge_limit_s: seconds after its end at which a slice with requests that have not ended counts as not
+            measured.
 
     Attributes:
-        differences: of the pairs measured so far, step less values in force.
-        verdict: None while the trial goes on.
-        reason: for the verdict, in words.
+        differences: of the pairs measured so far, step less incumbent.
+        verdict: None while the trial continues.
     """
 
     pairs: int
@@ -125,36 +121,36 @@ class Trial:
     differences: list[float] = field(init=False, default_factory=list)
     verdict: Verdict | None = field(init=False, default=None)
     reason: str = field(init=False, default="")
-    # Begin and end of each slice, and how many pairs have been judged.
+    # Start and end of each slice, and the number of judged pairs.
     _slices: list[tuple[float, float]] = field(init=False, default_factory=list)
     _judged: int = field(init=False, default=0)
 
     @property
     def is_steps_turn(self) -> bool:
-        """Whether the step is to be in force in the latest slice."""
+        """True if the step is active in the latest slice."""
         return _of_step(len(self._slices) - 1)
 
     def is_over(self, now: float) -> bool:
-        """Whether the latest slice has ended."""
+        """Return whether the latest slice has ended."""
         return not self._slices or now >= self._slices[-1][1]
 
     def advance(self, now: float) -> bool:
-        """Begin the next slice if one is due; whether one begins."""
+        """Begin the next slice if one is due, and return whether one begins."""
         if not self.is_over(now):
             return False
-        # A pair that is void is made up for.
+        # A void pair is repeated.
         void = self._judged - len(self.differences)
         if len(self._slices) >= 2 * (self.pairs + void):
             return False
-        # From `now` on, not from the end of the last slice: in between, nothing was put in force.
+        # From `now`, not from the end of the last slice, because nothing was applied in between.
         self._slices.append((now, now + self.slice_s))
         return True
 
     def judge(self, now: float, settled_until: float, reward_of: RewardOf) -> bool:
-        """Judge the next pair if its requests are over, or take too long; whether one was judged.
+        """Judge the next pair if its requests have ended, or take too long, and return whether it was judged.
 
         Args:
-            settled_until: arrival of the oldest request that is still open; `now`, when none is.
+            settled_until: arrival of the oldest request that has not ended; `now` if there is none.
         """
         first = 2 * self._judged
         if self.verdict is not None or len(self._slices) < first + 2:
@@ -180,7 +176,7 @@ class Trial:
         return True
 
     def figures(self) -> dict[str, float]:
-        """The numbers that the state of the trial rests on."""
+        """Return the numbers that the state of the trial is based on."""
         if not self.differences:
             return {"pairs": 0.0}
         return {
@@ -202,11 +198,11 @@ class Trial:
     def _reward(self, number: int, settled_until: float, reward_of: RewardOf) -> Reward:
         begin, end = self._slices[number]
         if settled_until < end:
-            # Those that are over are the quick ones, which are no sample.
+            # The requests that have ended are the quick ones, which are not representative.
             return Reward(value=None, reason="requests of the slice were still open")
         return reward_of(begin + self.settle_s, end)
 
 
 def _of_step(number: int) -> bool:
-    """Values in force, step, step, values in force, and again."""
+    """Return whether a slice is the step's: incumbent, step, step, incumbent, and again."""
     return number % 4 in (1, 2)

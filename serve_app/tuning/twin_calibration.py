@@ -1,9 +1,9 @@
-"""The twin's engines: from a profile or none at all, fitted to what the real ones do, with the error known.
+"""Calibration of the twin's engines: from a profile or without one, fitted to the real engines.
 
-A machine without a clock, as the loop that owns it. It hands out a task (`engine_fit`) when enough
-requests are new, and takes in the result. Each result tells the error of the model in force against requests
-that came after its fit. While that error is large, or not known yet, `obstacle` says why no candidate should
-be searched for: a twin that is wrong about the engines proposes what loses in production.
+This is a state machine without a clock, like the loop that owns it. It hands out a task (`engine_fit`) when
+enough requests are new, and processes the result, which has the error of the current model on requests after
+its fit. While that error is large or unknown, `obstacle` explains why there should be no search: a twin with
+wrong engines proposes candidates that lose in production.
 """
 
 import math
@@ -31,44 +31,43 @@ from serve_app.tuning.engine_fit import (
 from serve_app.tuning.traffic import TrafficLog
 
 _UNKNOWN = FittedEngine(
-    # Of no use but to describe an engine whose limits are known, and whose step times are to be fitted.
+    # Only a placeholder to describe an engine with known limits whose step times are to be fitted.
     step_time=StepTimeModel(
         decode_base_s=0.02, decode_per_sequence_s=0.0001, prefill_base_s=0.02, prefill_per_token_s=0.0001
     ),
     latency_s=0.0,
 )
 _BLOCK = 16
-"""Tokens in a block of the KV cache, as in vLLM on GPUs."""
+"""Tokens per block of the KV cache, as in vLLM on GPUs."""
 _USUAL_BUDGET = 2_048
-"""`max_num_batched_tokens` of an engine that does not state it: the smaller of vLLM's usual defaults."""
+"""`max_num_batched_tokens` of an engine that does not report it: the smaller of vLLM's usual defaults."""
 _MOST_DOUBLINGS = 4
-# Of a server that states neither.
+# Defaults for a server that reports neither.
 _USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
 
 
 @settings
 class CalibrationSettings:
-    """How the step times of the twin's engines are fitted to those of the real ones."""
+    """Settings for fitting the step times of the twin's engines to the real ones."""
 
-    # Streamed answers before the first fit. With 200 the means of engines are known within a few percent.
+    # Streamed responses before the first fit. With 200, the means of engines are known within a few percent.
     first_requests: Annotated[int, at_least(20)] = 200
-    # New streamed answers before the model is checked again.
+    # New streamed responses before the model is checked again.
     check_requests: Annotated[int, at_least(1)] = 100
-    # Seconds between two checks: a check takes some hundredths of a CPU second, a fit some seconds.
+    # Seconds between two checks. A check takes some hundredths of a CPU second, a fit some seconds.
     every_s: Annotated[float, FINITE_NOT_NEGATIVE] = 60.0
-    # Error of mean TTFT or TPOT above which nothing is searched for: candidates differ by as much.
+    # Error of mean TTFT or TPOT above which there is no search, because candidates differ by as much.
     max_error_ratio: Annotated[float, FINITE_POSITIVE] = 0.15
 
 
 class TwinCalibration:
-    """The engines of one model's twin.
+    """Engines of one model's twin.
 
     Args:
-        profile: name or path of the profile to begin with; None begins without one.
-        fitted: step times that are known already, by pool.
+        profile: name or path of the initial profile; None for none.
 
     Attributes:
-        error: of the model in force, as last measured; None before that.
+        error: last measured error of the current model; None before that.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class TwinCalibration:
         self._fitted: Engines = fitted or {}
         self.error: TwinError | None = None
         self._fits = 0
-        # Fits in a row that left the twin wrong.
+        # Consecutive fits after which the twin was still wrong.
         self._in_vain = 0
-        # Since the last task; and the times of this scheduler's clock.
+        # Streamed responses since the last task, and times on this scheduler's clock.
         self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
 
     def __repr__(self) -> str:
@@ -89,13 +88,13 @@ class TwinCalibration:
 
     @property
     def latency_s(self) -> float:
-        """One way between scheduler and engine."""
+        """One-way latency between scheduler and engine in seconds."""
         latencies = [each.latency_s for each in self._fitted.values()]
         return max(latencies) / 2 if latencies else SimulationSettings().control_latency_s
 
     @property
     def obstacle(self) -> str:
-        """Why the twin is not to be trusted yet; empty when it is."""
+        """Why the twin cannot be used for a search yet; empty if it can."""
         limit, error = self._settings.max_error_ratio, self.error
         if error is not None and error.largest > limit:
             return (
@@ -111,20 +110,20 @@ class TwinCalibration:
         return f"the twin is fitted after {needed} streamed answers ({self._fresh} so far)"
 
     def restart(self) -> None:
-        """Go on with a new scheduler, which has another clock."""
+        """Continue with a new scheduler, which has another clock."""
         self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
 
     def note(self, records: Sequence[RequestRecord]) -> None:
-        """Count requests that are over."""
+        """Count the ended requests that show an engine's pace."""
         self._fresh += sum(map(shows_pace, records))
 
     def due(
         self, traffic: TrafficLog, replicas: Sequence[ReplicaSpec], until: float, now: float
     ) -> EngineFitTask | None:
-        """A check or a fit to carry out now; its result or failure has to follow before there is another.
+        """Return a check or fit to carry out now. The next one requires its result or failure first.
 
         Args:
-            until: arrival of the oldest request that is still open; `now`, when none is.
+            until: arrival of the oldest request that has not ended; `now` if there is none.
         """
         is_known = bool(self._models(replicas))
         needed = self._settings.check_requests if is_known else self._settings.first_requests
@@ -141,7 +140,7 @@ class TwinCalibration:
         )
 
     def finish(self, result: EngineFitResult | None, now: float) -> None:
-        """Take in the result of a task; None when it failed."""
+        """Process the result of a task; None if it failed."""
         if result is not None:
             self._fitted_until = result.until
             if result.error is not None:
@@ -151,30 +150,31 @@ class TwinCalibration:
             if result.engines:
                 self._fitted = result.engines
                 self._fits += 1
-        # Engines that no step times describe are checked less and less often: each fit takes seconds of CPU.
+        # Engines that no step times describe are checked less and less often, because each fit takes CPU
+        # seconds.
         self._next_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
 
     def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
-        """Simulated replicas like those that are connected; None while their step times are not known."""
+        """Return simulated replicas like the connected ones; None while their step times are not known."""
         return self.plans(replicas) if self._models(replicas) else None
 
     def plans(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...]:
-        """Return simulated replicas like those that are connected, even if their step times are unknown."""
+        """Return simulated replicas like the connected ones, even if their step times are unknown."""
         models = self._models(replicas)
         return tuple(self._plan(spec, models.get(spec.pool, _UNKNOWN).step_time) for spec in replicas)
 
-    # For people, and for a restart
+    # Reports and persistence
 
     def source(self) -> str:
-        """Where the step times in force come from, in words."""
+        """Return the origin of the current step times in words."""
         if self._fitted:
-            # Step times that were kept have been fitted by an earlier tuner.
+            # Restored step times were fitted by an earlier tuner.
             times = {0: "before a restart", 1: "once"}
             return f"fitted to the engines ({times.get(self._fits, f'{self._fits:,} times')})"
         return "unknown" if self._profile is None else f"those of profile {self._profile_name}"
 
     def document(self) -> dict[str, Any]:
-        """The state of the calibration."""
+        """Return the state of the calibration."""
         return {
             "step_times": self.source(),
             "error": None if self.error is None else asdict(self.error),
@@ -184,25 +184,25 @@ class TwinCalibration:
         }
 
     def state(self) -> dict[str, Any]:
-        """The fitted step times by pool, in plain values."""
+        """Return the fitted step times by pool, in plain values."""
         return engines_as_json(self._fitted)
 
     def restore(self, state: object) -> None:
-        """Begin with the step times that `state` returned; their error has to be measured anew.
+        """Begin with the step times that `state` returned. Their error has to be measured again.
 
         Raises:
-            ValueError: they are broken; nothing is taken over then.
+            ValueError: they are invalid; nothing is restored then.
         """
         self._fitted = engines_of_json(state)
 
     def _models(self, replicas: Sequence[ReplicaSpec]) -> dict[str, FittedEngine]:
-        """Step times of every pool; empty while they are not known."""
+        """Return step times of every pool; empty while they are not known."""
         pools = {spec.pool for spec in replicas}
         if self._profile is not None:
             latency_s = 2 * SimulationSettings().control_latency_s
             first = FittedEngine(step_time=self._profile.step_time, latency_s=latency_s)
         elif self._fitted:
-            # A pool that has joined since the fit.
+            # For a pool that has joined since the fit.
             first = next(iter(self._fitted.values()))
         else:
             return {}
@@ -217,7 +217,7 @@ class TwinCalibration:
         max_num_seqs = _USUAL_NUM_SEQS if spec.max_num_seqs is None else spec.max_num_seqs
         engine = EngineModelSettings(
             kv_tokens=kv_tokens,
-            # A server may state a context that its cache cannot hold.
+            # A server may report a context that its cache cannot hold.
             max_model_len=min(spec.max_model_len, kv_tokens // _BLOCK * _BLOCK),
             block_size=_BLOCK,
             max_num_seqs=max_num_seqs,

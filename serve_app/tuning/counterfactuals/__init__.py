@@ -1,7 +1,7 @@
-"""Counterfactuals: what the wait of one request would have been, had one thing been different.
+"""Counterfactuals: the wait of one request if one thing had been different.
 
-`recording` is the document of the minutes around a request, as a scheduler draws it up. `replay` plays it, or
-a changed one, on simulated engines with the production scheduler. `what_if` fits how fast the engines are,
-computes the error bar from the unchanged replay, and puts all of it together. `python -m
-serve_app.tuning.counterfactuals` does that beside a gateway.
+`recording` is the document of the minutes around a request, which a scheduler creates. `replay` plays it, or
+a changed one, on simulated engines with the production scheduler. `what_if` fits the speed of the engines,
+computes the error from the unchanged replay, and combines the results. `python -m
+serve_app.tuning.counterfactuals` runs it in a separate process next to a gateway.
 """

@@ -1,6 +1,6 @@
-"""`python -m serve_app.tuning.counterfactuals`: reads a recording, and writes what would have been.
+"""`python -m serve_app.tuning.counterfactuals`: reads a recording and writes the what-if result.
 
-A gateway runs it beside itself, so that a replay takes nothing from it but idle time of the machine.
+A gateway runs it as a separate process, so that a replay uses only idle time of the machine.
 """
 
 import json
@@ -14,7 +14,7 @@ _NICENESS = 15
 
 
 def main() -> int:
-    """Answer once; an error is an object with `error`."""
+    """Answer one recording. An error is an object with the field `error`."""
     os.nice(_NICENESS)
     try:
         result = what_if(decode_recording(sys.stdin.buffer.read()))

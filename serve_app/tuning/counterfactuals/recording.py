@@ -1,12 +1,10 @@
-"""The recording: all that a replay of the minutes around one request needs, and no text.
+"""Recording: all that a replay of the minutes around one request needs, without any text.
 
-A scheduler draws it up from its receipts. Tenants have names that say nothing, and hashes of prompts are left
-out, as in a capture. All times are seconds since the recording begins.
+A scheduler creates it from its receipts. Tenants have anonymous names, and prompt hashes are omitted, as in a
+capture, so that a recording can be shared. All times are seconds since the recording begins.
 
-The name of the tenant that is left out in a replay, for those who may know it.
-
-A recording calls tenants by names that say nothing, so that it may be passed on. Who asks a scheduler as an
-admin may see the receipt of a request of that tenant, and with it the name.
+An admin can read the receipt of a request of the tenant that a replay omits, and so restore its name
+(`named`).
 """
 
 import json
@@ -26,24 +24,24 @@ VERSION = 1
 
 
 class RecordingError(ServeAppError):
-    """A recording cannot be read or replayed; the message says why."""
+    """A recording cannot be read or replayed; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRequest:
-    """One request.
+    """A recorded request.
 
     Attributes:
-        submission: as its gateway handed it over, with another tenant's name and no prefix.
-        client_id: the id that its client knows.
-        arrived_s: below 0 for one that was under way when the recording begins.
-        expires_after_s: how long it may wait in the queue; None for ever.
-        outcome: None while it is open.
-        usage: as the engine counted it; None where it did not say.
-        wait_s: until its last dispatch, or its end in the queue; None while it waits.
-        dispatched_s, first_token_s, ended_s: None where that has not happened, or is not known.
-        pool, replica: where it was sent last; empty when it never was.
-        expected_prompt_tokens, expected_output_tokens: as estimated when it arrived, or when it was sent.
+        submission: as received from its gateway, with an anonymous tenant and without a prefix.
+        client_id: id known to the client.
+        arrived_s: arrival; below 0 for requests in progress at the start of the recording.
+        expires_after_s: maximum queue time; None for no limit.
+        outcome: None while it has not ended.
+        usage: as counted by the engine; None if not reported.
+        wait_s: time until its last dispatch, or its end in the queue; None while it waits.
+        dispatched_s, first_token_s, ended_s: None if it has not happened or is not known.
+        pool, replica: target of the last dispatch; empty if there was none.
+        expected_prompt_tokens, expected_output_tokens: estimates at arrival or dispatch.
     """
 
     submission: Submission
@@ -63,28 +61,28 @@ class RecordedRequest:
 
     @property
     def request_id(self) -> str:
-        """The gateway's own id."""
+        """The gateway's internal id."""
         return self.submission.request_id
 
     @property
     def prompt_tokens(self) -> int:
-        """As counted, or else as expected."""
+        """Prompt tokens as counted, or else as expected."""
         counted = self.usage.prompt_tokens if self.usage is not None else 0
         return counted or max(1, self.expected_prompt_tokens)
 
     @property
     def ttft_s(self) -> float | None:
-        """From its arrival to its first token; None where its answer was not streamed."""
+        """Time from arrival to the first token; None if the response was not streamed."""
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedChange:
-    """What changed around the requests meanwhile; one field of these is given.
+    """A change of the environment during the recording; exactly one field is set.
 
     Attributes:
-        joined: a replica came.
-        left: a replica went, or began to drain.
+        joined: a replica that was added.
+        left: a replica that was removed or began to drain.
     """
 
     at_s: float
@@ -99,15 +97,15 @@ class Recording:
     """The minutes around one request.
 
     Attributes:
-        request_id: which one.
-        settings, partition, fleet: in force when it begins.
-        learned: what the scheduler had learned then, see `learned_state`.
-        changes: in order.
-        step_times: of the engines, by pool, with `latency_s` from the scheduler to an engine and back.
-        step_times_from: where these come from, in words; empty where there are none.
+        settings, partition, fleet: state at the start.
+        learned: learned state of the scheduler at the start, see `learned_state`.
+        changes: in order of time.
+        step_times: of the engines by pool, with `latency_s` for the round trip from the scheduler to an
+            engine.
+        step_times_from: origin of the step times in words; empty if there are none.
         long_prompt_tokens: longer prompts are long prefills.
-        earlier_prompt_tokens: of the last requests before it begins.
-        begins_idle: nothing was under way when it begins.
+        earlier_prompt_tokens: lengths of the last requests before the start.
+        begins_idle: whether nothing was in progress at the start.
         requests: by arrival.
     """
 
@@ -127,20 +125,20 @@ class Recording:
 
     @property
     def asked(self) -> RecordedRequest:
-        """The request itself."""
+        """The request in question."""
         return next(each for each in self.requests if each.request_id == self.request_id)
 
 
 def encode_recording(recording: Recording) -> str:
-    """The document as JSON; infinite figures are `Infinity`, as Python writes them."""
+    """Encode the recording as JSON. Infinite values are `Infinity`, as Python writes them."""
     return json.dumps(msgspec.to_builtins(recording), separators=(",", ":"))
 
 
 def decode_recording(text: str | bytes) -> Recording:
-    """What `encode_recording` wrote.
+    """Decode the output of `encode_recording`.
 
     Raises:
-        RecordingError: it is of another release, or no recording.
+        RecordingError: it is from another release, or not a recording.
     """
     try:
         content = json.loads(text)
@@ -161,12 +159,12 @@ def decode_recording(text: str | bytes) -> Recording:
 
 
 def request_of_tenant(told: Mapping[str, Any]) -> str:
-    """The id of a request by whose receipt the tenant can be named; empty where no tenant was left out."""
+    """Return the id of a request whose receipt has the omitted tenant's name; empty if none was omitted."""
     return next((each["example"] for each in told["changes"] if each["kind"] == "tenant"), "")
 
 
 def named(told: Mapping[str, Any], tenant: str) -> dict[str, Any]:
-    """What `what_if` has told, with the tenant's name in place of the one that says nothing."""
+    """Return the result of `what_if` with the tenant's real name in place of the anonymous one."""
     alias = next(each["value"] for each in told["changes"] if each["kind"] == "tenant")
 
     def label(text: str) -> str:

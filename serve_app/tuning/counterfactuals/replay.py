@@ -1,11 +1,11 @@
-"""The replay of a recording: its requests at their times, at the production scheduler, on simulated engines.
+"""Replay of a recording: its requests at their times, on the production scheduler with simulated engines.
 
-The scheduler begins with the settings, the length queues and the learned state of the recording. Answers have
-the lengths that engines counted. Those that nobody counted have the expected length, as the scheduler saw it.
-A client that went away goes away as long after its arrival as it did, unless its answer is complete by then.
+The scheduler begins with the settings, the length queues and the learned state of the recording. Responses
+have the lengths that engines counted or, without a count, the expected length as the scheduler saw it. A
+client that disconnected does so again after the same time, unless its response is complete by then.
 
-Not replayed: limits of API keys, prefix affinity (what was cached counts as cached wherever a request goes),
-requests that came back from replicas, and crashes of engines: a replica that leaves finishes what it has.
+Not replayed: limits of API keys, prefix affinity (cached tokens count as cached on any replica), put-backs,
+and engine crashes: a replica that leaves completes its requests.
 """
 
 import math
@@ -38,23 +38,23 @@ _GATEWAY = "replay"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedReplica(ReplicaPlan):
-    """A replica that states what the real one stated."""
+    """A replica that reports what the real one reported."""
 
     stated: ReplicaSpec
 
     @property
     def spec(self) -> ReplicaSpec:
-        """As the real one registered."""
+        """The registration of the real replica."""
         return self.stated
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of a request in a replay.
+    """Result of a request in a replay.
 
     Attributes:
-        wait_s: in the queue; to its end, when it was never sent.
-        ttft_s: None when it had no first token, or its answer is not streamed.
+        wait_s: queue time; up to its end if it was never dispatched.
+        ttft_s: None if it had no first token, or its response is not streamed.
     """
 
     wait_s: float
@@ -63,15 +63,15 @@ class Played:
 
 
 def is_played(request: RecordedRequest) -> bool:
-    """Whether a replay has the request: not when it was refused for what it is."""
+    """Return whether a replay includes the request: not after a client error or without a replica."""
     return request.outcome not in _LEFT_OUT
 
 
 def replay_recording(recording: Recording, engines: Engines) -> dict[str, Played]:
-    """Return the end of each request that is played, by its id.
+    """Return the result of each played request by id.
 
     Raises:
-        ValueError: what was learned is broken.
+        ValueError: the learned state is invalid.
     """
     return _Replay(recording, engines).run()
 
@@ -80,7 +80,7 @@ class _Replay:
     def __init__(self, recording: Recording, engines: Engines) -> None:
         self._recording = recording
         self._calibration = TwinCalibration(CalibrationSettings(), None, engines)
-        # The simulator's clock begins at 0, with what was under way already.
+        # The simulator's clock begins at 0, including what was already in progress.
         self._offset_s = -min([0.0, *(each.arrived_s for each in recording.requests)])
         learner = None if recording.partition is None else FixedPartition(recording.partition).learner()
         self._simulation = Simulation(
@@ -139,7 +139,7 @@ class _Replay:
                 arrived_at=arrived_at,
                 expires_at=arrived_at + expires_after_s,
             ),
-            # Choices run beside each other.
+            # Choices run in parallel.
             output_tokens=math.ceil(output / choices),
             prompt_tokens=recorded.prompt_tokens,
             cached_tokens=0 if usage is None else usage.cached_tokens,
@@ -162,22 +162,22 @@ class _Replay:
 
 
 POLICIES_ASKED = ("ewsjf", "fcfs", "sjf", "hrrn", "wspt-drr", "two-queue")
-"""Of `core.policies`, those that are no variant of another one."""
+"""Policies of `core.policies` that are not variants of another one."""
 
 POLICY = "policy"
-"""The kind of a change to another policy."""
+"""Kind of a change to another policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRecording:
-    """A recording in which one thing is different.
+    """A recording with one difference.
 
     Attributes:
         kind: class, replica, policy, long_prefills, tenant or own_requests.
-        value: what of that kind: the class, the pool, the policy or the tenant.
-        label: in words, for a person.
-        left_out: client ids of the requests that are left out.
-        example: the scheduler's own id of one of them; empty where none is.
+        value: the class, pool, policy or tenant.
+        label: description for a person.
+        left_out: client ids of the omitted requests.
+        example: the scheduler's id of one of them; empty if there are none.
     """
 
     kind: str
@@ -189,7 +189,7 @@ class ChangedRecording:
 
 
 def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
-    """Every change that makes sense for the request."""
+    """Yield every change that makes sense for the request."""
     for priority in PriorityClass:
         if priority is not recording.asked.submission.priority:
             yield with_class(recording, priority)
@@ -202,7 +202,7 @@ def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
 
 
 def with_class(recording: Recording, priority: PriorityClass) -> ChangedRecording:
-    """The request has another class, and may wait as long as that class may."""
+    """Return the change to another class, with the queue timeout of that class."""
     asked = recording.asked
     submission = replace(asked.submission, priority=priority)
     expires_after_s = asked.expires_after_s
@@ -219,7 +219,7 @@ def with_class(recording: Recording, priority: PriorityClass) -> ChangedRecordin
 
 
 def with_replica(recording: Recording) -> ChangedRecording:
-    """One replica more from the beginning on, in the pool that served the request."""
+    """Return the change to one more replica from the start, in the pool that served the request."""
     pool = pool_of(recording)
     alike = next((each for each in recording.fleet if each.pool == pool), recording.fleet[0])
     more = replace(alike, replica_id=f"{alike.pool}+1")
@@ -232,7 +232,7 @@ def with_replica(recording: Recording) -> ChangedRecording:
 
 
 def with_policy(recording: Recording, policy: str) -> ChangedRecording:
-    """Another policy orders all requests."""
+    """Return the change to another policy for all requests."""
     settings = replace(recording.settings, policy=policy)
     return ChangedRecording(
         kind=POLICY, value=policy, label=f"policy {policy}", recording=replace(recording, settings=settings)
@@ -240,7 +240,7 @@ def with_policy(recording: Recording, policy: str) -> ChangedRecording:
 
 
 def pool_of(recording: Recording) -> str:
-    """The pool that served the request; where none did, that of most requests."""
+    """Return the pool that served the request, or the pool of most requests if there was none."""
     if recording.asked.pool:
         return recording.asked.pool
     pools = Counter(each.pool for each in recording.requests if each.pool)
@@ -280,7 +280,7 @@ def _counted(count: int, one: str) -> str:
 
 
 def without(recording: Recording, others: list[RecordedRequest], kind: str, label: str) -> ChangedRecording:
-    """Some requests never came."""
+    """Return the change without some requests."""
     gone = {each.request_id for each in others}
     kept = tuple(each for each in recording.requests if each.request_id not in gone)
     return ChangedRecording(
@@ -294,6 +294,6 @@ def without(recording: Recording, others: list[RecordedRequest], kind: str, labe
 
 
 def overlaps(other: RecordedRequest, asked: RecordedRequest) -> bool:
-    """Whether the other waited or ran while the request waited."""
+    """Return whether the other request waited or ran while this one waited."""
     until = asked.arrived_s + (asked.wait_s or 0.0)
     return other.arrived_s < until and (other.ended_s is None or other.ended_s > asked.arrived_s)

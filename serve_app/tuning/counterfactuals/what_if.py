@@ -1,29 +1,25 @@
-"""What would have helped a request: each change of its recording replayed, told with the replay's error.
+"""What-if analysis of a request: replays each change of its recording, and reports it with its error.
 
-The error of a replay, from what it got wrong where nothing was changed.
-
-The unchanged replay gives each recorded request a wait, beside the one that it had. A changed replay gives
-the request in question another wait. What it would really have been is
+The unchanged replay gives each recorded request a wait, to compare with the recorded one. A changed replay
+gives the request in question another wait. The estimate of its real wait is
 
     replayed with the change + carried * (recorded - replayed without it)
 
 where `carried` is the smaller of the two replayed waits over the larger. So a change without effect gives the
-recorded wait, and one after which the request meets quite another queue gives what the replay has. Nothing is
-carried where the replay does not have the wait of the request at all, since it met another queue already.
+recorded wait, and a change to a very different queue gives the replayed one. Nothing is carried if the replay
+does not reproduce the wait of the request, because its queue was already different.
 
-The bar is made of what the unchanged replay gets wrong in nine of ten comparable requests: of those that wait
-about as long as the request would, and, as far as its own error is carried, of those that wait about as long
-as it did. Both are taken as independent; errors that they share would make it smaller.
+The error bar is the error of the unchanged replay for nine of ten comparable requests: those that wait about
+as long as the request would and, as far as its own error is carried, those that wait about as long as it did.
+Both are treated as independent; shared errors would make the bar smaller.
 
-That is too little where a change moves all requests, as another policy does. Under another order other
-requests depend on small delays, which the unchanged replay does not show. Who replays such a change tells
-besides how much the wait depends on them, and that widens the bar.
+That is too small if a change affects all requests, as another policy does. With another order, other requests
+depend on small delays, which the unchanged replay does not show. The caller then passes how much the wait
+depends on such delays (`sensitivity_s`), which widens the bar.
 
-How fast the recorded engines were: step times that are told, or fitted to the recorded requests.
-
-Told are those that the tuner has fitted, or those of a profile. Where they are wrong for the recorded
-requests by more than a few percent, the fit of `engine_fit` is tried as well. Whichever replays the
-recorded waits better is used.
+The step times are the recorded ones, either fitted by the tuner or those of a profile. If they are off by
+more than a few percent for the recorded requests, the fit of `engine_fit` is tried as well. The replay with
+the lower error in waits is used.
 """
 
 import math
@@ -47,16 +43,16 @@ from serve_app.tuning.engine_fit import EngineFitTask, Engines, engines_of_json,
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
 LEAST_COMPARABLE = 12
-"""Comparable requests without which there is no bar, and so no figure."""
+"""Minimum number of comparable requests for an error bar, without which there is no estimate."""
 _MOST_COMPARABLE = 40
 _SHARE = 0.9
-# Waits that differ by less are alike.
+# Waits that differ by less are considered alike.
 _ALIKE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """What the unchanged replay said of a request, and what happened, in seconds."""
+    """Replayed and recorded time of a request in the unchanged replay, in seconds."""
 
     request_id: str
     priority: PriorityClass
@@ -65,13 +61,13 @@ class Residual:
 
     @property
     def error_s(self) -> float:
-        """Positive where the replay is too fast."""
+        """Error in seconds; positive if the replay is too fast."""
         return self.recorded_s - self.replayed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A time that is told: about `seconds`, and in nine of ten cases between `low` and `high`."""
+    """Estimated time: about `seconds`, and between `low` and `high` in nine of ten cases."""
 
     seconds: float
     low: float
@@ -79,11 +75,11 @@ class Told:
 
 
 class ErrorBars:
-    """What a replay gets wrong.
+    """Errors of a replay.
 
     Args:
-        residuals: of all requests but the one in question.
-        own: of that one.
+        residuals: of all requests except the one in question.
+        own: residual of that one.
     """
 
     def __init__(self, residuals: Sequence[Residual], own: Residual) -> None:
@@ -91,32 +87,32 @@ class ErrorBars:
 
     @property
     def comparable(self) -> int:
-        """Requests that the replay can be held against."""
+        """Number of requests to compare the replay with."""
         return len(self._residuals)
 
     @property
     def bar_s(self) -> float:
-        """What the unchanged replay is off by, for nine in ten requests like the one in question."""
+        """Error of the unchanged replay for nine in ten requests like the one in question."""
         return self._off_by(self._own.replayed_s, self._own.priority)
 
     @property
     def reproduces(self) -> bool:
-        """Whether the unchanged replay has the wait of the request itself, within its own bar."""
+        """True if the unchanged replay reproduces the request's wait within its error bar."""
         return abs(self._own.error_s) <= self.bar_s
 
     @property
     def median_error_s(self) -> float:
-        """What it is off by in half of all cases."""
+        """Median absolute error of the replay."""
         errors = sorted(abs(each.error_s) for each in (*self._residuals, self._own))
         return errors[len(errors) // 2]
 
     def told(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Told:
-        """The time of the request after a change.
+        """Return the estimated time of the request after a change.
 
         Args:
-            changed_s: as the changed replay has it.
-            priority: the class that the request has after the change.
-            sensitivity_s: by how much small delays move that time, where the change moves all requests.
+            changed_s: time in the changed replay.
+            priority: class of the request after the change.
+            sensitivity_s: effect of small delays on that time, if the change affects all requests.
         """
         own = self._own
         shorter, longer = sorted((changed_s, own.replayed_s))
@@ -128,9 +124,9 @@ class ErrorBars:
         return Told(seconds, max(0.0, seconds - bar), seconds + bar)
 
     def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
-        """What the unchanged replay gets wrong in nine of ten requests with about this wait in it.
+        """Return the unchanged replay's error for nine of ten requests with about this replayed time.
 
-        Those are of the same class where there are enough.
+        They are of the same class if there are enough.
         """
         alike = [each for each in self._residuals if each.priority is priority]
         if len(alike) < LEAST_COMPARABLE:
@@ -145,26 +141,26 @@ class ErrorBars:
 
 
 def _quantile(values: Sequence[float]) -> float:
-    """The smallest value that `_SHARE` of all do not exceed; 0 without any."""
+    """Return the smallest value that `_SHARE` of all do not exceed; 0 without any."""
     ordered = sorted(values)
     return ordered[math.ceil(_SHARE * len(ordered)) - 1] if ordered else 0.0
 
 
-# Of mean TTFT from dispatch, and of TPOT: step times that are told stay while they are as right as that.
+# Error in mean TTFT from dispatch and in TPOT up to which recorded step times are used without a fit.
 _KEPT_WITHIN = 0.05
 FITTED = "fitted to these requests"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownEngines:
-    """Step times by pool, and where they come from, in words."""
+    """Step times by pool, and their origin in words."""
 
     by_pool: Engines
     source: str
 
 
 def engines_of(recording: Recording) -> Iterator[KnownEngines]:
-    """Yield the step times that may be right: the recorded ones, and those that fit the recorded requests."""
+    """Yield candidates for the step times: the recorded ones, and those fitted to the recorded requests."""
     recorded = engines_of_json(recording.step_times)
     if recorded:
         yield KnownEngines(recorded, recording.step_times_from)
@@ -194,7 +190,7 @@ def _fitted(recording: Recording, recorded: Engines) -> Engines:
 
 
 def _record(recorded: RecordedRequest) -> RequestRecord | None:
-    """The request as its engine saw it; None where it had none, or has not ended."""
+    """Return the request as its engine saw it; None if it was not dispatched or has not ended."""
     if recorded.dispatched_s is None or recorded.ended_s is None or recorded.outcome is None:
         return None
     usage = recorded.usage
@@ -214,19 +210,19 @@ def _record(recorded: RecordedRequest) -> RequestRecord | None:
 
 
 _REFUSED_IN_THE_REPLAY = "the replay refuses it"
-# Another order moves all requests. How much a wait depends on small delays in it is seen on engines a little
-# faster and slower: as much as step times are off when they count as right.
+# Another order affects all requests. How much a wait depends on small delays is measured with engines that
+# are slightly faster and slower, by the error at which step times count as right.
 _OTHER_ENGINES = (0.97, 1.03)
 
 
 class UnchangedReplay:
-    """The replay of a recording as it is, beside what happened.
+    """Unchanged replay of a recording, compared with what happened.
 
     Args:
-        engines: the step times that it is played with.
+        engines: step times of the replay.
 
     Attributes:
-        played: what became of each request in it.
+        played: result of each request.
     """
 
     def __init__(self, recording: Recording, engines: KnownEngines) -> None:
@@ -244,24 +240,24 @@ class UnchangedReplay:
                 self._ttfts.append(Residual(*told, played.ttft_s, each.ttft_s))
 
     def waits(self, asked: RecordedRequest) -> ErrorBars:
-        """What it gets wrong of waits, for a request that has waited."""
+        """Return the errors of waits, for a request that has waited."""
         assert asked.wait_s is not None, "it has waited, to its end or to its dispatch"
         replayed_s = self.played[asked.request_id].wait_s
         own = Residual(asked.request_id, asked.submission.priority, replayed_s, asked.wait_s)
         return ErrorBars([each for each in self._waits if each.request_id != asked.request_id], own)
 
     def ttfts(self, asked: RecordedRequest) -> ErrorBars | None:
-        """The same of times to first token; None where it has none, or too few others have."""
+        """Return the errors of times to first token; None without one, or with too few others."""
         own = next((each for each in self._ttfts if each.request_id == asked.request_id), None)
         others = [each for each in self._ttfts if each is not own]
         return None if own is None or len(others) < LEAST_COMPARABLE else ErrorBars(others, own)
 
 
 class ChangedReplay:
-    """The replay of a recording with one thing changed.
+    """Replay of a recording with one change.
 
     Args:
-        baseline: of the same recording as it is.
+        baseline: unchanged replay of the same recording.
         on_replay: called after each replay.
     """
 
@@ -283,17 +279,13 @@ class ChangedReplay:
         self._others = found[1:]
 
     def wait(self, asked: RecordedRequest, priority: PriorityClass) -> Told:
-        """The wait of a request of the recording.
-
-        Args:
-            priority: the class that it has after the change.
-        """
+        """Return the estimated wait of a request, which has the class `priority` after the change."""
         own_s = self.played[asked.request_id].wait_s
         others = [played[asked.request_id].wait_s for played in self._others]
         return self._baseline.waits(asked).told(own_s, priority, _furthest(own_s, others))
 
     def ttft(self, asked: RecordedRequest, priority: PriorityClass) -> Told | None:
-        """The same of its time to first token; None where nothing can be said."""
+        """Return its estimated time to first token; None if there is no estimate."""
         own_s, bars = self.played[asked.request_id].ttft_s, self._baseline.ttfts(asked)
         if own_s is None or bars is None:
             return None
@@ -306,13 +298,13 @@ def _furthest(own_s: float, others: Sequence[float]) -> float:
 
 
 def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """The document of what would have been; times are milliseconds.
+    """Return the what-if document, with times in milliseconds.
 
     Args:
         on_replay: called after each replay.
 
     Raises:
-        RecordingError: nothing can be said about this request; the message says why.
+        RecordingError: there is no estimate for this request; the message has the reason.
     """
     _check(recording)
     baseline = unchanged(recording)
@@ -335,7 +327,7 @@ def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None
 
 
 def replays_of(recording: Recording) -> int:
-    """How many replays `what_if` counts, for a progress bar."""
+    """Return the number of replays of `what_if`, for a progress bar."""
     more = len(_OTHER_ENGINES)
     return 1 + sum(1 + more * (change.kind == POLICY) for change in all_changes(recording))
 
@@ -356,10 +348,10 @@ def _check(recording: Recording) -> None:
 
 
 def unchanged(recording: Recording) -> UnchangedReplay:
-    """The replay of a recording as it is, with the step times that suit it best.
+    """Return the unchanged replay with the step times that suit the recording best.
 
     Raises:
-        RecordingError: nothing is known of the engines, or too few requests are.
+        RecordingError: the engines' speed is unknown, or there are too few requests.
     """
     asked = recording.asked
     found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
@@ -413,7 +405,7 @@ def _interval(told: Told, changed_s: float, recorded_s: float) -> dict[str, floa
 
 
 def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
-    """How good the unchanged replay is, and what it began with."""
+    """Return the quality of the unchanged replay, and its initial state."""
     own, waits = baseline.played[recording.request_id], baseline.waits(recording.asked)
     first, last = recording.requests[0], recording.requests[-1]
     return {
@@ -429,7 +421,7 @@ def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[st
 
 
 def _best(changes: list[dict[str, Any]]) -> str:
-    """The change after which it waits least, if that is less than its wait beyond the bar; else nothing."""
+    """Return the change with the lowest wait whose bar is below the recorded wait; empty if there is none."""
     told = [each for each in changes if each["wait"] is not None]
     helpful = [
         each for each in told if each["wait"]["high_ms"] < each["wait"]["ms"] - each["wait"]["difference_ms"]
