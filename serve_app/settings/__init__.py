@@ -1,5 +1,6 @@
-"""The settings file of an application: from YAML to what every component receives.
+"""Settings file of an application: from YAML to the settings that each component receives.
 
-Read `application` for the classes, as written and complete, then `loading` for the way from a file to them. A
-component's own settings stand beside its code, made and read by `serve_app.core.settings_base`.
+Read `application` for the classes, as written and complete, then `loading` for how a file becomes settings.
+`checking` validates a file before Ray starts. The settings of a component are defined beside its code, with
+`serve_app.core.settings_base`.
 """

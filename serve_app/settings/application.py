@@ -1,7 +1,7 @@
-"""Settings of a whole application: as a file gives them, and completed by what follows from its models.
+"""Settings of a whole application: as written in a file, and completed with what follows from its models.
 
-A file says each thing once: a model's names, its pools. The `Written` classes are what stands in the file;
-`resolve` makes the complete settings of them, in which every component finds what it needs.
+A file states each fact once, such as a model's names and its pools. The `Written` classes hold what the file
+states. `resolve` derives the complete settings from them, in which every component finds what it needs.
 """
 
 import math
@@ -35,10 +35,10 @@ from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.tuning.settings import TunerSettings
 
-# Settings of one pool: its engine, its resources, its replicas.
+# -- settings of one pool: engine, resources, replicas -----------------------------------------------------
 
 
-# A few engines cost their watcher next to nothing, and two hundred less than half a core.
+# A watcher needs next to no CPU for a few engines, and less than half a core for two hundred.
 _WATCHER_CPUS = 0.1
 
 
@@ -47,7 +47,7 @@ HostedEngineSettings = EmulatedEngineSettings | VllmEngineSettings
 
 @settings
 class EngineSettings:
-    """Which engine a pool runs: exactly one of the three, under its name."""
+    """The engine of a pool: exactly one of the three."""
 
     emulated: EmulatedEngineSettings | None = None
     vllm: VllmEngineSettings | None = None
@@ -59,23 +59,23 @@ class EngineSettings:
             named = ", ".join(given) or "none"
             raise ValueError(f"give exactly one engine (emulated, vllm or remote), got {named}")
         if self.emulated is not None:
-            # Limits that do not go together, or not with the profile, are refused here and not by a replica.
+            # Reject contradictory limits here, before a replica starts.
             self.emulated.model_settings(load_profile(self.emulated.profile))
 
     @property
     def hosted(self) -> HostedEngineSettings | None:
-        """The engine that each pool replica hosts; None for servers that run elsewhere."""
+        """The engine that each pool replica hosts; None for external servers."""
         return self.emulated or self.vllm
 
     @property
     def chosen(self) -> EmulatedEngineSettings | VllmEngineSettings | RemoteSettings:
-        """The one that was given."""
+        """The engine that is set."""
         chosen = self.emulated or self.vllm or self.remote
         assert chosen is not None, "checked when the settings were made"
         return chosen
 
     def serving(self, names: tuple[str, ...]) -> "EngineSettings":
-        """The same engine; it answers under these names, unless it has names of its own."""
+        """Return the same engine serving `names`, unless it has names already."""
         if self.chosen.served_model_names is not None:
             return self
         named = replace(self.chosen, served_model_names=names)
@@ -86,7 +86,7 @@ class EngineSettings:
 
     @property
     def max_model_len(self) -> int | None:
-        """Context limit in tokens as far as the settings tell; an engine may know better once it runs."""
+        """Context limit in tokens; None if only the running engine can report it."""
         if self.emulated is not None:
             return self.emulated.max_model_len or load_profile(self.emulated.profile).max_model_len
         if self.remote is not None:
@@ -96,7 +96,7 @@ class EngineSettings:
 
     @property
     def schedules_by_priority(self) -> bool | None:
-        """Whether the engine orders its queue by the priority of requests; None if only it knows."""
+        """True if the engine orders its queue by request priority; None if only the engine knows."""
         if self.emulated is not None:
             return self.emulated.scheduling_policy is SchedulingPolicy.PRIORITY
         if self.vllm is not None:
@@ -106,21 +106,21 @@ class EngineSettings:
 
 @settings(block="resources")
 class ResourceSettings:
-    """What one replica of a pool asks Ray for."""
+    """Ray resources of one replica of a pool."""
 
-    # CPU cores that Ray sets aside for a replica: a reservation, no limit.
+    # CPU cores that Ray reserves for a replica; not a limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 1.0
-    # Whole GPUs for one engine (tensor parallelism within a node), or a fraction where engines share one and
+    # Whole GPUs for one engine (tensor parallelism within a node), or a fraction if engines share a GPU and
     # `gpu_memory_utilization` divides its memory.
     num_gpus: Annotated[float, NOT_NEGATIVE] = 0.0
-    # A GPU type in Ray's words, such as H100; any type when not given.
+    # GPU type as Ray names it, such as H100. Default: any type.
     accelerator_type: str | None = None
-    # Custom resources of Ray, by name.
+    # Custom Ray resources by name.
     custom: Mapping[str, float] = field(default_factory=dict)
-    # Only for an engine that spreads over nodes (`distributed_executor_backend: ray`): one bundle per worker,
-    # the first also holds the replica itself.
+    # Only for an engine that spans nodes (`distributed_executor_backend: ray`): one bundle per worker. The
+    # first bundle also holds the replica itself.
     placement_bundles: Annotated[tuple[Mapping[str, float], ...], ADVANCED] = ()
-    # How Ray places the bundles, in its own words: together where possible, or spread over nodes.
+    # Ray's placement strategy for the bundles: packed on few nodes, or spread over nodes.
     placement_strategy: Annotated[Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"], ADVANCED] = (
         "PACK"
     )
@@ -137,7 +137,7 @@ class ResourceSettings:
             )
 
     def _check_bundles(self) -> None:
-        """Refuse what Ray Serve refuses when it deploys, or what would wait for ever."""
+        """Reject bundles that Ray Serve would reject at deployment, or that would never be placed."""
         for number, bundle in enumerate(self.placement_bundles):
             if not bundle or min(bundle.values()) <= 0:
                 raise ValueError(
@@ -153,10 +153,10 @@ class ResourceSettings:
                 )
 
     def _of_replica(self) -> dict[str, float]:
-        """What the process of a replica itself asks for, in Ray's words."""
+        """Return the Ray resources of the replica's own process."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
         if self.accelerator_type is not None:
-            # The share that Ray lets everything of a type take.
+            # Ray's convention for a resource that only selects the node type.
             asked[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return asked
 
@@ -166,31 +166,31 @@ class PoolSettings:
     """One pool: replicas with the same engine and the same limits.
 
     Attributes:
-        replicas: a fixed number of replicas; or give `autoscaling`.
-        drain_timeout_s: how long a replica that is told to stop lets its open answers go on.
+        replicas: fixed number of replicas; or use `autoscaling`.
+        drain_timeout_s: time that a stopping replica allows its in-flight requests to complete.
     """
 
-    # Unique in its model; it labels metrics and stands in the header `x-pool`.
+    # Unique within its model. Used as a metric label and in the header `x-pool`.
     name: str
     engine: EngineSettings
     replicas: Annotated[int | None, at_least(1)] = None
     autoscaling: AutoscalingSettings | None = None
-    # Relative price of one replica, such as dollars per hour. Of pools with the same context, requests are at
-    # home in the cheapest, and spill into the others.
+    # Relative price of one replica, such as dollars per hour. Among pools with the same context, the cheapest
+    # is the home pool, and requests spill to the others.
     cost: Annotated[float, FINITE_POSITIVE, ADVANCED] = 1.0
-    # Of a pool between the first and the last: the token budget up to which a request is at home in it. Null
-    # is what its context holds. The first pool has `routing.b_short_tokens` in its place.
+    # For pools between the first and the last: the largest token budget of requests whose home pool it is.
+    # Null uses the pool's context limit. The first pool uses `routing.b_short_tokens` instead.
     boundary_tokens: Annotated[int | None, at_least(1), ADVANCED] = None
     resources: ResourceSettings = field(default_factory=ResourceSettings)
     server: Annotated[ReplicaServerSettings, ADVANCED] = field(default_factory=ReplicaServerSettings)
-    # Longer than nearly every answer: cutting one costs its client all of it, waiting costs only a late
+    # Longer than nearly every response, because aborting one loses all of it, and waiting only delays a
     # scale-down.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
-    # Replicas that may be there beside the others while a new engine replaces an old one, as a share of them,
-    # and at least one. It needs free GPUs: without any, such a change waits until there are some. 0 stops an
-    # old replica first, and requests that no other can take are refused until the new one serves.
+    # Additional replicas allowed while a new engine replaces an old one, as a share of the replicas, and at
+    # least one. They need free GPUs, and the change waits until there are some. With 0, an old replica stops
+    # first, and requests that fit no other replica are rejected until the new one is ready.
     surge_ratio: Annotated[float, SHARE, ADVANCED] = 0.25
-    # An engine whose loop is blocked for so long is taken for dead and replaced.
+    # An engine whose event loop is blocked for this long counts as dead and is replaced.
     health_check_timeout_s: Annotated[float, POSITIVE] = 30.0
 
     def __post_init__(self) -> None:
@@ -211,47 +211,44 @@ class PoolSettings:
 
     @property
     def gpus_of_a_replica(self) -> float:
-        """GPUs that one replica takes, its workers on other nodes included."""
+        """GPUs per replica, including its workers on other nodes."""
         bundles = sum(bundle.get("GPU", 0.0) for bundle in self.resources.placement_bundles)
         return max(self.resources.num_gpus, bundles)
 
     @property
     def fixed_replicas(self) -> int | None:
-        """Replicas that it has at any time; None where it is scaled, here or by others."""
+        """Constant number of replicas; None for pools that are scaled by this application or by others."""
         scaled = self.autoscaling is not None or self.engine.remote is not None
         return None if scaled else self.replicas or 1
 
     @property
     def starts_on_demand(self) -> bool:
-        """Whether it may be without any replica until a request waits for one."""
+        """True if the pool may have no replica until a request waits for one."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
     def num_cpus(self) -> float:
-        """CPU cores that each of its Serve replicas sets aside; a watcher of endpoints needs next to none."""
+        """CPU cores reserved per Serve replica. A watcher of endpoints needs next to none."""
         asked = self.resources.num_cpus
         return asked if self.engine.remote is None else min(asked, _WATCHER_CPUS)
 
 
-# Settings of a whole application: as a file gives them, and complete.
-#
-# A file says each thing once: a model's names, its pools. The `Written` classes are what stands in the file;
-# `resolve` makes the complete settings of them, in which every component finds what it needs.
+# -- settings of a whole application -----------------------------------------------------------------------
 
 
 @settings
 class WrittenModel:
-    """One model: its names, its pools, its scheduler.
+    """One model: names, pools and scheduler.
 
     Attributes:
-        name: what clients ask for.
-        aliases: other names for the same model (LoRA adapters, old names).
-        pools: any number, those with shorter contexts first.
-        scheduler: how its requests are queued and spread over the pools.
-        tuner: what is learned for the scheduler while it runs.
-        decision_log: record what the scheduler decides, for replays; costs a tenth of its speed.
-        gpu_budget: GPUs that all its pools may use together, however many each may have; None is no limit.
-            The pool with the most work per replica gets the next one.
+        name: model name that clients request.
+        aliases: further names for the same model (LoRA adapters, old names).
+        pools: any number of pools, ordered by increasing context.
+        scheduler: queueing of requests and their distribution over the pools.
+        tuner: online learning for the scheduler.
+        decision_log: record of the scheduler's decisions for replays; costs a tenth of the scheduler's speed.
+        gpu_budget: maximum number of GPUs for all pools together; None for no limit. The pool with the most
+            work per replica gets the next GPU.
     """
 
     name: str
@@ -265,12 +262,12 @@ class WrittenModel:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name must not be empty: give the name that clients send")
-        # Refuses a budget below what the pools need at least.
+        # Raises if the budget is below the minimum that the pools need.
         _ = self.scaling
 
     @property
     def scaling(self) -> ScalingSettings:
-        """What is known of its pools for autoscaling."""
+        """Autoscaling settings, replica counts and GPUs of the pools."""
         pools = {
             pool.name: ScaledPool(
                 autoscaling=pool.autoscaling, replicas=pool.fixed_replicas, gpus=pool.gpus_of_a_replica
@@ -281,39 +278,39 @@ class WrittenModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that clients may call it."""
+        """All names that clients may use for the model."""
         return (self.name, *self.aliases)
 
 
 @settings
 class ModelSettings(WrittenModel):
-    """One model, complete."""
+    """Complete settings of one model."""
 
     scheduler: SchedulerSettings
 
     @property
     def is_tuned(self) -> bool:
-        """Whether a tuner runs beside the scheduler."""
+        """True if a tuner runs alongside the scheduler."""
         mode = self.tuner.mode
         return learns_queues(self.scheduler.policy) if mode == "auto" else mode is not False
 
 
 @settings(block="gateways")
 class GatewayDeploymentSettings:
-    """How many gateways run. Each holds only its own clients' requests, so more may be added any time."""
+    """Number of gateways. Each holds only its own clients' requests, so more can be added at any time."""
 
-    # A fixed number, 1 when not given; or give `autoscaling`. One gateway carries some thousand requests/s;
-    # two or more keep the endpoint up when one dies.
+    # Fixed number of gateways, by default 1; or use `autoscaling`. One gateway handles some thousand
+    # requests/s. With two or more, the endpoint remains available if one fails.
     replicas: Annotated[int | None, at_least(1)] = None
-    # As many as their processor time needs.
+    # Scales the number of gateways by their CPU time.
     autoscaling: GatewayScaling | None = None
-    # CPU cores that Ray sets aside for each gateway: a reservation, no limit.
+    # CPU cores that Ray reserves for each gateway; not a limit.
     num_cpus: Annotated[float, NOT_NEGATIVE] = 0.5
-    # Answers still open when a gateway is replaced get so long to end.
+    # Time that a gateway allows its in-flight requests to complete when it is replaced.
     drain_timeout_s: Annotated[float, POSITIVE] = 600.0
-    # How long a gateway that stops fails `/-/healthz` before it stops listening: as long as a load balancer
-    # in front takes to notice. 0 suits gateways that share one node, where a successor listens on the same
-    # port.
+    # Time for which a stopping gateway fails `/-/healthz` before it stops listening. Set it to the time that
+    # the load balancer in front needs to notice. 0 suits gateways on a single node, where the successor
+    # listens on the same port.
     deregister_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 0.0
 
     def __post_init__(self) -> None:
@@ -322,7 +319,7 @@ class GatewayDeploymentSettings:
 
     @property
     def first_replicas(self) -> int:
-        """Gateways at deployment."""
+        """Number of gateways at deployment."""
         return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 1
 
 
@@ -332,13 +329,13 @@ class WrittenApplication:
 
     Attributes:
         models: at least one.
-        gateway: who may call, and within which limits.
-        gateways: how many gateways run.
-        channel: the connections between gateways, scheduler and replicas.
-        state_uri: a folder for what schedulers and tuners learn, so that a restart does not begin from
-            nothing: an absolute path, or a URI that fsspec knows (`s3://bucket/folder`, with the package
-            that it needs). On several nodes it must be the same from each of them. None keeps nothing.
-        state_interval_s: between two writes; a scheduler that is killed loses so much of its learning.
+        gateway: authentication and limits of clients.
+        gateways: number of gateways.
+        channel: connections between gateways, scheduler and replicas.
+        state_uri: folder for the learned state of schedulers and tuners, so that a restart resumes from it:
+            an absolute path, or a URI that fsspec supports (`s3://bucket/folder`, with the package that it
+            needs). All nodes must reach the same folder. None persists nothing.
+        state_interval_s: time between two writes; a scheduler that is killed loses this much of its learning.
     """
 
     models: tuple[WrittenModel, ...]
@@ -361,22 +358,22 @@ class WrittenApplication:
 
 @settings
 class AppSettings(WrittenApplication):
-    """A whole application, complete."""
+    """Complete settings of a whole application."""
 
     models: tuple[ModelSettings, ...]
     gateway: GatewaySettings
 
     def served_names(self) -> Iterator[str]:
-        """Every name that clients may ask for."""
+        """Yield every name that clients may request."""
         for model in self.models:
             yield from model.names
 
 
 def step_times_of(model: ModelSettings) -> dict[str, StepTimeModel]:
-    """By pool: of emulated engines, and of others where the tuner is given a profile.
+    """Return step times by pool: of emulated engines, and of others if the tuner has a profile.
 
     Raises:
-        SettingsError: there is no such profile.
+        SettingsError: a profile does not exist.
     """
     return dict(_known(model))
 

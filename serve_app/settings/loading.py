@@ -1,4 +1,4 @@
-"""The way from a file to complete settings; the only place where YAML becomes typed settings."""
+"""Loading of settings: from a file to complete settings. The only place where YAML becomes typed settings."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from serve_app.settings.application import (
     WrittenModel,
 )
 
-# Completes the settings of an application: what follows from its models reaches every component.
+# -- completion: passes what follows from the models to every component -------------------------------------
 #
-# The scheduler learns the names of its model and of its pools, the gateway which models it serves, an engine
-# under which names it answers. What no component can see by itself is checked here: names that must differ,
-# pools in the order of their context, a token budget that its pool can hold, engines that take priorities
-# where they are told one.
+# The scheduler receives the names of its model and pools, the gateway the models that it serves, and an
+# engine the names that it serves. Checks that no component can do alone are here: unique names, pools in the
+# order of their context, a token budget that fits its pool, engines that accept priorities if requests carry
+# them.
 
 
 Complete = TypeVar("Complete")
@@ -36,10 +36,10 @@ _TWO = 2
 
 
 def resolve(written: WrittenApplication) -> AppSettings:
-    """The complete settings of what stands in a file.
+    """Derive complete settings from what a file states.
 
     Raises:
-        SettingsError: parts of it do not go together.
+        SettingsError: parts of the settings contradict each other.
     """
     names = [name for model in written.models for name in model.names]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -56,7 +56,7 @@ def resolve(written: WrittenApplication) -> AppSettings:
 
 
 def _completed(cls: type[Complete], written: Any, **known: object) -> Complete:
-    """Settings of `cls`, made of a class that it extends; `known` replaces and adds."""
+    """Create a `cls` from an instance of its base class; `known` overrides and adds fields."""
     return cls(**{each.name: getattr(written, each.name) for each in fields(written)} | known)
 
 
@@ -72,7 +72,7 @@ def _model(where: str, model: WrittenModel) -> ModelSettings:
             routing=routing,
             on_demand_pools=tuple(pool.name for pool in model.pools if pool.starts_on_demand),
         )
-    # Bodies reach engines as clients wrote them, so engines answer under the names of their model.
+    # Engines serve the model's names, because bodies are forwarded as clients wrote them.
     pools = tuple(replace(pool, engine=pool.engine.serving(model.names)) for pool in model.pools)
     complete = _completed(ModelSettings, model, pools=pools, scheduler=scheduler)
     _check_pools(where, complete)
@@ -90,7 +90,7 @@ def _located(where: str) -> Iterator[None]:
 
 
 def _routing(model: WrittenModel) -> RoutingSettings:
-    """A token budget that nobody chose is at most what the first pool holds; see `WrittenRouting`."""
+    """Derive the routing settings. A default `b_short_tokens` is limited to the first pool's context."""
     chosen, pools = model.scheduler.routing, model.pools
     budget = chosen.b_short_tokens or RoutingSettings().b_short_tokens
     limit = pools[0].engine.max_model_len if len(pools) > 1 else None
@@ -163,7 +163,7 @@ def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, .
 
 
 def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
-    """An engine that keeps to the order of arrival refuses every request that comes with a priority."""
+    """Raise if an engine rejects requests with a priority, because it serves in order of arrival."""
     for number, pool in enumerate(pools):
         if pool.engine.schedules_by_priority is False:
             key = f"engine.{'emulated.advanced' if pool.engine.emulated else 'vllm.args'}.scheduling_policy"
@@ -173,9 +173,7 @@ def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
             )
 
 
-# Reads the settings of an application; the only place where YAML becomes typed settings.
-#
-# A key that nobody knows is refused by its full name, with the nearest known one as advice.
+# -- reading: unknown keys are rejected by their full name, with the closest known key as a suggestion -------
 
 
 IMPORT_PATH = "serve_app.app:build_app"
@@ -188,10 +186,10 @@ _EXTENDED: Mapping[type, type] = {
 
 
 def load_settings(path: Path) -> AppSettings:
-    """The settings of the one application in a Ray Serve configuration file.
+    """Load the settings of the one application in a Ray Serve configuration file.
 
     Raises:
-        SettingsError: the file is no such configuration, or something in it is unknown or out of range.
+        SettingsError: the file is not such a configuration, or has an unknown key or an invalid value.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -205,18 +203,18 @@ def load_settings(path: Path) -> AppSettings:
 
 
 def settings_of(args: object) -> AppSettings:
-    """The complete settings of an application's arguments, as a file gives them.
+    """Return the complete settings for an application's arguments as given in a file.
 
     Raises:
-        SettingsError: something in them is unknown, misplaced, out of range, or does not go together.
+        SettingsError: an argument is unknown, misplaced, out of range, or contradicts another.
     """
     return resolve(written(args))
 
 
 def written(args: object) -> WrittenApplication:
-    """The same as it stands in the file.
+    """Return the settings as the file states them.
 
     Raises:
-        SettingsError: all that is unknown, misplaced or out of range, one line each.
+        SettingsError: lists everything unknown, misplaced or out of range, one line each.
     """
     return read(WrittenApplication, args, as_file=True, extended=_EXTENDED)

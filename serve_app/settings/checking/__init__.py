@@ -1,8 +1,8 @@
-"""What can be known of a configuration before Ray starts: everything wrong with a file, with line numbers.
+"""Validation of a configuration before Ray starts: all mistakes in a file, with line numbers.
 
-Read `checks.py` first, which runs all checks in order. `serve_file.py` finds lines and knows the keys of Ray
-Serve, `machine.py` asks this machine for ports, cores, GPUs and memory, and `engines.py` computes whether
-engines can hold what is asked of them.
+Read `checks.py` first, which runs all checks in order. `serve_file.py` finds lines and validates Ray Serve's
+keys, `machine.py` checks this machine's ports, cores, GPUs and memory, and `engines.py` computes whether
+engines have the capacity that a configuration requires.
 """
 
 from serve_app.settings.checking.checks import Checked, check_file

@@ -1,4 +1,4 @@
-"""All checks of a configuration, in order: file, Ray Serve's keys, our settings, engines, this machine."""
+"""All checks of a configuration, in order: file, Ray Serve's keys, settings, engines, this machine."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,14 @@ from serve_app.settings.loading import IMPORT_PATH, settings_of
 
 @dataclass(slots=True)
 class Checked:
-    """What was found.
+    """Result of a check.
 
     Attributes:
-        warnings: targets that an engine cannot reach by our reckoning, which stop nothing.
-        content: the whole file as plain values; empty when it cannot be read.
-        settings: the settings of our application; None when there are mistakes in them.
+        mistakes: errors that prevent a start.
+        warnings: limits that an engine cannot reach according to the capacity model; they do not prevent a
+            start.
+        content: the whole file as plain values; empty if it cannot be read.
+        settings: settings of this project's application; None if they have mistakes.
     """
 
     mistakes: list[Mistake] = field(default_factory=list)
@@ -32,12 +34,12 @@ class Checked:
 
 
 def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> Checked:
-    """Everything that is wrong with a configuration, as far as it can be known before Ray starts.
+    """Return all mistakes in a configuration that can be found before Ray starts.
 
     Args:
-        on_this_machine: also ask whether ports, cores, GPUs, memory and model folders are there; false for a
-            configuration that another machine or a cluster is to run.
-        gpu: the card of its engines; None takes that of this machine, if it is to run it.
+        on_this_machine: also check ports, cores, GPUs, memory and model folders; False for a configuration
+            that another machine or a cluster runs.
+        gpu: GPU of the engines; None for this machine's if it runs the configuration.
     """
     found = Checked()
     try:
@@ -73,18 +75,18 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
 
 
 def _state(settings: AppSettings) -> Iterator[str]:
-    """Whether this machine has the client of the store of learned state."""
+    """Check that the client package for the store of learned state is installed."""
     if settings.state_uri is None:
         return
     try:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(settings.state_uri))
     except (ImportError, ValueError) as exc:
-        # fsspec names the package.
+        # The error names the missing package.
         yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
 
 
 def _tracing(settings: AppSettings) -> Iterator[str]:
-    """Whether this machine has what traces need."""
+    """Check that OpenTelemetry is installed here and supports the configured tracing."""
     try:
         settings.gateway.check_tracing()
     except SettingsError as exc:
@@ -95,7 +97,7 @@ def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:
     try:
         host, _ = http_address(document.content)
     except (TypeError, ValueError):
-        return  # told by the check of Serve's keys
+        return  # check_serve_keys reports it
     try:
         settings.gateway.check_exposure(host)
     except SettingsError as exc:
@@ -108,7 +110,7 @@ def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mis
 
 
 def _ours(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
-    """The application of our import path; or the only one there is, which may extend ours."""
+    """Return the application with this project's import path, or the only one, which may extend it."""
     applications = content.get("applications")
     if isinstance(applications, list):
         if len(applications) == 1 and isinstance(applications[0], Mapping):

@@ -1,4 +1,4 @@
-"""Engines of a configuration: arguments, model folders, and what they can hold."""
+"""Checks of engines in a configuration: arguments, model folders, and capacity."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -19,10 +19,11 @@ from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
 from serve_app.settings.application import AppSettings, PoolSettings
 
-# A vLLM engine of a configuration as the roofline sees it: model, cards, and arguments that need memory.
+# -- a vLLM engine of a configuration as input for the roofline: model, GPUs, and arguments that need memory
+# --
 
 
-# Defaults of vLLM 0.32 and 0.33: the share of the memory, and tokens and sequences of a batch by the card.
+# Defaults of vLLM 0.32 and 0.33: share of the memory, and tokens and sequences of a batch by GPU.
 _MEMORY_UTILIZATION = 0.92
 _HUGE_GIB, _LARGE_GIB = 160, 70
 _HUGE_BATCH, _LARGE_BATCH, _USUAL_BATCH = (16_384, 1_024), (8_192, 1_024), (2_048, 256)
@@ -35,7 +36,7 @@ _KV_BYTES: Mapping[str, float] = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 1.0),
     **dict.fromkeys(("bfloat16", "float16"), 2.0),
 }
-# Arguments that change what memory is needed, or how it is divided, in ways that are not modelled.
+# Arguments that affect memory, or its division, in ways that are not modelled.
 _NOT_MODELLED = (
     *("quantization", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
     *("prefill_context_parallel_size", "cpu_offload_gb", "speculative_config", "enable_lora"),
@@ -44,7 +45,7 @@ _NOT_MODELLED = (
 
 
 def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
-    """A model on its cards, with the arguments that memory depends on; None where something is not known."""
+    """Return the model, GPUs and memory-related arguments of an engine; None if any of them is not known."""
     if any(engine.args.get(name) not in (None, False, 0, 1) for name in _NOT_MODELLED):
         return None
     card = load_gpu(gpu)
@@ -70,12 +71,12 @@ def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
             **given,
         )
     except ValueError:
-        # vLLM refuses these as well, in its own words.
+        # vLLM rejects these as well and reports why.
         return None
 
 
 def stated(engine: VllmEngineSettings, name: str, default: int | None) -> int | None:
-    """A number among the arguments; the default where it is absent, None where vLLM chooses (`auto`, -1)."""
+    """Return a positive integer argument or the default; None if vLLM chooses the value (`auto`, -1)."""
     value = engine.args.get(name, default)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value > 0 else None
@@ -94,7 +95,7 @@ def _model(engine: VllmEngineSettings) -> ModelArchitecture | None:
 
 
 def _batch(name: str, card: Gpu) -> tuple[int, int]:
-    """Tokens and sequences of a batch that vLLM's server takes where none are given."""
+    """Return vLLM's default tokens and sequences of a batch for a GPU."""
     if card.memory_gib >= _HUGE_GIB:
         return _HUGE_BATCH
     if card.memory_gib >= _LARGE_GIB and name != "a100":
@@ -102,10 +103,10 @@ def _batch(name: str, card: Gpu) -> tuple[int, int]:
     return _USUAL_BATCH
 
 
-# What engines can hold, against what a configuration asks of them: context, sequences.
+# -- capacity of engines, compared with the context and sequences that a configuration requires --------------
 #
-# The figures are those of `engine_model.capacity`: computed, not measured. So these are warnings, which stop
-# nothing. Nothing is said where the model, the card or the memory that an argument takes is not known.
+# The values are computed by `roofline.capacity`, not measured. So the results are warnings, and there are
+# none if the model, the GPU or the memory of an argument is not known.
 
 
 _FP8_BYTES = 1.0
@@ -121,10 +122,10 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VllmPool:
-    """A pool of vLLM engines whose model and card are known.
+    """A pool of vLLM engines whose model and GPU are known.
 
     Attributes:
-        on: the cards in words.
+        on: description of the GPUs.
     """
 
     pool: _Pool
@@ -135,10 +136,10 @@ class _VllmPool:
 
 
 def check_capacity(settings: AppSettings, card: str | None = None) -> Iterator[str]:
-    """One sentence for each target that an engine cannot reach, beginning with the path of the setting.
+    """Yield a sentence for each limit that an engine cannot reach, starting with the setting's path.
 
     Args:
-        card: the GPU of pools that name none in `resources.accelerator_type`; None when it is not known.
+        card: GPU of pools without `resources.accelerator_type`; None if not known.
     """
     for number, model in enumerate(settings.models):
         for place, pool in enumerate(model.pools):
@@ -167,7 +168,7 @@ def _check_vllm(pool: _Pool, card: str | None) -> Iterator[str]:
 
 
 def _check_sharing(here: _VllmPool) -> Iterator[str]:
-    """Engines with fractions of `num_gpus` must not claim more memory than that."""
+    """Check that engines with fractions of `num_gpus` use no more memory than that share."""
     share, claimed = here.pool.settings.resources.num_gpus, memory_share(here.setup)
     if share < 1 and claimed > share:
         yield (
@@ -178,7 +179,7 @@ def _check_sharing(here: _VllmPool) -> Iterator[str]:
 
 
 def _check_context(here: _VllmPool) -> Iterator[str]:
-    """A context larger than the KV cache is refused by vLLM itself, minutes after the start."""
+    """Check that the KV cache holds the context. vLLM would reject it only minutes after the start."""
     setup, held = here.setup, here.held
     wanted = stated(here.engine, "max_model_len", setup.model.longest_len)
     if wanted is None or wanted <= held.kv_tokens:
@@ -198,7 +199,7 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
 
 
 def _check_sequences(here: _VllmPool) -> Iterator[str]:
-    """Sequences of usual length, also in a pool of longer ones, which gets them by spill."""
+    """Check `max_num_seqs` for sequences of typical length, which pools of longer ones receive by spill."""
     wanted = stated(here.engine, "max_num_seqs", None)
     usual = usual_tokens(at_most=stated(here.engine, "max_model_len", None))
     most = max(1, here.held.sequences(usual))
@@ -210,21 +211,21 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
         )
 
 
-# Engines of a configuration: vLLM's arguments by vLLM's own parser, and model folders that are not there.
+# -- arguments, checked by vLLM's own parser, and model folders ----------------------------------------------
 
 
-# A name on the model hub has an owner and a name.
+# A name on the model hub has the form owner/name.
 _HUB_STEPS = 2
 
 
 def check_engines(settings: AppSettings, *, on_this_machine: bool) -> Iterator[str]:
-    """One sentence for each engine that cannot start, beginning with the path of the setting at fault."""
+    """Yield a sentence for each engine that cannot start, beginning with the path of the setting."""
     seen: set[str] = set()
     for where, engine in _vllm_engines(settings):
         if on_this_machine:
             yield from _check_model(where, engine)
         for sentence in _check_args(where, engine):
-            # Pools often share their arguments; one refusal is enough.
+            # Pools often share their arguments, so report the same error only once.
             if sentence.partition(": ")[2] not in seen:
                 seen.add(sentence.partition(": ")[2])
                 yield sentence
@@ -238,7 +239,7 @@ def _vllm_engines(settings: AppSettings) -> Iterator[tuple[str, VllmEngineSettin
 
 
 def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
-    """A folder that is missing; a name of the hub is taken on trust, unless the hub is switched off."""
+    """Check that a model folder exists. Names on the hub are not checked unless the hub is disabled."""
     model = engine.model
     folder = Path(model).expanduser()
     if folder.exists():
@@ -270,7 +271,7 @@ def _is_offline(engine: VllmEngineSettings) -> bool:
 
 
 def _is_cached(model: str) -> bool:
-    """Whether the hub's own cache on this machine has the model."""
+    """Return whether the hub's cache on this machine has the model."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     return (cache / f"models--{model.replace('/', '--')}").is_dir()

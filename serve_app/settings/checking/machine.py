@@ -1,4 +1,4 @@
-"""What this machine must have for a configuration: free ports, cores, GPUs and memory."""
+"""Checks of this machine against a configuration: free ports, cores, GPUs and memory."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from serve_app.settings.application import AppSettings, PoolSettings
 from serve_app.settings.checking.serve_file import Step
 
 DEFAULT_PORT = 8000
-DEFAULT_HOST = "0.0.0.0"  # noqa: S104 - Ray Serve's own default, which is only looked at here
+DEFAULT_HOST = "0.0.0.0"  # noqa: S104 - Ray Serve's default, which is only checked here
 
-# Ray's reservations for what `serve_app.app` adds: a scheduler and a tuner per model.
+# CPUs reserved for the scheduler and the tuner of each model, see `serve_app.app`.
 _CPUS_PER_MODEL = 0.2
-# What an engine of vLLM takes beside weights and KV cache: three Python processes with torch.
+# Memory of a vLLM engine besides weights and KV cache: three Python processes with torch.
 _VLLM_PROCESSES_GIB = 2.5
 _GIB = 2**30
 
@@ -27,7 +27,7 @@ Found = tuple[tuple[Step, ...], str]
 
 
 def check_machine(content: Mapping[str, Any], settings: AppSettings) -> Iterator[Found]:
-    """What is missing, each with the path of the setting that asks for it."""
+    """Yield what is missing, each with the path of the setting that requires it."""
     yield from check_port(content)
     yield from _check_cpus(settings)
     yield from _check_gpus(settings)
@@ -36,17 +36,17 @@ def check_machine(content: Mapping[str, Any], settings: AppSettings) -> Iterator
 
 
 def http_address(content: Mapping[str, Any]) -> tuple[str, int]:
-    """Host and port on which an application is to listen."""
+    """Return the host and port on which the application listens."""
     options = content.get("http_options") or {}
     return str(options.get("host", DEFAULT_HOST)), int(options.get("port", DEFAULT_PORT))
 
 
 def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
-    """Whether the application's port is free."""
+    """Check that the application's port is free."""
     try:
         host, port = http_address(content)
     except (TypeError, ValueError):
-        return  # told by the check of the keys
+        return  # check_serve_keys reports it
     where = ("http_options", "port")
     try:
         with socket.socket() as probe:
@@ -68,12 +68,12 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def is_taken(error: OSError) -> bool:
-    """Whether an address is in use already."""
+    """Return whether an address is already in use."""
     return error.errno in {98, 48}  # EADDRINUSE of Linux and of macOS
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, as the end of a sentence; empty where nobody does or this user may not know."""
+    """Return the process that listens on a port as the end of a sentence; empty if none or not permitted."""
     try:
         for connection in psutil.net_connections("tcp"):
             is_it = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
@@ -129,13 +129,13 @@ def _check_nodes(settings: AppSettings) -> Iterator[Found]:
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that NVIDIA's driver lists on this machine."""
+    """Return the GPUs that NVIDIA's driver lists on this machine."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        # The driver's own program, as found on the path.
+        # The driver's program, as found on the path.
         listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
     except (subprocess.SubprocessError, OSError):
         return []
@@ -143,13 +143,13 @@ def gpu_names() -> list[str]:
 
 
 def only_card() -> str | None:
-    """The GPU of this machine, as its driver calls it; None if there is none, or not one kind."""
+    """Return the name of this machine's GPUs; None if there are none or different ones."""
     cards = set(gpu_names())
     return cards.pop() if len(cards) == 1 else None
 
 
 def _check_memory(settings: AppSettings) -> Iterator[Found]:
-    """Engines without a GPU take their memory here; those with one leave little on the host."""
+    """Check the memory of engines without a GPU. Engines with one use little memory of the host."""
     needed, unlimited = 0.0, None
     for where, pool in _pools(settings):
         engine = pool.engine.vllm
@@ -191,7 +191,7 @@ def _kv_gib(engine: VllmEngineSettings) -> float | None:
 def _weights_gib(engine: VllmEngineSettings) -> float:
     folder = Path(engine.model)
     stored = sum(each.stat().st_size for each in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    # Weights are stored with two bytes each as a rule.
+    # Weights are usually stored with two bytes each.
     return stored * (2 if engine.args.get("dtype") == "float32" else 1) / _GIB
 
 
@@ -202,7 +202,7 @@ def _pools(settings: AppSettings) -> Iterator[tuple[tuple[Step, ...], PoolSettin
 
 
 def _replicas(pool: PoolSettings) -> int:
-    """As many as must run from the start."""
+    """Return the number of replicas that must run from the start."""
     if pool.autoscaling is not None:
         return max(pool.autoscaling.min_replicas, 1)
     return pool.replicas or 1

@@ -1,4 +1,4 @@
-"""A Ray Serve configuration as a file: lines of its keys, and the keys around our `args`."""
+"""A Ray Serve configuration file: line numbers of its keys, and checks of the keys around `args`."""
 
 import difflib
 import re
@@ -9,40 +9,36 @@ from typing import Any
 
 import yaml
 
-# One thing that is wrong with a configuration.
+# -- mistakes ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One sentence, and where it belongs.
-
-    Attributes:
-        line: in the file, from 1; None when no line is at fault.
-    """
+    """A mistake and its line number in the file, from 1; None if no line is at fault."""
 
     message: str
     line: int | None = None
 
     def located(self, path: Path) -> str:
-        """As compilers write it, so that editors and terminals can jump to the line."""
+        """Return the message in the format of compilers, so that editors can jump to the line."""
         place = f"{path}:{self.line}" if self.line is not None else str(path)
         return f"{place}: {self.message}"
 
 
-# A YAML file with the lines of its keys.
+# -- a YAML file with the lines of its keys ------------------------------------------------------------------
 #
-# PyYAML's nodes know their lines and its plain values do not, so a file is composed into nodes once, and read
-# from them. A key that stands twice in one mapping is refused: PyYAML would take the last one silently.
+# PyYAML's nodes have line numbers and its plain values do not, so a file is composed into nodes as well.
+# Duplicate keys are rejected, because PyYAML would silently use the last one.
 
 
-# `models[0].pools[1].name` at the beginning of a sentence.
+# Matches the steps of a path such as `models[0].pools[1].name` at the beginning of a sentence.
 _STEP = re.compile(r"([A-Za-z_][\w-]*)|\[(\d+)\]")
 
 Step = str | int
 
 
 class UnreadableError(Exception):
-    """A file is missing, or no YAML."""
+    """The file is missing or not YAML."""
 
     def __init__(self, mistake: Mistake) -> None:
         super().__init__(mistake.message)
@@ -53,11 +49,11 @@ class Document:
     """A YAML file.
 
     Attributes:
-        content: its plain value.
-        mistakes: keys that stand twice.
+        content: plain value of the file.
+        mistakes: duplicate keys.
 
     Raises:
-        UnreadableError: it cannot be read.
+        UnreadableError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +73,7 @@ class Document:
         self.mistakes = [] if self._root is None else list(_twice(self._root, set()))
 
     def line(self, steps: tuple[Step, ...]) -> int | None:
-        """The line of the value under these keys, or of the innermost one that is there."""
+        """Return the line of the value under these keys, or of the innermost existing one."""
         node, line = self._root, None
         for step in steps:
             found = _below(node, step)
@@ -87,12 +83,12 @@ class Document:
         return line
 
     def mistake(self, before: tuple[Step, ...], sentence: str) -> Mistake:
-        """A sentence that begins with the path of a setting, below the keys in `before`."""
+        """Create a mistake from a sentence that begins with a setting's path, relative to `before`."""
         return Mistake(sentence, self.line((*before, *_steps(sentence))))
 
 
 def _others(path: Path) -> str:
-    """The configurations that are beside a missing one."""
+    """Return the configurations in the folder of a missing one."""
     folder = path.parent
     beside = sorted(each.name for each in folder.glob("*.y*ml")) if folder.is_dir() else []
     return f": {folder} has {', '.join(beside)}" if beside else ""
@@ -110,7 +106,7 @@ def _slip(error: yaml.MarkedYAMLError) -> Mistake:
 
 
 def _steps(sentence: str) -> Iterator[Step]:
-    """The keys of the path with which a sentence begins."""
+    """Parse the keys of the path with which a sentence begins."""
     path = sentence.split(" ", 1)[0].rstrip(":,")
     for key, number in _STEP.findall(path):
         yield int(number) if number else key
@@ -149,10 +145,10 @@ def _twice(node: yaml.Node, anchored: set[int]) -> Iterator[Mistake]:
             yield from _twice(each, anchored)
 
 
-# The keys of a Ray Serve configuration around our own `args`, which Serve itself does not check.
+# -- keys of a Ray Serve configuration around `args` ---------------------------------------------------------
 #
-# Serve ignores a key that it does not know, so a misspelt `port` would go unnoticed. The names are written
-# down here, because importing Serve takes seconds; a test compares them with the installed release.
+# Ray Serve ignores unknown keys, so a misspelled `port` would go unnoticed. The names are listed here because
+# importing Serve takes seconds; a test compares them with the installed release.
 
 
 TOP = frozenset(
@@ -177,7 +173,7 @@ APPLICATION = frozenset(
         *("autoscaling_policy", "args", "logging_config", "external_scaler_enabled"),
     }
 )
-# The gateway listens itself.
+# No Ray Serve proxy, because the gateway listens itself.
 NO_PROXY = "Disabled"
 PROXY_LOCATIONS = ("HeadOnly", "EveryNode", NO_PROXY)
 
@@ -190,7 +186,7 @@ _MAX_PORT = 65_535
 
 
 def check_serve_keys(document: Document, import_path: str) -> Iterator[Mistake]:
-    """What is wrong around `args`: unknown keys, wrong types, and no application of ours or several."""
+    """Yield mistakes outside `args`: unknown keys, wrong types, none or several matching applications."""
     content = document.content
     if not isinstance(content, Mapping):
         yield Mistake("is no Ray Serve configuration: it must have a list `applications`")
