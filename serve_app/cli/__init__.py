@@ -1,6 +1,6 @@
-"""The command line: a table of sub-commands, each in a module that is imported when it is asked for.
+"""Command line: a table of sub-commands, each in a module that is imported on use.
 
-All modules together take most of a second to import; a completion after the Tab key must not.
+Importing all modules takes most of a second, which is too long for a completion after the Tab key.
 """
 
 import argparse
@@ -20,11 +20,11 @@ _MODULE_CALL = "python -m serve_app"
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """One line of the table.
+    """Entry of the command table.
 
     Attributes:
-        summary: one line for the list of commands, which needs none of their modules.
-        place: of its module in this package; by default its name.
+        summary: one line for the list of commands, which is printed without importing their modules.
+        place: path of the command's module within this package; by default its name.
     """
 
     name: str
@@ -33,11 +33,11 @@ class CommandEntry:
 
     @property
     def module(self) -> str:
-        """Name of the module that defines the command as `COMMAND`."""
+        """Module that defines the command as `COMMAND`."""
         return f"{__name__}.{self.place or self.name}"
 
     def load(self) -> Command:
-        """The command itself."""
+        """Import and return the command."""
         command: Command = importlib.import_module(self.module).COMMAND
         return command
 
@@ -69,7 +69,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
     CommandEntry("completion", "print a script that completes commands in a shell"),
 )
-"""All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and name it here."""
+"""All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and add it here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,19 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complete() -> None:
-    """Answer a shell that asks what could follow, and end the process."""
-    import argcomplete  # noqa: PLC0415 - for nothing but this
+    """Print completions for the shell and exit."""
+    import argcomplete  # noqa: PLC0415 - only needed here
 
     words = os.environ.get("COMP_LINE", "").split()
     argcomplete.autocomplete(_parser(words), always_complete_options=False)
 
 
 def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands.
-
-    Args:
-        loaded: names of commands to load at once; argcomplete looks at a parser before it has parsed.
-    """
+    """Return the parser of all commands. `loaded` are loaded now, because argcomplete inspects them first."""
     parser = CommandParser(
         prog=program(),
         description=serve_app.__doc__.partition("\n")[0] if serve_app.__doc__ else None,
@@ -130,16 +126,12 @@ def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
 
 
 class _EntryParser(CommandParser):
-    """The parser of a sub-command, which loads that command when it has arguments to parse.
-
-    Attributes:
-        entry: None once it is loaded.
-    """
+    """Parser of a sub-command, which loads the command (`entry`) when it has arguments to parse."""
 
     entry: CommandEntry | None = None
 
     def load(self) -> None:
-        """Get the arguments of the command, once."""
+        """Add the arguments of the command. Idempotent."""
         if self.entry is None:
             return
         command, self.entry = self.entry.load(), None
@@ -148,6 +140,6 @@ class _EntryParser(CommandParser):
         self.set_defaults(command=command)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, with the arguments of the command."""
+        """Load the command and parse its arguments."""
         self.load()
         return super().parse_known_args(args, namespace)

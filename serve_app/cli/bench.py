@@ -1,4 +1,4 @@
-"""The command `python -m serve_app bench`: an open-loop run against one live endpoint or two."""
+"""Command `bench`: open-loop load against one live endpoint or two."""
 
 import argparse
 import asyncio
@@ -73,7 +73,7 @@ Driven = TypeVar("Driven")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add every argument."""
+    """Add all arguments."""
     parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
     _configure_comparison(parser.add_argument_group("comparison"))
     _configure_workload(parser.add_argument_group("workload"))
@@ -151,7 +151,7 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
 
 
 def workload_of(args: argparse.Namespace) -> WorkloadSettings:
-    """The requests, with their arrival times."""
+    """Return the requests with their arrival times."""
     return WorkloadSettings(
         trace=args.trace,
         rate_per_s=args.rate,
@@ -165,7 +165,7 @@ def workload_of(args: argparse.Namespace) -> WorkloadSettings:
 
 
 def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
-    """The contents of request bodies.
+    """Return the contents of request bodies.
 
     Raises:
         BenchError: the endpoint does not serve the model.
@@ -187,12 +187,12 @@ def body_settings(args: argparse.Namespace, models: list[str]) -> BodySettings:
 
 
 def load_settings(args: argparse.Namespace) -> LoadSettings:
-    """The limits of the run."""
+    """Return the limits of the run."""
     return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
 
 
 def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
-    """What the client itself did to the figures of so many requests."""
+    """Yield warnings if the client itself affected the results of `total` requests."""
     if client.interrupted:
         yield "interrupted: the figures are of the requests that had been sent"
     if client.late > total / 100:
@@ -210,10 +210,10 @@ def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
 
 
 def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSettings) -> int:
-    """Run the comparison, and print and write it; returns the exit status of the command.
+    """Run, print and write the comparison, and return the command's exit status.
 
     Raises:
-        BenchError: an endpoint cannot be used, or an argument means nothing here.
+        BenchError: an endpoint cannot be used, or an argument does not apply to a comparison.
     """
     endpoints = (
         _endpoint(args, args.url, args.api_key, args.model),
@@ -271,7 +271,7 @@ _EXAMPLE = """example:
   python -m serve_app bench --url http://before:8000 --compare http://after:8000 --trace azure-conv \\
       --rate 20 --duration 300
 """
-# Secrets, and arguments of the command line itself.
+# Secrets, and the parser's own attributes.
 _NOT_SETTINGS = frozenset({"api_key", "compare_api_key", "command"})
 
 
@@ -304,7 +304,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _allow_connections(wanted: int) -> None:
-    """Raise the soft limit of open files, because each request under way has a connection."""
+    """Raise the soft limit of open files, because each in-flight request has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + 64
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -327,7 +327,7 @@ def _drive(trace: Trace, target: Target, bodies: BodySettings, settings: LoadSet
 
 
 def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Driven]]) -> Driven:
-    """Drive `requests` requests with a progress bar that ends after the event loop."""
+    """Drive the requests with a progress bar, which ends after the event loop."""
     with progress_bar("requests", requests) as advance:  # noqa: SIM117 - see above
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(drive(lambda _: advance()))
@@ -354,7 +354,7 @@ _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})?\s+(\S+)", 
 
 
 def served_models(target: Target, api_key: str | None) -> list[str]:
-    """The model names in `/v1/models`.
+    """Return the model names in `/v1/models`.
 
     Raises:
         BenchError: the endpoint cannot be reached, or does not answer like an OpenAI API.
@@ -373,7 +373,7 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
 
 
 def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
-    """Preemptions of all engines, from the endpoint's `/metrics`; None when it does not export them."""
+    """Return the preemptions of all engines from the endpoint's `/metrics`; None if not exposed."""
     try:
         answer = request(f"{target.base_url}/metrics", api_key)
         counts = [float(count) for count in _PREEMPTIONS.findall(answer.text if answer.is_success else "")]

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app calibrate`: an engine profile from the timestamps of its requests."""
+"""Command `calibrate`: fits an engine profile to the timestamps of its requests."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -22,10 +22,10 @@ _EXAMPLE = """example:
 The errors are those on the requests that were not fitted: their arrivals and lengths are replayed, and their
 timings compared. They are errors of the distributions' statistics (mean against mean, p90 against p90).
 """
-# Without --fit-first: two thirds show the engine filling up and at its limits, and a third gives a stable
+# Default of --fit-first: two thirds show the engine filling up and at its limits, and a third gives a stable
 # p90.
 _DEFAULT_FIT_RATIO = 2 / 3
-# Enough requests for a p90.
+# Minimum number of requests for a p90.
 _MIN_UNSEEN = 10
 _LIMITS = ("kv_tokens", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpus")
 
@@ -81,13 +81,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Check the output files before the work."""
+    """Validate the output paths before the work."""
     if args.out.suffix not in {".yaml", ".yml"}:
         raise SettingsError(f"--out {args.out}: the name of a profile's file must end in .yaml")
     for path in (args.out, args.json):
         if path is None or path.parent.is_dir():
             continue
-        # A folder such as `out` is made; where its own folder is missing as well, the path is a slip.
+        # A missing folder such as `out` is created. If its parent is missing as well, the path is probably
+        # wrong.
         if not path.parent.parent.is_dir():
             raise SettingsError(f"{path}: there is no directory {path.parent}")
         path.parent.mkdir()
@@ -111,7 +112,7 @@ def _fit_first(wanted: int | None, available: int) -> int:
 
 
 def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int) -> EngineProfile:
-    """The engine's limits, with the step-time model from which the fit starts.
+    """Return the engine's limits, with the step-time model from which the fit starts.
 
     Raises:
         SettingsError: a limit is missing.

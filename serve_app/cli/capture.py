@@ -1,4 +1,4 @@
-"""The command `python -m serve_app capture`: the traffic of the last minutes as a trace, without any text."""
+"""Command `capture`: writes the traffic of the last ten minutes as a trace, without any text."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from serve_app.errors import ServeAppError
 
 
 class CaptureError(ServeAppError):
-    """There is nothing to capture, or the application refuses to tell."""
+    """There is nothing to capture, or the application rejects the request."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

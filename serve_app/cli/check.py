@@ -1,4 +1,4 @@
-"""The command `python -m serve_app check`: what is wrong with configurations, before anything starts."""
+"""Command `check`: validates configurations before anything starts."""
 
 import argparse
 from dataclasses import replace
@@ -10,7 +10,7 @@ from serve_app.settings.checking import Checked, check_file
 
 
 def tell(config: Path, found: Checked) -> None:
-    """Write each mistake and each warning as one line."""
+    """Print each mistake and each warning as one line."""
     for mistake in found.mistakes:
         warn(mistake.located(config))
     for warning in found.warnings:

@@ -1,4 +1,4 @@
-"""A sub-command of `python -m serve_app`, and helpers for all of them: arguments, files, progress."""
+"""Sub-commands of `python -m serve_app`, and their helpers for arguments, files and progress."""
 
 import argparse
 import difflib
@@ -24,18 +24,17 @@ from rich.progress import (
 )
 
 _HIDDEN = "..."
-# The time left is that of the steps over so long, which holds several of the slowest.
+# Window for the estimate of the remaining time. It must include several of the slowest steps.
 _SPEED_OVER_S = 1_800.0
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command. The table of commands has its name and summary.
+    """A sub-command. Its name and summary are in the command table.
 
     Attributes:
         example: shown at the end of its `--help`.
-        configure: adds its arguments.
-        run: runs it and returns the exit status. A `ServeAppError` or `ValueError` is shown as one line.
+        run: runs it and returns the exit status. A `ServeAppError` or `ValueError` is printed as one line.
     """
 
     example: str
@@ -44,14 +43,14 @@ class Command:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong with the arguments; the usage is left to `--help`."""
+    """Parser that reports errors in one line, without the usage, which `--help` prints."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
+        """Print the error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is not known here, where the sub-command's own name and options are at hand."""
+        """Reject unknown arguments here, because this parser has the sub-command's name and options."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
@@ -61,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def program() -> str:
-    """How the user called this program, for messages that name a next command."""
+    """Return the name by which the user called this program, for messages that suggest a command."""
     called = Path(sys.argv[0]).name
     return called if called == "ewsjf" else "python -m serve_app"
 
@@ -77,13 +76,13 @@ def warn(text: str) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write a result as JSON; missing figures are null."""
+    """Write a result as JSON. Missing values are null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
-    """The arguments of a command, for provenance; paths and infinity, which JSON lacks, become text."""
+    """Return a command's arguments for provenance. Paths and infinity become text, for JSON."""
     return {
         name: _plain(value)
         for name, value in vars(args).items()
@@ -92,11 +91,7 @@ def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()
 
 
 def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ()) -> str:
-    """The line with which a user would call the command again.
-
-    Args:
-        secrets: values that are not shown.
-    """
+    """Return the shell line that runs the command again, with `secrets` replaced by `...`."""
     words = [program(), *args.words]
     hidden = [secret for secret in secrets if secret]
     for place, word in enumerate(words):
@@ -109,14 +104,14 @@ def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ())
 
 
 def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
-    """Add `--report`."""
+    """Add the argument `--report`."""
     group.add_argument(
         "--report", type=_page, metavar="FILE", help="write a report for a browser, one HTML file"
     )
 
 
 def _page(text: str) -> Path:
-    """An argument type: a path that a file can have, which is checked before work of hours, not after it."""
+    """Parse a path that a file can have, so that hours of work do not end in an unwritable path."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
@@ -135,7 +130,7 @@ def _plain(value: object) -> object:
 
 
 def positive_float(text: str) -> float:
-    """An argument type: a finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -146,7 +141,7 @@ def positive_float(text: str) -> float:
 
 
 def positive_int(text: str) -> int:
-    """An argument type: a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     value = positive_float(text)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
@@ -154,7 +149,7 @@ def positive_int(text: str) -> int:
 
 
 class Advance(Protocol):
-    """Tells a progress bar that more is done."""
+    """Callable that advances a progress bar."""
 
     def __call__(self, steps: int = 1) -> object:
         """Count further steps."""
@@ -163,10 +158,11 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Advance]:
-    """Show a progress bar on a terminal; yields what to call after each of `total` steps.
+    """Show a progress bar on a terminal, and yield a callable that advances it.
 
     Args:
-        total: may be an estimate: the bar grows when there are more steps, and ends with those there were.
+        total: number of steps, possibly estimated: the bar grows if there are more, and ends with the actual
+            number.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -180,7 +176,7 @@ def progress_bar(what: str, total: int) -> Iterator[Advance]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    # Four updates a second: drawing costs CPU that a load generator needs. A step may take minutes.
+    # Four updates per second, because drawing uses CPU that a load generator needs. A step may take minutes.
     with Progress(
         *columns, console=console, refresh_per_second=4, speed_estimate_period=_SPEED_OVER_S
     ) as progress:

@@ -1,4 +1,4 @@
-"""The command `ewsjf completion`: a script for a shell, which asks the program itself what could follow."""
+"""Command `completion`: prints a shell script, which calls the program for completions."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""The command `python -m serve_app doctor`: what is wrong with a running application, the worst first.
+"""Command `doctor`: diagnoses a running application and lists problems by severity.
 
-`inspect` reads what the application tells of itself, once; each check then looks at that alone.
+`inspect` reads the application's pages once. Each check then evaluates that inspection only.
 """
 
 import argparse
@@ -25,32 +25,32 @@ from serve_app.errors import ServeAppError, SettingsError
 from serve_app.settings.checking.machine import holder
 from serve_app.settings.loading import load_settings
 
-# One thing that is wrong with a running application.
+# -- findings ----------------------------------------------------------------------------------------------
 
 
 class Severity(enum.IntEnum):
-    """How much it matters: who suffers now."""
+    """Severity of a finding, by its current effect on clients."""
 
     DOWN = 0
     """Requests are not answered."""
     DEGRADED = 1
-    """Requests are answered late, or some are not."""
+    """Requests are delayed, or some fail."""
     RISK = 2
-    """Nobody suffers yet, or somebody did."""
+    """Requests are not affected yet, or were affected in the past."""
     NOTE = 3
-    """Something is not as usual."""
+    """Unusual, without effect on requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is wrong, and what to do next, one sentence each."""
+    """A finding and the next step, one sentence each."""
 
     severity: Severity
     what: str
     next_step: str
 
 
-# What a running application tells of itself, read once.
+# -- inspection of a running application --------------------------------------------------------------------
 
 
 Document = Mapping[str, Any]
@@ -58,14 +58,14 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What was read.
+    """Pages of an application, read once.
 
     Attributes:
-        status: one document per model, from `/debug/status`; empty when it may not be read.
-        queues: the same from `/debug/queue`.
-        samples: of `/metrics`.
-        clock_skew_s: how far its clock is ahead of ours; None when it tells no time.
-        refusal: why the views could not be read.
+        status: one document per model from `/debug/status`; empty if access is denied.
+        queues: one document per model from `/debug/queue`; empty if access is denied.
+        samples: samples of `/metrics`.
+        clock_skew_s: seconds by which the application's clock is ahead of this machine's; None if unknown.
+        refusal: response of a debug page that could not be read; None if all were read.
     """
 
     health: HttpAnswer
@@ -77,7 +77,7 @@ class Inspection:
     refusal: HttpAnswer | None = None
 
     def total(self, name: str, model: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels."""
+        """Return the sum over a metric's samples with these labels."""
         return sum(
             sample.value
             for sample in self.samples
@@ -86,10 +86,10 @@ class Inspection:
 
 
 def inspect(url: str, api_key: str | None) -> Inspection:
-    """Ask for everything once.
+    """Read all pages once.
 
     Raises:
-        NoAnswerError: nothing answers.
+        NoAnswerError: the application does not answer.
     """
     health, ready = (request(f"{url}{path}") for path in ("/health", "/ready"))
     status, queue = (request(f"{url}{path}", api_key) for path in ("/debug/status", "/debug/queue"))
@@ -129,16 +129,16 @@ def _skew_s(answer: HttpAnswer) -> float | None:
         return None
 
 
-# Whether the application answers at all, and whether it is ours.
+# -- reachability ------------------------------------------------------------------------------------------
 
 
 _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
-# More than a network takes; certificates, keys and logs of several machines disagree then.
+# More than network delay explains. Above this, certificates, keys and logs of several machines disagree.
 _SKEW_S = 30.0
 
 
 def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
-    """What is known where nothing answers."""
+    """Return the finding for an address that does not answer."""
     what = f"nothing answers at {url}: {reason}"
     if mine := instance_at(url, running):
         return Trouble(
@@ -159,13 +159,13 @@ def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
 
 
 def is_ours(seen: Inspection) -> bool:
-    """Whether a gateway of this project answers."""
+    """Return whether a gateway of this project answers."""
     document = seen.ready.document() or {}
     return "models_without_replica" in document
 
 
 def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
-    """Something answers that is no gateway."""
+    """Return the finding for an address at which something other than a gateway answers."""
     mine = instance_at(url, running)
     if mine is not None or seen.health.status in {502, 503, 504}:
         folder = f" in {mine.folder}" if mine is not None else ""
@@ -182,7 +182,7 @@ def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
 
 
 def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
-    """What `/ready` says."""
+    """Yield findings from `/ready`."""
     document = seen.ready.document() or {}
     if document.get("status") == "stopping":
         yield Trouble(
@@ -202,11 +202,11 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
 
 
 def _cause(model: str, mine: Instance) -> str:
-    """The last error of an engine of a model that runs on this machine."""
+    """Return the last error of a model's engine that runs on this machine."""
     try:
         models = load_settings(Path(mine.config)).models
     except ServeAppError:
-        return ""  # the file is another one by now
+        return ""  # the file has changed since the start
     deployments = (
         f"{pool.name}-{each.name}" for each in models if model in each.names for pool in each.pools
     )
@@ -215,7 +215,7 @@ def _cause(model: str, mine: Instance) -> str:
 
 
 def refused(seen: Inspection) -> Iterator[Trouble]:
-    """Whether we may look inside."""
+    """Yield a finding if the debug pages could not be read."""
     answer = seen.refusal
     if answer is None:
         return
@@ -234,7 +234,7 @@ def refused(seen: Inspection) -> Iterator[Trouble]:
 
 
 def clock(seen: Inspection) -> Iterator[Trouble]:
-    """Whether its clock agrees with ours."""
+    """Yield a finding if the application's clock differs from this machine's."""
     skew_s = seen.clock_skew_s
     if skew_s is not None and abs(skew_s) > _SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
@@ -252,11 +252,11 @@ def _held(url: str) -> str:
     return holder(parts.port or (443 if parts.scheme == "https" else 80))
 
 
-# Schedulers and replicas: who does not answer, and whose report is too old.
+# -- schedulers and replicas -------------------------------------------------------------------------------
 
 
 def scheduler(model: Document) -> Iterator[Trouble]:
-    """Whether the scheduler of a model answers and schedules."""
+    """Yield a finding if a model's scheduler does not answer or has ended."""
     name = model["model"]
     if "error" in model:
         yield Trouble(
@@ -273,7 +273,7 @@ def scheduler(model: Document) -> Iterator[Trouble]:
 
 
 def reports(model: Document) -> Iterator[Trouble]:
-    """Replicas whose load is not known; they get no requests meanwhile."""
+    """Yield a finding for replicas without a fresh load report, which receive no requests."""
     replicas = model["replicas"]
     stale = sorted(name for name, replica in replicas.items() if replica["stale"])
     silent = sorted(name for name, replica in replicas.items() if replica["report"] is None)
@@ -290,7 +290,7 @@ def reports(model: Document) -> Iterator[Trouble]:
 
 
 def pools(model: Document) -> Iterator[Trouble]:
-    """Pools that have no replica, while another pool of the model has one and takes their requests."""
+    """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
     for pool in model.get("pools", ()):
         if has and pool not in has:
@@ -302,7 +302,7 @@ def pools(model: Document) -> Iterator[Trouble]:
 
 
 def tuner(model: Document) -> Iterator[Trouble]:
-    """A tuner that somebody froze."""
+    """Yield a finding if the tuner is frozen."""
     frozen = (model.get("tuner") or {}).get("frozen")
     if frozen:
         yield Trouble(
@@ -313,7 +313,7 @@ def tuner(model: Document) -> Iterator[Trouble]:
 
 
 def decision_log(model: Document) -> Iterator[Trouble]:
-    """A decision log that has ended while the scheduler goes on."""
+    """Yield a finding if the decision log has ended while the scheduler continues."""
     reason = model.get("decision_log_ended")
     if reason:
         yield Trouble(
@@ -323,17 +323,17 @@ def decision_log(model: Document) -> Iterator[Trouble]:
         )
 
 
-# Who waits now: a queue that fills up, waits that come near their timeout, engines that take no more.
+# -- current queue: queue length, queue time near its timeout, saturated engines -----------------------------
 
 
 _NEARLY_FULL = 0.8
 _LATE = 0.5
-# An engine with so much of its KV cache in use preempts before long.
+# KV usage above which an engine is likely to preempt soon.
 _KV_FULL = 0.95
 
 
 def queue_length(queue: Document) -> Iterator[Trouble]:
-    """A queue near its limit; beyond that requests are refused with 429."""
+    """Yield a finding if a queue is near its limit, above which requests are rejected with 429."""
     limit = queue.get("max_waiting")
     if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
         return
@@ -347,10 +347,10 @@ def queue_length(queue: Document) -> Iterator[Trouble]:
 
 
 def longest_wait(queue: Document) -> Iterator[Trouble]:
-    """The longest wait of each class against its timeout."""
+    """Yield a finding per class whose longest queue time is near its timeout."""
     timeouts = queue.get("queue_timeout_s") or {}
     seen: set[str] = set()
-    # The longest wait comes first.
+    # The longest queue time comes first, so one finding per class is enough.
     for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
         priority = sub_queue["priority"]
         timeout_s = timeouts.get(priority)
@@ -366,7 +366,7 @@ def longest_wait(queue: Document) -> Iterator[Trouble]:
 
 
 def saturation(model: Document) -> Iterator[Trouble]:
-    """Requests wait, and no engine has room."""
+    """Yield a finding if requests wait and all engines are saturated."""
     waiting = sum(model["waiting"].values())
     ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
     if not waiting or not ready or not all(_is_full(replica) for replica in ready):
@@ -380,19 +380,19 @@ def saturation(model: Document) -> Iterator[Trouble]:
 
 def _is_full(replica: Document) -> bool:
     report = replica["report"]
-    # A server may not tell some of these.
+    # A server may not report all of these.
     waiting, running, kv_usage = (report[name] or 0 for name in ("waiting", "running", "kv_usage_ratio"))
     batch_is_full = running >= (replica.get("max_num_seqs") or float("inf"))
     return bool(waiting > 0 or batch_is_full or kv_usage >= _KV_FULL)
 
 
-# What has gone wrong since the schedulers started, from their counters.
+# -- failures since the schedulers started, from their counters ----------------------------------------------
 
 
 _CONCLUDED = "ewsjf_requests_concluded_total"
-# Below so many requests a share says nothing.
+# With fewer requests, a share is not meaningful.
 _FEW = 20
-# Each: outcome, the share of all requests above which it is told, what it means, what to do.
+# (outcome, share of all requests above which it is reported, meaning, next step).
 _OUTCOMES = (
     (
         "failed",
@@ -423,7 +423,7 @@ _PUT_BACK_SHARE = 0.01
 
 
 def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
-    """Requests that did not get what they came for."""
+    """Yield a finding per outcome of failed or rejected requests whose share is high."""
     all_of_them = seen.total(_CONCLUDED, model)
     for outcome, share, meaning, step in _OUTCOMES:
         count = seen.total(_CONCLUDED, model, outcome=outcome)
@@ -437,7 +437,7 @@ def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
 
 
 def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
-    """Requests that came back from replicas before their first byte."""
+    """Yield a finding if many dispatches failed before their first byte and were put back."""
     sent = seen.total("ewsjf_dispatches_total", model)
     back = seen.total("ewsjf_put_backs_total", model)
     if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
@@ -449,7 +449,7 @@ def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
 
 
 def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
-    """Faults of the scheduler itself, and of the store for what it learns."""
+    """Yield findings for errors of the scheduler, and of the store of its learned state."""
     if count := seen.total("ewsjf_scheduler_errors_total", model):
         yield Trouble(
             Severity.RISK,
@@ -466,7 +466,7 @@ def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
             )
 
 
-# All troubles of one application, the worst first.
+# -- diagnosis ---------------------------------------------------------------------------------------------
 
 
 Check = Callable[[Document], Iterator[Trouble]]
@@ -482,11 +482,10 @@ _OF_QUEUES: tuple[Check, ...] = (queue_length, longest_wait)
 
 
 def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Trouble]:
-    """What is wrong with the application at an address.
+    """Return the findings for the application at an address, the most severe first.
 
     Args:
-        api_key: with `admin`, where the application has keys.
-        running: the applications that run on this machine.
+        api_key: a key with `admin`, if the application has keys.
     """
     try:
         seen = inspect(url, api_key)
@@ -522,12 +521,12 @@ def _inside(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
 
 
 def _models_with_metrics(seen: Inspection) -> list[str]:
-    """Every model with metrics; those are read without a key."""
+    """Return the models that have metrics, which are readable without a key."""
     named = (sample.labels.get("model") for sample in seen.samples)
     return sorted({name for name in named if name})
 
 
-# The command `python -m serve_app doctor`: what is wrong with a running application, the worst first.
+# -- command -----------------------------------------------------------------------------------------------
 
 
 _LABELS = ("DOWN", "degraded", "risk", "note")

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app explain`: where the time of a request went, and what would have helped."""
+"""Command `explain`: prints where the time of a request went, and what would have shortened its wait."""
 
 import argparse
 import json
@@ -13,11 +13,11 @@ from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import shown_table
 from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
 
-# What would have helped a request, in lines for a person.
+# -- what-if results ---------------------------------------------------------------------------------------
 
 
 def told_what_if(result: Mapping[str, Any]) -> Iterator[str]:
-    """A line about the replay, a table of changes, and the one that helps most."""
+    """Yield a line about the replay, a table of changes, and the most effective one."""
     replay, recorded = result["replay"], result["recorded"]
     begins = "from an idle fleet" if replay["begins_idle"] else "with what was under way"
     yield (
@@ -71,7 +71,7 @@ def _best(result: Mapping[str, Any]) -> str:
     )
 
 
-# The command `python -m serve_app explain`: where the time of one request went.
+# -- command -----------------------------------------------------------------------------------------------
 
 
 _EXAMPLE = """example:
@@ -82,7 +82,7 @@ _BAR = 40
 
 
 class ExplainError(ServeAppError):
-    """The application knows no such request, or refuses to tell."""
+    """The application has no such request, or rejects the query."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _what_if(recording: Recording) -> Mapping[str, Any]:
-    # It brings the simulator along, and nobody else waits for that.
+    # Imported here because it imports the simulator, which no other path needs.
     from serve_app.tuning.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
 
     with progress_bar("replays", replays_of(recording)) as advance:
@@ -121,7 +121,7 @@ def _what_if(recording: Recording) -> Mapping[str, Any]:
 
 
 def _with_name(told: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
-    """The same with the name of the tenant that is left out, if the receipt of its request is still there."""
+    """Replace the placeholder by the tenant's name if the receipt of its example request still exists."""
     example = request_of_tenant(told)
     if not example:
         return told
@@ -133,7 +133,7 @@ def _with_name(told: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str
 
 
 def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
-    """What the application answers about the request, or about another one."""
+    """Return the application's answer for the request, or for the request `of`."""
     url = args.url or default_url()
     name = urllib.parse.quote(of or args.request_id, safe="")
     answer = answer_of(url, f"/debug/requests/{name}{part}", api_key_for(url, args.api_key))
@@ -158,7 +158,7 @@ def _why(answer: HttpAnswer, request_id: str) -> str:
 
 
 def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
-    """The receipt in lines for a person."""
+    """Yield the receipt as lines for a terminal."""
     stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
     total_ms = sum(stage["ms"] for stage in stages)
     state = receipt["outcome"] or f"{receipt['state']} now"
@@ -204,7 +204,7 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _place(queue: Mapping[str, Any]) -> str:
-    """How a request stands that waits now."""
+    """Describe the queue position of a waiting request."""
     place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
     expected = queue["expected_ms"]
     start = "" if expected is None else f"; expected to start in {expected:,.0f} ms{_start_interval(queue)}"
@@ -220,7 +220,7 @@ def _start_interval(queue: Mapping[str, Any]) -> str:
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """A stage, and below it what it consists of as far as that is known."""
+    """Yield a stage, followed by its parts as far as they are known."""
     yield stage["stage"].replace("_", " "), stage["ms"]
     for part in stage.get("parts", ()):
         kind = " (estimated)" if part["estimated"] else ""
@@ -228,7 +228,7 @@ def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _served(served: Mapping[str, Any]) -> str:
-    """Whose requests were sent to its pool meanwhile."""
+    """Describe whose requests were dispatched to the pool while this one waited."""
     named = [f"{each['requests']:,} {each['class']} of tenant {each['tenant']}" for each in served["by"]]
     if served["others"]:
         named.append(f"{served['others']:,} of others")

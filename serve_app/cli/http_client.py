@@ -1,8 +1,8 @@
-"""HTTP requests of commands: one function over the standard library, without an event loop.
+"""HTTP client of the commands: one function on top of the standard library, without an event loop.
 
 Commands must start quickly, and an asynchronous client takes a third of a second to import. Gateways and
-watchers of endpoints have a client of their own, `serve_app.serving.gateway.upstream`, and `bench` has one
-that reads the clock at every arrival of bytes.
+endpoint watchers use `serve_app.serving.gateway.upstream`, and `bench` has a client that reads the clock at
+every arrival of bytes.
 """
 
 import http.client
@@ -21,12 +21,12 @@ _TIMEOUT_S = 10.0
 
 
 class NoAnswerError(ServeAppError):
-    """Nothing answers at the address; the message is the reason alone."""
+    """The server cannot be reached. The message is the reason only."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """An answer of any status; the names of its headers are in lower case."""
+    """A response of any status, with header names in lower case."""
 
     status: int
     reason: str
@@ -35,21 +35,21 @@ class HttpAnswer:
 
     @property
     def is_success(self) -> bool:
-        """The status is of the 2xx class."""
+        """True if the status is 2xx."""
         return self.status // 100 == 2
 
     @property
     def is_refused(self) -> bool:
-        """The status asks for another key: 401 or 403."""
+        """True if the API key is missing or insufficient: 401 or 403."""
         return self.status in (401, 403)
 
     @property
     def text(self) -> str:
-        """The body as UTF-8; bytes that are none become replacement characters."""
+        """Body as UTF-8, with replacement characters for invalid bytes."""
         return self.body.decode("utf-8", "replace")
 
     def document(self) -> Mapping[str, Any] | None:
-        """The JSON object in the body, None where there is none."""
+        """Return the JSON object in the body, or None."""
         try:
             found = json.loads(self.body)
         except ValueError:
@@ -69,16 +69,16 @@ def request(
     timeout_s: float = _TIMEOUT_S,
     tls: ssl.SSLContext | None = None,
 ) -> HttpAnswer:
-    """Send a request and read the whole answer.
+    """Send a request and read the complete response.
 
     Args:
         api_key: sent as a bearer token.
         content: sent as JSON.
-        timeout_s: for connecting, and for each silence.
-        tls: of HTTPS; None trusts what this machine trusts.
+        timeout_s: for connecting, and for each read.
+        tls: TLS context for HTTPS; None to trust this machine's certificates.
 
     Raises:
-        NoAnswerError: nothing answers, or not in HTTP, or the URL is no HTTP URL.
+        NoAnswerError: the server cannot be reached, does not speak HTTP, or the URL is not HTTP.
     """
     if not url.startswith(("http://", "https://")):
         raise NoAnswerError(f"{url!r} is not an address: begin it with http:// or https://")

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app keys`: makes, lists and revokes API keys, and shows what was used."""
+"""Command `keys`: creates, lists and revokes API keys, and prints their usage."""
 
 import argparse
 import csv
@@ -20,17 +20,17 @@ from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
 from serve_app.settings.loading import load_settings
 
-# What was used with each key, as the schedulers of a running application have counted it.
+# -- usage per key, as counted by the schedulers of a running application ------------------------------------
 
 
 COLUMNS = ("day", "key", "model", "requests", "prompt_tokens", "cached_tokens", "generated_tokens")
 
 
 def show_usage(args: argparse.Namespace) -> int:
-    """Print the ledgers of an application; the exit status is 1 when a scheduler did not answer.
+    """Print the usage ledgers of an application. The exit status is 1 if a scheduler did not answer.
 
     Raises:
-        StatusError: the application does not answer, or refuses.
+        StatusError: the application does not answer, or rejects the query.
     """
     url = args.url or default_url()
     models = ask(url, "/debug/usage", api_key_for(url, args.api_key))["models"]
@@ -64,7 +64,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return shown_table([column.replace("_", " ") for column in COLUMNS], lines, text_columns=3)
 
 
-# The command `python -m serve_app keys`: makes, lists and revokes API keys, and shows what was used.
+# -- command -----------------------------------------------------------------------------------------------
 
 
 _ACTIONS = ("create", "list", "revoke", "usage")
@@ -124,10 +124,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _path(args: argparse.Namespace) -> Path:
-    """The file of keys that the arguments mean.
+    """Return the key file that the arguments select.
 
     Raises:
-        SettingsError: they mean none.
+        SettingsError: the arguments select none.
     """
     if args.file is not None:
         return Path(args.file)

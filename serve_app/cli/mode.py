@@ -1,4 +1,4 @@
-"""The command `python -m serve_app mode`: how much of a running application's traffic is scheduled."""
+"""Command `mode`: shows or sets the share of a running application's traffic that is scheduled."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ _PATH = "/admin/mode"
 
 
 def _share(text: str) -> float:
-    """A share such as `0.1` or `10%`."""
+    """Parse a share such as `0.1` or `10%`."""
     try:
         share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

@@ -1,7 +1,4 @@
-"""The command `python -m serve_app plan`: a fleet for a workload and its latency limits.
-
-The arguments of `python -m serve_app plan`, and the settings that they make.
-"""
+"""Command `plan`: sizes a fleet for a workload and its latency limits."""
 
 import argparse
 import os
@@ -35,11 +32,11 @@ from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.lab.workloads.catalog import notes_on
 
 TRACE_ARRIVALS = "trace"
-"""Keep the arrival pattern of the trace, scaled to the rate."""
+"""Choice of `--arrivals`: the trace's arrival pattern, scaled to the rate."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add every argument."""
+    """Add all arguments."""
     _configure_demand(parser.add_argument_group("demand"))
     _configure_fleets(parser.add_argument_group("fleets"))
     _configure_simulation(parser.add_argument_group("simulation"))
@@ -116,7 +113,7 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
 
 
 def fleet_options(args: argparse.Namespace) -> FleetOptions:
-    """The profiles, borders and settings to choose from."""
+    """Return the profiles, boundaries and settings to choose from."""
     return FleetOptions(
         profile=args.profile,
         short_profiles=args.short_profile,
@@ -128,7 +125,7 @@ def fleet_options(args: argparse.Namespace) -> FleetOptions:
 
 
 def demand_of(args: argparse.Namespace) -> Workload:
-    """The workload of the fleets; without `--requests` the number of requests is left open."""
+    """Return the workload of the fleets. Without `--requests` the planner chooses their number."""
     return Workload(
         trace=TraceChoice(
             name=args.trace,

@@ -1,4 +1,4 @@
-"""`python -m serve_app replay`: feeds a decision log to a new scheduler and compares what it decides."""
+"""Command `replay`: feeds a decision log to a new scheduler and compares its decisions."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app simulate`: policies side by side, as a table, JSON and a report."""
+"""Command `simulate`: compares policies in simulation, as a table, JSON and a report."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ _EXAMPLE = """example:
 """
 
 
-# `ewsjf-paper` learns the queues that are published with it.
+# `ewsjf-paper` learns its queues with the published parameters.
 _LEARNED = LearnedPartitions(by_policy={"ewsjf-paper": StrategicSettings(refine_and_prune=PAPER)})
 
 
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _placed(runs: list[RunSettings], args: argparse.Namespace) -> list[RunSettings]:
-    """The runs at their rate, with the load that it means."""
+    """Return the runs with their rate and load."""
     with progress_bar("rates at load 1.0", len({run.seed for run in runs})) as on_rate:
         if args.load is not None:
             return at_load(runs, args.load, jobs=args.jobs, on_rate=on_rate)
@@ -90,7 +90,7 @@ def _played(runs: list[RunSettings], args: argparse.Namespace) -> Iterator[RunRe
 
 
 def _one_by_one(runs: list[RunSettings], log: Path | None) -> Iterator[RunResult]:
-    """In this process, where every request counts for the progress bar; with all decisions in one file."""
+    """Run in this process, where the progress bar counts requests; all decisions go to one file."""
     requests = sum(len(choose_trace(run.trace, run.seed).requests) for run in runs)
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app status`: the state of a running application, as tables."""
+"""Command `status`: prints the state of a running application as tables."""
 
 import argparse
 import json
@@ -23,15 +23,15 @@ _MOST_COSTS = 10
 
 
 class StatusError(ServeAppError):
-    """The application refuses, or its answer is invalid."""
+    """The application rejects the query, or its answer is invalid."""
 
 
 class UnreachableError(StatusError):
-    """Nothing answers at the address."""
+    """The application does not answer at the address."""
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name an application and a key for it."""
+    """Add the arguments for an application's address and API key."""
     parser.add_argument(
         "--url", help=f"of the application (the one that `serve` runs on this machine, else {_LOCAL_URL})"
     )
@@ -43,7 +43,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def api_key_for(url: str, given: str | None) -> str | None:
-    """The key for an application: the given one, or the one that `serve` made if it runs on this machine."""
+    """Return the given key, or the one that `serve` created if the application runs on this machine."""
     own = instance_at(url, running_instances())
     return given or (None if own is None else read_admin_key(Path(own.folder)))
 
@@ -62,10 +62,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def default_url() -> str:
-    """The address of the application on this machine, for a user who names none.
+    """Return the default address: that of the application on this machine.
 
     Raises:
-        StatusError: several run.
+        StatusError: several applications run.
     """
     running = list(running_instances())
     if len(running) > 1:
@@ -109,10 +109,10 @@ def _answered(url: str, args: argparse.Namespace) -> int:
 def answer_of(
     url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
 ) -> HttpAnswer:
-    """Return what an application answers, whatever its status.
+    """Return an application's response, whatever its status.
 
     Raises:
-        UnreachableError: nothing answers.
+        UnreachableError: the application does not answer.
     """
     try:
         return request(url.rstrip("/") + path, api_key, method=method, content=content)
@@ -129,8 +129,8 @@ def ask(
         content: sent as JSON.
 
     Raises:
-        UnreachableError: nothing answers.
-        StatusError: it refuses, or does not answer with such a document.
+        UnreachableError: the application does not answer.
+        StatusError: it rejects the request, or returns something else.
     """
     address = url.rstrip("/") + path
     answer = answer_of(url, path, api_key, method, content)
@@ -144,7 +144,7 @@ def ask(
 
 
 class Pages(NamedTuple):
-    """What an application tells, each with a document for every model."""
+    """Documents of an application, each with one entry per model."""
 
     status: Sequence[Document]
     queues: Sequence[Document] = ()
@@ -152,7 +152,7 @@ class Pages(NamedTuple):
 
 
 def rendered(pages: Pages, most_shown: int) -> Iterator[str]:
-    """Tables and lines, model by model."""
+    """Yield tables and lines, model by model."""
     of_model = {queue.get("model"): queue for queue in pages.queues}
     costs_of = {costs.get("model"): costs for costs in pages.costs}
     for model in pages.status:
@@ -210,14 +210,14 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
 
 
 def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
-    """What refusals have taught of replicas that do not tell their context limit."""
+    """Yield context limits learned from rejections, for replicas that do not report one."""
     for name, replica in sorted(replicas.items()):
         if learned := replica.get("learned_context_tokens"):
             yield f"  {name} does not tell its context limit; learned from refusals: {learned:,} tokens"
 
 
 def _told(figure: float | None, form: str = "") -> str:
-    """A figure, or a dash where the engine does not tell it."""
+    """Format a value, or a dash if the engine does not expose it."""
     return "-" if figure is None else f"{figure:{form}}"
 
 
@@ -253,7 +253,7 @@ def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:
 def _costs(costs: Document) -> str:
     rows = costs["rows"]
     more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
-    # A scheduler of an older release does not tell.
+    # A scheduler of an older release does not report this.
     began = costs.get("since")
     since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
     lines = [
@@ -295,7 +295,7 @@ def _twin(twin: Document) -> str:
 
 
 def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
-    """A table below its title; the columns of text come first."""
+    """Return a titled table. Columns with text come first."""
     table = shown_table(head, rows, text_columns=text_columns, key_columns=min(2, text_columns))
     return f"\n{title}\n{table}"
 

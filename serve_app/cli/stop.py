@@ -1,4 +1,4 @@
-"""The command `python -m serve_app stop`: ends an application, from another terminal or a hook."""
+"""Command `stop`: stops an application from another terminal or a hook."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from serve_app.errors import ServeAppError
 
 _POLL_S = 0.2
 _DRAIN_S = 600.0
-# What clients of a cluster are told when it drains: nobody knows here when its successor will be ready.
+# Retry-After of rejected requests while a cluster drains, because the successor's start is not known here.
 _RETRY_AFTER_S = 30.0
 
 
@@ -49,10 +49,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _chosen(running: list[Instance], url: str | None) -> Instance:
-    """The application to stop.
+    """Return the application to stop.
 
     Raises:
-        ServeAppError: none runs, or it is not clear which one.
+        ServeAppError: none runs, or the choice is ambiguous.
     """
     urls = ", ".join(each.url for each in running)
     if not running:

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app tune`: search better settings for a trace in the digital twin."""
+"""Command `tune`: searches better settings for a trace in the digital twin."""
 
 import argparse
 import math
@@ -52,7 +52,7 @@ _STUDY = StudySettings()
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add every argument."""
+    """Add all arguments."""
     configure_workload(
         parser.add_argument_group("workload"),
         requests=5_000,
@@ -98,10 +98,10 @@ def _configure_search(group: "argparse._ArgumentGroup") -> None:
 
 
 def plan_of(args: argparse.Namespace) -> TwinPlan:
-    """The plan of the twin in which the search takes place.
+    """Return the plan of the twin in which the search runs.
 
     Raises:
-        ServeAppError: no twin can be made of these arguments.
+        ServeAppError: the arguments do not describe a valid twin.
         ValueError: an argument is out of range.
     """
     if args.seed < 0:
@@ -126,7 +126,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
 
 
 def anchors_of(args: argparse.Namespace, space: SearchSpace) -> list[Values]:
-    """Candidates to try first, after the values in force: the product's defaults of the tuned parameters."""
+    """Return candidates to evaluate first, after the incumbent: the default values of the parameters."""
     defaults = Tunable(scheduler=scheduler_settings(args.policy, fleet_of(args).routing, {}))
     return [{each.name: defaults.value(each) for each in space}]
 
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     for note in notes_on(plan.traffic):
         warn(note)
     optimiser = TpeOptimiser(plan.space, seed=args.seed, anchors=anchors_of(args, plan.space))
-    # Reading the trace and finding load 1.0 took part of the user's time, but none of the search's.
+    # The trace and load 1.0 used up part of the user's time, but no time of the search.
     left_s = None if args.seconds is None else max(1.0, args.seconds - (time.monotonic() - began))
     what, total = ("candidates", args.trials) if left_s is None else ("seconds", math.ceil(left_s))
     with progress_bar(what, total) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
@@ -178,7 +178,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _steps(advance: Advance, *, by_time: bool) -> tuple[Callable[[Round], object], Callable[[], object]]:
-    """What moves the progress bar after a round and after a window: candidates, or whole seconds."""
+    """Return the callbacks after a round and a window that move the bar: by candidates, or by seconds."""
     began, shown = time.monotonic(), 0
 
     def to(place: int) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of `python -m serve_app simulate`, and those that `plan` and `tune` share with it."""
+"""Arguments of the command `simulate`, and those that `plan` and `tune` share with it."""
 
 import argparse
 import math
@@ -34,11 +34,7 @@ _ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
 def configure_workload(
     group: "argparse._ArgumentGroup", *, requests_help: str, requests: int | None = None
 ) -> None:
-    """Add the arguments that `trace_choice` reads, and the rate or the load.
-
-    Args:
-        requests: default of their number.
-    """
+    """Add the arguments that `trace_choice` reads, and the rate or the load."""
     configure_trace(group)
     rate = group.add_mutually_exclusive_group()
     rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
@@ -51,11 +47,7 @@ def configure_workload(
 def configure_trace(
     group: "argparse._ArgumentGroup", *, arrivals: str | None = None, arrivals_help: str = _ARRIVALS
 ) -> None:
-    """Add `--trace`, its folder, and its arrival pattern.
-
-    Args:
-        arrivals: default of the pattern; None keeps the trace's own.
-    """
+    """Add `--trace`, its folder, and its arrival pattern; None is the trace's own."""
     group.add_argument(
         "--trace",
         required=True,
@@ -66,7 +58,7 @@ def configure_trace(
 
 
 def configure_slo(group: "argparse._ArgumentGroup") -> None:
-    """Add the longest short prompt, and the limits of the SLO for short and long prompts."""
+    """Add the longest short prompt, and the SLO limits for short and long prompts."""
     group.add_argument(
         "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
     )
@@ -78,7 +70,7 @@ def configure_slo(group: "argparse._ArgumentGroup") -> None:
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:
-    """Add whether requests state the length of their answers."""
+    """Add whether requests state the length of their outputs."""
     group.add_argument(
         "--max-output",
         choices=("default", "known"),
@@ -88,7 +80,7 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
 
 
 def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
-    """Add the engines' profile, their number in one pool or several, and the first boundary between them."""
+    """Add the engines' profile, their number in one or several pools, and the first pool's boundary."""
     group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
@@ -103,7 +95,7 @@ def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -
 
 
 def trace_choice(args: argparse.Namespace) -> TraceChoice:
-    """The trace that `configure_workload` asks for."""
+    """Return the trace that the arguments of `configure_workload` select."""
     return TraceChoice(
         name=args.trace,
         requests=args.requests,
@@ -116,7 +108,7 @@ def trace_choice(args: argparse.Namespace) -> TraceChoice:
 
 @dataclass(frozen=True, slots=True)
 class PoolArgument:
-    """One pool of `--pools`; what is not given is None."""
+    """One pool of `--pools`. Omitted values are None."""
 
     replicas: int
     context_tokens: int | None = None
@@ -124,7 +116,7 @@ class PoolArgument:
 
 
 def pools(text: str) -> dict[str, PoolArgument]:
-    """An argument type: `short:3,long:1`, or `short:4:8192,mid:2:32768,long:1:llama2-70b-h100-tp4`."""
+    """Parse `short:3,long:1`, or `short:4:8192,mid:2:32768,long:1:llama2-70b-h100-tp4`."""
     given: dict[str, PoolArgument] = {}
     for part in text.split(","):
         name, *rest = (field.strip() for field in part.split(":", 3))
@@ -143,11 +135,7 @@ def pools(text: str) -> dict[str, PoolArgument]:
 
 
 def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> FleetSettings:
-    """The replicas that `configure_replicas` asks for.
-
-    Args:
-        engine: changes to every engine.
-    """
+    """Return the replicas that `configure_replicas` selects, with changes to every engine."""
     given: dict[str, PoolArgument] = args.pools or {ONE_POOL: PoolArgument(args.replicas)}
     by_pool = {
         name: PoolChanges(profile=pool.profile, engine=EngineChanges(max_model_len=pool.context_tokens))
@@ -164,7 +152,7 @@ def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> Fl
 
 
 def _b_short(given: Sequence[PoolArgument]) -> int:
-    """As for a served model (`WrittenRouting.b_short_tokens`)."""
+    """Return the default that a served model has (`WrittenRouting.b_short_tokens`)."""
     usual, context = RoutingSettings().b_short_tokens, given[0].context_tokens
     if context is None:
         return usual
@@ -175,7 +163,7 @@ _DEFAULT_POLICY = "ewsjf"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add every argument."""
+    """Add all arguments."""
     _configure_workload(parser.add_argument_group("workload"))
     _configure_scheduler(parser.add_argument_group("scheduler"))
     _configure_fleet(parser.add_argument_group("fleet"))
@@ -264,13 +252,13 @@ def _configure_results(group: "argparse._ArgumentGroup") -> None:
 
 
 def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings]:
-    """One run for each policy and seed, all at the rate of the trace or of `--rate`.
+    """Return one run per policy and seed, all at the rate of the trace or of `--rate`.
 
     Args:
-        learned: what makes the learner of `--partition learned`.
+        learned: source of the learner for `--partition learned`.
 
     Raises:
-        ServeAppError: no run can be made of these arguments.
+        ServeAppError: the arguments do not describe a valid run.
         ValueError: an argument is out of range.
     """
     partition = partition_source(args.partition, learned)
@@ -299,7 +287,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
 
 
 def fleet(args: argparse.Namespace) -> FleetSettings:
-    """The replicas."""
+    """Return the replicas."""
     engine = EngineChanges(**{name: getattr(args, name) for name in _ENGINE_FIELDS})
     if args.config is not None:
         return replace(fleet_of_file(args.config, args.profile), engine=engine)
@@ -310,18 +298,18 @@ def fleet_of_file(path: Path, profile: str) -> FleetSettings:
     """Return the pools of the first model of a configuration.
 
     Args:
-        profile: of engines of vLLM, for which the file names none.
+        profile: profile of vLLM engines, for which the file has none.
 
     Raises:
-        SettingsError: the file is no configuration, or its engines run elsewhere.
+        SettingsError: the file is not a configuration, or its engines are external servers.
     """
-    # A second to import, which only `--config` needs.
+    # Imported here because it takes a second and only `--config` needs it.
     from serve_app.settings.loading import load_settings  # noqa: PLC0415 - see above
 
     model = load_settings(path).models[0]
     return FleetSettings(
         profile=profile,
-        # Pools that scale have as many replicas as they may.
+        # Pools that scale count with their maximum number of replicas.
         replicas={
             pool.name: pool.fixed_replicas or (pool.autoscaling.max_replicas if pool.autoscaling else 1)
             for pool in model.pools
@@ -361,7 +349,7 @@ def _slo(args: argparse.Namespace) -> SloByLength:
 
 
 def setting(text: str, option: str) -> tuple[str, object]:
-    """Read `PATH=VALUE`, the value as YAML has it."""
+    """Parse `PATH=VALUE` with a YAML value."""
     path, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{option} takes PATH=VALUE, got {text!r}")
@@ -369,5 +357,5 @@ def setting(text: str, option: str) -> tuple[str, object]:
 
 
 def _share(text: str) -> float:
-    """An argument type: a finite number of at least 0."""
+    """Parse a finite number of at least 0."""
     return 0.0 if text.strip() in {"0", "0.0"} else positive_float(text)

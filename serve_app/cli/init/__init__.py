@@ -1,5 +1,5 @@
-"""A first configuration: what `python -m serve_app init` asks and writes.
+"""Command `init`: writes a first configuration, interactively or from options.
 
-`document.py` has what may be there to answer requests, and writes the file for it; `command.py` asks a person
-at a terminal. `local.yaml` is the configuration that needs nothing.
+`document.py` describes the engines and writes the file; `command.py` prompts the user. `local.yaml` is the
+configuration without any requirements.
 """

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app init`: writes a first configuration that passes `check`."""
+"""Command `init`: writes a first configuration that passes `check`."""
 
 import argparse
 import shlex
@@ -27,14 +27,14 @@ from serve_app.errors import ServeAppError, SettingsError
 from serve_app.settings.checking import Checked, check_file
 from serve_app.settings.checking.machine import gpu_names, only_card
 
-# Asks a person on a terminal what there is.
+# -- prompts -----------------------------------------------------------------------------------------------
 
 
 def ask_fleet(console: Console) -> Fleet:
-    """What is to answer requests.
+    """Prompt for the engines that serve requests.
 
     Raises:
-        ServeAppError: a server does not answer, or answers do not go together.
+        ServeAppError: a server does not answer, or the answers contradict each other.
     """
     found = gpu_names()
     console.print(f"GPUs on this machine: {', '.join(found) or 'none'}")
@@ -53,7 +53,7 @@ def ask_fleet(console: Console) -> Fleet:
 
 
 def ask_port(console: Console, default: int) -> int:
-    """The port to listen on."""
+    """Prompt for the port to listen on."""
     return IntPrompt.ask("Port to listen on", default=default, console=console)
 
 
@@ -80,7 +80,7 @@ def _servers(console: Console) -> Servers:
     return Servers(found=found, api_key_env=env)
 
 
-# The command `python -m serve_app init`: writes a first configuration that passes `check`.
+# -- command -----------------------------------------------------------------------------------------------
 
 
 _PATH = Path("ewsjf.yaml")
@@ -157,7 +157,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _given_fleet(args: argparse.Namespace) -> Fleet | None:
-    """What the options say; None when they say nothing."""
+    """Return the fleet that the options describe, or None without such options."""
     if args.servers is not None:
         found = ask_servers(args.servers, args.api_key_env)
         return Servers(found=found, api_key_env=args.api_key_env, max_num_seqs=args.max_num_seqs)
@@ -180,10 +180,10 @@ def _given_fleet(args: argparse.Namespace) -> Fleet | None:
 
 
 def _checked(text: str, path: Path) -> Checked:
-    """What this machine lacks for a configuration, and what its engines cannot hold.
+    """Check a configuration, including this machine and the capacity of its engines.
 
     Raises:
-        ServeAppError: it has mistakes that no machine would cure.
+        ServeAppError: it has mistakes that are independent of the machine.
     """
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / path.name

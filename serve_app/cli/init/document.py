@@ -1,4 +1,4 @@
-"""The configuration that `init` writes: what answers requests, and the file for it."""
+"""The configuration file that `init` writes, and the engines that it describes."""
 
 import asyncio
 import json
@@ -19,23 +19,22 @@ from serve_app.errors import EngineError, ServeAppError, SettingsError
 from serve_app.serving.access import is_loopback
 from serve_app.settings.checking.engines import known_setup
 
-# Values as YAML writes them inside a line.
+# -- values as YAML within a line --------------------------------------------------------------------------
 
 
 def scalar(text: str) -> str:
-    """A text, quoted only where YAML needs it."""
+    """Format a text, quoted only if YAML needs it."""
     return yaml.safe_dump(text, width=10_000).removesuffix("\n...\n").removesuffix("\n")
 
 
 def flow(texts: tuple[str, ...]) -> str:
-    """A list within one line."""
+    """Format a list on one line."""
     return yaml.safe_dump(list(texts), default_flow_style=True, width=10_000).strip()
 
 
-# The configuration with emulated engines, as an installation without a clone has it.
+# -- configuration with emulated engines --------------------------------------------------------------------
 #
-# It is a copy of configs/local.yaml, because only what lies inside the package is installed with it; a test
-# holds the two together.
+# A copy of configs/local.yaml, because only files inside the package are installed. A test keeps them equal.
 
 
 PACKAGED_CONFIG = Path(__file__).with_name("local.yaml")
@@ -43,34 +42,34 @@ _OF_A_CLONE = Path("configs/local.yaml")
 
 
 def default_config() -> Path:
-    """What `serve` serves when it is told nothing: a clone's file in the working directory, else ours."""
+    """Return the default configuration: that of a clone in the working directory, else the packaged one."""
     return _OF_A_CLONE if _OF_A_CLONE.is_file() else PACKAGED_CONFIG
 
 
-# What there is to answer requests: emulated engines, GPUs of this machine, or servers that run already.
+# -- engines that serve requests ---------------------------------------------------------------------------
 
 
 SHORT_CONTEXT = 8_192
-"""Context of the short pool; four fifths and more of most traffic fit into it."""
+"""Context of the short pool. At least four fifths of most traffic fit into it."""
 
 DEFAULT_CONTEXT = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class Emulated:
-    """Nothing: engines are emulated."""
+    """Emulated engines, which need no hardware."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """GPUs on which vLLM is to run one model.
+    """GPUs on which vLLM runs one model.
 
     Attributes:
-        count: how many may be used.
+        count: maximum number of GPUs to use.
         model: a name on the model hub, or a folder.
-        max_model_len: the longest context in tokens; None takes what the model's folder states, or 32,768.
-        per_engine: GPUs of one engine (tensor parallelism).
-        card: what they are, as their driver calls them; None when it is not known.
+        max_model_len: context limit in tokens; None for that of the model's folder, or 32,768.
+        per_engine: GPUs per engine (tensor parallelism).
+        card: GPU name as its driver reports it; None if unknown.
     """
 
     count: int
@@ -94,28 +93,28 @@ class Gpus:
 
     @property
     def engines(self) -> int:
-        """How many engines fit."""
+        """Number of engines that fit."""
         return self.count // self.per_engine
 
     @property
     def context(self) -> int:
-        """The longest context, in tokens."""
+        """Context limit in tokens."""
         return self.max_model_len or stated_context(self.model) or DEFAULT_CONTEXT
 
     @property
     def name(self) -> str:
-        """What clients are to call the model."""
+        """Model name for clients."""
         return Path(self.model).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs already, and what it says of itself.
+    """A running server, and what it reports.
 
     Attributes:
-        url: without `/v1`.
-        models: what it serves, the model itself before its adapters.
-        max_model_len: its context in tokens.
+        url: address without `/v1`.
+        models: served names, the base model before its adapters.
+        max_model_len: context limit in tokens.
     """
 
     url: str
@@ -128,8 +127,8 @@ class Servers:
     """OpenAI-compatible servers with vLLM's metrics.
 
     Attributes:
-        api_key_env: environment variable with their key.
-        max_num_seqs: most sequences in the batch of each, where they do not state it; None learns it.
+        api_key_env: environment variable with their API key.
+        max_num_seqs: maximum batch size of each, for servers that do not report it; None to learn it.
     """
 
     found: tuple[Server, ...]
@@ -141,7 +140,7 @@ Fleet = Emulated | Gpus | Servers
 
 
 def stated_context(model: str) -> int | None:
-    """The context that the model's own folder states."""
+    """Return the context limit in the `config.json` of a model's folder, or None."""
     try:
         content = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,17 +149,17 @@ def stated_context(model: str) -> int | None:
     return stated if isinstance(stated, int) else None
 
 
-# Asks servers that run already what they serve.
+# -- discovery of running servers --------------------------------------------------------------------------
 
 
 def ask_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
-    """What each server says of itself.
+    """Query each server for its models and limits.
 
     Args:
-        api_key_env: environment variable with their key.
+        api_key_env: environment variable with their API key.
 
     Raises:
-        ServeAppError: one does not answer, refuses, or cannot be used.
+        ServeAppError: a server does not answer, rejects the key, or cannot be used.
     """
     api_key = None
     if api_key_env is not None and not (api_key := os.environ.get(api_key_env)):
@@ -182,7 +181,7 @@ def _ask(given: str, api_key: str | None) -> Server:
         return _page(f"{url}{path}", api_key)
 
     try:
-        # Nothing waits in it: pages are got one by one.
+        # `get` blocks instead of awaiting, so pages are fetched one by one.
         found = asyncio.run(identify(get))
     except EngineError as exc:
         raise ServeAppError(f"{url}{exc}") from exc
@@ -207,10 +206,10 @@ def _page(url: str, api_key: str | None) -> PageAnswer:
     return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
 
 
-# The pools of vLLM engines on GPUs of this machine.
+# -- pools of vLLM engines on this machine's GPUs ------------------------------------------------------------
 #
-# Where model and card are known, engines get the batch and, unless it was asked for, the context that their
-# KV cache carries.
+# If model and GPU are known, engines get the batch size and, unless the user chose it, the context that their
+# KV cache can hold.
 
 
 _SHORT_SEQUENCES = 256
@@ -219,7 +218,7 @@ _LONG_SEQUENCES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of one engine, named as in vLLM."""
+    """Limits of one engine, named as in vLLM."""
 
     max_model_len: int
     max_num_seqs: int
@@ -227,7 +226,7 @@ class _Limits:
 
 
 def gpu_models(gpus: Gpus) -> str:
-    """The list `models`: two pools where the context is long and at least two engines fit."""
+    """Return the list `models`: two pools if the context is long and at least two engines fit."""
     longest = _limits(gpus, gpus.context, _LONG_SEQUENCES).max_model_len
     if longest <= SHORT_CONTEXT or gpus.engines < 2:
         why = _WHY_ONE_ENGINE if gpus.engines < 2 else _WHY_ONE_CONTEXT
@@ -243,7 +242,7 @@ def gpu_models(gpus: Gpus) -> str:
 
 
 def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
-    """The limits wanted, or what the KV cache carries of them."""
+    """Return the desired limits, reduced to what the KV cache can hold."""
     wanted = {"max_num_seqs": sequences, "tensor_parallel_size": gpus.per_engine}
     card = find_gpu(gpus.card) if gpus.card is not None else None
     setup = known_setup(VllmEngineSettings(model=gpus.model, args=wanted), card) if card is not None else None
@@ -252,7 +251,7 @@ def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
     try:
         held = capacity(setup)
     except SettingsError:
-        # Not even the weights fit, which `check` tells with its remedy.
+        # The weights do not fit. `check` reports this with a remedy.
         return _Limits(context, sequences)
     if gpus.max_model_len is None:
         context = min(context, context_that_fits(held))
@@ -313,11 +312,11 @@ def _pool(gpus: Gpus, name: str, limits: _Limits, replicas: int, batch: str) -> 
     )
 
 
-# The pools in front of servers that run already.
+# -- pools in front of running servers ---------------------------------------------------------------------
 
 
 def remote_models(servers: Servers) -> str:
-    """The list `models`: servers of a model with the same context are a pool, the shorter context first."""
+    """Return the list `models`: one pool per model and context, ordered by increasing context."""
     of_model: dict[str, list[Server]] = {}
     for server in servers.found:
         of_model.setdefault(server.models[0], []).append(server)
@@ -346,7 +345,8 @@ def _lines(
     for pool, (context, found) in zip(names, pools.items(), strict=True):
         yield _remote_pool(pool, context, found, servers)
     if len(pools) > 1:
-        # More pools than two have their contexts as boundaries; the first one's is not in the settings.
+        # With more than two pools, contexts are the boundaries. The first pool's boundary has to be set
+        # explicitly.
         boundary = min(SHORT_CONTEXT, *pools) if len(pools) == len(_NAMES) else min(pools)
         yield (
             "  scheduler:\n"
@@ -380,16 +380,16 @@ _POOL = """\
 {urls}{key}"""
 
 
-# The file that `init` writes: what stands around the models, and the models by what there is.
+# -- file --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the application is to listen, and how it is started.
+    """Listen address of the application, and its start command.
 
     Attributes:
-        start: the command that starts it.
-        insecure: whether it needs no keys, even where others than this machine reach it.
+        start: command that starts it.
+        insecure: whether it needs no keys even if other machines can reach it.
     """
 
     host: str
@@ -399,10 +399,10 @@ class Place:
 
 
 def configuration(fleet: Fleet, place: Place) -> str:
-    """The whole file.
+    """Return the complete file.
 
     Raises:
-        SettingsError: what there is does not make an application.
+        SettingsError: the fleet does not make a valid application.
     """
     if isinstance(fleet, Emulated):
         return _emulated(place)
@@ -421,7 +421,7 @@ def configuration(fleet: Fleet, place: Place) -> str:
 
 
 def _gateway(place: Place) -> str:
-    """The keys without which others than this machine are not to be let in."""
+    """Return the key settings that an address requires if other machines can reach it."""
     if is_loopback(place.host):
         return ""
     return textwrap.indent(_INSECURE if place.insecure else _KEYS, " " * 6)

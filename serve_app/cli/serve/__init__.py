@@ -1,7 +1,11 @@
-"""Starting and stopping an application: what `python -m serve_app serve` does.
+"""Command `serve`: starts and stops an application.
 
-Two processes share the work. The *supervisor* (`supervisor.py`) owns the terminal and the signals. The *host*
-(`host.py`) owns Ray, in a session of its own, so a closed terminal or Ctrl-C never reaches Ray's processes
-before the open answers have ended. They talk in the lines of `messages.py`. `environment.py` prepares what
-Ray's processes inherit, `terminal` writes what the user sees, `processes.py` leaves no process behind.
+Two processes share the work. The *supervisor* owns the terminal and the signals. The *host* owns Ray, in a
+separate session, so a closed terminal or Ctrl-C does not reach Ray's processes before the in-flight requests
+have ended. They exchange `messages`, one per line.
+
+- `command`: checks the configuration and runs the `supervisor`, which starts the `host`.
+- `cluster`: Ray and Ray Serve for the host; `draining` drains the gateways, `failures` diagnoses a start.
+- `environment`: environment of Ray's processes; `processes`: cleanup of all processes.
+- `instance`: registry of running applications; `terminal`: output for the user.
 """

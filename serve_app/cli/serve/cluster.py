@@ -1,4 +1,4 @@
-"""Ray and Ray Serve, as the host needs them: start, deploy, look, drain, stop."""
+"""Ray and Ray Serve for the host: start, deployment, progress, drain and stop."""
 
 import contextlib
 import ssl
@@ -25,18 +25,18 @@ from serve_app.serving._ray import (
     end_helpers,
 )
 
-# Only these keys of an application are ours to carry out; with others Serve deploys the file itself, in a
-# process of its own, which takes some seconds longer.
+# Application keys that this module handles. With others, Serve deploys the file itself in a separate process,
+# which takes some seconds longer.
 _OUR_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
 GATEWAY = "gateway"
-# From healthy deployments to a gateway that knows a replica of every model.
+# Limit from healthy deployments to a gateway that knows a replica of every model.
 _ANSWERS_AFTER_S = 120.0
-# A controller that is being replaced answers no call for some seconds.
+# A controller that is being replaced does not answer for some seconds.
 _ANSWER_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """One application on a Ray cluster, which is started here or was there before."""
+    """One application on a Ray cluster, which is started here or was running before."""
 
     def __init__(self, job: HostJob, content: Mapping[str, Any]) -> None:
         self._job = job
@@ -49,10 +49,10 @@ class Cluster:
         self.dashboard: str | None = None
 
     def start(self) -> None:
-        """Start Ray and Serve, or connect to a cluster that runs.
+        """Start Ray and Serve, or connect to a running cluster.
 
         Raises:
-            ServeAppError: that failed.
+            ServeAppError: Ray or Serve did not start.
         """
         options: dict[str, Any] = {"namespace": SERVE_NAMESPACE, "log_to_driver": False}
         if self._job.address is not None:
@@ -65,7 +65,7 @@ class Cluster:
             }
         try:
             context = ray.init(**options)
-        except Exception as exc:  # Ray raises plain `Exception` when a process of its own is late
+        except Exception as exc:  # Ray raises plain `Exception` if one of its processes is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
         if self._job.address is None:
             end_helpers(dashboard=self._job.dashboard)
@@ -77,11 +77,11 @@ class Cluster:
                 http_options=self._schema.http_options.model_dump(),
                 grpc_options=self._schema.grpc_options.model_dump(),
             )
-        except Exception as exc:  # whatever Serve raises for a proxy that does not start
+        except Exception as exc:  # Serve raises various errors if a proxy does not start
             raise ServeAppError(f"Ray Serve did not start: {_last_line(exc)}") from exc
 
     def deploy(self, application: Application) -> None:
-        """Hand the application to Serve; see `progress` for what becomes of it."""
+        """Submit the application to Serve. `progress` reports the result."""
         ours = self._application
         if self._schema.model_fields_set & {"logging_config"} and ours.logging_config is None:
             ours.logging_config = self._schema.logging_config
@@ -99,10 +99,10 @@ class Cluster:
             deploy_file(self._schema)
 
     def progress(self) -> Progress:
-        """How far each deployment is.
+        """Return the progress of each deployment.
 
         Raises:
-            ServeAppError: one cannot start; the message has its own reason.
+            ServeAppError: a deployment cannot start; the message has the reason.
         """
         found = serve.status().applications.get(self._application.name)
         if found is None:
@@ -127,19 +127,19 @@ class Cluster:
         return Progress(ready, lines)
 
     def _check_deployment(self, name: str, deployment: DeploymentStatusOverview) -> None:
-        """Raise the reason of a deployment that cannot start."""
+        """Raise the reason if a deployment cannot start."""
         self._deaths.note(name, unhealthy=deployment.status == "UNHEALTHY")
         message, folder = deployment.message, Path(self._job.folder)
         if why := self._deaths.are_too_many(name):
             raise ServeAppError(f"{why}: {engine_cause(name, folder) or message.strip()}")
         if deployment.status == "HEALTHY" or "failed to start" not in message or is_death(message):
             return
-        # An engine that fails to start once fails again; a server that runs elsewhere may come yet.
+        # An engine that fails to start will fail again; an external server may become available later.
         if self._job.engines.get(name) != "remote":
             raise ServeAppError(reason_of(name, message, folder))
 
     def _check_answers(self, *, ready: bool) -> None:
-        """Raise when all deployments are healthy for long, and no gateway answers."""
+        """Raise if all deployments have been healthy for long but no gateway answers."""
         now = time.monotonic()
         if not ready:
             self._ready_at = now
@@ -147,13 +147,13 @@ class Cluster:
             raise ServeAppError(f"no gateway answers at {self._job.url}/ready")
 
     def is_ready(self) -> bool:
-        """Whether a gateway answers that knows a replica of every model.
+        """Return whether a gateway answers that knows a replica of every model.
 
-        The gateways of a cluster may not be reachable from here; what Serve says must do then.
+        The gateways of a cluster may not be reachable from here, so Serve's status must suffice.
         """
         if self._job.address is not None:
             return True
-        # The address is that of our own configuration, and so is its certificate, which may be self-signed.
+        # The address and the certificate are from the same configuration, and it may be self-signed.
         ready = f"{self._job.url}/ready"
         trusting = ssl.create_default_context()
         trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
@@ -162,26 +162,26 @@ class Cluster:
         return False
 
     def answers(self) -> bool:
-        """Whether Serve's controller still answers."""
+        """Return whether Serve's controller answers."""
         try:
-            # Not `serve.status()`, which takes 50 ms of CPU time here, and as much from the controller.
+            # Cheaper than `serve.status()`, which takes 50 ms of CPU time here and again in the controller.
             controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             ray.get(controller.check_alive.remote(), timeout=_ANSWER_TIMEOUT_S)
-        except Exception:  # noqa: BLE001 - whatever Ray raises when its processes are gone
+        except Exception:  # noqa: BLE001 - Ray raises various errors if its processes are gone
             return False
         return True
 
     def drain(self, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
-        """Let the gateways refuse new requests and wait for open ones.
+        """Drain the gateways: they reject new requests and complete in-flight ones.
 
         Returns:
-            How many answers were cut with an error because the time was over.
+            The number of responses that were aborted with an error at the deadline.
         """
         name = self._application.name
         cut = 0
         try:
             cut = drained(self._gateway, stop, tell)
-        except Exception as exc:  # noqa: BLE001 - gateways that are dead have nothing open
+        except Exception as exc:  # noqa: BLE001 - dead gateways have no in-flight requests
             print(f"drain: {exc!r}", flush=True)  # noqa: T201 - into the host's log
         for deployment in serve.status().applications[name].deployments:
             if deployment.startswith("scheduler-"):
@@ -189,23 +189,23 @@ class Cluster:
         return cut
 
     def stop(self) -> None:
-        """End the application, and Ray where it was started here."""
+        """Stop the application, and Ray if it was started here."""
         with contextlib.suppress(Exception):
             if self._job.address is not None:
                 serve.delete(self._application.name)
             ray.shutdown()
 
     def connect(self) -> None:
-        """Get ready to reach the gateways, so that a stop takes effect at once."""
+        """Connect to the gateways, so that a stop takes effect immediately."""
         self._gateway = serve.get_app_handle(self._application.name)
         self._gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
 
     def _save(self, deployment: str) -> None:
-        """What a scheduler has learned, written a last time; tuners save after each step."""
+        """Persist a scheduler's learned state a last time. Tuners save after each step."""
         try:
             handle = serve.get_deployment_handle(deployment, self._application.name)
             handle.save.remote().result(timeout_s=CALL_TIMEOUT_S)
-        except Exception as exc:  # noqa: BLE001 - the rest must still end in order
+        except Exception as exc:  # noqa: BLE001 - the shutdown must continue
             print(f"save of {deployment}: {exc!r}", flush=True)  # noqa: T201 - into the host's log
 
     def _reason(self, found: Any) -> str:
@@ -217,13 +217,13 @@ class Cluster:
 
 
 def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
-    """Drain the gateways of every application of ours on a cluster.
+    """Drain the gateways of all applications of this project on a cluster.
 
     Returns:
-        How many answers were cut.
+        The number of responses that were aborted.
 
     Raises:
-        ServeAppError: there is no such cluster, or no application of ours on it.
+        ServeAppError: there is no such cluster, or no such application on it.
     """
     try:
         ray.init(address=address, namespace=SERVE_NAMESPACE, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""The command `python -m serve_app serve`: checks a configuration, and runs it until it is stopped."""
+"""Command `serve`: checks a configuration and runs its application until it is stopped."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ from serve_app.settings.checking import Checked, check_file
 from serve_app.settings.checking.machine import http_address
 
 _PORT = 8000
-# An address that is none to connect to.
+# Wildcard addresses, which clients cannot connect to.
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - looked up, not bound
 
 
@@ -31,7 +31,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     """Serve the application of a configuration until a signal stops it.
 
     Args:
-        address: of a Ray cluster that runs already.
+        address: address of a running Ray cluster.
 
     Returns:
         The exit status: 2 for a configuration with mistakes, otherwise as `Supervisor.run`.
@@ -75,7 +75,7 @@ def _job(config: Path, checked: Checked, folder: Path, address: str | None, dash
 
 
 def local_url(content: Mapping[str, Any]) -> str:
-    """Where programs on this machine reach the application of a configuration."""
+    """Return the URL at which programs on this machine reach the application."""
     host, port = http_address(content)
     scheme = "https" if (content.get("http_options") or {}).get("ssl_certfile") else "http"
     prefix = content["applications"][0].get("route_prefix") or "/"
@@ -93,10 +93,10 @@ def _engines(settings: AppSettings) -> dict[str, str]:
 
 
 def _fresh_folder(folder: Path) -> Path:
-    """An empty folder of this user for the files of an instance; what the last one left is removed.
+    """Create an empty folder for the files of an instance, removing those of the previous one.
 
     Raises:
-        SettingsError: somebody else owns it, or an instance that is about to start uses it.
+        SettingsError: the folder belongs to another user, or a running instance uses it.
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.parent.stat().st_uid != os.getuid():
@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _written_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
-    """A configuration in front of servers, which are asked what they serve."""
+    """Write a configuration in front of servers, which are queried for their models."""
     servers = Servers(found=ask_servers(urls, api_key_env), api_key_env=api_key_env)
     folder = instance_folder(port).parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

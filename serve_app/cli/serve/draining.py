@@ -1,4 +1,4 @@
-"""Drains the gateways of an application: new requests are refused, open ones awaited, the rest ended."""
+"""Drain of an application's gateways: new requests are rejected, in-flight ones completed or aborted."""
 
 import time
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.cli.serve.messages import Draining, HostMessage, Stop
 
 CALL_TIMEOUT_S = 10.0
-# Gateways end what is left at the deadline by themselves; this is for their answer to arrive.
+# Gateways abort the rest at the deadline themselves. The margin is for their answer to arrive.
 _DRAIN_MARGIN_S = 5.0
 _DRAIN_POLL_S = 0.5
 
 
 def drained(gateway: "DeploymentHandle[Any]", stop: Stop, tell: Callable[[HostMessage], None]) -> int:
-    """Drain every gateway, and tell how far it is.
+    """Drain every gateway and report the progress to `tell`.
 
     Returns:
-        How many answers were cut with an error because the time was over.
+        The number of responses that were aborted with an error at the deadline.
     """
     deadline = time.monotonic() + stop.drain_s
     ended = gateway.broadcast("drain", stop.drain_s, stop.retry_after_s)

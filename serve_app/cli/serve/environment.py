@@ -1,4 +1,4 @@
-"""The environment that the processes of Ray inherit, and the folder of an instance."""
+"""Environment that Ray's processes inherit, and the folder of an instance."""
 
 import os
 import shlex
@@ -11,12 +11,12 @@ _SETTINGS = Path(__file__).with_name("serve.env")
 
 
 def instance_folder(port: int) -> Path:
-    """Where an instance on this port keeps its files. Short: Ray's sockets allow 107 bytes for a path."""
+    """Return the folder of an instance. It is short, because Ray's socket paths have at most 107 bytes."""
     return Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}" / str(port)
 
 
 def default_settings() -> dict[str, str]:
-    """The settings of Ray Serve that this application is meant to run with, read as a shell reads them."""
+    """Return the Ray Serve settings for this application, parsed like a shell does."""
     words = shlex.split(_SETTINGS.read_text(encoding="utf-8"), comments=True)
     return dict(word.split("=", 1) for word in words)
 
@@ -24,14 +24,14 @@ def default_settings() -> dict[str, str]:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the host and its processes; `given` takes precedence over defaults."""
     inherited = dict(given)
-    # A dozen processes import the same thousand modules: they are compiled once, whatever a container's
-    # image says.
+    # A dozen processes import the same thousand modules, so cache their bytecode, whatever a container image
+    # sets.
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)
     return default_settings() | inherited
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port of this machine."""
+    """Return whether a port of this machine is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

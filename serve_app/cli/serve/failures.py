@@ -1,4 +1,4 @@
-"""A start that fails or takes long: the logs of its engines, the reason, and deaths of processes."""
+"""Diagnosis of slow or failed starts: engine logs, the reason of a failure, and process deaths."""
 
 import re
 import time
@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# What engines have written: the log files of a deployment's replicas, the stage of a start, errors.
+# -- engine logs: the stage of a start, and errors -----------------------------------------------------------
 #
-# Ray writes the output of each actor, and of the processes that it starts, into two files of its own, which
-# begin with the actor's name.
+# Ray redirects the output of each actor, and of its child processes, to two files that begin with the actor's
+# name.
 
 
 _TAIL_BYTES = 200_000
 _HEAD_BYTES = 4_096
 _LOOK_EVERY_S = 2.0
-# vLLM prefixes the lines of its processes, and marks what went wrong.
+# vLLM prefixes the lines of its processes and marks errors.
 _MARKED = re.compile(r"(?:ERROR|CRITICAL)[^\]]*\] (.*)$")
-# vLLM's own words for how far it is, in their order.
+# Messages of vLLM that mark the stages of a start, in order.
 _STAGES = (
     ("Initializing a V1 LLM engine", "reading its configuration"),
     ("Starting to load model", "loading weights"),
@@ -27,14 +27,14 @@ _STAGES = (
 
 
 class Stages:
-    """How far engines are; looks into their logs no more often than a person would."""
+    """Start stages of engines, read from their logs at most every two seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._found: dict[str, tuple[float, str]] = {}
 
     def of(self, deployment: str) -> str:
-        """The stage of a deployment's newest engine, empty when nothing tells."""
+        """Return the stage of a deployment's newest engine; empty if unknown."""
         now = time.monotonic()
         known = self._found.get(deployment)
         if known is None or now - known[0] > _LOOK_EVERY_S:
@@ -52,7 +52,7 @@ def _stage(folder: Path, deployment: str) -> str:
 
 
 def error_lines(folder: Path, deployment: str) -> list[str]:
-    """What the newest engine of a deployment has logged as errors."""
+    """Return the lines that the newest engine of a deployment logged as errors."""
     for text in _texts(folder, deployment):
         told = [found[1] for line in text.splitlines() if (found := _MARKED.search(line))]
         if told:
@@ -61,7 +61,7 @@ def error_lines(folder: Path, deployment: str) -> list[str]:
 
 
 def _texts(folder: Path, deployment: str) -> Iterator[str]:
-    """The ends of the deployment's log files, the newest first."""
+    """Yield the ends of the deployment's log files, newest first."""
     logs = folder.glob("ray/session_latest/logs/worker-*.???")
     for log in sorted(logs, key=lambda each: each.stat().st_mtime, reverse=True):
         with log.open("rb") as file:
@@ -72,33 +72,33 @@ def _texts(folder: Path, deployment: str) -> Iterator[str]:
             yield file.read().decode("utf-8", "replace")
 
 
-# The reason why a deployment did not start, in the words of whatever failed.
+# -- reason of a failed start ------------------------------------------------------------------------------
 
 
-# `serve_app.errors.EngineError: text`, at the beginning of a line of a traceback.
+# Matches `serve_app.errors.EngineError: text` at the beginning of a traceback line.
 _ERROR = re.compile(r"^(?:ray\.exceptions\.\w+: )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)): (.*)$")
-# vLLM's words when the cause is in the log of another process.
+# vLLM's message if the cause is in the log of another process.
 _SEE_ABOVE = "Engine core initialization failed"
 _LONGEST = 1_200
 
 
 def reason_of(deployment: str, message: str, folder: Path) -> str:
-    """One paragraph: which deployment, and why.
+    """Return one paragraph with the deployment and the reason of its failure.
 
     Args:
-        message: what Serve says of the deployment, with the traceback of its constructor.
-        folder: of the instance, where the logs of engines are.
+        message: Serve's status message, with the traceback of the constructor.
+        folder: folder of the instance, with the engines' logs.
     """
     own = _last_error(message.splitlines()) or message.strip().rsplit("\n", 1)[-1]
     reason = f"{deployment} did not start: {own}"
     if cause := engine_cause(deployment, folder):
-        # The engine's own words in place of "see above", as nothing is above here.
+        # Replace vLLM's reference to "above" by the cause, because nothing is above here.
         reason = f"{reason.split(_SEE_ABOVE, maxsplit=1)[0].rstrip(': ')}: {cause}"
     return reason[:_LONGEST]
 
 
 def engine_cause(deployment: str, folder: Path) -> str:
-    """What the first process of a deployment's newest engine failed with; others fail because of it."""
+    """Return the first error of a deployment's newest engine. Other processes fail as a consequence."""
     for line in error_lines(folder, deployment):
         if found := _ERROR.match(line.strip()):
             return f"{found[1]}: {found[2]}"
@@ -106,7 +106,7 @@ def engine_cause(deployment: str, folder: Path) -> str:
 
 
 def _last_error(lines: list[str]) -> str:
-    """The last error of a traceback, with the lines that continue it."""
+    """Return the last error of a traceback with its continuation lines."""
     for number in range(len(lines) - 1, -1, -1):
         found = _ERROR.match(lines[number].strip())
         if found is not None and found[1] not in {"RayTaskError", "RuntimeError", "ActorDiedError"}:
@@ -118,20 +118,20 @@ def _last_error(lines: list[str]) -> str:
     return ""
 
 
-# Processes that die while an application starts.
+# -- process deaths during a start ---------------------------------------------------------------------------
 #
-# Serve replaces a process that dies, as it does later, so one death is no failed start: the kernel kills for
-# memory, and a node is lost. An engine that dies whenever it has started is another thing.
+# Serve replaces a process that dies, so a single death is not a failed start: the kernel may kill for memory,
+# or a node may be lost. An engine that dies after every start is a failure.
 
 
-# What Ray says of a process that ended by itself or was killed; an error of a constructor is told otherwise.
+# Ray's message for a process that exited or was killed, as opposed to an error in a constructor.
 _DIED = re.compile(r"The actor died unexpectedly|its worker process has died")
-# As many as Serve allows a constructor to fail.
+# Serve's limit on failed constructors.
 _MOST_DEATHS = 3
 
 
 class DeathsInStart:
-    """Counts how often each deployment has become unhealthy."""
+    """Counter of how often each deployment has become unhealthy."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
@@ -141,7 +141,7 @@ class DeathsInStart:
         return f"<DeathsInStart {dict(self._deaths)}>"
 
     def note(self, deployment: str, *, unhealthy: bool) -> None:
-        """Take what Serve says now."""
+        """Record a deployment's current health."""
         if unhealthy and deployment not in self._unhealthy:
             self._deaths[deployment] += 1
             self._unhealthy.add(deployment)
@@ -149,11 +149,11 @@ class DeathsInStart:
             self._unhealthy.discard(deployment)
 
     def are_too_many(self, deployment: str) -> str:
-        """Why a start cannot succeed; empty while it can."""
+        """Return why the start cannot succeed; empty while it can."""
         deaths = self._deaths[deployment]
         return f"{deployment} has died {deaths} times" if deaths > _MOST_DEATHS else ""
 
 
 def is_death(message: str) -> bool:
-    """Whether Serve's message of a failed start tells of a process that died, and not of its own error."""
+    """Return whether Serve's message reports a dead process instead of an error of its own code."""
     return _DIED.search(message) is not None

@@ -1,9 +1,10 @@
-"""The host: the process that owns Ray, deploys the application, and drains it at the end.
+"""Host process: owns Ray, deploys the application, and drains it at the end.
 
-    python -m serve_app.cli.serve.host JOB FD     JOB: a `HostJob` as JSON; orders come on standard input,
-                                               messages leave on descriptor FD; all else it prints is Ray's
+    python -m serve_app.cli.serve.host JOB FD
 
-The host ends when its standard input ends, so it never outlives its supervisor, however that died.
+JOB is a `HostJob` as JSON. Orders arrive on standard input, messages are sent on descriptor FD, and
+everything else that the process prints is Ray's output. The host exits when its standard input ends, so it
+never outlives its supervisor, however that died.
 """
 
 import contextlib
@@ -26,33 +27,29 @@ from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, 
 from serve_app.cli.serve.processes import adopt_orphans, end_descendants
 from serve_app.errors import ServeAppError
 
-# How often the controller is asked while the application starts, and once it runs.
+# Polling intervals of the controller during the start, and afterwards.
 _START_POLL_S = 0.2
 _RUN_POLL_S = 2.0
-# Replicas that go on without a controller or a node cannot be told from dead ones.
+# Replicas that continue without a controller or a node cannot be distinguished from dead ones.
 _LOST_AFTER_S = 30.0
 _END_TIMEOUT_S = 20.0
 
 
 class ApplicationHost:
-    """Runs one application from its start to its end.
-
-    Args:
-        messages: to the supervisor, one per line.
-    """
+    """Runner of one application from start to end, which writes `messages` to the supervisor."""
 
     def __init__(self, job: HostJob, messages: BinaryIO) -> None:
         self._job = job
         self._messages = messages
         self._content: Mapping[str, Any] = yaml.safe_load(Path(job.config).read_text(encoding="utf-8"))
-        # None: the supervisor is gone.
+        # None means that the supervisor has exited.
         self._orders: queue.SimpleQueue[Stop | None] = queue.SimpleQueue()
 
     def run(self, orders: BinaryIO) -> int:
-        """Start, watch, drain.
+        """Start, watch and drain the application.
 
         Returns:
-            The exit status: 1 when the application did not start or got lost.
+            The exit status: 1 if the application failed to start or was lost.
         """
         threading.Thread(target=self._read, args=(orders,), name="orders", daemon=True).start()
         try:
@@ -61,7 +58,7 @@ class ApplicationHost:
         except ServeAppError as exc:
             self._tell(Failed(str(exc)))
             return 1
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the user hears of it, and the log has it all
+        except Exception as exc:  # noqa: BLE001 - report every error to the user; the log has the traceback
             traceback.print_exc()
             self._tell(Failed(f"The application did not start: {exc!r}"))
             return 1
@@ -72,11 +69,11 @@ class ApplicationHost:
 
     def _start(self) -> None:
         self._tell(StepBegun("ray"))
-        # Ray takes two seconds to import, and a supervisor waits for a first message.
+        # Imported here, because Ray takes two seconds to import and the supervisor waits for a first message.
         from serve_app.cli.serve.cluster import Cluster  # noqa: PLC0415
 
-        # Ray's start waits most of its time; what it waits for is not Python, so imports fit in between. Not
-        # beside the import of Ray, which fails when two threads are in it.
+        # Ray's start mostly waits for other processes, so the application's imports run in parallel. They
+        # must not run in parallel with the import of Ray, which fails if two threads import it.
         application = ThreadPoolExecutor(1).submit(self._build)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
@@ -95,13 +92,13 @@ class ApplicationHost:
         self._tell(Ready(self._cluster.dashboard))
 
     def _build(self) -> Any:
-        """The application of the configuration, as its import path builds it."""
+        """Build the application from its import path."""
         ours = self._content["applications"][0]
         module, _, name = ours["import_path"].partition(":")
         return getattr(importlib.import_module(module), name)(ours.get("args", {}))
 
     def _watch(self) -> Stop | None:
-        """Wait for an order; None when the supervisor has gone without one.
+        """Wait for an order. Return None if the supervisor exited without one.
 
         Raises:
             ServeAppError: Ray does not answer any more.
@@ -125,7 +122,7 @@ class ApplicationHost:
             self._messages.write(msgspec.json.encode(message) + b"\n")
             self._messages.flush()
         except BrokenPipeError:
-            # The supervisor is gone; the end of standard input says so as well.
+            # The supervisor has exited; the end of standard input reports this as well.
             return
 
 
@@ -134,14 +131,14 @@ def main() -> int:
     job = msgspec.json.decode(sys.argv[1], type=HostJob)
     adopt_orphans()
     descriptor = int(sys.argv[2])
-    # Ray's processes must not hold the supervisor's pipe open.
+    # Ray's processes must not inherit the supervisor's pipe and hold it open.
     os.set_inheritable(descriptor, False)
     messages = os.fdopen(descriptor, "wb")
     status = ApplicationHost(job, messages).run(sys.stdin.buffer)
     messages.close()
-    # Orphans of Ray have become children of this process; a supervisor that was killed cannot end them.
+    # Orphans of Ray are children of this process now, and a killed supervisor cannot end them.
     end_descendants(_END_TIMEOUT_S)
-    # Ray registers exit handlers that wait for processes which are gone by now.
+    # Skip Ray's exit handlers, which wait for processes that have already exited.
     sys.stdout.flush()
     os._exit(status)
 

@@ -1,4 +1,4 @@
-"""A running application, as others find it on this machine: one small file per port."""
+"""Registry of running applications on this machine: one small file per port."""
 
 import contextlib
 import os
@@ -11,14 +11,13 @@ import psutil
 
 
 class Instance(msgspec.Struct, kw_only=True, frozen=True):
-    """One application that was started here.
+    """A running application that was started on this machine.
 
     Attributes:
-        pid: of its supervisor; SIGTERM stops it in good order.
-        started_at: of that process, in seconds since 1970; process ids are used again.
-        url: of its API, without `/v1`.
-        config: path of its configuration.
-        folder: where its logs and Ray's files lie.
+        pid: process id of the supervisor; SIGTERM stops it gracefully.
+        started_at: start of that process, as a Unix time in seconds, because process ids are reused.
+        url: base URL of the API, without `/v1`.
+        folder: folder with its logs and Ray's files.
     """
 
     pid: int
@@ -28,14 +27,14 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
     folder: str
 
     def is_running(self) -> bool:
-        """Whether its supervisor lives."""
+        """Return whether the supervisor is alive."""
         with contextlib.suppress(psutil.Error):
             return abs(psutil.Process(self.pid).create_time() - self.started_at) < 1.0
         return False
 
 
 def publish(url: str, config: Path, folder: Path) -> None:
-    """Tell others of this process's application."""
+    """Register this process's application."""
     me = psutil.Process()
     instance = Instance(
         pid=me.pid,
@@ -48,12 +47,12 @@ def publish(url: str, config: Path, folder: Path) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """The application has ended."""
+    """Unregister an application that has ended."""
     _file(folder).unlink(missing_ok=True)
 
 
 def running_instances() -> Iterator[Instance]:
-    """The applications of this user that run on this machine."""
+    """Yield the running applications of this user on this machine."""
     base = Path(tempfile.gettempdir()) / f"ewsjf-{os.getuid()}"
     for file in sorted(base.glob("*/instance.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -63,7 +62,7 @@ def running_instances() -> Iterator[Instance]:
 
 
 def instance_at(url: str, running: Iterable[Instance]) -> Instance | None:
-    """Return the application at an address in any spelling, or None if there is none."""
+    """Return the application at an address, in any notation; None if there is none."""
     named = url.rstrip("/").removesuffix("/v1").replace("//localhost", "//127.0.0.1")
     return next((each for each in running if each.url.rstrip("/") == named), None)
 

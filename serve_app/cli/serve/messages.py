@@ -1,17 +1,15 @@
-"""What the host and the supervisor tell each other: one JSON object per line."""
+"""Messages between host and supervisor: one JSON object per line."""
 
 import msgspec
 
 
 class HostJob(msgspec.Struct, kw_only=True, frozen=True):
-    """What the host is started with.
+    """Start arguments of the host.
 
     Attributes:
-        config: path of the configuration.
-        folder: where everything of this instance lies: Ray's files, logs.
-        address: of a Ray cluster that runs already; None starts one on this machine.
-        dashboard: also start Ray's dashboard.
-        engines: the kind of engine (`vllm`, `emulated`, `remote`) of each pool's deployment.
+        folder: folder for all files of this instance: Ray's files, logs.
+        address: address of a running Ray cluster; None to start one on this machine.
+        engines: kind of engine (`vllm`, `emulated`, `remote`) by deployment of a pool.
     """
 
     config: str
@@ -23,17 +21,17 @@ class HostJob(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StepBegun(msgspec.Struct, tag=True, frozen=True):
-    """The start has come to this step."""
+    """A step of the start has begun."""
 
     name: str
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """How far the deployments are.
+    """Progress of the deployments.
 
     Attributes:
-        lines: one for each deployment that is not ready, such as `long 0/1 starting`.
-        ready: names of deployments that are.
+        lines: one per deployment that is not ready, such as `long 0/1 starting`.
+        ready: names of the ready deployments.
     """
 
     ready: list[str]
@@ -41,34 +39,26 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Requests are answered.
-
-    Attributes:
-        dashboard: the address of Ray's dashboard, where it runs.
-    """
+    """The application is ready for requests. `dashboard` is the address of Ray's dashboard, if it runs."""
 
     dashboard: str | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The start has failed, or the application cannot go on: one paragraph."""
+    """The start has failed, or the application cannot continue. The reason is one paragraph."""
 
     reason: str
 
 
 class Draining(msgspec.Struct, tag=True, frozen=True):
-    """Open answers that are awaited, and how long at most."""
+    """Number of in-flight requests during a drain, and the time left."""
 
     open_requests: int
     left_s: float
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
-    """Nothing is open any more.
-
-    Attributes:
-        cut: answers that were ended with an error, because the time was over.
-    """
+    """The drain is complete. `cut` responses were aborted with an error at the deadline."""
 
     cut: int
 
@@ -77,11 +67,11 @@ HostMessage = StepBegun | Progress | Ready | Failed | Draining | Drained
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """The supervisor's one order: refuse new requests, let open ones end, then end.
+    """The supervisor's only order: reject new requests, complete in-flight ones, then exit.
 
     Attributes:
-        drain_s: how long open answers may go on.
-        retry_after_s: what refused clients are told.
+        drain_s: time limit for in-flight requests.
+        retry_after_s: `Retry-After` of rejected requests.
     """
 
     drain_s: float

@@ -1,7 +1,7 @@
-"""Leaves no process behind: whatever descends from this process can be found and ended.
+"""Cleanup of all descendant processes.
 
-Ray starts processes whose parents may end before them. A process that declares itself a subreaper
-becomes the parent of such orphans, so they stay in its tree.
+Ray starts processes whose parents may exit before them. A process that declares itself a subreaper becomes
+the parent of such orphans, so they remain in its process tree.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ _POLL_S = 0.05
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own; Linux only, elsewhere nothing happens."""
+    """Become the parent of every orphaned descendant. Linux only; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:
-    """All processes below this one that still run."""
+    """Return all running descendants of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -32,17 +32,17 @@ def descendants() -> list[psutil.Process]:
 
 
 def end_descendants(timeout_s: float) -> list[int]:
-    """End every process below this one.
+    """Kill all descendants of this process.
 
     Args:
-        timeout_s: how long they may take; the killed ones leave memory of many GB to the kernel.
+        timeout_s: time limit; the kernel needs a while to free many GB of memory.
 
     Returns:
-        Those that still run.
+        Ids of the processes that still run.
     """
     deadline = time.monotonic() + timeout_s
     while (family := descendants()) and time.monotonic() < deadline:
-        # Killed ones may leave children that were started meanwhile, hence the loop.
+        # Loop, because a process may start children before it is killed.
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,9 +1,10 @@
-"""The supervisor: it starts the host, shows what happens, and turns signals into an orderly stop.
+"""Supervisor: starts the host, shows its progress, and converts signals to a graceful shutdown.
 
-The rules:
-- the first SIGINT, SIGTERM or SIGHUP drains: new requests are refused, open ones may end;
-- a second one, or one before the application was ready, ends everything at once;
-- whatever happens, no process of this instance is left behind, and no port.
+Rules:
+
+- The first SIGINT, SIGTERM or SIGHUP drains: new requests are rejected, in-flight ones completed.
+- A second signal, or one before the application is ready, ends everything immediately.
+- In all cases, no process of this instance and no open port is left behind.
 """
 
 import asyncio
@@ -35,10 +36,10 @@ from serve_app.cli.serve.terminal import Console, LiveView, WayIn
 from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Ray's own end, once nothing is open any more; what is left then is killed.
+# Time for Ray to exit after the drain. The rest is killed.
 _END_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 20.0
-# How long the host may take beyond the drain time before it is taken for hung.
+# Time beyond the drain timeout after which the host counts as hung.
 _DRAIN_MARGIN_S = 20.0
 _INTERRUPTED = 130
 _LOGS_OF_CLUSTER = "in Ray's session folder on each node"
@@ -46,11 +47,11 @@ _LOGS_OF_CLUSTER = "in Ray's session folder on each node"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is to be started.
+    """Parameters of a start.
 
     Attributes:
-        environment: of the host and all that it starts.
-        drain_s: how long open answers may go on when it is stopped.
+        environment: environment of the host and its descendants.
+        drain_s: time limit for in-flight requests when it is stopped.
     """
 
     job: HostJob
@@ -62,7 +63,7 @@ class Launch:
 
 
 class Supervisor:
-    """Runs one application in the foreground; use once: `Supervisor(...).run()`."""
+    """Foreground runner of one application. Use once: `Supervisor(...).run()`."""
 
     def __init__(self, launch: Launch, console: Console) -> None:
         self._launch = launch
@@ -77,17 +78,17 @@ class Supervisor:
         self._start_s = 0.0
 
     async def run(self) -> int:
-        """Serve until a signal comes.
+        """Serve until a signal arrives.
 
         Returns:
-            The exit status: 0 after an orderly stop, 1 when the application failed, 130 when the start was
+            The exit status: 0 after a graceful shutdown, 1 if the application failed, 130 if the start was
             interrupted.
         """
         adopt_orphans()
         self._console.line(f"what Ray and Ray Serve write goes to {self._log}")
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
-            # `nohup` ignores SIGHUP for its command, which is to survive its terminal.
+            # `nohup` ignores SIGHUP, so that its command survives the terminal.
             if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
                 loop.add_signal_handler(each, self._on_signal)
         reading = asyncio.create_task(self._read(await self._start_host()))
@@ -120,7 +121,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env=dict(self._launch.environment),
-                # A session of its own: the terminal's signals do not reach it.
+                # In a new session, which the terminal's signals do not reach.
                 start_new_session=True,
                 pass_fds=(write_fd,),
             )
@@ -132,7 +133,7 @@ class Supervisor:
         return reader
 
     async def _read(self, messages: asyncio.StreamReader) -> None:
-        """Show what the host tells, until it ends."""
+        """Process the host's messages until it ends."""
         while line := await messages.readline():
             self._on_message(msgspec.json.decode(line, type=HostMessage))
 
@@ -218,7 +219,7 @@ class Supervisor:
         if host is None:
             return
         if self._signals < 2 and self._is_ready:
-            # Its processes end by themselves when the host lets them; this saves them a kill.
+            # The host's processes exit by themselves, which avoids a kill.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(host.wait(), _END_TIMEOUT_S)
         if host.stdin is not None:

@@ -1,4 +1,4 @@
-"""The terminal of `serve`: lines about the application, and where they are written."""
+"""Terminal output of `serve`: live status of the application, and progress lines."""
 
 import contextlib
 import sys
@@ -16,29 +16,29 @@ from rich.text import Text
 from serve_app.cli.http_client import NoAnswerError, request
 from serve_app.cli.serve.messages import Progress
 
-# Two lines about a running application, from its metrics: where it is and what it has, what it does.
+# -- live status: two lines from the application's metrics ---------------------------------------------------
 
 
 _TIMEOUT_S = 2.0
-# Rates and waits are those of so many looks, so that a quiet moment does not hide what has just been.
+# Number of scrapes that rates and waits cover, so that a quiet moment does not hide recent traffic.
 _LOOKS = 6
 _CONCLUDED = "ewsjf_requests_concluded_total"
 _WAIT = "ewsjf_queue_wait_seconds_bucket"
 _REPLICAS = "ewsjf_pool_replicas"
 _RUNNING, _WAITING = "ewsjf_requests_in_flight", "ewsjf_requests_waiting"
-# States of replicas that work; the others are named.
+# States of working replicas; the others are shown by name.
 _WORKING = ("open", "saturated")
 _MOST_MODELS = 3
 
 
 @dataclass(slots=True)
 class _Look:
-    """What a page says.
+    """Values of one scrape.
 
     Attributes:
-        concluded: by outcome, since the start.
-        waits: requests that waited up to a bound, since the start, by the bound in seconds.
-        replicas: by model, pool and state.
+        concluded: requests by outcome, since the start.
+        waits: cumulative requests by upper bound of their queue time in seconds, since the start.
+        replicas: replicas by model, pool and state.
     """
 
     at: float
@@ -52,11 +52,10 @@ class _Look:
 
 
 class LiveView:
-    """Reads `/metrics` and tells what changed lately.
+    """Live status, computed from changes of `/metrics`.
 
     Args:
-        url: of the application.
-        api_key: that of an admin, where the application asks for keys.
+        api_key: an admin key, if the application requires keys.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -65,9 +64,9 @@ class LiveView:
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
 
     def text(self) -> str:
-        """Address and replicas of each pool; then requests, their rate and their waits.
+        """Return address and replicas per pool, then requests, their rate and their queue time.
 
-        Says so when the application does not answer.
+        If the application does not answer, the text is the error.
         """
         place = f"{self._url}/v1"
         try:
@@ -102,7 +101,7 @@ def _look(page: str, now: float) -> _Look:
 
 
 def _samples(page: str) -> Iterator[Sample]:
-    """Those that are looked at, of a page that may have thousands of others."""
+    """Yield the samples of interest from a page that may have thousands of others."""
     wanted = (_CONCLUDED, _WAIT, _REPLICAS, _RUNNING, _WAITING)
     lines = "".join([f"{line}\n" for line in page.splitlines() if line.startswith(wanted)])
     for family in text_string_to_metric_families(lines):
@@ -110,7 +109,7 @@ def _samples(page: str) -> Iterator[Sample]:
 
 
 def _pools(replicas: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Such as `short 2, long 1 (1 draining)`; the model's name stands before where there are several."""
+    """Format replicas as `short 2, long 1 (1 draining)`, with the model's name if there are several."""
     told = [
         (f"{model}: " if len(replicas) > 1 else "")
         + ", ".join(f"{pool} {_states(states)}" for pool, states in pools.items())
@@ -127,9 +126,9 @@ def _states(states: Mapping[str, float]) -> str:
 
 
 def _traffic(before: _Look, now: _Look) -> str:
-    """Such as `3 running, 1 waiting, 2.5 requests/s, waits: half <= 0.01 s, 95% <= 0.5 s, 120 so far`."""
+    """Format e.g. `3 running, 1 waiting, 2.5 requests/s, waits: half <= 0.01 s, 95% <= 0.5 s, 120 so far`."""
     passed_s = now.at - before.at
-    # A scheduler that was replaced begins to count anew.
+    # Counters restart at 0 when a scheduler is replaced.
     lately = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
     refused = sum(count for name, count in lately.items() if name.startswith(("rejected", "expired")))
     rates = ((sum(lately.values()), "requests"), (refused, "refused"), (lately.get("failed", 0.0), "failed"))
@@ -143,7 +142,7 @@ def _traffic(before: _Look, now: _Look) -> str:
 
 
 def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
-    """Within which time half, and nearly all, left the queue; empty when nothing did."""
+    """Format the bounds within which 50 % and 95 % of the requests left the queue; empty if none did."""
     counts = [(bound, now[bound] - before.get(bound, 0.0)) for bound in sorted(now)]
     total = counts[-1][1] if counts else 0.0
     if total <= 0:
@@ -152,9 +151,9 @@ def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
     return f"waits: half <= {half:g} s, 95% <= {most:g} s"
 
 
-# What the user of `serve` sees: steps with their times, the way in once it is ready, how a stop goes on.
+# -- progress: steps with their times, how to use the application, and the drain -----------------------------
 #
-# On a terminal the present step is one line that changes; elsewhere every line is written once, for logs.
+# On a terminal the current step is one line that is updated. Otherwise each line is written once, for logs.
 
 
 _STEPS = {
@@ -162,20 +161,20 @@ _STEPS = {
     "application": "application",
     "engines": "engines",
 }
-# Outside a terminal a step that lasts is told of so often.
+# Interval of repeated lines during a long step, without a terminal.
 _REPEAT_S = 15.0
 _WIDTH = 34
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayIn:
-    """How to use an application that is ready.
+    """Connection details of an application that is ready.
 
     Attributes:
-        listens: the address of its configuration, where that is not the one to use.
-        keys: whether callers need a key.
-        output: the file that has what Ray and Ray Serve write.
-        key_file: the file with the application's own admin key.
+        listens: listen address of the configuration, shown if it differs from `url`.
+        keys: whether clients need a key.
+        output: file with the output of Ray and Ray Serve.
+        key_file: file with the application's admin key.
     """
 
     url: str
@@ -190,15 +189,15 @@ class WayIn:
 
 
 class _Output(RichConsole):
-    """Rich ends the program when nobody reads its output any more; an application goes on."""
+    """Console that survives a closed output, for which Rich would end the program."""
 
     def on_broken_pipe(self) -> None:
-        """Write nothing any more."""
+        """Discard all further output."""
         self.quiet = True
 
 
 class Console:
-    """Writes to standard error, and survives that nobody reads it: a closed terminal stops nothing."""
+    """Output on standard error. A closed terminal does not stop the application."""
 
     def __init__(self) -> None:
         self._rich = _Output(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -211,30 +210,30 @@ class Console:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the command began."""
+        """Seconds since the command began."""
         return time.monotonic() - self._began_at
 
     def line(self, text: str, style: str = "") -> None:
-        """One line that stays."""
+        """Print a permanent line."""
         with contextlib.suppress(OSError):
             self._rich.print(Text(text, style=style))
 
     def step(self, name: str) -> None:
-        """A step begins, which ends the one before."""
+        """Begin a step and end the previous one."""
         self.end_step()
         self._step, self._step_at = _STEPS.get(name, name), time.monotonic()
         self._told_at = self._step_at
         self._show(f"{self._step} ...")
 
     def end_step(self) -> None:
-        """The present step is done."""
+        """End the current step."""
         self._hide()
         if self._step:
             self._done(self._step, time.monotonic() - self._step_at)
         self._step = ""
 
     def progress(self, progress: Progress) -> None:
-        """Deployments become ready, each told of once."""
+        """Print deployments that became ready, each once, and show the others."""
         now = time.monotonic()
         for name in progress.ready:
             if name not in self._told:
@@ -249,7 +248,7 @@ class Console:
             self.line(f"  waiting: {text}")
 
     def ready(self, way_in: WayIn) -> None:
-        """The application answers: how to use it."""
+        """Print how to use the application."""
         self.end_step()
         first = way_in.models[0]
         key = " -H 'authorization: Bearer YOUR_KEY'" if way_in.keys else ""
@@ -271,11 +270,11 @@ class Console:
         )
 
     def live(self, text: str) -> None:
-        """The state of a running application, on a terminal only."""
+        """Show the live status, on a terminal only."""
         self._show(text)
 
     def draining(self, open_requests: int, left_s: float) -> None:
-        """How a stop goes on."""
+        """Show the progress of a drain."""
         answers = "1 answer is" if open_requests == 1 else f"{open_requests} answers are"
         text = f"stopping: {answers} open, {left_s:.0f} s left; again to end at once"
         self._show(text)
@@ -285,7 +284,7 @@ class Console:
             self.line(text)
 
     def end(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._hide()
 
     def _done(self, what: str, seconds: float) -> None:
