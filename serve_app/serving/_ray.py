@@ -1,7 +1,7 @@
-"""Every private interface of Ray and Ray Serve that this project uses; nothing else touches one.
+"""Private interfaces of Ray and Ray Serve; this project uses none outside this module.
 
 Each entry states what breaks without it and what to use instead. Checked with Ray 2.60; docs/upgrading.md
-says what to check for another release, and tests/test_private_interfaces.py names each entry.
+lists the checks for another release, and tests/test_private_interfaces.py covers each entry.
 """
 
 import os
@@ -20,24 +20,16 @@ from ray.serve.schema import ServeDeploySchema
 
 __all__ = ["SERVE_CONTROLLER_NAME", "SERVE_NAMESPACE", "TEMPORARY_FOLDER", "HttpOptions"]
 
-# `SERVE_CONTROLLER_NAME`, `SERVE_NAMESPACE`: `serve` polls the controller's actor for its life, and connects
-# to the namespace that Serve uses. Instead: `serve.status()`, which costs 50 ms of CPU time here and in the
-# controller.
+# `SERVE_CONTROLLER_NAME`, `SERVE_NAMESPACE`: `serve` polls whether the controller's actor is alive, and
+# connects to Serve's namespace. Instead: `serve.status()`, which costs 50 ms of CPU time on both sides.
 
 TEMPORARY_FOLDER = "_temp_dir"
-"""Option of `ray.init` for the folder of logs and sockets. Without it two instances on a machine share Ray's
-default folder, and `serve` finds no log of an engine. Instead: the environment variable RAY_TMPDIR."""
+"""Option of `ray.init` for the folder of logs and sockets. Without it, two instances on a machine share Ray's
+default folder, and `serve` cannot find an engine's log. Instead: the environment variable RAY_TMPDIR."""
 
 
 class ServedAddress(NamedTuple):
-    """The address of an application.
-
-    Attributes:
-        options: address and limits of connections.
-        application: name of this replica's application.
-        route: its route prefix.
-        has_proxy: Ray Serve runs proxies, which take the requests.
-    """
+    """Address of an application; with `has_proxy`, proxies of Ray Serve accept the requests."""
 
     options: HttpOptions
     application: str
@@ -46,9 +38,9 @@ class ServedAddress(NamedTuple):
 
 
 def served_address() -> ServedAddress:
-    """Return where this replica's application is served; asks the controller, and blocks.
+    """Return the address of this replica's application; queries the controller, and blocks.
 
-    Without `_get_global_client` and its details, a gateway does not know its port or whether to listen.
+    Without `_get_global_client` and its details, a gateway does not know its port, or whether to listen.
     Instead: pass `http_options` and `proxy_location` to `build_app` as arguments of the application.
     """
     application = serve.get_replica_context().app_name
@@ -60,7 +52,7 @@ def served_address() -> ServedAddress:
     has_proxy = details.get("proxy_location") != ProxyLocation.Disabled
     options = client.http_config
     if (port := os.environ.get("RAY_SERVE_WORKER_PROXY_HTTP_PORT")) is not None:
-        # Serve's own variable for several nodes on one machine.
+        # Serve's variable for several nodes on one machine.
         options = options.model_copy(update={"port": int(port)})
     return ServedAddress(options, application, route, has_proxy)
 
@@ -68,8 +60,8 @@ def served_address() -> ServedAddress:
 def deploy_file(schema: ServeDeploySchema) -> None:
     """Deploy a whole configuration, as `serve deploy` does.
 
-    Without it `serve` refuses files with several applications or with keys that it does not know itself.
-    Instead: the REST API of the dashboard, which `serve` does not start.
+    Without it, `serve` cannot deploy files with several applications, or with keys that it does not define
+    itself. Instead: the REST API of the dashboard, which `serve` does not start.
     """
     client = serve.context._get_global_client()  # noqa: SLF001
     assert client is not None, "Serve was started"
@@ -77,11 +69,10 @@ def deploy_file(schema: ServeDeploySchema) -> None:
 
 
 def end_helpers(*, dashboard: bool) -> None:
-    """End the processes of a local Ray that nothing here uses; `ray.init` has no options for them.
+    """End unused helper processes of a local Ray; `ray.init` has no options for them.
 
-    The log monitor passes workers' output on to drivers, and ours takes none. The autoscaler has no nodes to
-    add; its status and Ray's pages are looked at beside the dashboard. Without this an idle application costs
-    more CPU time.
+    The log monitor forwards workers' output to drivers, and these do not read it. The autoscaler has no nodes
+    to add, and only the dashboard shows its status. Without this, an idle application uses more CPU time.
     """
     node = ray._private.worker._global_node  # noqa: SLF001
     assert node is not None, "Ray was started here"
@@ -95,10 +86,10 @@ NAMESPACE = "ewsjf-serve"
 
 
 def make_key(key: str) -> bool:
-    """Make a key in the store of Ray's control service (GCS); return False if it exists.
+    """Create a key in the store of Ray's control service (GCS); return False if it exists.
 
-    The one atomic operation that Ray offers without an actor. Without it two schedulers of a model may take
-    the same incarnation number during a rolling update. Instead: a detached actor that hands the numbers out.
+    It is Ray's only atomic operation without an actor. Without it, two schedulers of a model may claim the
+    same incarnation number during a rolling update. Instead: a detached actor that issues the numbers.
     """
     return not internal_kv._internal_kv_put(key, b"claimed", overwrite=False, namespace=NAMESPACE)  # noqa: SLF001
 
@@ -109,11 +100,11 @@ def keys_with(prefix: str) -> list[str]:
 
 
 class OwnVersionConfig(DeploymentConfig):
-    """A deployment's options with a version that Serve does not overwrite.
+    """Deployment options with a version that Serve does not overwrite.
 
-    Serve writes the version of the application into the options just before it sends them to its controller.
-    Where another release sends them in another way, that version counts, and every change of a file replaces
-    every process, engines included. Instead: one application per deployment.
+    Serve writes the application's version into the options just before it sends them to its controller. If
+    another release sends them differently, that version is used, and every change of a file replaces all
+    processes, engines included. Instead: one application per deployment.
     """
 
     _own_version: str = PrivateAttr("")
@@ -126,7 +117,7 @@ class OwnVersionConfig(DeploymentConfig):
 
 
 def set_version(deployment: Deployment, version: str) -> None:
-    """Give a deployment its own version; see `OwnVersionConfig`."""
+    """Set a deployment's own version; see `OwnVersionConfig`."""
     given = deployment._deployment_config  # noqa: SLF001
     values = {name: getattr(given, name) for name in type(given).model_fields}
     config = OwnVersionConfig.model_construct(_fields_set=given.model_fields_set, **values)

@@ -1,8 +1,8 @@
-"""Who reaches an application, and how many: local addresses, open files, the admin key of who started it.
+"""Access to an application: local addresses, connection limits, and the admin key of the user who started it.
 
-Keys in a configuration are for clients. Whoever started an application on this machine may look into it in
-any case, and nobody else may for want of keys. So `serve` makes a secret for each start. Its processes find
-it in their environment, and other commands of the same user in a file that only this user can read.
+Keys in a configuration are for clients. The user who started an application may always inspect it, and others
+must not be able to just because no keys are configured. So `serve` generates a secret at each start. Its
+processes find it in their environment, and other commands of the user read it from a file with mode 0600.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ADMIN_KEY_VARIABLE = "EWSJF_ADMIN_KEY"
-"""Environment variable of gateways that holds it; to be set where something else than `serve` starts Ray."""
+"""Environment variable of gateways with the admin key; set it if Ray is not started by `serve`."""
 ADMIN_KEY_FILE = "admin-key"
-"""In the folder of an application; only the user who started it can read it."""
+"""File in an application's folder, readable only by the user who started it."""
 
 
-# Descriptors: most requests of a gateway wait, and have no connection to an engine.
+# File descriptors per client connection; most requests wait, without a connection to an engine.
 _PER_CONNECTION = 1.5
 _MAX_CONNECTIONS = 20_000
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of the same machine reach what listens on this address."""
+    """Return whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -35,12 +35,12 @@ def is_loopback(host: str) -> bool:
 
 
 def admin_key_of(environment: Mapping[str, str]) -> str:
-    """The admin key that the environment gives; empty when it gives none."""
+    """Return the admin key from the environment; empty if it is not set."""
     return environment.get(ADMIN_KEY_VARIABLE, "").strip()
 
 
 def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """The key of an application that is to start, written into its folder."""
+    """Write the admin key of a starting application into its folder, and return it."""
     key = admin_key_of(environment) or secrets.token_urlsafe(32)
     descriptor = os.open(folder / ADMIN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -49,14 +49,14 @@ def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ)
 
 
 def read_admin_key(folder: Path) -> str | None:
-    """The key that lies in the folder of an application; None when this user cannot read one there."""
+    """Return the admin key in an application's folder; None if this user cannot read one."""
     with contextlib.suppress(OSError):
         return (folder / ADMIN_KEY_FILE).read_text(encoding="utf-8").strip() or None
     return None
 
 
 def most_connections() -> int:
-    """Return how many connections of clients a process may have, by its limit of open files."""
+    """Return the maximum number of client connections of a process, from its limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
@@ -64,7 +64,7 @@ def most_connections() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """As many open files as the system allows: a waiting request holds a connection."""
+    """Raise the limit of open files to the maximum, because each waiting request holds a connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,14 +1,12 @@
-"""API keys: secrets that are shown once, salted hashes that are stored, what a key allows, and files of keys.
+"""API keys: secrets that are shown once, their salted hashes, their permissions, and key files.
 
-A secret is `ewsjf_ID_RANDOM`. It is found by its id and compared by a salted hash. The id is not secret: it
-finds the record, and names the key in lists, limits and the ledger of usage. The rest is 256 bits of chance,
-too many to try, so one round of a fast hash is enough: the slow hashes of passwords defend words that people
-think of, and would cost a gateway more per request than everything else. The salt keeps two files from
-showing that they hold one secret.
+A secret is `ewsjf_ID_RANDOM`. It is looked up by its id and compared by a salted hash. The id is public: it
+names the key in lists, limits and the usage ledger. The random part has 256 bits, too many to guess, so one
+round of a fast hash suffices. Slow password hashes protect guessable passwords, and would cost a gateway more
+per request than everything else. The salt hides that two files contain the same secret.
 
-A file of keys is read as a whole and replaced as a whole. A reader sees the old file or the new one, never a
-part. Writers of one machine take turns by a lock on the folder. The file has the mode 0600: it holds no
-secrets, yet the permissions in it are private.
+A key file is read and replaced as a whole, so that readers see the old or the new content. Writers on one
+machine are serialized by a lock on the folder. The file has mode 0600: no secrets, but private permissions.
 """
 
 import contextlib
@@ -42,17 +40,17 @@ Limit = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class KeysFileError(SettingsError):
-    """A file of keys cannot be read or written; the message names the place in it."""
+    """A key file cannot be read or written; the message has the position of the error."""
 
 
 def new_secret() -> tuple[str, str]:
-    """A new id, and the secret that contains it."""
+    """Return a new id, and a secret that contains it."""
     key_id = secrets.token_hex(_ID_BYTES)
     return key_id, f"{_PREFIX}_{key_id}_{secrets.token_urlsafe(_RANDOM_BYTES)}"
 
 
 def id_of(secret: bytes) -> str | None:
-    """The id in a secret; None when it has not the shape of one of ours."""
+    """Return the id in a secret; None if it does not have the format of such a secret."""
     prefix, _, rest = secret.partition(b"_")
     key_id, separator, _ = rest.partition(b"_")
     if prefix != _PREFIX.encode() or not separator:
@@ -61,16 +59,16 @@ def id_of(secret: bytes) -> str | None:
 
 
 def hashed(secret: str) -> str:
-    """The salted hash of a secret, as files have it."""
+    """Return the salted hash of a secret in the format of key files."""
     salt = secrets.token_bytes(_SALT_BYTES)
     return f"blake2b:{salt.hex()}:{_digest(secret.encode(), salt).hex()}"
 
 
 def parsed_hash(text: str) -> tuple[bytes, bytes]:
-    """Salt and digest of a hash in a file.
+    """Return salt and digest of a hash in a key file.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has another format.
     """
     kind, _, rest = text.partition(":")
     salt, _, digest = rest.partition(":")
@@ -81,7 +79,7 @@ def parsed_hash(text: str) -> tuple[bytes, bytes]:
 
 
 def is_secret_of(secret: bytes, salt: bytes, digest: bytes) -> bool:
-    """Whether a secret has this hash; the time that it takes tells nothing of the digest."""
+    """Return whether a secret has this hash, in constant time."""
     return hmac.compare_digest(_digest(secret, salt), digest)
 
 
@@ -90,24 +88,25 @@ def _digest(secret: bytes, salt: bytes) -> bytes:
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether a name is fit for a tenant: short, printable, without spaces."""
+    """Return whether a name is a valid tenant: short, printable ASCII without spaces."""
     short = 0 < len(name) <= MAX_TENANT_CHARACTERS
     return short and name.isascii() and name.isprintable() and " " not in name
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key without its secret, whether a file or a configuration gives it.
+    """A key without its secret, from a file or a configuration.
 
     Attributes:
-        hash: of the whole secret, see `hashed`.
-        name: for people.
-        weight: of its tenant in the fair sharing; None leaves it to `fairness.weights`.
-        highest_class: no request of this key may be of a class above it.
-        default_class: of a request that names none; None is `default`, or the highest class if that is lower.
-        models: names that it may ask for; empty for all.
-        expires_at, revoked_at: from then on it is refused.
-        admin: may look at everybody's requests, and stop tuners.
-        may_act_for_tenants: `x-tenant` of its requests is believed.
+        hash: hash of the whole secret; see `hashed`.
+        name: description for operators.
+        weight: weight of its tenant in fair sharing; None uses `fairness.weights`.
+        highest_class: highest priority class that requests may use.
+        default_class: class of requests that name none; None means `default`, or the highest class if that is
+            lower.
+        models: model names that it may use; empty for all.
+        expires_at, revoked_at: from then on, the key is refused.
+        admin: may view requests of all tenants, and freeze tuners.
+        may_act_for_tenants: `x-tenant` of its requests is trusted.
     """
 
     id: str
@@ -140,7 +139,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def terms(self) -> KeyTerms:
-        """The part of the key that schedulers receive with each request."""
+        """Terms of the key that schedulers receive with each request."""
         limits = KeyLimits(
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
@@ -151,18 +150,18 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def classes(self) -> tuple[PriorityClass, ...]:
-        """The classes that it may use, the highest first."""
+        """Classes that it may use, the highest first."""
         return tuple(each for each in PriorityClass if each.rank >= self.highest_class.rank)
 
     @property
     def class_of_unnamed(self) -> PriorityClass:
-        """The class of a request that names none."""
+        """Class of requests that name none."""
         return self.default_class or max(
             self.highest_class, PriorityClass.DEFAULT, key=lambda each: each.rank
         )
 
     def status(self, now: datetime | None = None) -> str:
-        """`valid`, `expired` or `revoked`."""
+        """Return `valid`, `expired` or `revoked`."""
         now = now or datetime.now(UTC)
         if self.revoked_at is not None and self.revoked_at <= now:
             return "revoked"
@@ -178,10 +177,10 @@ class _KeysDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """The keys in a file, in its order.
+    """Read the keys of a file, in its order.
 
     Raises:
-        KeysFileError: there is no such file, or something in it is wrong.
+        KeysFileError: the file does not exist, or is invalid.
     """
     try:
         data = path.read_bytes()
@@ -207,12 +206,12 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 def changed_keys(
     path: Path, change: Callable[[tuple[KeyRecord, ...]], Sequence[KeyRecord]]
 ) -> tuple[KeyRecord, ...]:
-    """Change the keys in a file, which is made where there is none, and return the new ones.
+    """Change the keys of a file, which is created if necessary, and return the new ones.
 
     Raises:
-        KeysFileError: it cannot be read or written.
+        KeysFileError: the file cannot be read or written.
     """
-    # What a link points to is replaced, and the link stays.
+    # Replace the target of a symbolic link, not the link.
     path = path.resolve()
     try:
         with _locked(path.parent):

@@ -1,16 +1,15 @@
-"""Autoscaling through Ray Serve: how the number that a scheduler has decided reaches the controller.
+"""Autoscaling through Ray Serve: transport of a scheduler's decisions to the controller.
 
-Requests bypass Serve's own counting, and a pool without replicas could not count anything. So the scheduler
-decides for all of its pools (`serve_app.core.scaling`), as the only one that knows what waits. It records the
-numbers as its autoscaling statistics, which Serve sends to its controller. There Serve asks a policy for
-each deployment, all in one process: the scheduler's policy keeps the numbers, those of its pools return them.
+Requests bypass Serve's own counting, and a pool without replicas could not count any. So the scheduler, which
+knows the queue, decides for all of its pools (`serve_app.core.scaling`). It records the numbers as its
+autoscaling statistics, which Serve sends to its controller. There Serve calls a policy for each deployment,
+all in one process: the scheduler's policy stores the numbers, and those of its pools return them.
 
-Serve's own delays are off, because the decision has them. While the last numbers are too old, such as
-between two schedulers, every pool stays as it is. A scheduler that has just started tells the *least* that a
-pool should have: nothing is stopped then.
+Serve's own delays are off, because the decision includes them. While the last numbers are too old, such as
+between two schedulers, all pools stay unchanged. A scheduler that has just started reports a *minimum* for
+each pool, so that nothing is stopped.
 
-Gateways are scaled by their own processor time, which they record; no scheduler knows it. There Serve's own
-delays apply.
+Gateways are scaled by their CPU usage, which they record themselves, with Serve's own delays.
 """
 
 import math
@@ -27,26 +26,26 @@ _LOOK_BACK_S = 2.0
 _INTERVAL_S = 1.0
 _DESIRED, _LEAST = "desired_replicas:", "least_replicas:"
 CPU_CORES = "cpu_cores"
-"""The statistic of a gateway: cores that its process uses."""
+"""Statistic of a gateway: CPU cores used by its process."""
 
-# A gateway is one event loop. Beyond so much of a core, requests begin to wait for each other.
+# Target CPU usage of a gateway. A gateway is one event loop, so requests delay each other at higher usage.
 _GATEWAY_CORES = 0.6
-# One busy second is no reason for another process.
+# Averaging period, because one busy second does not justify another process.
 _GATEWAY_LOOK_BACK_S = 10.0
 _GATEWAY_UPSCALE_DELAY_S = 5.0
-# What the mean of many readings may be above a whole number of gateways.
+# Tolerance of the mean of many readings above a whole number of gateways.
 _ROUNDING = 1e-6
 
 
 @settings(block="autoscaling")
 class GatewayScaling:
-    """Bounds of the number of gateways. It follows from the processor time that they use."""
+    """Bounds of the number of gateways, which follows from their CPU usage."""
 
-    # Two or more keep the endpoint up when one dies.
+    # Minimum number of gateways; with two or more, the endpoint survives the loss of one.
     min_replicas: Annotated[int, at_least(1)] = 1
-    # The most that there may be; set it above `min_replicas`.
+    # Maximum number of gateways; set it above `min_replicas`.
     max_replicas: Annotated[int, at_least(1)] = 2
-    # How long fewer gateways must have been enough before one drains.
+    # Time for which fewer gateways must have sufficed before one drains.
     downscale_delay_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 300.0
 
     def __post_init__(self) -> None:
@@ -63,7 +62,7 @@ class _Point(Protocol):
 
 
 class ServeContext(Protocol):
-    """The part of Serve's `AutoscalingContext` that the policies read."""
+    """The part of Serve's `AutoscalingContext` that the policies use."""
 
     app_name: str | None
     target_num_replicas: int
@@ -83,33 +82,29 @@ class _PoolOrder:
 
 
 class ScalingOrders:
-    """The last numbers of every scheduler, in the controller's process."""
+    """Last numbers of every scheduler, in the controller's process."""
 
     _orders: ClassVar[dict[tuple[str | None, str, str], _PoolOrder]] = {}
 
     @classmethod
     def keep(cls, scheduler: tuple[str | None, str], pool: str, order: _PoolOrder) -> None:
-        """Keep what a scheduler wants of a pool."""
+        """Store a scheduler's number for a pool."""
         cls._orders[*scheduler, pool] = order
 
     @classmethod
     def last(cls, scheduler: tuple[str | None, str], pool: str) -> _PoolOrder | None:
-        """The last number of a pool; None before the first."""
+        """Return the last number of a pool; None before the first."""
         return cls._orders.get((*scheduler, pool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPolicy:
-    """Keeps what a scheduler wants of its pools; of itself there is always one.
-
-    Attributes:
-        scheduler: name of its deployment.
-    """
+    """Policy of a scheduler's deployment: stores its numbers for its pools, and returns one replica."""
 
     scheduler: str
 
     def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
-        """One replica, and no state of our own."""
+        """Return one replica, without policy state."""
         newest: dict[str, _PoolOrder] = {}
         for name, by_replica in (context.raw_metrics or {}).items():
             kind, colon, pool = name.partition(":")
@@ -126,18 +121,13 @@ class SchedulerPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPolicy:
-    """Returns what the scheduler of a pool wants.
-
-    Attributes:
-        scheduler: name of the scheduler's deployment.
-        pool: the pool's name in its model.
-    """
+    """Policy of a pool's deployment: returns the number that its scheduler's deployment has decided."""
 
     scheduler: str
     pool: str
 
     def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and no state of our own."""
+        """Return the number of replicas, without policy state."""
         order = ScalingOrders.last((context.app_name, self.scheduler), self.pool)
         if order is None or context.current_time is None:
             return context.target_num_replicas, {}
@@ -150,18 +140,14 @@ class PoolPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayPolicy:
-    """As many gateways as their processor time needs.
-
-    Attributes:
-        cores: of the processor that one may use.
-    """
+    """Policy of the gateways' deployment; `cores` is the target CPU usage of one gateway."""
 
     cores: float = _GATEWAY_CORES
 
     def __call__(self, context: ServeContext) -> tuple[int, dict[str, Any]]:
-        """The number of gateways, and no state of our own; Serve applies bounds and delays.
+        """Return the number of gateways, without policy state; Serve applies bounds and delays.
 
-        While nothing is known of a gateway that runs, there are not fewer than now.
+        Without readings of every running gateway, the number does not fall.
         """
         recorded = (context.raw_metrics or {}).get(CPU_CORES, {})
         means = [_mean(recorded[each]) for each in context.running_replicas if recorded.get(each)]
@@ -176,7 +162,7 @@ def _mean(points: Sequence[_Point]) -> float:
 
 
 def gateway_config(bounds: GatewayScaling) -> dict[str, Any]:
-    """Ray Serve's `autoscaling_config` of the gateways."""
+    """Return Ray Serve's `autoscaling_config` of the gateways."""
     return {
         **_config("GatewayPolicy", {"cores": _GATEWAY_CORES}),
         "min_replicas": bounds.min_replicas,
@@ -189,24 +175,20 @@ def gateway_config(bounds: GatewayScaling) -> dict[str, Any]:
 
 
 def statistics(replicas: Mapping[str, int], least: Container[str] = ()) -> dict[str, float]:
-    """A scheduler's numbers as the statistics that it records.
-
-    Args:
-        least: pools of which nothing is to be stopped.
-    """
+    """Return a scheduler's autoscaling statistics; numbers of pools in `least` are minima."""
     return {
         f"{_LEAST if pool in least else _DESIRED}{pool}": float(count) for pool, count in replicas.items()
     }
 
 
 def scheduler_config(scheduler: str) -> dict[str, Any]:
-    """Ray Serve's `autoscaling_config` of a scheduler's deployment."""
+    """Return Ray Serve's `autoscaling_config` of a scheduler's deployment."""
     bounds = {"min_replicas": 1, "max_replicas": 1, "initial_replicas": 1}
     return {**bounds, **_config("SchedulerPolicy", {"scheduler": scheduler})}
 
 
 def pool_config(bounds: AutoscalingSettings, scheduler: str, pool: str) -> dict[str, Any]:
-    """Ray Serve's `autoscaling_config` of a pool's deployment."""
+    """Return Ray Serve's `autoscaling_config` of a pool's deployment."""
     return {
         "min_replicas": bounds.min_replicas,
         "initial_replicas": bounds.first_replicas,

@@ -1,27 +1,27 @@
-"""An HTTP/1.1 server for ASGI apps, on httptools and the running event loop.
+"""HTTP/1.1 server for ASGI applications, on httptools and the running event loop.
 
 `HttpServer` accepts connections and enforces limits, `Connection` parses requests, `Exchange` is the ASGI
 cycle of one request. Rules:
 
-- Responses leave in the order of the requests. A request that is complete before the previous response is
-  (pipelining) waits, and reading pauses.
-- Backpressure works both ways. Reading pauses while a body that the app has not taken exceeds
-  `_BODY_BUFFER_BYTES`; `send` waits, and `pass_on` returns False, while the client does not read.
-- A head is limited in size and time, an idle connection in time. The rest of a body whose request is already
+- Responses are sent in the order of the requests. A pipelined request waits until the previous response is
+  complete, and reading pauses.
+- Backpressure works in both directions. Reading pauses while the application has yet to receive more than
+  `_BODY_BUFFER_BYTES` of a body. While the client does not read, `send` waits and `pass_on` returns False.
+- The head is limited in size and time, idle connections in time. The rest of a body whose request has been
   answered is read and dropped for a while, because closing at once would reset the connection under the
   response.
-- Timeouts are enforced one look (a second) later than due. A process that was suspended sees an elapsed
-  timeout before it sees the request that arrived in between.
-- The head of a response leaves with the first piece of its body, in one segment.
+- Timeouts are enforced one check (a second) late. A process that was suspended sees an elapsed timeout before
+  the request that arrived in between.
+- The head of a response is sent with the first piece of its body, in one segment.
 
 Several processes may share an address (`SO_REUSEPORT`), so that a successor listens before its predecessor
 stops. `stop` loses no request:
 
-1. the kernel drops connection attempts, which clients repeat a second later and another process accepts;
-2. the server stops listening once handshakes that were under way are accepted;
-3. each connection gets one more response, with `connection: close`;
-4. connections that are idle for some seconds are closed, open responses are awaited until the deadline, then
-   cut.
+1. The kernel drops connection attempts; clients retry a second later, and another process accepts them.
+2. The server stops listening once handshakes in progress have been accepted.
+3. Each connection gets one more response, with `connection: close`.
+4. Connections that are idle for some seconds are closed. Open responses are awaited until the deadline, then
+cut.
 """
 
 import asyncio
@@ -49,22 +49,21 @@ logger = logging.getLogger("ray.serve")
 Headers = list[tuple[bytes, bytes]]
 
 MAX_HEAD_BYTES = 64 * 1024
-# From the beginning of the connection, or from the first byte of a later head.
+# From the start of the connection, or the first byte of a later head.
 HEAD_TIMEOUT_S = 30.0
-# For the rest of a body whose request has been answered.
+# Time to read the rest of a body whose request has been answered.
 REST_OF_BODY_S = 5.0
-# Idle connections of a server that stops: a client that sent nothing for so long hardly sends in that very
-# moment.
+# Idle timeout of a stopping server: a client that has been silent for this long hardly sends at that moment.
 LAST_IDLE_S = 2.0
-# A handshake under way takes a round trip. Less than the second after which clients repeat a dropped attempt.
+# Time for handshakes in progress, which take a round trip. Less than the second after which clients retry.
 _HANDSHAKE_S = 0.5
-# Between two checks of timeouts.
+# Interval of timeout checks.
 LOOK_S = 1.0
-# Connections above the limit that are answered with an error; those beyond are reset.
+# Connections above the limit that receive an error response; further ones are reset.
 _OVERLOAD_CONNECTIONS = 4096
 
 _BODY_BUFFER_BYTES = 64 * 1024
-# Longer pieces are written separately from the head, which costs less than a copy.
+# Longer pieces are written separately from the head, because a copy would cost more.
 _COPIED_BYTES = 64 * 1024
 _UNFIT_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _UNFIT_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -79,16 +78,16 @@ class ServerEndedError(ServeAppError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpServerOptions:
-    """How a server treats its connections.
+    """Limits and features of a server.
 
     Attributes:
         idle_s: timeout of connections between two requests.
-        most_connections: connections served at a time; None for any number.
-        overload: the app that answers connections above that limit.
+        most_connections: maximum number of connections; None for no limit.
+        overload: application that answers connections above that limit.
         dated: add `date` to responses.
         tls: accept TLS connections only.
-        shares_address: other processes may listen on the same address, see the module.
-        backlog: connections that wait to be accepted.
+        shares_address: other processes may listen on the same address; see the module.
+        backlog: listen backlog.
     """
 
     idle_s: float
@@ -101,15 +100,15 @@ class HttpServerOptions:
 
 
 class HttpServer:
-    """Serves an ASGI app on a listening socket.
+    """HTTP server of an ASGI application on a listening socket.
 
     Args:
-        name: of the app, for messages.
+        name: name of the application in messages.
 
     Attributes:
-        stopping: each connection ends with its next response.
+        stopping: each connection closes after its next response.
         closes_idle: connections without an open request are closed at once.
-        tasks: one for each request that an app serves.
+        tasks: one per request that an application is serving.
     """
 
     def __init__(self, name: str, app: ASGIApp, options: HttpServerOptions) -> None:
@@ -135,7 +134,7 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self, sock: socket.socket) -> None:
-        """Accept connections on a socket that listens already."""
+        """Accept connections on a listening socket."""
         loop = asyncio.get_running_loop()
         self._socket = sock
         self._server = await loop.create_server(
@@ -143,7 +142,7 @@ class HttpServer:
         )
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` when the server accepts no connections."""
+        """Raise `ServerEndedError` if the server accepts no connections."""
         if self._server is None:
             raise ServerEndedError(f"the HTTP server of {self._name} has not been started")
         if self.stopping or not self._server.is_serving():
@@ -160,7 +159,7 @@ class HttpServer:
             await asyncio.sleep(min(_HANDSHAKE_S, grace_s))
         self._server.close()
         if not self._options.shares_address:
-            # The peers are gateways, which repeat a request that meets a closed connection.
+            # The peers are gateways, which retry a request that meets a closed connection.
             self.closes_idle = True
             for connection in tuple(self._connections):
                 if connection.is_idle:
@@ -183,7 +182,7 @@ class HttpServer:
     # Called by connections.
 
     def app_for(self, connection: "Connection") -> ASGIApp | None:
-        """Admit a new connection; return its app, or None to reset it."""
+        """Register a new connection, and return its application, or None to reset it."""
         self._connections.add(connection)
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
@@ -193,7 +192,7 @@ class HttpServer:
         return self._options.overload if len(self._connections) <= most + _OVERLOAD_CONNECTIONS else None
 
     def forget(self, connection: "Connection") -> None:
-        """Drop a closed connection."""
+        """Remove a closed connection."""
         self._connections.discard(connection)
         self._closed.set()
 
@@ -207,7 +206,7 @@ class HttpServer:
         return self._date[1]
 
     def _look(self) -> None:
-        """Enforce timeouts every second, while there are connections."""
+        """Enforce timeouts every second while there are connections."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         idle_s = min(self._options.idle_s, LAST_IDLE_S) if self.stopping else self._options.idle_s
@@ -219,12 +218,8 @@ class HttpServer:
 class Connection(asyncio.Protocol):
     """One connection: parses requests and runs them one after the other.
 
-    A client may offer another protocol, as Java's HttpClient does with `Upgrade: h2c`. The parser takes what
-    follows such a head for the other protocol instead of a body. Offers are never accepted, so the head is
-    parsed again without.
-
-    Attributes:
-        write_paused: the client does not read.
+    A client may offer another protocol, as Java's HttpClient does with `Upgrade: h2c`. The parser then treats
+    what follows the head as that protocol, not a body. Offers are refused: the head is parsed again without.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -237,14 +232,14 @@ class Connection(asyncio.Protocol):
         self._app: ASGIApp
         self._writable = asyncio.Event()
         self._read_paused = False
-        # The request being answered, those that wait for it, and the last one received.
+        # The current request, the queued ones, and the last one received.
         self._active: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         self._last: Exchange | None = None
-        # Beginning of the head being received; None between the end of a head and the first byte of the next.
+        # Start of the head being received; None between the end of a head and the first byte of the next.
         self._head_since: float | None = None
         self._answered_at = 0.0
-        # Timeout that had elapsed at the last look.
+        # Timeout that had elapsed at the last check.
         self._overdue: float | None = None
         # Bytes of the head being received; -1 outside of heads.
         self._head_bytes = -1
@@ -257,12 +252,12 @@ class Connection(asyncio.Protocol):
     # asyncio.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of sockets
-        """Accept the connection, or reset it when there are far too many."""
+        """Accept the connection, or reset it if there are far too many."""
         self.transport = transport
         self._head_since = self._loop.time()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            # A host that vanished is noticed by TCP.
+            # TCP detects vanished hosts.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._constant = {
             "type": "http",
@@ -304,19 +299,19 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, "Invalid HTTP request received.")
             return
-        # The piece that a head begins in may begin with a body, so it does not count: 256 KiB at most.
+        # The piece with a head's first byte (256 KiB at most) may begin with a body, so it does not count.
         if was_in_head and self._head_bytes >= 0:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(400, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
 
     def pause_writing(self) -> None:
-        """Note that the write buffer is full."""
+        """Pause writing, because the write buffer is full."""
         self.write_paused = True
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """Note that the client has read."""
+        """Resume writing, because the client has read."""
         self.write_paused = False
         self._writable.set()
         if (exchange := self._active) is not None and exchange.on_room is not None:
@@ -334,11 +329,11 @@ class Connection(asyncio.Protocol):
         self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
-        """Collect a piece of the target."""
+        """Append a piece of the target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header. Trailers are dropped."""
+        """Append a header; trailers are dropped."""
         if self._head_bytes < 0:
             return
         name = name.lower()
@@ -395,7 +390,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def stops(self) -> bool:
-        """Return whether the connection must end with its next response."""
+        """True if the connection must close after its next response."""
         return self._server.stopping
 
     def date_line(self) -> bytes:
@@ -403,24 +398,24 @@ class Connection(asyncio.Protocol):
         return self._server.date_line()
 
     def pause_reading(self) -> None:
-        """Read no more for now. Idempotent, as its counterpart."""
+        """Pause reading. Idempotent, like its counterpart."""
         if not self._read_paused:
             self._read_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
 
     async def drain(self) -> None:
-        """Wait until the client reads, or is gone."""
+        """Wait until the client reads or disconnects."""
         if self.write_paused:
             await self._writable.wait()
 
     def answered(self, *, keep_alive: bool) -> None:
-        """End the active request, and run the next."""
+        """End the current request, and run the next."""
         self._answered_at = self._loop.time()
         self._active = None
         if not keep_alive or (self._server.closes_idle and not self._waiting):
@@ -436,15 +431,15 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is open or arriving."""
+        """True if no request is open or arriving."""
         return self._active is None and self._head_bytes < 0
 
     def close(self) -> None:
-        """Close, after what has been written."""
+        """Close after pending writes."""
         self.transport.close()
 
     def look(self, now: float, idle_s: float) -> None:
-        """Enforce the timeouts, if they had elapsed at the last look as well."""
+        """Enforce timeouts that had already elapsed at the last check."""
         if self._head_since is not None:
             since, limit_s = self._head_since, HEAD_TIMEOUT_S
         elif self._active is None and self._last is not None:
@@ -470,7 +465,7 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(tasks.discard)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Parse no more. Requests received before are still answered."""
+        """Stop parsing, with an error response if possible; earlier requests are still answered."""
         self._parser = None
         last = self._last
         if last is not None and not last.response_complete:
@@ -490,19 +485,19 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request and its response: the ASGI cycle.
 
-    A gateway finds it in the scope's extensions (`gateway.answer.client`), is called back when the client
-    disconnects instead of awaiting `receive`, and writes pieces of a stream without a coroutine for each.
+    A gateway finds it in the scope's extensions (`gateway.answer.client`). Instead of awaiting `receive`, it
+    is called back when the client disconnects, and it writes pieces of a stream without a coroutine for each.
 
-    HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. Some
-    clients only claim to be 1.0: nginx does by default when it forwards. Holding a stream back until its
-    length is known would take streaming from its clients.
+    HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. nginx,
+    among others, declares 1.0 by default when it forwards, so buffering such responses would disable
+    streaming for its clients.
 
     Attributes:
-        more_body: the request's body is not complete.
-        disconnected: the client is gone.
+        more_body: the request's body is incomplete.
+        disconnected: the client has disconnected.
         response_complete: the response has been written.
-        on_gone: called when the client disconnects before that.
-        on_room: called when the client has read after `pass_on` returned False.
+        on_gone: called if the client disconnects before that.
+        on_room: called when more can be written after `pass_on` returned False.
     """
 
     __slots__ = (
@@ -542,7 +537,7 @@ class Exchange:
         self._received = asyncio.Event()
         self._head = b""
         self._chunked = False
-        # Of the length that the response states; None if it states none.
+        # Remaining bytes of the declared length; None without one.
         self._left: int | None = None
         scope["extensions"] = {EXCHANGE: self}
 
@@ -558,12 +553,12 @@ class Exchange:
         self._received.set()
 
     def end_body(self) -> None:
-        """Note the end of the body."""
+        """Mark the body as complete."""
         self.more_body = False
         self._received.set()
 
     def client_gone(self) -> None:
-        """Note that the connection is closed."""
+        """Handle a closed connection."""
         if self.response_complete:
             return
         self.disconnected = True
@@ -572,11 +567,11 @@ class Exchange:
             self.on_gone()
 
     async def run(self, app: ASGIApp) -> None:
-        """Have the app answer. Send an error, or cut the response, if it does not."""
+        """Run the application; if it fails, send an error or cut the response."""
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            # The server stops.
+            # The server is stopping.
             await self._fail()
         except Exception:
             logger.exception("event=http_fault path=%r", self.scope["path"])
@@ -606,7 +601,7 @@ class Exchange:
         """Write a part of the response.
 
         Raises:
-            RuntimeError: the parts make no valid response.
+            RuntimeError: the parts are no valid response.
         """
         if self._connection.write_paused and not self.disconnected:
             await self._connection.drain()
@@ -626,7 +621,7 @@ class Exchange:
     def pass_on(self, piece: bytes) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more.
 
-        Pieces are buffered when there is no room; `on_room` says when to continue.
+        Pieces are buffered if there is no room; `on_room` is called when writing may continue.
         """
         if not self.disconnected:
             self._write(piece, ends=False)
@@ -688,7 +683,7 @@ class Exchange:
         if self.response_complete or self.disconnected:
             return
         if self.response_started:
-            # What was sent must not look complete.
+            # A partial response must not look complete.
             self._connection.transport.close()
             return
         body = b"Internal Server Error"
@@ -717,13 +712,13 @@ def without_offer(method: str, url: bytes, headers: Headers) -> bytes:
 
 def _parser_of(connection: Connection) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(connection)
-    # A client may send `connection: close` with a request that others follow.
+    # Clients may send `connection: close` with a request and then further ones.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 def _address(name: object) -> tuple[str, int] | None:
-    """Return host and port of an internet address, None for a Unix socket."""
+    """Return host and port of an internet address; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 

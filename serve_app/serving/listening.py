@@ -1,4 +1,4 @@
-"""Sockets that listen: on any free port, on the first free one of a range, or on one that others share."""
+"""Listening sockets: on any free port, on the first free one of a range, or on a shared one."""
 
 import contextlib
 import ctypes
@@ -10,20 +10,20 @@ from typing import Any
 
 from serve_app.errors import ServeAppError
 
-# As Linux numbers it; Python has no name for it. It takes a program of the Berkeley Packet Filter.
+# Linux' SO_ATTACH_FILTER, which Python does not define; its argument is a Berkeley Packet Filter program.
 _ATTACH_FILTER = 26
 
 
 class PortError(ServeAppError):
-    """No port can be had on an address; the message names both and the remedy."""
+    """No port is available on an address; the message has both and the remedy."""
 
 
 def listening_socket(host: str, port: int, ports: int, backlog: int) -> socket.socket:
-    """Listen, and return the socket.
+    """Listen on an address, and return the socket.
 
     Args:
-        host: the address, not a name.
-        port: the first of the range; 0 for any free port.
+        host: an address, not a name.
+        port: first port of the range; 0 for any free port.
         ports: size of the range.
 
     Raises:
@@ -43,16 +43,16 @@ def listening_socket(host: str, port: int, ports: int, backlog: int) -> socket.s
 
 
 def shared_socket(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen on a port that others of this user may share, and return the socket.
+    """Listen on a port that this user's processes may share, and return the socket.
 
-    The kernel gives each new connection to one of those that listen. So a process and its successor may
-    listen at the same time, and nobody is refused in between.
+    The kernel assigns each new connection to one of the listeners. A process and its successor can thus
+    listen at the same time, without refused connections in between.
 
     Args:
         host: an address, or a name of one.
 
     Raises:
-        PortError: the address is not this machine's, or somebody who does not share has the port.
+        PortError: the address is not this machine's, or a process that does not share has the port.
     """
     try:
         ((family, _, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -62,12 +62,12 @@ def shared_socket(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def take_no_new_connections(sock: socket.socket) -> bool:
-    """Let the kernel drop each attempt to connect to a shared socket, before it is closed; whether it does.
+    """Make the kernel drop connection attempts to a shared socket; return whether it does.
 
-    What is half-way is still accepted. The kernel of a client that is dropped tries again after a second, and
-    then meets another one that listens. Without this, whatever waits to be accepted at the close is reset.
+    Called before the socket is closed. Handshakes in progress are still accepted. A dropped client retries
+    after a second, and reaches another listener. Without this, the connections in the backlog would be reset.
     """
-    # Of a segment: its flags, the bit SYN; a segment of no bytes is none.
+    # Load the TCP flags, test SYN; return length 0 (drop) if it is set, and the whole segment otherwise.
     program = [(0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF_FFFF)]
     code = b"".join(struct.pack("HBBI", *each) for each in program)
     kept = ctypes.create_string_buffer(code, len(code))
@@ -92,10 +92,10 @@ def _open(family: int, address: Any, backlog: int, *, shared: bool) -> socket.so
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Accepted connections inherit it: the kernel must not delay a first token to fill a packet.
+        # Inherited by accepted connections: the kernel must not delay a first token to fill a packet.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.bind(address)
-        # At once: until then another process may bind the same port, and fail later.
+        # Listen at once, because until then another process may bind the same port, and fail later.
         sock.listen(backlog)
         sock.setblocking(False)
         closing.pop_all()

@@ -1,8 +1,8 @@
-"""Metrics that cost a request next to nothing: plain numbers, put into families when they are scraped.
+"""Metrics with minimal cost per event: plain numbers, converted to metric families at a scrape.
 
-Counting an event takes a sixth of the time of `prometheus_client`'s own metrics, which take a lock for each.
-Labels may be members of a `StrEnum`, which are found faster than their `value` is read. One thread counts;
-another may draw the page up at the same time.
+Counting takes a sixth of the time of `prometheus_client`'s own metrics, which acquire a lock for each event.
+Labels may be members of a `StrEnum`, whose look-up is faster than reading their `value`. One thread counts;
+another may render the page at the same time.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class CounterCell:
-    """The count of one set of labels."""
+    """Count for one set of label values."""
 
     __slots__ = ("value",)
 
@@ -27,16 +27,12 @@ class CounterCell:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        """Count so many more."""
+        """Add to the count."""
         self.value += amount
 
 
 class HistogramCell:
-    """What was observed under one set of labels.
-
-    Args:
-        bounds: upper bounds of the buckets, ascending, without the infinite one.
-    """
+    """Distribution for one set of label values; the bounds ascend, without infinity."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -47,11 +43,7 @@ class HistogramCell:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str = "") -> None:
-        """Count one value.
-
-        Args:
-            trace_id: of a trace that shows it; the latest one of each bucket is kept.
-        """
+        """Add a value; each bucket retains the latest trace id as its exemplar."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._sum += value
@@ -59,8 +51,8 @@ class HistogramCell:
             self._exemplars[index] = Exemplar({"trace_id": trace_id}, value, time())
 
     def buckets(self) -> tuple[list[tuple[str, float] | tuple[str, float, Exemplar]], float]:
-        """Counts up to each bound, each with its exemplar, and the sum of all values."""
-        # A copy: the bucket of everything must not be behind another one.
+        """Return the cumulative counts with their exemplars, and the sum of all values."""
+        # A copy, so that the infinite bucket is consistent with the others.
         counts, total = list(self._counts), self._sum
         names = (*map(floatToGoString, self._bounds), "+Inf")
         shown: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
@@ -74,12 +66,7 @@ _Cell = TypeVar("_Cell", CounterCell, HistogramCell)
 
 
 class Cells(dict[tuple[str, ...], _Cell], Generic[_Cell]):
-    """Cells of a metric by the values of its labels. A missing cell is created on access.
-
-    Args:
-        name: of the metric, for the message.
-        labels: their names.
-    """
+    """Cells of a metric by label values; missing ones are created on access."""
 
     def __init__(self, name: str, labels: tuple[str, ...], make: Callable[[], _Cell]) -> None:
         super().__init__()
@@ -94,25 +81,25 @@ class Cells(dict[tuple[str, ...], _Cell], Generic[_Cell]):
 
 
 class _Family(Collector):
-    """Writes the cells of one metric."""
+    """Collector that converts the cells of one metric."""
 
     def __init__(self, collected: Callable[[], Metric]) -> None:
         self._collected = collected
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family; prometheus_client asks for it at each page."""
+        """Yield the metric family; prometheus_client calls this for each page."""
         yield self._collected()
 
 
 def counters(
     registry: CollectorRegistry, name: str, text: str, labels: tuple[str, ...]
 ) -> Cells[CounterCell]:
-    """A metric of counts, registered; its samples end in `_total`."""
+    """Register a counter metric, and return its cells; its samples end in `_total`."""
     cells = Cells(name, labels, CounterCell)
 
     def collected() -> Metric:
         family = CounterMetricFamily(name, text, labels=labels)
-        # Copied at once: cells may be added while another thread renders a page.
+        # A copy, because cells may be added while another thread renders the page.
         for values, cell in list(cells.items()):
             family.add_metric(values, cell.value)
         return family
@@ -124,7 +111,7 @@ def counters(
 def histograms(
     registry: CollectorRegistry, name: str, text: str, labels: tuple[str, ...], bounds: Sequence[float]
 ) -> Cells[HistogramCell]:
-    """A metric of distributions, registered."""
+    """Register a histogram metric, and return its cells."""
     limits = tuple(map(float, bounds))
     cells = Cells(name, labels, lambda: HistogramCell(limits))
 

@@ -1,4 +1,4 @@
-"""Helpers of every process: its own metrics, memory tuning, a precise clock, and long loops that yield."""
+"""Helpers for every process: its own metrics, memory tuning, a precise clock, and long loops that yield."""
 
 import asyncio
 import contextlib
@@ -25,17 +25,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessMetrics(Collector):
-    """The process's own metrics.
-
-    Args:
-        labels: which process it is, of every series.
-    """
+    """The process's own metrics; the labels identify the process."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names, self._values = tuple(labels), tuple(labels.values())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; prometheus_client asks for them at each page."""
+        """Yield the metric families; prometheus_client calls this for each page."""
         used = os.times()
         cpu = CounterMetricFamily("ewsjf_process_cpu_seconds", "Processor time.", labels=self._names)
         cpu.add_metric(self._values, used.user + used.system)
@@ -60,7 +56,7 @@ class ProcessMetrics(Collector):
 
 @cache
 def build_info() -> Mapping[str, str]:
-    """Version and commit of this project, and the versions of Ray and vLLM; empty where there is none."""
+    """Return version and commit of this project, and the versions of Ray and vLLM; empty if unknown."""
     return {
         "version": serve_app.__version__,
         "commit": _commit(),
@@ -77,12 +73,12 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that runs, or of that from which the package was installed."""
+    """Return the commit of the running checkout, or of the one from which the package was installed."""
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists():
         command = ("git", "-C", str(root), "rev-parse", "HEAD")
         try:
-            # The arguments are constants, and git is that of the user.
+            # The arguments are constants, and git is the user's.
             done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603
             return done.stdout.strip()
         except (OSError, subprocess.SubprocessError):
@@ -99,7 +95,7 @@ class _Vcs(msgspec.Struct):
 
 
 class _Origin(msgspec.Struct):
-    """Where an installed package came from (PEP 610)."""
+    """Origin of an installed package (PEP 610)."""
 
     vcs_info: _Vcs = msgspec.field(default_factory=_Vcs)
 
@@ -116,24 +112,24 @@ def _resident_bytes() -> int | None:
     return int(pages) * _PAGE_BYTES
 
 
-# How a process that serves many requests keeps its memory: gives little back, and looks for few cycles.
+# Memory tuning for processes that serve many requests: return little memory, and collect cycles rarely.
 
 
-# Python looks for cycles whenever so many more objects have been made than freed; its own 700 are made by two
-# requests, which hardly ever leave a cycle. Looks at older objects come as much later.
+# Python collects cycles after this many net allocations. Its default of 700 is reached by two requests, which
+# hardly ever leave a cycle. Collections of older generations become rarer in the same way.
 _YOUNG_OBJECTS, _OLDER_PER_YOUNG, _OLDEST_PER_OLDER = 20_000, 20, 20
-# Of glibc's `mallopt`, as its header numbers them.
+# Parameters of glibc's `mallopt`, as its header numbers them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# glibc would give the memory of a long body back to the system, and take it again page by page for the next.
+# glibc would return the memory of a long body to the system, and fault it in page by page for the next one.
 _KEPT_BYTES = 64 * 1024 * 1024
-# The most that glibc takes for this.
+# Maximum of glibc for this parameter.
 _LONGEST_KEPT_BYTES = 32 * 1024 * 1024
 
 
 def keep_memory() -> None:
-    """Tune this process; to be called once, when all modules have been imported.
+    """Tune this process; call this once, after all modules have been imported.
 
-    It may keep 64 MiB more than it needs. On systems without glibc only Python is tuned.
+    The process may retain 64 MiB more than it needs. On systems without glibc only Python is tuned.
     """
     gc.collect()
     gc.freeze()
@@ -144,25 +140,25 @@ def keep_memory() -> None:
         mallopt(_MMAP_THRESHOLD, _LONGEST_KEPT_BYTES)
 
 
-# The clock that durations are measured on.
+# Clock for durations.
 
 
 def precise_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """The clock of a loop's timers, in seconds, and precise also where the loop tells whole milliseconds.
+    """Return the clock of a loop's timers, in seconds, with full precision also for uvloop.
 
-    That is uvloop. Its timers and this clock both follow the system's monotonic one.
+    uvloop's own clock has whole milliseconds; its timers follow the system's monotonic clock, like this one.
     """
     return time.monotonic if isinstance(loop, uvloop.Loop) else loop.time
 
 
-# Long looks in parts, so that whoever needs the event loop meanwhile waits for one part at most.
+# Long computations in parts, so that other work on the event loop waits for one part at most.
 
 
 Found = TypeVar("Found")
 
 
 async def in_parts(look: Generator[None, None, Found]) -> Found:
-    """What a look finds; others have their turn wherever it yields."""
+    """Run a computation that yields between its parts, and return its result."""
     while True:
         try:
             next(look)

@@ -1,4 +1,4 @@
-"""Learned state on disk or in a bucket: the store, calls that do not block, and the schedule of writes."""
+"""Learned state on disk or in a bucket: the store, non-blocking calls, and the schedule of writes."""
 
 import asyncio
 import contextvars
@@ -19,22 +19,21 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from serve_app.errors import ServeAppError
 
-# The store of learned state: one JSON document for each learner, on any file system that fsspec knows.
+# The store of learned state: one JSON document per learner, on any file system that fsspec supports.
 #
 #     {"format": "ewsjf-serve state", "version": 1, "kind": "scheduler", "name": "app/demo",
 #      "saved_at": "2026-01-31T12:00:00+00:00", "checksum": "sha256:...", "document": {...}}
 #
 # Rules:
 #
-# - A document is written completely or not at all. It gets a temporary name and is then renamed; an object
-#   store writes an object at once, and is written directly. Two concurrent writers do not mix: the last one
-#   counts.
-# - A document that cannot be trusted is not used: one that is truncated, altered, of another learner, or of
-#   another version. It is renamed to `*.refused`, replacing an earlier one, so that it can be inspected and
-#   the next start finds none. One log line states the reason.
+# - Writes are atomic: a document has a temporary name until it is renamed. Object stores write an object
+#   atomically, so they are written directly. Of two concurrent writers, the last one wins.
+# - A document that is truncated, altered, of another learner or of another version is not used. It is renamed
+#   to `*.refused`, replacing an earlier one, so that it can be inspected and the next start finds none. One
+#   log line has the reason.
 # - An unreachable store raises `StateError`, and the caller decides what to do.
 #
-# Calls block on the file system, so they belong in a thread, as in `keeper`.
+# Calls block on the file system, so they belong in a thread; see `StoreCalls`.
 
 
 logger = logging.getLogger("ray.serve")
@@ -43,9 +42,9 @@ Answer = TypeVar("Answer")
 
 _FORMAT = "ewsjf-serve state"
 _VERSION = 1
-# File systems that make an object visible only when all of it has been written.
+# File systems whose writes of an object are atomic.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-# Characters of the name's digest: enough that two names never share a file.
+# Length of the name's digest: enough that two names never share a file.
 _DIGEST_CHARACTERS = 10
 
 
@@ -54,33 +53,33 @@ class StateError(ServeAppError):
 
 
 class _RefusedError(ValueError):
-    """A document that must not be used; the message states the reason."""
+    """A document that must not be used; the message has the reason."""
 
 
 class StateStore:
-    """The state of one learner.
+    """Persistent state of one learner.
 
     Args:
-        uri: a folder: an absolute path, or a URI that fsspec knows, such as `s3://bucket/folder`.
-        kind: the kind of learner, such as `scheduler` or `tuner`.
-        name: of the learner, with any characters; each name has a file of its own.
+        uri: a folder: an absolute path, or a URI that fsspec supports, such as `s3://bucket/folder`.
+        kind: kind of learner, such as `scheduler` or `tuner`.
+        name: name of the learner, with any characters; each name has its own file.
 
     Attributes:
-        path: of the document, for messages.
+        path: path of the document, for messages.
     """
 
     def __init__(self, uri: str, kind: str, name: str) -> None:
         self._folder = uri.rstrip("/") or "/"
         self._kind, self._name = kind, name
         self.path = f"{self._folder.rstrip('/')}/{_file_name(kind, name)}"
-        # Of the stored document, as far as this object knows: the same document is not written again.
+        # Checksum of the stored document as far as known; an unchanged document is not written again.
         self._kept_checksum = ""
 
     def __repr__(self) -> str:
         return f"<StateStore {self.path}>"
 
     def load(self) -> Mapping[str, Any] | None:
-        """The document that was saved last; None when there is none that can be used.
+        """Return the last saved document; None if there is no usable one.
 
         Raises:
             StateError: the store is unreachable.
@@ -95,13 +94,13 @@ class StateStore:
             return None
 
     def save(self, document: Mapping[str, Any]) -> bool:
-        """Replace the stored document; False when it is the same, which is not written.
+        """Replace the stored document; return False if it is unchanged and was not written.
 
         Args:
             document: dictionaries with text keys, lists, texts, numbers, booleans and None.
 
         Raises:
-            StateError: the store is unreachable, or the document cannot be written as JSON.
+            StateError: the store is unreachable, or the document cannot be encoded as JSON.
         """
         checksum = self._checksum(document)
         if checksum == self._kept_checksum:
@@ -121,7 +120,7 @@ class StateStore:
         return True
 
     def refuse(self, reason: str) -> None:
-        """Set the stored document aside, because it cannot be used, and log the reason."""
+        """Rename the stored document, because it cannot be used, and log the reason."""
         self._kept_checksum = ""
         logger.error(
             "event=state_refused kind=%s name=%s path=%s reason=%r action=%r",
@@ -136,7 +135,7 @@ class StateStore:
         except StateError as exc:
             logger.warning("event=state_not_set_aside path=%s reason=%r", self.path, str(exc))
 
-    # The document.
+    # Documents.
 
     def _checksum(self, document: Mapping[str, Any]) -> str:
         try:
@@ -164,8 +163,7 @@ class StateStore:
         self._kept_checksum = checksum
         return document
 
-    # The file system. It is resolved at every call, because that may fail while the network is down; fsspec
-    # keeps the connections.
+    # File system. Resolved at every call, because that fails without a network; fsspec caches connections.
 
     def _reached(self, verb: str, work: Callable[[], Answer]) -> Answer:
         try:
@@ -173,7 +171,7 @@ class StateStore:
         except StateError:
             raise
         except Exception as exc:
-            # Each file system has its own errors, from OSError to those of its client library.
+            # Each file system raises its own errors, from OSError to those of its client library.
             raise StateError(f"cannot {verb} {self.path}: {type(exc).__name__}: {exc}") from exc
 
     def _place(self) -> tuple[Any, str]:
@@ -223,27 +221,26 @@ def _protocols(system: Any) -> set[str]:
 
 
 def _remove(system: Any, path: str) -> None:
-    """Remove the temporary file of a failed write; the failure of the write itself is reported."""
+    """Remove the temporary file of a failed write; the error of the write itself is reported."""
     try:
         system.rm_file(path)
     except Exception as exc:  # noqa: BLE001 - see above
         logger.debug("event=state_temporary_file_left path=%s reason=%r", path, exc)
 
 
-# Calls to a store of learned state from an event loop, which must not wait for a file system.
+# Calls to a store from an event loop, which must not wait for a file system.
 #
-# Each call has a thread of its own, one at a time, and a time limit. A call that hangs is abandoned, and no
-# other begins until it returns. The threads are daemons, so that a call that hangs does not keep the process
-# alive.
+# Each call has its own thread, one at a time, and a time limit. A call that hangs is abandoned, and no other
+# one starts until it returns. The threads are daemons, so that a hanging call does not block the exit.
 
 
 LOAD_TIMEOUT_S = 5.0
-"""A local file takes milliseconds, an object store a tenth of a second; a start waits no longer than this."""
+"""Limit of a start's wait; a local file takes milliseconds, an object store a tenth of a second."""
 SAVE_TIMEOUT_S = 20.0
 
 
 class StoreCalls:
-    """The calls to one store."""
+    """Non-blocking calls to one store."""
 
     def __init__(self, store: StateStore) -> None:
         self._path = store.path
@@ -254,10 +251,10 @@ class StoreCalls:
         return f"<StoreCalls {self._path}{' waits' if waits else ''}>"
 
     async def answer(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """The store's answer, once earlier calls have returned.
+        """Run a call once earlier ones have returned, and return its result.
 
         Raises:
-            StateError: there is no answer in time, or `work` raised it.
+            StateError: it did not return in time, or `work` raised it.
         """
         before = self._under_way
         if before is not None:
@@ -271,7 +268,7 @@ class StoreCalls:
         return future.result()
 
     def begin(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        """Call without waiting for it."""
+        """Start a call without waiting for it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
 
@@ -287,37 +284,35 @@ class StoreCalls:
             try:
                 loop.call_soon_threadsafe(what)
             except RuntimeError:
-                # The event loop has ended meanwhile, and with it the caller.
+                # The event loop has ended, and the caller with it.
                 logger.debug("event=state_answer_dropped path=%s", self._path)
 
         self._under_way = future
-        # An error after the time limit was reported as a time-out already.
+        # An error after the time limit has already been reported as a timeout.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         threading.Thread(target=run, name="learned-state", daemon=True).start()
         return future
 
 
-# The schedule of learned state: it is read at the start, and written periodically and at the end.
-#
-# While a store is unreachable, nothing is kept. That is logged once until the store answers again, and
-# counted.
+# Schedule of learned state: read at the start, written periodically and at the end. While a store is
+# unreachable, nothing is persisted; failures are counted, and logged once until the store answers again.
 
 
 Document = Mapping[str, Any]
 
-# Serve ends a replica five seconds after it was told to stop.
+# Serve ends a replica five seconds after it requested a stop.
 _LAST_SAVE_TIMEOUT_S = 3.0
 
 
 class StateKeeper:
-    """Keeps the state of one learner; must be constructed on a running event loop.
+    """Persistence of one learner's state; must be constructed on a running event loop.
 
     Args:
         store: reads and writes the state.
         model: label of the metrics.
-        take: returns the present state, as plain values that do not change any more; called on the loop. None
-            when there is nothing to keep.
-        interval_s: between two writes; an unchanged state is not written.
+        take: returns the current state as plain values that no longer change, or None if there is nothing to
+            persist; called on the event loop.
+        interval_s: time between two writes, in seconds; an unchanged state is not written.
     """
 
     def __init__(
@@ -342,11 +337,11 @@ class StateKeeper:
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the last call to the store failed."""
+        """True if the last call to the store failed."""
         return self._is_unreachable
 
     async def load(self) -> Document | None:
-        """The last saved state; None when there is none, it cannot be used, or the store is unreachable."""
+        """Return the last saved state; None if there is none, it is unusable, or the store is unreachable."""
         try:
             return await self._call(self._store.load, LOAD_TIMEOUT_S)
         except StateError as exc:
@@ -354,14 +349,14 @@ class StateKeeper:
             return None
 
     def start(self) -> None:
-        """Save periodically until `close`; a second call has no effect."""
+        """Save periodically until `close`. Idempotent."""
         if self._task is not None:
             return
-        # In an empty context: Serve cancels a task that was started in the context of a request with it.
+        # In an empty context, because Serve cancels the tasks of a request's context with the request.
         self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
     async def save(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
-        """Save the present state."""
+        """Save the current state."""
         try:
             document = self._take()
             if document is None:
@@ -373,13 +368,13 @@ class StateKeeper:
             self._saved_at.set_to_current_time()
 
     async def close(self) -> None:
-        """Save a last time, if the store answers soon."""
+        """Save a last time, if the store answers quickly."""
         if self._task is not None:
             self._task.cancel()
         await self.save(_LAST_SAVE_TIMEOUT_S)
 
     def refused(self, reason: str) -> None:
-        """Set aside a loaded state that cannot be used, without waiting for it."""
+        """Rename a loaded state that cannot be used, without waiting."""
         self._failures["restore"].inc()
         self._calls.begin(lambda: self._store.refuse(reason))
 
@@ -401,10 +396,10 @@ class StateKeeper:
         self._is_unreachable = True
 
     async def _call(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
-        """The store's answer, once earlier calls have returned.
+        """Run a call once earlier ones have returned, and return its result.
 
         Raises:
-            StateError: there is no answer in time.
+            StateError: it did not return in time, or failed.
         """
         answer = await self._calls.answer(work, timeout_s)
         if self._is_unreachable:

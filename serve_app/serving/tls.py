@@ -1,7 +1,7 @@
-"""TLS between the processes of an application: each side shows a certificate of the same authority.
+"""Mutual TLS between the processes of an application, with certificates of a common authority.
 
-It encrypts what gateways, replicas and schedulers say to each other, and lets nobody in who has no
-certificate, before a message of theirs is read. The secrets of roles and replicas are asked for as before.
+It encrypts connections between gateways, replicas and schedulers, and rejects peers without a certificate
+before any message is read. The secrets of roles and replicas are still required.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ Protocol = TypeVar("Protocol", bound=asyncio.BaseProtocol)
 
 @settings(block="tls")
 class TlsSettings:
-    """Files of certificates, in PEM. They lie under the same paths on every node, and are read at a start.
+    """Certificate files in PEM format, under the same paths on every node; read at the start.
 
     Attributes:
-        ca: certificates of the authority that has signed those of all processes; give it to nothing else.
-        certificate: what each process shows, with those between it and the authority.
-        key: the private key of it, without a password.
-        name: a DNS name that every peer's certificate must have, for an authority that signs others, too.
+        ca: certificates of the authority that signed those of all processes; use it for nothing else.
+        certificate: certificate of each process, with intermediate ones.
+        key: its private key, without a password.
+        name: DNS name that every peer's certificate must have, for an authority that also signs others.
     """
 
     ca: str | None = None
@@ -40,33 +40,28 @@ class TlsSettings:
 
 
 class ClientTls(NamedTuple):
-    """How a client makes connections.
-
-    Attributes:
-        client: whom it trusts, and what it shows.
-        name: that a server must prove, where it is not the one that is connected to.
-    """
+    """TLS context of a client, and the name to verify if it is not the host."""
 
     client: ssl.SSLContext
     name: str | None = None
 
 
 def public_tls() -> ClientTls:
-    """For servers with a certificate of an authority that this machine trusts (`SSL_CERT_FILE` adds one)."""
+    """Return TLS for servers with a certificate that this machine trusts (`SSL_CERT_FILE` adds one)."""
     return ClientTls(ssl.create_default_context())
 
 
 class Tls:
-    """What connections are made with.
+    """TLS contexts for both directions.
 
     Raises:
-        SettingsError: a file is missing or does not hold what it should.
+        SettingsError: a file is missing or invalid.
     """
 
     def __init__(self, settings: TlsSettings) -> None:
         self.server = _context(settings, ssl.PROTOCOL_TLS_SERVER)
         self.client = _context(settings, ssl.PROTOCOL_TLS_CLIENT)
-        # Addresses of nodes come and go, and no certificate names them; the authority or `name` does.
+        # Nodes change addresses, so certificates do not have them; the authority or `name` is verified.
         self.client.check_hostname = settings.name is not None
         self.as_client = ClientTls(self.client, settings.name)
 
@@ -77,7 +72,7 @@ async def connect(
     """Connect to an address, as `loop.create_connection` does.
 
     Raises:
-        OSError: there is no connection, or no handshake; `ssl.SSLError` is one of them.
+        OSError: the connection or the TLS handshake failed (`ssl.SSLError`).
     """
     loop = asyncio.get_running_loop()
     if tls is None:
@@ -88,7 +83,7 @@ async def connect(
 
 
 def made_tls(settings: TlsSettings | None) -> Tls | None:
-    """What connections are made with; None for plain ones."""
+    """Return the TLS contexts of the settings; None for plain connections."""
     return None if settings is None else Tls(settings)
 
 
@@ -104,7 +99,7 @@ def _context(settings: TlsSettings, protocol: int) -> ssl.SSLContext:
     try:
         context.load_verify_locations(ca)
         used = f"{certificate} and {key}"
-        # A password, or a key that has one would make the process ask at its terminal.
+        # A password, because for a key that has one the process would prompt on its terminal.
         context.load_cert_chain(certificate, key, password="")
     except OSError as exc:
         raise SettingsError(f"tls: cannot use {used}: {exc}") from exc

@@ -1,8 +1,8 @@
-"""The connector of a peer: finds the scheduler, introduces itself, and begins again when the connection ends.
+"""Connector of a peer: finds the scheduler, performs the handshake, and reconnects when the connection ends.
 
-The scheduler is looked for anew before each try, because the next one may be elsewhere and has another
-secret. Pauses between tries grow and are spread by chance, so that a fleet of peers does not knock all at
-once; a connection that held for a while makes the next search begin at once.
+The scheduler is located before each attempt, because its successor has another address and secret. Pauses
+between attempts grow and have jitter, so that a fleet of peers does not reconnect at once. After a connection
+that lasted for a while, the next search begins immediately.
 """
 
 import asyncio
@@ -28,41 +28,37 @@ from serve_app.serving.tls import connect, made_tls
 
 logger = logging.getLogger("ray.serve")
 
-# Searches in a row get more and more time: on a starved machine each takes longer than the first limit, which
-# is for calls that went to a dead scheduler and never return.
+# The time limit of a search doubles with each failure, because on a starved machine each one may need longer.
+# The first limit is for calls to a dead scheduler, which never return.
 _MOST_DOUBLINGS = 3
 
 Locate = Callable[[], Awaitable[SchedulerEndpoint]]
-# Before a lost scheduler is looked for again; it doubles up to `backoff_max_s`.
+# Pause before the first reconnect; doubles up to `backoff_max_s`.
 _FIRST_PAUSE_S = 0.05
 
 
 class Resident(Protocol):
-    """What lives behind a connector. All methods are called on the event loop and must not block."""
+    """Handler behind a connector. All methods are called on the event loop and must not block."""
 
     def on_connected(self, link: Link, welcome: Welcome) -> None:
-        """A scheduler has let us in; what it must know first is to be sent now."""
+        """Handle a completed handshake; messages that the scheduler needs first are sent here."""
         ...
 
     def on_message(self, message: Any) -> None:
-        """The scheduler said something; `ChannelError` ends the connection."""
+        """Handle a message of the scheduler; `ChannelError` ends the connection."""
         ...
 
     def on_disconnected(self) -> None:
-        """The connection to the scheduler is lost."""
+        """Handle the loss of the connection."""
         ...
 
     def on_heartbeat(self) -> None:
-        """Every `heartbeat_s`, connected or not."""
+        """Run every `heartbeat_s`, connected or not."""
         ...
 
 
 class Connector:
-    """Keeps one connection to whoever schedules now.
-
-    Attributes:
-        highest_incarnation: of all schedulers met; a lower one is refused.
-    """
+    """Connection to the model's current scheduler; lower incarnations than the highest met are refused."""
 
     def __init__(
         self, role: Role, peer_id: str, locate: Locate, settings: ChannelSettings, resident: Resident
@@ -73,7 +69,7 @@ class Connector:
         self._settings = settings
         self._resident = resident
         self._tls = made_tls(settings.tls)
-        # Chance spreads the knocks of a fleet; nothing else depends on it.
+        # Jitter for reconnects; nothing else depends on it.
         self._rng = random.Random(peer_id)  # noqa: S311 - not for secrets
         self._link: Link | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -91,13 +87,13 @@ class Connector:
 
     @property
     def is_up(self) -> bool:
-        """Whether a scheduler has let us in, and the connection holds."""
+        """True if the handshake is complete and the connection is open."""
         return self._up
 
     def start(self) -> None:
-        """Begin to look for the scheduler, in the background.
+        """Start connecting in the background.
 
-        In an empty context: Ray Serve cancels what was started in the context of a request with that request.
+        The task runs in an empty context, because Ray Serve cancels the tasks of a request's context with it.
         """
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
@@ -105,7 +101,7 @@ class Connector:
         context.run(self._tick)
 
     async def close(self) -> None:
-        """Say goodbye and stop."""
+        """Send `Bye` and stop."""
         if self._timer is not None:
             self._timer.cancel()
         if self._link is not None and self._up:
@@ -117,10 +113,10 @@ class Connector:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    # What the link calls.
+    # Called by the link.
 
     def on_link_message(self, link: Link, message: Any) -> None:
-        """Take a message of the current connection."""
+        """Handle a message of the current connection."""
         if link is not self._link:
             return
         if self._up:
@@ -133,7 +129,7 @@ class Connector:
             raise ChannelError(f"a scheduler must say Welcome first, not {type(message).__name__}")
 
     def on_link_lost(self, link: Link, reason: str) -> None:
-        """A connection is over."""
+        """Handle the end of a connection."""
         if link is not self._link:
             return
         self._link = None
@@ -145,7 +141,7 @@ class Connector:
             self._resident.on_disconnected()
         self._lost.set()
 
-    # How it works.
+    # Internals.
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -156,9 +152,9 @@ class Connector:
                 await self._connect(self._settings.locate_s * 2 ** min(tries, _MOST_DOUBLINGS))
                 tries = 0
                 await self._lost.wait()
-            except Exception as error:  # noqa: BLE001 - whatever Ray or the network says, we try again
+            except Exception as error:  # noqa: BLE001 - retry on any error of Ray or the network
                 tries += 1
-                # Powers of two, so that a long outage is told in a few lines.
+                # Log at powers of two only, so that a long outage takes few lines.
                 if tries & (tries - 1) == 0:
                     logger.warning(
                         "event=scheduler_unreachable peer=%s tries=%d reason=%r", self._peer_id, tries, error
@@ -169,9 +165,8 @@ class Connector:
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 
     async def _connect(self, locate_s: float) -> None:
-        """Find the scheduler within so many seconds, and be let in."""
-        # Not `wait_for`, which drops a cancellation that comes with the answer (Python 3.11): `close` would
-        # wait for ever.
+        """Locate the scheduler within `locate_s` seconds, and perform the handshake."""
+        # Not `wait_for`, which may drop a cancellation (Python 3.11), so that `close` would hang.
         async with asyncio.timeout(locate_s):
             endpoint = await self._locate()
         self._refuse_older(endpoint.incarnation)
@@ -191,7 +186,7 @@ class Connector:
                 self._introduce(link, endpoint.secret, version)
                 await self._welcome
             except BaseException:
-                # Even if the welcome came in the same instant: `link_lost` undoes it.
+                # Even if the welcome arrived at the same time: `on_link_lost` undoes it.
                 link.abort("the handshake failed")
                 raise
 
@@ -202,7 +197,7 @@ class Connector:
         link.send(Hello(version, self._role, self._peer_id, secret, self.highest_incarnation))
 
     def _let_in(self, link: Link, welcome: Welcome) -> None:
-        """Answer a welcome in the same breath, so that nothing can come between it and our first words."""
+        """Handle a welcome synchronously, so that no message precedes the resident's first ones."""
         assert self._welcome is not None, "a link exists only after _connect has made the future"
         self._refuse_older(welcome.incarnation)
         self.highest_incarnation = welcome.incarnation

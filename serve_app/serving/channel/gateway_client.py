@@ -1,10 +1,9 @@
-"""The gateway's end of the control channel: holds its requests and asks the scheduler for grants.
+"""The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
-The rules are those at the top of `gateway_sessions`; this is the authority they speak of. A request is
-pending from `acquire` until `finished`, a refusal, or its cancellation. It waits (`answer` is pending) or
-runs (by its last grant). While no scheduler is there, what waits goes on waiting and what runs goes on
-running; requests that would not wait are refused, and those whose time in the queue ends are expired
-here.
+The rules are in `gateway_sessions`; this class is the authority on requests that they refer to. A request is
+pending from `acquire` until `finish`, a refusal or its cancellation. It waits (`answer` is pending) or runs
+(by its last grant). Without a scheduler, waiting requests wait on and running ones continue. Requests with
+no-wait are then refused, and queue timeouts are enforced here.
 """
 
 import asyncio
@@ -47,27 +46,27 @@ from serve_app.serving.channel.messages import (
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, RequestOutlook, RequestTimes
 from serve_app.serving.channel.settings import ChannelSettings
 
-# What a client should wait while a scheduler is being replaced, which takes a few seconds.
+# `Retry-After` while a scheduler is being replaced, which takes a few seconds.
 AWAY_RETRY_AFTER_S = 2.0
 REFUSES_TO_WAIT = "the scheduler is away, and the request does not wait"
-# More than any prompt has; keeps a submission far below the size of a frame.
+# More than any prompt has; bounds a submission far below the frame limit.
 _MAX_PREFIX_HASHES = 8192
 _MAX_NAME_CHARS = 4096
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request.
+    """One request of this gateway.
 
     Attributes:
-        born_at: when it came in, on this gateway's clock.
-        answer: what its handler waits for, or waited for last.
-        client_request_id: the id that its client gave it; empty for none.
-        grants: how many it has seen.
-        replica_id: where it runs; None while it waits.
+        born_at: arrival, on this gateway's clock.
+        answer: future of the last `acquire` or `put_back`.
+        client_request_id: id chosen by the client; empty for none.
+        grants: number of grants received.
+        replica_id: replica on which it runs; None while it waits.
         started: its answer has begun.
-        put_back: how the last grant ended; None before one, and while it runs.
-        on_outlook: who wants to know how it stands in the queue; None where nobody asks.
+        put_back: end of the last grant; None before the first one, and while it runs.
+        on_outlook: subscriber of queue updates; None without one.
     """
 
     submission: Submission
@@ -82,28 +81,28 @@ class PendingRequest:
 
     @property
     def request_id(self) -> str:
-        """Its name on the channel."""
+        """Id of the request on the channel."""
         return self.submission.request_id
 
     @property
     def waits(self) -> bool:
-        """Whether it has no grant."""
+        """True if it has no grant."""
         return self.replica_id is None
 
     def run(self, message: Granted) -> None:
-        """Go on by a grant."""
+        """Record a grant."""
         self.grants, self.replica_id = message.grant, message.dispatch.replica_id
         self.started, self.put_back = False, None
 
     def wait(self, failure: DispatchFailure, message: str) -> PutBack:
-        """Give the grant back; return what the scheduler is to be told."""
+        """Release the grant, and return the put-back for the scheduler."""
         assert self.replica_id is not None, "only a running request is put back"
         self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
         self.replica_id, self.started = None, False
         return self.put_back
 
     def described(self, now: float) -> Submit | Running:
-        """Return its line in a snapshot."""
+        """Return the request's entry in a snapshot."""
         age_s = now - self.born_at
         named = self.client_request_id
         if self.replica_id is None:
@@ -111,18 +110,18 @@ class PendingRequest:
         return Running(self.submission, age_s, self.grants, self.replica_id, self.started, named)
 
     def answer_with(self, answer: Grant | Conclusion) -> None:
-        """Answer its handler, unless that has gone."""
+        """Answer the handler, unless it was cancelled."""
         if not self.answer.done():
             self.answer.set_result(answer)
 
 
 def refuse_away(text: str) -> Conclusion:
-    """Nobody is there to schedule it, for the moment."""
+    """Return the refusal while no scheduler is connected."""
     return Conclusion(Outcome.REJECTED_NO_REPLICA, text, AWAY_RETRY_AFTER_S)
 
 
 def refuse_oversized(submission: Submission) -> Conclusion | None:
-    """Refuse what would not fit a frame."""
+    """Return the refusal of a request that exceeds the limits of a frame; None if it fits."""
     hashes = len(submission.prefix)
     name = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
     if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
@@ -135,7 +134,7 @@ def refuse_oversized(submission: Submission) -> Conclusion | None:
 
 
 def refuse_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
-    """Refuse, while no scheduler is there, what would not wait or would be one too many."""
+    """Return the refusal, without a scheduler, of no-wait requests and those over the limit; else None."""
     if submission.no_wait:
         return refuse_away(REFUSES_TO_WAIT)
     if pending < limit:
@@ -148,16 +147,16 @@ logger = logging.getLogger("ray.serve")
 
 _EXPOSITION_S = 1.0
 _CLOSING = "this gateway is shutting down"
-# A replica that is missing from the table for longer is gone; one that reconnects takes a second or two.
+# Replicas that are missing from the table for longer are gone; a reconnect takes one or two seconds.
 _LATELY_S = 10.0
-# A connected scheduler ends a request's time in the queue itself; one that is so late is out of order.
+# A connected scheduler enforces queue timeouts itself; one that is this late is faulty.
 _OVERDUE_S = 5.0
-# Time in the queue for a request without its own, until a scheduler names a default.
+# Queue timeout of requests without their own, until a scheduler has sent the defaults.
 _OFFLINE_TIMEOUT_S = 60.0
 
 
 class _Asked:
-    """A question on its way, and the parts of its answer that have come."""
+    """A pending query and the parts of its answer."""
 
     def __init__(self, answer: asyncio.Future[bytes]) -> None:
         self.answer = answer
@@ -176,10 +175,10 @@ class _Asked:
 
 
 class GatewayClient:
-    """One model's scheduler as seen from one gateway; implements `SchedulerClient`.
+    """Client of one model's scheduler in a gateway; implements `SchedulerClient`.
 
     Args:
-        gateway_id: unique to this process and its start; a second user of the same id throws the first out.
+        gateway_id: unique per process start; a second connection with the same id replaces the first.
         locate: finds the scheduler; in production a call on a Ray handle.
     """
 
@@ -190,7 +189,7 @@ class GatewayClient:
         self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
         self._link: Link | None = None
         self._pending: dict[str, PendingRequest] = {}
-        # Ends without a receipt, with the number of the message that told of each; 0 when none could.
+        # Unacknowledged ends, each with the number of its message; 0 if it could not be sent.
         self._ended: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
         self._left: dict[str, tuple[ReplicaAddress, float]] = {}
@@ -198,7 +197,7 @@ class GatewayClient:
         self._open: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
-        # Pages of other gateways, until the last part of the answer to a scrape comes.
+        # Pages of other gateways, until the last part of a scrape's answer arrives.
         self._others: dict[int, list[str]] = {}
         self._scrape_serial = 0
         self._questions: dict[int, _Asked] = {}
@@ -216,20 +215,20 @@ class GatewayClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a scheduler hears us."""
+        """True if a scheduler is connected."""
         return self._link is not None
 
     @property
     def incarnation(self) -> int:
-        """The highest incarnation of the scheduler met so far, 0 before the first."""
+        """Highest incarnation of the scheduler met so far; 0 before the first."""
         return self._connector.highest_incarnation
 
     def start(self) -> None:
-        """Begin to look for the scheduler."""
+        """Start connecting to the scheduler."""
         self._connector.start()
 
     async def close(self) -> None:
-        """Refuse what waits, say goodbye, and stop; what runs is released by the scheduler."""
+        """Refuse waiting requests, send `Bye` and stop; the scheduler releases running ones."""
         self._closed = True
         for pending in list(self._pending.values()):
             if pending.waits:
@@ -237,16 +236,16 @@ class GatewayClient:
         self._pending.clear()
         await self._connector.close()
 
-    # What the gateway's handler calls.
+    # Called by the gateway's handlers.
 
     async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
-        """Queue a request and wait for its turn.
+        """Queue a request and wait for a grant.
 
         Args:
-            client_request_id: the id that its client gave it; empty where it gave none.
+            client_request_id: id chosen by the client; empty for none.
 
         Raises:
-            ValueError: the request id is pending already.
+            ValueError: the request id is already pending.
         """
         request_id = submission.request_id
         if request_id in self._pending:
@@ -264,7 +263,7 @@ class GatewayClient:
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
     ) -> Grant | Conclusion:
-        """Return a granted request that got no first byte, and wait for another turn at the front.
+        """Put a granted request back that received no first byte, and wait for another grant.
 
         Raises:
             ValueError: the request is not running on that replica.
@@ -279,14 +278,14 @@ class GatewayClient:
         return await self._answer(pending)
 
     def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
-        """Be told how a request of ours stands in the queue; None while the scheduler is away."""
+        """Subscribe to the outlook of a waiting request; None is sent while the scheduler is disconnected."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.on_outlook = on_outlook
             self._ask_for_outlook(pending)
 
     def first_token(self, request_id: str) -> None:
-        """The first byte of the engine's streamed answer has come."""
+        """Report the first byte of the engine's streamed answer."""
         pending = self._pending.get(request_id)
         if pending is not None and not pending.started:
             pending.started = True
@@ -300,7 +299,7 @@ class GatewayClient:
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
-        """The request is over and its place is free."""
+        """Report the end of a granted request, which releases its capacity."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
@@ -310,26 +309,26 @@ class GatewayClient:
         self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        """A request has ended in the queue: tell what its receipt should say, if it can be told now."""
-        # A scheduler that comes later has no receipt of it.
+        """Send the receipt's times of a request that ended in the queue, if a scheduler is connected."""
+        # A scheduler that connects later has no receipt for it.
         if self._link is not None and request_id not in self._pending:
             self._link.send(Finish(request_id, outcome, None, times))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """The open replicas, which take requests now; empty while the scheduler is unknown."""
+        """Return the open replicas, which accept requests; empty without a connection."""
         return self._open if self._link is not None else ()
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
-        """All replicas of the last table, also while nobody is connected, and those that left it lately."""
+        """Return all replicas of the last table, even without a connection, and those removed lately."""
         self._forget_left()
         return (*self._table.values(), *(address for address, _ in self._left.values()))
 
     def adapters(self) -> Mapping[str, frozenset[str]]:
-        """The LoRA adapters of the last table, each with the ids of the replicas that list it."""
+        """Return the LoRA adapters of the last table, each with the ids of the replicas that list it."""
         return self._adapters
 
     async def exposition(self) -> str:
-        """Return the metrics of the scheduler and of other gateways; empty when none come in a second."""
+        """Return the metrics of the scheduler and of other gateways; empty if none arrive within a second."""
         if self._link is None:
             return ""
         self._scrape_serial += 1
@@ -347,10 +346,10 @@ class GatewayClient:
             self._others.pop(serial, None)
 
     async def ask(self, question: str, **arguments: Any) -> Any:
-        """Return the scheduler's answer to a question of an admin; the caller limits the time.
+        """Query the scheduler for an admin; the caller limits the time.
 
         Raises:
-            ChannelError: the scheduler is away, or cannot answer.
+            ChannelError: the scheduler is disconnected or cannot answer.
         """
         if self._link is None:
             raise ChannelError("no scheduler is connected to this gateway")
@@ -364,13 +363,13 @@ class GatewayClient:
             self._questions.pop(serial, None)
 
     def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
-        """Tell the scheduler this page when it asks for the gateway's own metrics."""
+        """Register the page that is sent when the scheduler requests this gateway's metrics."""
         self._own_page = own_page
 
-    # What the connector calls.
+    # Called by the connector.
 
     def on_connected(self, link: Link, welcome: Welcome) -> None:
-        """Tell a scheduler everything: what waits, what runs, what ended without a receipt."""
+        """Send a snapshot: waiting and running requests, and unacknowledged ends."""
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
@@ -381,7 +380,7 @@ class GatewayClient:
         link.send(SnapshotEnd())
 
     def on_message(self, message: Any) -> None:
-        """Take one message of the scheduler."""
+        """Handle a message of the scheduler."""
         if isinstance(message, Granted):
             self._on_grant(message)
         elif isinstance(message, Refused):
@@ -422,7 +421,7 @@ class GatewayClient:
         self._left |= {name: (address, now) for name, address in before.items() if name not in self._table}
         for name in self._table:
             self._left.pop(name, None)
-        # Also where nobody asks for them.
+        # Also prune here, in case `all_replicas` is never called.
         self._forget_left()
         holders: dict[str, set[str]] = {}
         for entry in table.entries:
@@ -431,7 +430,7 @@ class GatewayClient:
         self._adapters = {adapter: frozenset(ids) for adapter, ids in holders.items()}
 
     def on_disconnected(self) -> None:
-        """Go on alone; whoever did not want to wait is told so."""
+        """Continue without a scheduler; no-wait requests are refused."""
         self._link = None
         for asked in self._questions.values():
             asked.fail("the scheduler was lost before it answered")
@@ -442,7 +441,7 @@ class GatewayClient:
                 self._ask_for_outlook(pending)
 
     def on_heartbeat(self) -> None:
-        """Forget ends that have their receipt, and end what has waited its time out."""
+        """Drop acknowledged ends, and expire requests whose queue timeout has passed."""
         link = self._link
         while self._ended and link is not None and 0 < self._ended[0][0] <= link.acknowledged:
             self._ended.popleft()
@@ -456,13 +455,13 @@ class GatewayClient:
         for pending in overdue:
             self._expire(pending, now)
 
-    # How it works.
+    # Internals.
 
     async def _answer(self, pending: PendingRequest) -> Grant | Conclusion:
         try:
             return await pending.answer
         except asyncio.CancelledError:
-            # Also when a grant has come, and this task was cancelled before it could take it.
+            # Also if a grant has arrived and the task was cancelled before it could use it.
             if self._pending.pop(pending.request_id, None) is not None and self._link is not None:
                 self._link.send(Cancel(pending.request_id))
             raise
@@ -471,13 +470,13 @@ class GatewayClient:
         dispatch = message.dispatch
         pending = self._pending.get(dispatch.request_id)
         if pending is None or message.grant <= pending.grants:
-            return  # cancelled meanwhile, or told twice
+            return  # cancelled, or a repeated grant
         pending.run(message)
         address = self._table.get(dispatch.replica_id)
         if address is not None:
             pending.answer_with(Grant(dispatch, address))
         else:
-            # The table precedes the grants that refer to it; if it did not, the request must not hang.
+            # The table precedes grants that refer to it; the request must not hang even if it did not.
             logger.error("event=no_address request=%s replica=%s", dispatch.request_id, dispatch.replica_id)
             self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
 
@@ -488,7 +487,7 @@ class GatewayClient:
         self._ask_for_outlook(pending)
 
     def _ask_for_outlook(self, pending: PendingRequest) -> None:
-        """Ask anew wherever a watched request begins to wait: a scheduler forgets it with each grant."""
+        """Renew the subscription whenever a watched request begins to wait, because each grant ends it."""
         if pending.on_outlook is None or not pending.waits:
             return
         if self._link is not None:
@@ -526,7 +525,7 @@ class GatewayClient:
         return self._queue_timeouts_s.get(submission.priority, _OFFLINE_TIMEOUT_S)
 
     def _objection(self, submission: Submission) -> Conclusion | None:
-        """Refuse a request without asking the scheduler, or not."""
+        """Return a refusal that needs no scheduler; None if there is none."""
         if self._closed:
             return refuse_away(_CLOSING)
         refusal = refuse_oversized(submission)

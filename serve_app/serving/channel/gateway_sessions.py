@@ -1,42 +1,46 @@
-r"""The scheduler's sessions with its gateways: waiting and running requests, and messages sent.
+r"""The scheduler's sessions with its gateways: reconciliation of requests, and the messages about them.
 
-What must hold: a request that a gateway holds is waiting or running here, or will be as soon as the
-gateway can be heard; a request is answered once; a grant is used at most once; a place in the ledger is
-held for exactly the requests that run. Any connection may break between any two messages, and the scheduler
-may be replaced by another that knows nothing. How it holds:
+Invariants: a request that a gateway holds is waiting or running here, or will be once the gateway is
+connected; a request is answered once; a grant is used at most once; the ledger charges exactly the requests
+that run. Any connection may break between any two messages, and the scheduler may be replaced by one without
+state. The rules that ensure this:
 
-1.  *The gateway is the authority on its requests*, because it holds the client. A scheduler's knowledge
-    is a copy, made again from the gateway's snapshot at each new connection. The scheduler is the
+1.  *The gateway is the authority on its requests*, because it holds the client's connection. The scheduler's
+    state is a copy, rebuilt from the gateway's snapshot on each new connection. The scheduler is the
     authority on grants, because it holds the ledger.
-2.  *Grants of a request are numbered* 1, 2, 3, ... by the scheduler; both sides know how many they have
-    issued or seen, and a new scheduler goes on from what the gateway has seen. A gateway that sees the same
-    number twice ignores the second. So of a request that runs here and waits there, the numbers tell which
-    message was lost: the gateway has seen fewer grants than were issued: the grant was lost on its way, and
-    is sent again; it has seen as many: its put-back was lost on its way, and the snapshot repeats it.
-3.  *Each connection begins with a snapshot*: what waits, what runs, what has ended without a receipt, and a
-    mark at its end. Each entry is reconciled as it is read:
+2.  *Grants of a request are numbered* 1, 2, 3, ... by the scheduler. Both sides count those issued or
+received,
+    and a new scheduler continues from the gateway's count. A gateway ignores a number that it has received
+    before. If a request runs here and waits there, the counts identify the lost message. If the gateway has
+    received fewer grants than were issued, the grant was lost and is sent again. If it has received as many,
+    its put-back was lost, and the snapshot repeats it.
+3.  *Each connection begins with a snapshot*: waiting requests, running requests, unacknowledged ends, and an
+    end mark. Each entry is reconciled as it is read:
 
         here \ there   waits                          runs                     ended           (not mentioned)
         unknown        Arrived                        Resumed                  -               -
         waits          -                              Cancelled, Resumed (a)   Cancelled (a)   Cancelled
         runs           grant again, or put-back (2)   - (or FirstToken)        Finished        Cancelled
 
-    (a) cannot come about by lost messages; if it does, the gateway's word counts.
-    Nothing else of this gateway changes meanwhile, except that the core may grant one of its waiting
-    requests. The grant is sent as always; if its entry is read after that, it is sent twice (2).
-4.  *Ends are kept by the gateway until the scheduler has acknowledged them* (`Link.acknowledged`), so a
-    request that ended is never mistaken for one that its client gave up. An end that comes twice finds the
-    request unknown, and is ignored: request ids are never used again.
-5.  *A lost refusal needs no rule*: the request is unknown here and waits there, so it arrives again with
-    its true age, and is refused again or has found room by now. The client hears one answer.
-6.  *A gateway that vanishes keeps its requests for a grace period.* Grants issued meanwhile are lost ones
-    by rule 2. After it those that wait are released. Those that run stay charged until reports of their
-    engines say that they have ended (`orphans`), because the engines may still be at work on them. A gateway
-    that comes back after all finds them by rule 3.
-7.  *A new connection of a gateway replaces the old one*, which is never read again. A gateway has one
-    connection, a process has its own gateway id, so each replaces only itself.
-8.  *A grant that cannot be delivered any more*, because its replica has left before the gateway could be
-    told, is put back here in the gateway's name: the replica never saw the request.
+    (a) cannot result from lost messages; if it occurs, the gateway's state is used.
+    During a snapshot, the only other change for this gateway is a grant of one of its waiting requests. It is
+    sent as usual; if the request's entry is read after it, it is sent twice (2).
+4.  *The gateway retains ends until the scheduler has acknowledged them* (`Link.acknowledged`), so that a
+    finished request is not mistaken for one whose client disconnected. A repeated end refers to an unknown
+    request and is ignored; request ids are never reused.
+5.  *A lost refusal needs no rule*: the request is unknown here and waits there. It arrives again with its
+true
+    age, and is refused again or admitted. The client receives one answer.
+6.  *A disconnected gateway keeps its requests for a grace period.* Grants issued in that time are lost ones
+by
+    rule 2. Afterwards waiting requests are released. Running ones stay charged until reports of their engines
+    show that they have ended (`Orphans`), because the engines may still be computing them. A gateway that
+    reconnects later recovers them by rule 3.
+7.  *A new connection of a gateway replaces the old one*, which is not read again. A gateway has one
+connection
+    and each process its own gateway id, so a connection only replaces its predecessor.
+8.  *A grant that can no longer be delivered*, because its replica left before the gateway received the grant,
+    is put back here on behalf of the gateway: the replica never received the request.
 """
 
 import asyncio
@@ -93,16 +97,12 @@ from serve_app.serving.channel.request_book import (
 )
 from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
 
-# Within the second that a gateway waits for the whole answer.
+# Below the second for which a gateway waits for the whole answer.
 _PATIENCE_S = 0.6
 
 
 class GatewayPages:
-    """Asks all gateways at once.
-
-    Args:
-        links: those of the gateways that are connected now, by gateway id.
-    """
+    """Collector of the metrics of all gateways; `links` returns the connected ones by id."""
 
     def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
         self._links = links
@@ -113,7 +113,7 @@ class GatewayPages:
         return f"<GatewayPages asked {len(self._answers)}>"
 
     async def of_others(self, gateway_id: str) -> Iterable[str]:
-        """The pages of all gateways but this one, as far as they come in time."""
+        """Return the pages of all gateways but this one that arrive in time."""
         loop = asyncio.get_running_loop()
         self._serial += 1
         asked: dict[tuple[str, int], asyncio.Future[str]] = {}
@@ -131,7 +131,7 @@ class GatewayPages:
         return [answer.result() for answer in asked.values() if answer in done]
 
     def on_page(self, gateway_id: str, message: GatewayPage) -> None:
-        """A gateway has answered; an answer that comes too late is dropped."""
+        """Handle a page; late ones are dropped."""
         answer = self._answers.get((gateway_id, message.serial))
         if answer is not None and not answer.done():
             answer.set_result(message.text)
@@ -139,54 +139,50 @@ class GatewayPages:
 
 logger = logging.getLogger("ray.serve")
 
-# No engine works for so long for a client that is gone; the limit is for those that never report again.
+# No engine works this long for a disconnected client; the limit is for engines that never report again.
 _ORPHANED_S = 900.0
-# Of an answer: far below the limit of a frame.
+# Part of an answer; far below the frame limit.
 _PART_BYTES = 64 * 1024
 
 
 class GatewayHost(Protocol):
-    """What the sessions needs of the live scheduler."""
+    """Interface of the live scheduler towards the sessions."""
 
     def feed(self, event: Event) -> None:
-        """Let the core handle the event, and carry out its commands."""
+        """Handle an event in the core, and execute its commands."""
         ...
 
     def now(self) -> float:
-        """Return the scheduler's clock."""
+        """Return the time on the scheduler's clock."""
         ...
 
     def queue_timeout_s(self, priority: PriorityClass) -> float:
-        """Return how long a request waits at most when it names no time."""
+        """Return the default queue timeout of a class, in seconds."""
         ...
 
     def knows_replica(self, replica_id: str) -> bool:
-        """Whether gateways can be sent to this replica now."""
+        """Return whether the replica is registered, so that gateways can be sent to it."""
         ...
 
     def watch(self, request_id: str) -> None:
-        """Tell from now on how a request stands in the queue, while it waits."""
+        """Send updates of a waiting request's outlook to its gateway."""
         ...
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
-        """What a gateway tells of a request that was over already."""
+        """Add times that a gateway reports for a request that has already ended."""
         ...
 
     async def exposition(self) -> str:
-        """Return the metrics as text."""
+        """Return the scheduler's metrics in the text format."""
         ...
 
     async def answer(self, question: str, arguments: bytes) -> bytes:
-        """Answer a question of an admin."""
+        """Answer an admin's query."""
         ...
 
 
 class GatewaySessions:
-    """Turns what gateways say into events, and the core's commands into what they are told.
-
-    Attributes:
-        book: all requests of all gateways.
-    """
+    """All sessions with gateways: converts their messages to events, and the core's commands to messages."""
 
     def __init__(self, host: GatewayHost, grace_s: float) -> None:
         self._host = host
@@ -214,10 +210,10 @@ class GatewaySessions:
     def __repr__(self) -> str:
         return f"<GatewaySessions gateways {self.connected}, {self.book}>"
 
-    # What the server calls.
+    # Called by the server.
 
     def on_join(self, gateway_id: str, link: Link) -> Callable[[Message], None]:
-        """Expect the snapshot of a gateway that was let in; return who takes what it says."""
+        """Begin a session, or a new connection of one; return the handler of its messages."""
         gateway = self._gateways.setdefault(gateway_id, GatewaySession(gateway_id))
         if gateway.release is not None:
             gateway.release.cancel()
@@ -235,7 +231,7 @@ class GatewaySessions:
         handler(gateway, message)
 
     def on_loss(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
-        """A gateway's connection is over; `for_good` when it said so itself."""
+        """Handle the loss of a connection; `for_good` if the gateway sent `Bye`."""
         gateway = self._gateways.get(gateway_id)
         if gateway is None or gateway.link is not link:
             return
@@ -245,10 +241,10 @@ class GatewaySessions:
         else:
             gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
 
-    # What the live scheduler calls.
+    # Called by the live scheduler.
 
     def grant(self, command: Dispatch) -> None:
-        """Tell a gateway to send its request to a replica."""
+        """Send a grant to the request's gateway."""
         record = self.book[command.request_id]
         record.grants += 1
         record.replica_id, record.started = command.replica_id, False
@@ -257,16 +253,16 @@ class GatewaySessions:
         record.gateway.tell(record.granted)
 
     def conclude(self, command: Conclude) -> GatewayRequest:
-        """Forget a request, and tell its gateway if it waits for an answer; return what was known of it."""
+        """Forget a request, and send the refusal of a waiting one; return its record."""
         record = self.book.pop(command.request_id)
         if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
             record.gateway.tell(Refused(command.request_id, command.conclusion))
         return record
 
     def give_up(self, event: Event, message: str) -> None:
-        """Fail the waiting request that the event is about, which the core could not handle.
+        """Fail the waiting request of an event that the core could not handle.
 
-        Its gateway would hand it to the next scheduler, and that one would stumble in the same place.
+        Otherwise its gateway would submit it to the next scheduler, which would fail in the same way.
         """
         request_id = (
             event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", "")
@@ -276,14 +272,14 @@ class GatewaySessions:
             record.gateway.tell(Refused(request_id, Conclusion(Outcome.FAILED, message)))
 
     def on_report(self, event: ReplicaReported) -> None:
-        """An engine has told its load, which may show that requests of lost gateways have ended."""
+        """Check with an engine's report whether requests of lost gateways have ended."""
         if self._orphans.exist:
             self._orphans.on_report(event.replica_id, event.report, self._host.now())
             if not self._orphans.exist:
                 self._drop_lost()
 
     def tell_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
-        """Tell each gateway how its requests stand in the queue."""
+        """Send each gateway the outlooks of its waiting requests."""
         by_gateway: defaultdict[str, list[RequestOutlook]] = defaultdict(list)
         for outlook in outlooks:
             record = self.book.get(outlook.request_id)
@@ -293,16 +289,16 @@ class GatewaySessions:
             self._gateways[gateway_id].tell(Outlooks(entries))
 
     def tell_all(self, message: Message) -> None:
-        """Send the message to every gateway that is connected."""
+        """Send a message to every connected gateway."""
         for gateway in self._gateways.values():
             gateway.tell(message)
 
     @property
     def connected(self) -> int:
-        """Gateways that are connected now."""
+        """Number of connected gateways."""
         return sum(gateway.link is not None for gateway in self._gateways.values())
 
-    # What gateways say.
+    # Handlers of gateways' messages.
 
     def _on_submit(self, gateway: GatewaySession, message: Submit) -> None:
         request_id = message.submission.request_id
@@ -325,7 +321,7 @@ class GatewaySessions:
         self._host.feed(Arrived(request))
 
     def _reconcile_grant(self, record: GatewayRequest, message: Submit) -> None:
-        """Rule 2: it runs here and waits there."""
+        """Reconcile a request that runs here and waits there, by rule 2."""
         request_id = message.submission.request_id
         if message.grants < record.grants and record.granted is not None:
             if self._host.knows_replica(record.granted.dispatch.replica_id):
@@ -375,7 +371,7 @@ class GatewaySessions:
     def _on_put_back(self, gateway: GatewaySession, message: PutBack) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
-            # The gateway waits for an answer, so it gets one.
+            # The gateway waits for an answer.
             text = f"request {message.request_id} is unknown to the scheduler"
             gateway.tell(Refused(message.request_id, Conclusion(Outcome.FAILED, text)))
         elif record.runs and record.grants == message.grant:
@@ -415,10 +411,10 @@ class GatewaySessions:
     def _on_page(self, gateway: GatewaySession, message: GatewayPage) -> None:
         self._pages.on_page(gateway.gateway_id, message)
 
-    # How it works.
+    # Internals.
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        # In an empty context: Ray Serve cancels what was started in a request's context with the request.
+        # In an empty context, because Ray Serve cancels a request's tasks with the request.
         task = self._loop.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -437,7 +433,7 @@ class GatewaySessions:
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
         asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)
         own, others = await asyncio.gather(*asking)
-        # One after the other: all together might be too long for a frame.
+        # One by one, because together they might exceed a frame.
         for page in others:
             gateway.tell(GatewayPage(serial, page))
         gateway.tell(Exposition(serial, own))
@@ -452,7 +448,7 @@ class GatewaySessions:
         self._host.feed(DispatchFailed(request_id, record.wait(), failure, text, stated))
 
     def _release(self, gateway: GatewaySession) -> None:
-        """Rule 6: the gateway has not come back in time."""
+        """Release the requests of a gateway that did not reconnect in time, by rule 6."""
         if gateway.link is not None:
             return
         self._host.feed(GatewayLost(gateway.gateway_id))
@@ -469,7 +465,7 @@ class GatewaySessions:
             del self._gateways[gateway.gateway_id]
 
     def _forget(self, gateway: GatewaySession) -> None:
-        """The gateway is gone with all that it had."""
+        """Drop a gateway with all of its requests."""
         if gateway.link is not None:
             return
         self._host.feed(GatewayLost(gateway.gateway_id))

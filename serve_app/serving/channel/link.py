@@ -1,18 +1,19 @@
 """A link: framing, flow control and heartbeats of one connection on the control channel.
 
-- Messages sent within one turn of the event loop leave together, in as few frames as possible.
-- Each side says `Heartbeat` every `heartbeat_s`, with the count of messages that it has dealt with. A peer is
-  dead when nothing was heard from it for `beats_to_death` ticks, or when as many of its heartbeats brought no
-  news that it deals with what it was sent: who talks and does not listen is as useless as who is silent.
-- A scheduler tells a busy peer from a dead one. While a peer's event loop is occupied, its kernel goes on to
-  acknowledge our heartbeats; that of a dead host does not, and the end of a process ends its connection. So
-  silence that is acknowledged is borne until `stuck_after_s`, and no busy gateway loses its places.
-- Silence is counted in ticks of our own timer, not in seconds: when this event loop itself was away, the
-  data that came meanwhile is read before more than one tick has passed, so nobody is blamed for our delay.
-- A peer that says much at once is heard in slices, between which the loop does everything else: other peers
-  are not kept waiting, and our own heartbeats go out. Meanwhile nothing more is read from its connection.
-- Receipts let a sender keep what it cannot afford to lose until the other side has dealt with it: `send`
-  returns the number of the message, `acknowledged` the number up to which all are dealt with.
+- Messages sent within one iteration of the event loop leave together, in as few frames as possible.
+- Each side sends `Heartbeat` every `heartbeat_s`, with the number of messages that it has processed. A peer
+  is dead if nothing arrived for `beats_to_death` ticks, or if as many of its heartbeats showed no progress in
+  processing: a peer that sends but does not read is as useless as a silent one.
+- A scheduler distinguishes busy peers from dead ones. The kernel of a busy peer still acknowledges
+  heartbeats, that of a dead host does not, and the end of a process closes the connection. Acknowledged
+  silence is therefore tolerated until `stuck_after_s`, so that no busy gateway loses its capacity.
+- Silence is counted in ticks of the local timer, not in seconds. If the local event loop was blocked, data
+  that arrived in that time is read before more than one tick has passed, so peers are not blamed for local
+  delays.
+- A burst of messages is processed in slices, with other work of the loop in between: other peers are served,
+  and heartbeats are sent. Until it is processed, nothing more is read from the connection.
+- `send` returns the number of the message, and `acknowledged` is the number up to which the peer has
+  processed messages. Senders can thus retain what must not be lost.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from serve_app.serving.channel.messages import VERSION, FromPeer, FromScheduler,
 from serve_app.serving.channel.settings import ChannelSettings
 
 HEADER_BYTES = 4
-# A frame is decoded in one go, so this bounds how long the event loop is away for one of them, about 2 ms.
+# A frame is decoded in one call, so this limits the time that it blocks the event loop, to about 2 ms.
 MAX_MESSAGES_PER_FRAME = 256
 
 M = TypeVar("M")
@@ -41,10 +42,10 @@ decode_from_scheduler = msgspec.msgpack.Decoder(list[FromScheduler]).decode
 
 
 def encode_frames(messages: Sequence[Message], max_frame_bytes: int) -> bytes:
-    """Return the messages as one or more frames, in order.
+    """Encode messages as one or more frames, in order.
 
     Raises:
-        ChannelError: a single message is longer than a frame may be.
+        ChannelError: a single message exceeds the frame limit.
     """
     if len(messages) > MAX_MESSAGES_PER_FRAME:
         return b"".join(
@@ -66,7 +67,7 @@ def encode_frames(messages: Sequence[Message], max_frame_bytes: int) -> bytes:
 
 
 class FrameReader(Generic[M]):
-    """Cuts a byte stream into frames, however the network has split or joined them."""
+    """Decoder of a byte stream into the messages of its frames."""
 
     def __init__(self, decode: Any, max_frame_bytes: int) -> None:
         self._decode = decode
@@ -76,7 +77,7 @@ class FrameReader(Generic[M]):
     def feed(self, data: bytes) -> Iterator[list[M]]:
         """Yield the messages of each frame that `data` completes.
 
-        The caller runs the iterator to its end before it feeds again, unless it gives the connection up.
+        The iterator must be exhausted before the next call, unless the connection is closed.
 
         Raises:
             ChannelError: the bytes are not frames of messages.
@@ -92,7 +93,7 @@ class FrameReader(Generic[M]):
         self._partial = bytearray(chunk[start:]) if start or chunk is data else self._partial
 
     def _body(self, chunk: bytes | bytearray, start: int) -> bytes | None:
-        """Return the body of the frame that begins at `start`, None while it is not all there."""
+        """Return the body of the frame that begins at `start`; None while it is incomplete."""
         body_at = start + HEADER_BYTES
         if len(chunk) < body_at:
             return None
@@ -118,19 +119,19 @@ _LAST_ACKNOWLEDGEMENT = struct.Struct("@56xI")
 
 
 class LinkOwner(Protocol):
-    """Who hears what comes over a link. Both methods are called on the event loop and must not block."""
+    """Handler of a link's messages. Both methods are called on the event loop and must not block."""
 
     def on_link_message(self, link: "Link", message: Any) -> None:
-        """Take one message other than a heartbeat; `ChannelError` ends the connection."""
+        """Handle a message other than a heartbeat; `ChannelError` ends the connection."""
         ...
 
     def on_link_lost(self, link: "Link", reason: str) -> None:
-        """The connection is over; called once, and nothing is said after it."""
+        """Handle the end of the connection; called once, as the last call."""
         ...
 
 
 class Link(asyncio.Protocol):
-    """A connection that carries messages, and knows whether anybody lives at its far end."""
+    """Connection that carries messages and detects dead peers."""
 
     def __init__(
         self, owner: LinkOwner, decode: Any, settings: ChannelSettings, *, bears_busy_peer: bool = False
@@ -145,19 +146,19 @@ class Link(asyncio.Protocol):
         self._flush_due = False
         self._reason = ""
         self.open = False
-        # Of the protocol, for what is sent.
+        # Protocol version of sent messages.
         self.version = VERSION
-        # Messages counted since the connection was made, heartbeats included.
+        # Messages since the connection was made, heartbeats included.
         self._sent = 0
         self._read = 0
         self.acknowledged = 0
-        # Since the last tick.
+        # Whether data arrived since the last tick, and the number of ticks without data.
         self._heard = False
         self._silent_ticks = 0
-        # How much had been sent when the last heartbeat came, and how many have come without progress.
+        # Messages sent up to the last heartbeat, and the number of heartbeats without progress.
         self._sent_at_beat = 0
         self._deaf_beats = 0
-        # What has been received and not been dealt with.
+        # Received frames that have not been processed.
         self._backlog: Iterator[list[Any]] | None = None
 
     def __repr__(self) -> str:
@@ -165,11 +166,11 @@ class Link(asyncio.Protocol):
         return f"<Link {state}, sent {self._sent}, read {self._read}, acknowledged {self.acknowledged}>"
 
     def limit_frames(self, max_frame_bytes: int) -> None:
-        """Accept frames of at most so many bytes from now on."""
+        """Limit the length of received frames from now on."""
         self._reader.max_frame_bytes = max_frame_bytes
 
     def send(self, message: Message) -> int:
-        """Send the message at the end of this turn of the loop; return its number, 0 on a closed link."""
+        """Send a message at the end of this loop iteration; return its number, or 0 if it cannot be sent."""
         if not self.open:
             return 0
         if self.version < VERSION:
@@ -185,7 +186,7 @@ class Link(asyncio.Protocol):
         return self._sent
 
     def close(self, reason: str) -> None:
-        """Send what is waiting to be sent, then end the connection."""
+        """Send pending messages, then close the connection."""
         if self._transport is None:
             self.abort(reason)
         elif self.open:
@@ -193,11 +194,11 @@ class Link(asyncio.Protocol):
             self._end(reason)
             transport = self._require_transport()
             transport.close()
-            # A peer that does not read would keep a closing connection open for ever.
+            # A peer that does not read would keep a closing connection open forever.
             self._loop.call_later(self._settings.dead_after_s, transport.abort)
 
     def abort(self, reason: str) -> None:
-        """End the connection at once, also one that is still being made or closed; unsent words are lost."""
+        """Close the connection at once, also while it opens or closes; pending messages are lost."""
         self._outbox.clear()
         if self.open or not self._reason:
             self._end(reason)
@@ -205,7 +206,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def tick(self) -> None:
-        """Say that we live, and give a dead peer up; the owner calls it every `heartbeat_s`."""
+        """Send a heartbeat, or abort if the peer is dead; the owner calls this every `heartbeat_s`."""
         if not self.open:
             return
         limit = self._settings.beats_to_death
@@ -217,34 +218,34 @@ class Link(asyncio.Protocol):
         self.send(Heartbeat(self._read))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; asyncio calls this."""
+        """Open the link; called by asyncio."""
         self._transport = cast("asyncio.Transport", transport)
         if self._reason:
-            # It was ended while it was being made.
+            # It was aborted while it was opening.
             self._transport.abort()
             return
         self.open = True
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            # asyncio sets this by itself; 44 ms per message where it is missing is reason enough to insist.
+            # asyncio sets this itself; without it, each message would take 44 ms.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        """Take what the peer said; asyncio calls this."""
+        """Process received bytes; called by asyncio."""
         self._heard = True
         self._hear(self._reader.feed(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End; asyncio calls this once, whoever ended it."""
+        """Close the link; called once by asyncio."""
         if self.open:
             self._end(f"the connection broke: {exc}" if exc else "the peer closed the connection")
         self._owner.on_link_lost(self, self._reason)
 
-    # How it works.
+    # Internals.
 
     def _is_busy_peer(self) -> bool:
-        """Whether the silent peer may be busy: its host lives, and it has not been silent for too long."""
+        """Return whether a silent peer may be busy: its host is alive, and the silence is not too long."""
         settings = self._settings
         if not self._bears_busy_peer or self._silent_ticks >= settings.beats_to_stuck:
             return False
@@ -252,7 +253,7 @@ class Link(asyncio.Protocol):
         return ago_s is not None and ago_s < settings.dead_after_s
 
     def _hear(self, frames: Iterator[list[Any]]) -> None:
-        """Deal with a slice of what came; go on with the rest at the loop's next turn."""
+        """Process a slice of the received frames, and schedule the rest for the next loop iteration."""
         left = MAX_MESSAGES_PER_FRAME
         try:
             for messages in frames:
@@ -286,7 +287,7 @@ class Link(asyncio.Protocol):
             self._note_receipt(message.read)
         else:
             self._owner.on_link_message(self, message)
-        # Counted after it was dealt with: a receipt promises that much.
+        # Counted after processing, because a receipt confirms that.
         self._read += 1
 
     def _note_receipt(self, read: int) -> None:
@@ -326,7 +327,7 @@ class Link(asyncio.Protocol):
 
 
 def acknowledged_ago_s(transport: asyncio.BaseTransport) -> float | None:
-    """Seconds since the peer's host acknowledged something; None where the system does not tell."""
+    """Return the seconds since the peer's host last acknowledged data; None if the system reports none."""
     sock = transport.get_extra_info("socket")
     if sock is None or not hasattr(socket, "TCP_INFO"):
         return None

@@ -1,4 +1,4 @@
-"""A pool replica's end of the control channel: registers, and reports its load and whether it drains."""
+"""A pool replica's end of the control channel: registration, and reports of load and draining."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,20 @@ from serve_app.serving.channel.settings import ChannelSettings
 
 logger = logging.getLogger("ray.serve")
 
-# An engine's last words may quote a whole log, and a frame has a limit.
+# An engine's error may quote a whole log, and frames are limited.
 _MAX_REASON_CHARS = 1_000
-# A replica reports this often even when nothing has changed.
+# Maximum interval between reports, also if nothing has changed.
 _REPORT_AT_LEAST_S = 0.5
 
 
 class ReplicaClient:
-    """Keeps the scheduler informed of one replica.
+    """Reporter of one replica's state to the scheduler.
 
     Args:
         locate: finds the scheduler; in production a call on a Ray handle.
-        load: the replica's present state. When it raises `EngineError` the scheduler is told at once, and
-            sends nothing here until the replica registers again. While it hangs or fails otherwise nothing
-            is reported, and the scheduler sends nothing after its limit for old reports.
+        load: returns the replica's current load. If it raises `EngineError`, the scheduler is notified at
+            once and sends no requests until the replica registers again. While it hangs or fails otherwise,
+            no reports are sent, and the scheduler stops sending requests once the last report is too old.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ReplicaClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a scheduler hears us."""
+        """True if a scheduler is connected."""
         return self._link is not None
 
     def start(self) -> None:
-        """Begin to look for the scheduler and to report to it; the replica must be ready for requests."""
+        """Start connecting and reporting; the replica must be ready for requests."""
         self._connector.start()
         self._task = self._loop.create_task(self._report_on(), context=contextvars.Context())
 
     def change(self, spec: ReplicaSpec) -> None:
-        """The replica's limits are others from now on."""
+        """Register again with changed limits."""
         self._register = Register(spec, self._register.address)
         if self._link is not None and not self._engine_failure:
             self._link.send(self._register)
@@ -78,20 +78,20 @@ class ReplicaClient:
             self._wake.set()
 
     def report_now(self) -> None:
-        """Report at once rather than at the next look: something has changed, such as draining."""
+        """Report at once after a change, such as the start of draining."""
         self._wake.set()
 
     async def close(self) -> None:
-        """Say goodbye and stop."""
+        """Send `Bye` and stop."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._connector.close()
 
-    # What the connector calls.
+    # Called by the connector.
 
     def on_connected(self, link: Link, _welcome: Welcome) -> None:
-        """Register; with the last report, so that the scheduler knows at once what runs here."""
+        """Register, and send the last report, so that the scheduler knows the running requests at once."""
         self._link = link
         if not self._engine_failure:
             link.send(self._register)
@@ -100,17 +100,17 @@ class ReplicaClient:
         self._wake.set()
 
     def on_message(self, message: Any) -> None:
-        """Refuse it: a scheduler says nothing to a replica."""
+        """Reject any message, because schedulers send none to replicas."""
         raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
 
     def on_disconnected(self) -> None:
-        """The engine goes on; there is nobody to report to."""
+        """Continue without a scheduler."""
         self._link = None
 
     def on_heartbeat(self) -> None:
-        """Reports have their own rhythm."""
+        """Do nothing, because reports have their own interval."""
 
-    # How it works.
+    # Internals.
 
     async def _report_on(self) -> None:
         while True:
@@ -137,7 +137,7 @@ class ReplicaClient:
         if self._engine_failure:
             self._on_engine_recovery()
         silent_s = self._loop.time() - self._reported_at
-        # A little early, so that the rhythm of the looks does not stretch the interval.
+        # Slightly early, so that the polling interval does not lengthen the reporting interval.
         due = silent_s > _REPORT_AT_LEAST_S - self._settings.report_s / 2
         if report != self._report or due:
             self._tell(report)

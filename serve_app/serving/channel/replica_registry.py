@@ -1,14 +1,14 @@
-"""The scheduler's registry of pool replicas, and the table of them that gateways are given.
+"""The scheduler's registry of pool replicas, and the replica table of the gateways.
 
-A replica that cannot be heard is given no new requests at once; nothing more follows from a lost
-connection. What it runs stays in the core's ledger until the gateways, which see it directly, say how it
-ended: a glitch of this channel fails no request. When the replica is back it joins again, with the
-limits it states then, and finds its running requests still counted. A replica whose engine has failed says
-so, and is treated in the same way: its connection stays, and it registers again if the engine answers again.
+A replica that loses its connection receives no new requests, and nothing else follows. Its running requests
+stay in the ledger until the gateways, which are connected to it directly, report their ends. A glitch of this
+channel thus fails no request. On reconnect the replica joins again with its current limits, and its running
+requests are still charged. A replica whose engine fails reports that and is treated in the same way, but
+stays connected and registers again once the engine answers.
 
-The table states which replicas are *open*, that is, take new requests. When that has changed for some of
-them, all gateways are told once: at the end of the present turn of the event loop, or before a grant, which
-refers to the table. A thousand replicas that change together would else be a thousand tables.
+The table lists which replicas are *open*, that is, accept new requests. After changes it is sent to all
+gateways once: at the end of the current loop iteration, or before a grant, which refers to it. Otherwise a
+thousand replicas that change together would cause a thousand tables.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class _Replica:
 
 
 class ReplicaRegistry:
-    """Turns what replicas say into events, and keeps the table."""
+    """Registry that converts replicas' messages to events and maintains the table."""
 
     def __init__(self, feed: Callable[[Event], None], tell_gateways: Callable[[ReplicaTable], None]) -> None:
         self._feed = feed
@@ -66,12 +66,12 @@ class ReplicaRegistry:
 
     @property
     def table(self) -> ReplicaTable:
-        """The replicas as they are now; all gateways have been told."""
+        """The current table; pending changes are sent to the gateways first."""
         self.tell_changes()
         return self._table
 
     def tell_changes(self) -> None:
-        """Tell the gateways at once what has changed in this turn of the event loop."""
+        """Send pending changes of the table to the gateways now."""
         if self._telling is None:
             return
         self._telling.cancel()
@@ -85,15 +85,15 @@ class ReplicaRegistry:
         self._tell_gateways(self._table)
 
     def stale(self) -> set[str]:
-        """Return the connected replicas that have not reported for too long."""
+        """Return the connected replicas whose last report is too old."""
         return {replica_id for replica_id, replica in self._replicas.items() if replica.stale}
 
     def reports(self) -> dict[str, tuple[ReplicaSpec, ReplicaReport | None]]:
-        """Return what each connected replica can hold, and what it last said of itself."""
+        """Return the limits and the last report of each connected replica."""
         return {replica_id: (replica.spec, replica.report) for replica_id, replica in self._replicas.items()}
 
     def on_message(self, replica_id: str, link: Link, message: Message) -> None:
-        """Take one message of a replica that has been let in."""
+        """Handle a message of a connected replica."""
         if isinstance(message, Register):
             self._register(replica_id, link, message)
         elif isinstance(message, Report):
@@ -107,7 +107,7 @@ class ReplicaRegistry:
             )
 
     def on_loss(self, replica_id: str, link: Link) -> None:
-        """A replica's connection is over, or its engine has failed."""
+        """Handle the loss of a replica's connection, or the failure of its engine."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.link is link:
             del self._replicas[replica_id]
@@ -115,7 +115,7 @@ class ReplicaRegistry:
             self._feed(ReplicaLost(replica_id))
 
     def on_stale(self, replica_id: str) -> None:
-        """A replica has not reported for too long; its next report opens it again."""
+        """Close a replica whose last report is too old; its next report opens it again."""
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.stale = True

@@ -1,17 +1,16 @@
-"""The scheduler's book of requests: which gateway holds each, and by which grant it runs.
+"""The scheduler's record of requests: the gateway that holds each, and the grant by which it runs.
 
-Orphans are running requests of a gateway that is lost, charged until their engine is free of them.
+Orphans are running requests of a lost gateway, charged until their engine has finished them.
 
-A gateway that cannot be heard may be dead, and then its engines notice the closed connections and stop. It
-may as well be cut off, or busy, and then its requests go on. Only the engines know. So the places of these
-requests are given away as reports show that engines run fewer than are charged to them:
+A disconnected gateway may be dead; its engines then notice the closed connections and stop. It may also be
+cut off or busy, and its requests continue. Only the engines know. So the capacity of these requests is
+released as reports show that engines run fewer requests than are charged to them:
 
     ended = requests charged, granted long enough before the report to be in it - waiting - running
 
-An engine counts sequences, of which a request may have several, and newer requests besides. Both make
-`ended` smaller, so an orphan may be held too long, until the engine is less busy, but not too short. Requests
-of other gateways whose end is on its way here make it larger for an instant, so two looks in a row must
-agree.
+An engine counts sequences, of which a request may have several, and newer requests besides. Both lower
+`ended`, so an orphan may be charged too long, until the engine is less busy, but never too short. Requests of
+other gateways whose end is still in transit raise it briefly, so two consecutive checks must agree.
 """
 
 import asyncio
@@ -31,13 +30,13 @@ from serve_app.serving.channel.scheduler_client import RequestTimes
 
 @dataclass(slots=True, eq=False)
 class GatewaySession:
-    """One gateway.
+    """State of one gateway.
 
     Attributes:
-        link: None while it is away.
-        mentioned: requests named in its snapshot so far; None once the snapshot is complete.
-        release: will give its requests up, unless it comes back.
-        lost: it has not come back in time, and is kept for what it may still have running.
+        link: None while it is disconnected.
+        mentioned: requests in its snapshot so far; None once the snapshot is complete.
+        release: timer that releases its requests unless it reconnects.
+        lost: it did not reconnect in time; retained for requests that may still run.
     """
 
     gateway_id: str
@@ -47,31 +46,31 @@ class GatewaySession:
     lost: bool = False
 
     def tell(self, message: Message) -> None:
-        """Send the message, unless the gateway is away: its next snapshot will show what it missed."""
+        """Send a message if the gateway is connected; its next snapshot reveals missed ones."""
         if self.link is not None:
             self.link.send(message)
 
     def mention(self, request_id: str) -> None:
-        """Note that the snapshot, if one is being read, names the request."""
+        """Record that the snapshot being read has the request."""
         if self.mentioned is not None:
             self.mentioned.add(request_id)
 
 
 @dataclass(slots=True, eq=False)
 class GatewayRequest:
-    """One request.
+    """State of one request.
 
     Attributes:
-        submission: as it came; the hashes of its prompt go with its end.
-        grants: how many have been issued for it.
-        client_request_id: the id that its client gave it; empty where it gave none.
-        granted: the one that this scheduler issued and that it runs by.
-        replica_id: where it runs; None while it waits.
+        submission: as received; the hashes of its prompt are dropped at its end.
+        grants: number of grants issued.
+        client_request_id: id chosen by the client; empty for none.
+        granted: grant of this scheduler by which it runs.
+        replica_id: replica on which it runs; None while it waits.
         started: its answer has begun.
-        granted_at: when it was granted, or found to run.
-        usage: what the engine counted, once it is over.
-        arrived_at: on the scheduler's clock.
-        times: what its gateway tells for its receipt, once it is over.
+        granted_at: when it was granted, or found to be running.
+        usage: the engine's token counts, after its end.
+        arrived_at: arrival on the scheduler's clock.
+        times: the gateway's times for the receipt, after its end.
     """
 
     gateway: GatewaySession
@@ -88,21 +87,21 @@ class GatewayRequest:
 
     @property
     def priority(self) -> PriorityClass:
-        """Its class."""
+        """Priority class."""
         return self.submission.priority
 
     @property
     def tenant(self) -> str:
-        """The tenant that is charged for it."""
+        """Tenant that is charged."""
         return self.submission.tenant
 
     @property
     def runs(self) -> bool:
-        """Whether it has a grant."""
+        """True if it has a grant."""
         return self.replica_id is not None
 
     def wait(self) -> str:
-        """Take the grant back; return the replica that it was for."""
+        """Withdraw the grant, and return its replica."""
         replica_id = self.replica_id
         assert replica_id is not None, "only a running request waits again"
         self.granted, self.replica_id, self.started = None, None, False
@@ -110,35 +109,35 @@ class GatewayRequest:
 
 
 class RequestBook(dict[str, GatewayRequest]):
-    """Records by request id."""
+    """Requests by id."""
 
     def __repr__(self) -> str:
         running = sum(record.runs for record in self.values())
         return f"<RequestBook waiting {len(self) - running}, running {running}>"
 
     def own(self, gateway: GatewaySession, request_id: str) -> GatewayRequest | None:
-        """Return a gateway's own request, None when it is unknown or another's."""
+        """Return a gateway's request; None if it is unknown or another gateway's."""
         record = self.get(request_id)
         return record if record is not None and record.gateway is gateway else None
 
     def ids_of(self, gateway: GatewaySession) -> list[str]:
-        """All requests of one gateway."""
+        """Return the ids of a gateway's requests."""
         return [request_id for request_id, record in self.items() if record.gateway is gateway]
 
     def waiting(self) -> Counter[PriorityClass]:
-        """How many wait, by class."""
+        """Return the number of waiting requests by class."""
         return Counter(record.priority for record in self.values() if not record.runs)
 
     def in_flight(self) -> Counter[str]:
-        """How many run, by replica."""
+        """Return the number of running requests by replica."""
         return Counter(record.replica_id for record in self.values() if record.replica_id is not None)
 
 
 def as_request(gateway_id: str, message: Submit | Running, now: float, default_timeout_s: float) -> Request:
-    """Put a submission on the scheduler's clock.
+    """Convert a submission to a request on the scheduler's clock.
 
     Raises:
-        ChannelError: its age is no time.
+        ChannelError: its age is invalid.
     """
     submission, age_s = message.submission, message.age_s
     waits = isinstance(message, Submit)
@@ -150,42 +149,35 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
         submission=submission,
         gateway_id=gateway_id,
         arrived_at=now - age_s,
-        # From its arrival, however often it was dispatched meanwhile.
+        # Counted from arrival, regardless of earlier dispatches.
         expires_at=now - age_s + timeout_s,
-        # The dispatch that it runs by is not one before this.
+        # The current dispatch is not an earlier attempt.
         attempts=message.grants if waits else max(0, message.grants - 1),
         lost=put_back is not None and put_back.failure is DispatchFailure.LOST,
     )
 
 
-# A look goes through all requests once, so it is taken for many reports together.
+# A check visits all requests, so it is done once for many reports.
 _LOOK_S = 0.5
-# A grant reaches its engine in milliseconds, and a report tells of some tenths of a second ago at most.
+# A grant reaches its engine in milliseconds, and a report is at most some tenths of a second old.
 _SETTLED_S = _LOOK_S + 0.5
 
 
 class Orphans:
-    """Finds the orphans that have ended.
-
-    Args:
-        cancel: gives the place of a request back.
-
-    Attributes:
-        exist: whether there are any; until it is set, reports need not be told.
-    """
+    """Detector of orphans that have ended; reports are needed only while some `exist`."""
 
     def __init__(self, book: RequestBook, cancel: Callable[[str], None]) -> None:
         self._book = book
         self._cancel = cancel
-        # Since the last look.
+        # Last report of each replica since the last check.
         self._reports: dict[str, ReplicaReport] = {}
-        # How many had ended at the last look and were not found to be orphans, by replica.
+        # Ended requests of the last check that were not attributed to orphans, by replica.
         self._ended: dict[str, int] = {}
         self._look_at = 0.0
         self.exist = False
 
     def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """Note a report; give back the places of orphans that have ended when it is time to look."""
+        """Record a report, and at intervals release the capacity of orphans that have ended."""
         self._reports[replica_id] = report
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
@@ -206,7 +198,7 @@ class Orphans:
         for replica_id, request_ids in orphans.items():
             report = reports.get(replica_id)
             if report is None or report.waiting is None or report.running is None:
-                # Without counts of its own nothing can be told from ours.
+                # Without the engine's own counts, ends cannot be inferred.
                 continue
             ended = settled[replica_id] - report.waiting - report.running
             agreed = max(0, min(ended, before.get(replica_id, 0), len(request_ids)))

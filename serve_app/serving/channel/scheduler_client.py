@@ -1,6 +1,6 @@
-"""The scheduler of a model as a gateway sees it: what it is asked, and what it answers.
+"""Interface of a model's scheduler towards gateways.
 
-The gateway's handler is written against `SchedulerClient`; the control channel implements it.
+The gateway's handlers use `SchedulerClient`; the control channel implements it.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from serve_app.request import Submission, Usage
 
 
 class ServerAddress(NamedTuple):
-    """What a connection is made with; `scheme` and `name` (of the server) as in `ReplicaAddress`."""
+    """Key of a connection; `scheme` and `name` (of the server) as in `ReplicaAddress`."""
 
     host: str
     port: int
@@ -24,17 +24,17 @@ class ServerAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAddress:
-    """Where a replica listens: one of ours on its own port, or an endpoint that runs elsewhere.
+    """Address of a replica: one of this application on its own port, or a remote endpoint.
 
     Attributes:
         host: name or address of its HTTP port.
-        token: secret that a replica of ours asks for in the header `x-replica-token`; empty for an endpoint.
-        scheme: `http` or `https` for an endpoint; empty for a replica of ours, whose connections are as the
-            channel's.
-        server_name: the name that an endpoint is known by, where `host` is an address.
-        path: what stands before the paths of an endpoint's API, without a slash at its end.
-        api_key: what an endpoint asks for as a bearer token; empty for none.
-        names_responses: its engine lets requests name their responses (`request_id` in the body).
+        token: secret for the header `x-replica-token`; empty for an endpoint.
+        scheme: `http` or `https` for an endpoint; empty for a replica of this application, whose connections
+            use the channel's TLS.
+        server_name: an endpoint's host name, if `host` is an address.
+        path: prefix of an endpoint's API, without a trailing slash.
+        api_key: bearer token for an endpoint; empty for none.
+        names_responses: its engine accepts names for responses (`request_id` in the body).
     """
 
     replica_id: str
@@ -50,25 +50,25 @@ class ReplicaAddress:
 
     @property
     def server(self) -> ServerAddress:
-        """What a connection to it is made with."""
+        """Key of connections to it."""
         return ServerAddress(self.host, self.port, self.scheme, self.server_name)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to send a request to one replica: the scheduler's decision, and where that replica listens."""
+    """Permission to send a request to one replica: the scheduler's decision and the replica's address."""
 
     dispatch: Dispatch
     address: ReplicaAddress
 
 
 class EngineTimes(NamedTuple):
-    """What an engine tells of the time of one request inside it, in seconds; None for what it does not tell.
+    """Stage times of a request inside an engine, in seconds; None for those it does not report.
 
     Attributes:
-        queue_s: it waited for its turn.
-        prefill_s: from its turn to its first token.
-        generation_s: from its first token to its last.
+        queue_s: wait in the engine's queue.
+        prefill_s: from the end of that wait to the first token.
+        generation_s: from the first token to the last.
     """
 
     queue_s: float | None = None
@@ -77,15 +77,15 @@ class EngineTimes(NamedTuple):
 
 
 class RequestTimes(NamedTuple):
-    """How long the parts of a request took at its gateway, in seconds, for its receipt.
+    """Stage times of a request at its gateway, in seconds, for its receipt.
 
     Attributes:
-        endpoint: the path that it was sent to.
-        read_s: from its arrival until the scheduler was asked.
-        grant_s: from there to the last grant, or to its end without one.
-        first_token_s: from that grant to the first token; None where the answer is not streamed.
-        engine_s: from that grant to the end in the engine; None where it ended in the queue.
-        engine: as the engine itself tells; None where it does not.
+        endpoint: path of the request.
+        read_s: from arrival to submission.
+        grant_s: from submission to the last grant, or to the end without one.
+        first_token_s: from the grant to the first token; None if the answer is not streamed.
+        engine_s: from the grant to the end in the engine; None if the request ended in the queue.
+        engine: the engine's own times; None if it reports none.
     """
 
     endpoint: str
@@ -96,7 +96,7 @@ class RequestTimes(NamedTuple):
     engine: EngineTimes | None = None
 
     def stages(self, wait_s: float) -> Iterator[tuple[str, float]]:
-        """Its stages; see `stages`."""
+        """Yield its stages; see the function `stages`."""
         return stages(
             wait_s,
             read_s=self.read_s,
@@ -114,13 +114,13 @@ def stages(
     first_token_s: float | None = None,
     engine_s: float | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Yield the stages of a request's time in their order, in seconds, as far as they are known.
+    """Yield the known stages of a request with their seconds, in order.
 
-    Their sum is the whole time from its arrival at the gateway.
+    They add up to the time since arrival at the gateway.
 
     Args:
-        wait_s: in the queue, as the scheduler knows.
-        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None where not known, or not over.
+        wait_s: time in the queue, measured by the scheduler.
+        read_s, grant_s, first_token_s, engine_s: as in `RequestTimes`; None if unknown or not over.
     """
     if read_s is not None and grant_s is not None:
         yield "gateway", read_s
@@ -135,12 +135,12 @@ def stages(
 
 
 class RequestOutlook(NamedTuple):
-    """What a waiting request may expect; see `core.accounting`.
+    """Queue outlook of a waiting request; see `core.outlook`.
 
     Attributes:
-        position: 1 for the request that is expected to go next of those at home in its pool.
-        expected_s: until it starts; None, and the bounds with it, while nothing is known of that.
-        earliest_s, latest_s: bounds of the interval in which it starts with 80 %.
+        position: 1 for the request expected to be dispatched next among those of its home pool.
+        expected_s: time until its expected start; None, like the bounds, while unknown.
+        earliest_s, latest_s: bounds of the 80 % interval of its start.
     """
 
     request_id: str
@@ -151,38 +151,34 @@ class RequestOutlook(NamedTuple):
 
 
 class SchedulerClient(Protocol):
-    """One model's scheduler, as seen from one gateway.
+    """One model's scheduler, as used by a gateway.
 
-    All methods except `acquire` and `put_back` return at once and never raise: what cannot be sent
-    now is sent after the next reconnect. Cancelling the task that awaits `acquire` or `put_back` cancels the
-    request itself: its place in the queue, or the reservation of a grant on its way, is given back.
+    All methods except `acquire` and `put_back` return at once and never raise; messages that cannot be sent
+    are replaced by the snapshot after the next reconnect. Cancelling the task that awaits `acquire` or
+    `put_back` cancels the request, and releases its place in the queue or the capacity of its grant.
     """
 
     @property
     def is_connected(self) -> bool:
-        """Whether a scheduler hears us now."""
+        """True if a scheduler is connected."""
         ...
 
     async def acquire(self, submission: Submission, client_request_id: str = "") -> Grant | Conclusion:
-        """Queue a request and wait for its turn; its client's own id, if it has one, is for its receipt."""
+        """Queue a request and wait for a grant; the client's own id is for the receipt."""
         ...
 
     async def put_back(
         self, request_id: str, replica_id: str, failure: DispatchFailure, message: str = ""
     ) -> Grant | Conclusion:
-        """Return a granted request that got no first byte, and wait for another turn at the front."""
+        """Put a granted request back that received no first byte, and wait for another grant."""
         ...
 
     def watch(self, request_id: str, on_outlook: Callable[[RequestOutlook | None], None]) -> None:
-        """Be told how a request of ours stands in the queue, now and whenever that changes, while it waits.
-
-        Args:
-            on_outlook: called with None while no scheduler is there.
-        """
+        """Subscribe to the outlook of a waiting request; None is sent while no scheduler is connected."""
         ...
 
     def first_token(self, request_id: str) -> None:
-        """The first byte of the engine's streamed answer has come."""
+        """Report the first byte of the engine's streamed answer."""
         ...
 
     def finish(
@@ -192,36 +188,36 @@ class SchedulerClient(Protocol):
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
-        """The request is over and its place is free."""
+        """Report the end of a granted request, which releases its capacity."""
         ...
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        """A request has ended in the queue: tell what its receipt should say, if it can be told now."""
+        """Send the receipt's times of a request that ended in the queue, if a scheduler is connected."""
         ...
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """The open replicas of the model, which take requests now; empty also while the scheduler is unknown.
+        """Return the open replicas, which accept requests; empty without a connection to a scheduler.
 
-        A replica is open while its engine answers, its reports are fresh and it does not drain. The scheduler
-        sends every change at once, so the answer is about as old as one message.
+        A replica is open while its engine answers, its reports are recent and it is not draining. The
+        scheduler sends changes at once, so the result is about one message old.
         """
         ...
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
-        """All replicas as they were last told of: also those that take no requests now, or have just left."""
+        """Return all replicas of the last table, including closed ones and those removed lately."""
         ...
 
     def adapters(self) -> Mapping[str, frozenset[str]]:
-        """The LoRA adapters that replicas list, each with the ids of those replicas."""
+        """Return the LoRA adapters that replicas list, each with the ids of those replicas."""
         ...
 
     async def exposition(self) -> str:
-        """The metrics of the scheduler and of all other gateways in the Prometheus text format.
+        """Return the metrics of the scheduler and of all other gateways in the Prometheus text format.
 
-        Empty when none come within a second.
+        Empty if none arrive within a second.
         """
         ...
 
     def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
-        """Give other gateways the page of this one when they are scraped."""
+        """Register the page of this gateway for scrapes of other gateways."""
         ...

@@ -1,21 +1,20 @@
-"""The channel's server in the scheduler: admits peers and hands their messages on.
+"""The channel's server in the scheduler: accepts peers and dispatches their messages.
 
-A connection must introduce itself within `handshake_s`, in one small frame, with a version of the protocol
-that is spoken here (`messages`), the secret of its role, which Ray alone hands out, and the highest
-incarnation of the scheduler that the peer has met.
+A connection must send `Hello` within `handshake_s`, in one small frame, with a supported protocol version
+(`messages`), the secret of its role, which is distributed only through Ray, and the highest incarnation of
+the scheduler that the peer has met.
 
-One writer at a time, even while two schedulers of a model are alive (a rolling update, a partition): each
-scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
-met and refuse a lower one. A scheduler that hears of a higher one, from a peer or from the store of claims,
-stops for ever: it closes every connection, and whoever supervises it finds it unhealthy. A replica
-has one connection, so at any moment at most one scheduler can reach it: the older until it stops, then the
-newer; grants of the two never overlap on one replica.
+There is one writer at a time, even while two schedulers of a model are alive (a rolling update, a partition).
+Each scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
+met and refuse lower ones. A scheduler that learns of a higher one, from a peer or from the store of claims,
+stops for good: it closes every connection, and its supervisor finds it unhealthy. A replica has one
+connection, so at most one scheduler reaches it at any time, first the older, then the newer. Grants of the
+two never overlap on a replica.
 
-Anybody on the network may connect, so a connection is counted from the moment that it is accepted, before
-anything is read from it, and it has `handshake_s` to introduce itself, from then on. At the limit no more are
-accepted: peers wait in the kernel's queue until a place is free. Meanwhile the time for an introduction is
-shorter, so that strangers who hold their places in silence do not keep peers out. Nobody is sent away before
-that time, because the oldest of a crowd of real peers are those who are just about to speak.
+Any host may connect, so a connection counts from the moment it is accepted, before anything is read, and
+`handshake_s` runs from then on. At the limit no more are accepted, and peers wait in the kernel's backlog.
+The time for a handshake is then shorter, so that silent strangers do not lock peers out. No connection is
+closed earlier than that, because in a crowd of real peers the oldest are those about to send `Hello`.
 """
 
 import asyncio
@@ -41,29 +40,25 @@ from serve_app.serving.tls import made_tls
 
 logger = logging.getLogger("ray.serve")
 
-# Peers that wait for a place; the kernel may allow fewer (net.core.somaxconn).
+# Listen backlog; the kernel may allow less (net.core.somaxconn).
 _BACKLOG = 4096
-# Of `handshake_s`, while others wait: 0.25 s, when a peer needs some milliseconds.
+# Share of `handshake_s` while others wait: 0.25 s, when a peer needs some milliseconds.
 _HURRIED_SHARE = 0.25
-# Without descriptors, each attempt fails at once: do not spin.
+# Without file descriptors, each attempt fails at once, so retry after a pause.
 _NO_DESCRIPTOR_PAUSE_S = 0.2
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A connection that has not introduced itself; `opening` ends when its link is connected."""
+    """An accepted connection before `Hello`; `opening` ends when its link is connected."""
 
     accepted_at: float
     opening: asyncio.Task[None]
 
 
 class Listener:
-    """Accepts connections on one port, at most `max_pending_handshakes` of them not introduced.
-
-    Args:
-        make_link: makes the link of a connection that was accepted.
-    """
+    """Acceptor of connections on one port, with at most `max_pending_handshakes` before their `Hello`."""
 
     def __init__(self, make_link: Callable[[], Link], settings: ChannelSettings) -> None:
         self._make_link = make_link
@@ -83,10 +78,10 @@ class Listener:
         return len(self._pending)
 
     def start(self, host: str) -> int:
-        """Listen on a free port of `host`, or one of those in the settings; return it.
+        """Listen on `host`, on a free port or one of the configured ones; return the port.
 
         Raises:
-            PortError: none can be had.
+            PortError: no port is available.
         """
         settings = self._settings
         self._socket = listening_socket(host, settings.port, settings.ports, _BACKLOG)
@@ -95,7 +90,7 @@ class Listener:
         return port
 
     def close(self, reason: str) -> None:
-        """Accept no more, and close what has not introduced itself, after what was said to it."""
+        """Stop accepting, and close pending connections after their pending messages."""
         self._pause()
         if self._socket is not None:
             self._socket.close()
@@ -105,12 +100,12 @@ class Listener:
             link.close(reason)
 
     def forget(self, link: Link) -> None:
-        """The connection has introduced itself, or is over: its place is free."""
+        """Remove a connection that completed its handshake or ended, which frees its slot."""
         self._pending.pop(link, None)
         self._resume()
 
     def expire(self) -> None:
-        """Abort the connections whose time is over; to be called at an interval."""
+        """Abort the connections whose handshake timed out; must be called periodically."""
         limit_s = self._settings.handshake_s * (1.0 if self._accepts else _HURRIED_SHARE)
         latest = self._loop.time() - limit_s
         for link, pending in list(self._pending.items()):
@@ -120,7 +115,7 @@ class Listener:
             self.forget(link)
             link.abort("it did not introduce itself")
 
-    # How it works.
+    # Internals.
 
     def _resume(self) -> None:
         has_room = len(self._pending) < self._settings.max_pending_handshakes
@@ -134,7 +129,7 @@ class Listener:
             self._loop.remove_reader(self._socket)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accept one connection; the loop calls again while there are more, and does all else in between."""
+        """Accept one connection; the loop calls again while there are more, with other work in between."""
         try:
             sock, _ = listening.accept()
         except OSError as error:
@@ -142,11 +137,11 @@ class Listener:
                 logger.error("event=accept_failed reason=%r", error)  # noqa: TRY400 - a trace says no more
                 self._pause()
                 self._loop.call_later(_NO_DESCRIPTOR_PAUSE_S, self._resume)
-            # Otherwise the peer was gone before it was accepted.
+            # Otherwise the peer disconnected before it was accepted.
             return
         sock.setblocking(False)
         link = self._make_link()
-        # In an empty context: Ray Serve cancels what was started in a request's context with the request.
+        # In an empty context, because Ray Serve cancels a request's tasks with the request.
         opening = self._loop.create_task(self._open(link, sock), context=contextvars.Context())
         self._pending[link] = _Pending(self._loop.time(), opening)
         if len(self._pending) >= self._settings.max_pending_handshakes:
@@ -154,7 +149,7 @@ class Listener:
             self._hurry_up()
 
     def _hurry_up(self) -> None:
-        """While no more are accepted, have those go who hold their places in silence."""
+        """Expire silent connections sooner while no more are accepted."""
         if self._hurry is not None:
             self._hurry.cancel()
             self._hurry = None
@@ -180,17 +175,13 @@ class Listener:
             raise
 
 
-# A Hello has five short fields; a stranger is given no more memory than that needs.
+# A `Hello` has five short fields; strangers get no larger buffer.
 _STRANGERS_FRAME_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a scheduler shows, and asks for, at the door.
-
-    Attributes:
-        secrets: of each role, so that a replica cannot pose as a gateway.
-    """
+    """The scheduler's incarnation, and the secrets by role, so that a replica cannot pose as a gateway."""
 
     secrets: Mapping[Role, str]
     incarnation: int
@@ -205,7 +196,7 @@ class _Peer:
 
 
 class ChannelServer:
-    """Accepts peers, and passes what they say to the registry of their kind."""
+    """Server that accepts peers and passes their messages to the sessions or the registry."""
 
     def __init__(
         self,
@@ -221,7 +212,7 @@ class ChannelServer:
         self._replicas = replicas
         self._on_superseded = on_superseded
         self._loop = asyncio.get_running_loop()
-        # Holds those who have not introduced themselves.
+        # Holds connections before their `Hello`.
         self._listener = Listener(self._make_link, settings)
         self._peers: dict[Link, _Peer] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -230,13 +221,13 @@ class ChannelServer:
         return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._listener)}>"
 
     async def start(self, host: str) -> int:
-        """Listen on a free port of `host` and return it."""
+        """Listen on `host`, and return the port."""
         port = self._listener.start(host)
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
         return port
 
     def stop(self, reason: str) -> None:
-        """Let nobody in any more and close every connection, after what was said already."""
+        """Stop accepting, and close every connection after its pending messages."""
         self._listener.close(reason)
         if self._timer is not None:
             self._timer.cancel()
@@ -244,7 +235,7 @@ class ChannelServer:
             link.close(reason)
 
     def on_link_message(self, link: Link, message: Any) -> None:
-        """Take a message of a stranger or a peer."""
+        """Handle a message, which must be `Hello` on a new connection."""
         peer = self._peers.get(link)
         if peer is None:
             self._meet(link, message)
@@ -255,7 +246,7 @@ class ChannelServer:
             peer.on_message(message)
 
     def on_link_lost(self, link: Link, reason: str) -> None:
-        """A connection is over."""
+        """Handle the end of a connection."""
         self._listener.forget(link)
         self._part(link, reason, for_good=False)
 
@@ -305,7 +296,7 @@ class ChannelServer:
         self._peers[link] = _Peer(message.role, message.peer_id, on_message)
 
     def _objection(self, message: Any) -> str:
-        """Return why this peer is not let in, nothing if it is."""
+        """Return why this peer is rejected; empty if it is accepted."""
         if not isinstance(message, Hello):
             raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
         identity = self._identity
@@ -317,7 +308,7 @@ class ChannelServer:
                 f"to {VERSION}: upgrade by one version at a time"
             )
         if message.highest_incarnation > identity.incarnation:
-            # Only after the secret: a stranger must not be able to put a scheduler out of office.
+            # Only after the check of the secret: strangers must not be able to supersede a scheduler.
             self._loop.call_soon(self._on_superseded, message.highest_incarnation)
             return f"incarnation {identity.incarnation} is superseded by {message.highest_incarnation}"
         if not message.peer_id:
@@ -325,7 +316,7 @@ class ChannelServer:
         return ""
 
     def _replace_older(self, hello: Hello) -> None:
-        """A peer has one connection; the one it opened last counts."""
+        """Abort an earlier connection of the same peer."""
         for link, peer in list(self._peers.items()):
             if peer.role is hello.role and peer.peer_id == hello.peer_id:
                 link.abort("the peer has opened another connection")

@@ -8,58 +8,57 @@ from serve_app.serving.tls import TlsSettings
 
 @settings(block="channel")
 class ChannelSettings:
-    """Times in seconds, sizes in bytes. Both ends of a channel run with the same settings.
+    """Control channel. Times in seconds, sizes in bytes; both ends use the same settings.
 
     Attributes:
-        tls: for connections of the channel and to replicas; plain ones without it.
-        port: the first port that schedulers listen on, 0 for any free one.
-        ports: how many from there they may use; each model's scheduler takes the first that is free.
-        heartbeat_s: each side says that it lives, and what it has read, this often.
-        dead_after_s: a peer that says nothing, or reads nothing, for so long is cut off.
-        stuck_after_s: the scheduler bears a silent peer for so long whose host still acknowledges what it is
-            sent, since its event loop is only busy.
-        gateway_grace_s: a gateway that vanished may come back for so long before its requests are released.
-        handshake_s: a connection that has not introduced itself by then is closed.
-        locate_s: how long the search for the scheduler may take before it starts again; doubles, up to eight
-            times this, while searches fail.
-        backoff_max_s: longest pause before a lost scheduler is looked for again; it doubles from 0.05 s.
-        report_s: a replica looks at its engine's load this often, and reports it when it has changed.
+        tls: TLS of the channel and of connections to replicas; null disables it.
+        port: first port for schedulers; 0 for any free one.
+        ports: number of ports from there; each model's scheduler uses the first free one.
+        heartbeat_s: interval of heartbeats, which also acknowledge messages.
+        dead_after_s: a peer that sends nothing, or processes nothing, for this long is disconnected.
+        stuck_after_s: the scheduler tolerates a silent peer for this long if its host still acknowledges
+            data, because only its event loop is busy.
+        gateway_grace_s: time in which a lost gateway may reconnect before its requests are released.
+        handshake_s: time limit of a handshake.
+        locate_s: time limit of a search for the scheduler; doubles up to eightfold while searches fail.
+        backoff_max_s: longest pause before a reconnect; pauses double from 0.05 s.
+        report_s: interval at which a replica checks its engine's load, which it reports on change.
         max_frame_bytes: a longer frame ends the connection.
-        max_write_buffer_bytes: a peer with more than this unread ends the connection.
-        max_pending_handshakes: connections without an introduction; more are not accepted meanwhile.
-        max_waiting_offline: requests that one gateway holds while no scheduler is there to refuse them.
+        max_write_buffer_bytes: more unread data than this ends the connection.
+        max_pending_handshakes: connections before their handshake; at the limit, no more are accepted.
+        max_waiting_offline: requests that one gateway holds while no scheduler is connected.
     """
 
     tls: TlsSettings | None = None
     port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
-    # One per model, and one more for each scheduler that is replaced while its successor begins.
+    # One per model, and one more for each scheduler whose successor starts while it still runs.
     ports: Annotated[int, at_least(1)] = 16
-    # Four a second from each of some dozens of peers costs the scheduler well under one CPU millisecond a
-    # second. Four missed beats make the verdict: an event loop that is late once (a long body parsed, a
-    # garbage collection) is forgiven, and a machine that lost its power is noticed in dead_after_s.
+    # Four heartbeats per second from dozens of peers cost the scheduler well under 1 ms of CPU time per
+    # second. Four missed ones are needed to disconnect, so a delay of the event loop (a long body, a garbage
+    # collection) is tolerated, and a machine without power is detected in `dead_after_s`.
     heartbeat_s: Annotated[float, POSITIVE, INTERNAL] = 0.25
-    # A false alarm costs a reconnect and a snapshot and loses nothing; waiting longer leaves the places of
-    # a dead gateway's requests unused for as long.
+    # A false alarm costs a reconnect and a snapshot, but no request. A larger value leaves the capacity of a
+    # dead gateway's requests unused for longer.
     dead_after_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
-    # No event loop should be occupied for a second; one that is for ten is taken for stopped. Until then
-    # what waits at a gateway may be granted places that it does not use.
+    # No event loop should block for a second; one that blocks for ten counts as stopped. Until then, requests
+    # of a busy gateway may be granted capacity that they do not use.
     stuck_after_s: Annotated[float, POSITIVE, INTERNAL] = 10.0
-    # Long enough for a gateway to find the channel again (first tries after 0.05 s). What it has running is
-    # charged until the engines say that it has ended.
+    # Enough for a gateway to reconnect (first attempts after 0.05 s). Its running requests stay charged until
+    # the engines report their end.
     gateway_grace_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
     handshake_s: Annotated[float, POSITIVE, INTERNAL] = 1.0
-    # A Serve handle waits by itself while the scheduler is being replaced, but a call that went to the dead
-    # one may never come back; a new scheduler is up in some four seconds.
+    # A Serve handle waits while the scheduler is replaced, but a call to the dead one may never return. A new
+    # scheduler is up in about four seconds.
     locate_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
-    # With some dozens of peers, a start that takes seconds meets at most two tries a second from each.
+    # With dozens of peers, a starting scheduler receives at most about two attempts per second of each.
     backoff_max_s: Annotated[float, POSITIVE, INTERNAL] = 0.5
     report_s: Annotated[float, POSITIVE, INTERNAL] = 0.2
-    # A frame carries many messages, but it is split long before this; the largest single message is a
-    # submission with its prefix hashes, or the text of the metrics.
+    # Batches are split long before this limit. The largest single messages are submissions with prefix
+    # hashes, and the text of metrics.
     max_frame_bytes: Annotated[int, POSITIVE, INTERNAL] = 4 * 1024 * 1024
-    # A snapshot of 20,000 waiting requests takes about 8 MB.
+    # A snapshot of 20,000 waiting requests needs about 8 MB.
     max_write_buffer_bytes: Annotated[int, POSITIVE, INTERNAL] = 32 * 1024 * 1024
-    # 256 strangers cost about 2 MB and a quarter of the time for an introduction; see `listener`.
+    # 256 pending connections cost about 2 MB, and leave a quarter of the time for a handshake.
     max_pending_handshakes: Annotated[int, POSITIVE, INTERNAL] = 256
     max_waiting_offline: Annotated[int, POSITIVE, INTERNAL] = 10_000
 
@@ -77,10 +76,10 @@ class ChannelSettings:
 
     @property
     def beats_to_death(self) -> int:
-        """Heartbeat intervals without a word after which a peer counts as dead."""
+        """Heartbeat intervals of silence after which a peer counts as dead."""
         return max(2, round(self.dead_after_s / self.heartbeat_s))
 
     @property
     def beats_to_stuck(self) -> int:
-        """Heartbeat intervals without a word after which a peer counts as stuck."""
+        """Heartbeat intervals of silence after which a peer counts as stuck."""
         return max(2, round(self.stuck_after_s / self.heartbeat_s))

@@ -1,6 +1,6 @@
 """Admin endpoints: `/debug`, the scheduling mode, pools of remote servers, and what-if replays.
 
-GET   /debug/queue, /debug/status, /debug/usage, /debug/costs, /debug/tuner
+GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv: the same as `/debug/costs`, as a table
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
 GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
@@ -33,12 +33,12 @@ ENDPOINTS_PATH = "/admin/endpoints"
 ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
 _ACTIONS = {"POST": "add", "DELETE": "remove"}
 
-# An admin waits; a watcher that takes longer is being replaced.
+# The caller is interactive; a watcher that takes longer is being replaced.
 _TIMEOUT_S = 5.0
 
 
 class EndpointChange(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a change."""
+    """Body of a request that adds or removes an endpoint."""
 
     url: str
     model: str | None = None
@@ -47,11 +47,11 @@ class EndpointChange(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PoolWatcher:
-    """How to talk to the watcher of one pool.
+    """Access to the watcher of one pool.
 
     Attributes:
-        described: what each endpoint is and does.
-        change: `add` or `remove` a URL; an answer with `error` refuses.
+        described: returns a description of each endpoint.
+        change: performs `add` or `remove` for a URL; the answer has `error` if that was refused.
     """
 
     described: Callable[[], Awaitable[list[dict[str, object]]]]
@@ -59,18 +59,14 @@ class PoolWatcher:
 
 
 class EndpointAdmin:
-    """Serves the admin API.
-
-    Args:
-        watchers: by model and pool.
-    """
+    """The `/admin/endpoints` API, over watchers by model and pool."""
 
     def __init__(self, watchers: Mapping[tuple[str, str], PoolWatcher], reader: RequestReader) -> None:
         self._watchers = watchers
         self._reader = reader
 
     async def serve(self, incoming: IncomingRequest) -> None:
-        """Show all endpoints, add one or give it back, or take one away: what runs there goes on."""
+        """List the endpoints, add or restore one, or remove one; its running requests finish."""
         self._reader.authenticate(incoming).check_admin()
         action = _ACTIONS.get(incoming.scope["method"])
         await (self._show(incoming) if action is None else self._change(action, incoming))
@@ -118,21 +114,21 @@ class EndpointAdmin:
         raise RequestRefused(Outcome.REJECTED_INVALID, f"{what}; there are: {there}", param="pool")
 
 
-# Questions of admins about the schedulers, which a gateway passes on over the control channel.
+# Admin queries to schedulers, which a gateway forwards over the control channel.
 
 
-# A person is waiting, and a scheduler that takes longer has other troubles.
+# The caller is interactive, and a healthy scheduler answers sooner.
 VIEW_TIMEOUT_S = 5.0
 
 
 class SchedulerViews(Protocol):
-    """One model's scheduler, as admins see it."""
+    """Admin interface of one model's scheduler."""
 
     async def ask(self, question: str, **arguments: Any) -> Any:
-        """Return the answer to a question of `scheduler.questions.AdminQuestions`.
+        """Return the answer to a query defined by `scheduler.questions.AdminQuestions`.
 
         Raises:
-            ChannelError: the scheduler is away, or cannot answer.
+            ChannelError: the scheduler is disconnected or cannot answer.
         """
         ...
 
@@ -140,7 +136,7 @@ class SchedulerViews(Protocol):
 async def ask(
     model: str, views: SchedulerViews, question: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
 ) -> Any:
-    """Ask the scheduler of one model.
+    """Query the scheduler of one model.
 
     Raises:
         RequestRefused: it does not answer.
@@ -153,14 +149,14 @@ async def ask(
 
 
 Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
-"""A question to a model's scheduler, given the model's name."""
+"""A query to a model's scheduler, given the model's name."""
 
 
 async def ask_each(
     views: Mapping[str, SchedulerViews],
     question: Question,
 ) -> list[Mapping[str, Any]]:
-    """Ask every model's scheduler; for one that does not answer, its model and why."""
+    """Query each model's scheduler; a failed query yields the model's name and the error."""
     answers: list[Mapping[str, Any]] = []
     for model, each in views.items():
         try:
@@ -170,12 +166,10 @@ async def ask_each(
     return answers
 
 
-# The admin API for the share of requests that is scheduled.
+# Admin API for the share of requests that is scheduled. Without a model, it applies to all models.
 #
 #     GET   /admin/mode
 #     POST  /admin/mode   {"active_share": 0.1, "model": "m"}
-#
-# Without a model it concerns all of them.
 
 
 MODE_PATH = "/admin/mode"
@@ -183,25 +177,21 @@ MODE_METHODS = ("GET", "POST")
 
 
 class ModeChange(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a change."""
+    """Body of a request that changes the scheduled share."""
 
     active_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     model: str | None = None
 
 
 class ModeAdmin:
-    """Serves the admin API.
-
-    Args:
-        views: by model.
-    """
+    """The `/admin/mode` API, over the views of each model."""
 
     def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
         self._views = views
         self._reader = reader
 
     async def serve(self, incoming: IncomingRequest) -> None:
-        """Show the share of each model and what was waited, after a change if one was asked for."""
+        """Return each model's scheduled share and queue times, after applying a requested change."""
         self._reader.authenticate(incoming).check_admin()
         chosen = self._views
         if incoming.scope["method"] == "POST":
@@ -231,31 +221,28 @@ class ModeAdmin:
         return chosen
 
 
-# Replays of recorded minutes, in a process beside the gateway that takes only what others leave.
+# What-if replays of recorded traffic, in a low-priority process next to the gateway.
 
 
-# A replay takes about 0.7 ms of CPU time for each request, and there are two dozen.
+# About two dozen replays, each with 0.7 ms of CPU time per request.
 TIME_LIMIT_S = 120.0
 _RETRY_S = 10.0
 _MODULE = "serve_app.tuning.counterfactuals"
 
 
 class Replays:
-    """Runs one at a time.
-
-    Args:
-        module: what is run; it reads a recording and writes a JSON object.
-    """
+    """Runner of what-if replays, one at a time; `module` reads a recording and writes a JSON object."""
 
     def __init__(self, module: str = _MODULE, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._module, self._time_limit_s = module, time_limit_s
         self._is_busy = False
 
     async def what_if(self, recording: str) -> dict[str, Any]:
-        """What would have been.
+        """Replay a recording under other settings, and return the comparison.
 
         Raises:
-            RequestRefused: another replay runs, this one takes too long, or nothing can be said.
+            RequestRefused: another replay is running, this one takes too long, or the recording is not
+                replayable.
         """
         if self._is_busy:
             raise RequestRefused(
@@ -273,7 +260,7 @@ class Replays:
         return answer
 
     async def _run(self, recording: bytes) -> dict[str, Any]:
-        # Modules of a working directory that Ray has shipped are found by the path of this process alone.
+        # This process's `sys.path` has the working directory that Ray ships; a new process would not find it.
         path = os.pathsep.join(place for place in sys.path if place)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module),
@@ -307,20 +294,19 @@ class Replays:
         return found
 
 
-# The costs of all models as comma-separated values, for spreadsheets and bills.
+# The costs of all models as CSV, for spreadsheets and billing.
 
 
 _COLUMNS = ("pool", "class", "tenant", "engine_seconds", "gpu_seconds", "imposed_delay_seconds")
-# With these a cell begins that a spreadsheet would compute. Tenants may choose their own names.
+# Spreadsheets evaluate cells that begin with these; clients may choose the names of tenants.
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def cost_table(models: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each pool, class and tenant, with a heading; seconds have milliseconds.
+    """Return a CSV table with one row per pool, class and tenant; seconds have three decimals.
 
-    `since` is when counting began, in UTC; empty where a scheduler of an older release tells. `gpu_seconds`
-    is empty where a pool has no GPUs. A name that a spreadsheet would take for a formula gets an apostrophe
-    in front.
+    `since` is the start of the count in UTC, empty for schedulers of older releases. `gpu_seconds` is empty
+    for pools without GPUs. Names that a spreadsheet would evaluate get a leading apostrophe.
     """
     text = io.StringIO()
     writer = csv.writer(text)
@@ -363,11 +349,7 @@ _THAWED = "the tuner is thawed: other values may be tried again"
 
 
 class DebugPages:
-    """Serves the pages.
-
-    Args:
-        views: by model.
-    """
+    """The `/debug` endpoints, over the views of each model."""
 
     def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
         self._views = views
@@ -376,7 +358,7 @@ class DebugPages:
 
     @property
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
-        """Method and handler of each path."""
+        """The method and the handler of each path."""
         pages: dict[str, tuple[str, Question]] = {
             "/debug/queue": ("GET", lambda _model, views: views.ask("queue")),
             "/debug/status": ("GET", lambda _model, views: views.ask("status")),
@@ -395,10 +377,10 @@ class DebugPages:
         }
 
     async def receipt(self, incoming: IncomingRequest) -> None:
-        """The receipt of one request, whichever model it was for, or what its path asks for besides.
+        """Return the receipt of a request of any model, or its recording or what-if analysis.
 
         Raises:
-            RequestRefused: the caller is no admin, or no scheduler knows the request.
+            RequestRefused: the caller is not an admin, or no scheduler has the request.
         """
         self._reader.authenticate(incoming).check_admin()
         name = incoming.path.removeprefix(RECEIPTS_PATH)
@@ -414,7 +396,7 @@ class DebugPages:
         raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
-        """The minutes around a request, or what would have helped it."""
+        """Return the recording around a request, or its what-if analysis."""
         for model, views in self._views.items():
             recording = await ask(model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id)
             if recording and incoming.path.endswith(RECORDING):
@@ -440,7 +422,7 @@ class DebugPages:
         self._reader.authenticate(incoming).check_admin()
         models = await ask_each(self._views, lambda _model, views: views.ask("costs"))
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
-            # Half a table looks like a whole one.
+            # A partial table would be indistinguishable from a complete one.
             message = "; ".join(errors)
             raise RequestRefused(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
@@ -452,19 +434,19 @@ class DebugPages:
 
 
 async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
-    """What would have helped, with the name of the tenant that is left out if its receipt is still there."""
+    """Return a what-if answer with the name of the omitted tenant, if its receipt still exists."""
     example = request_of_tenant(told)
     receipt = await ask(model, views, "receipt", request_id=example) if example else {}
     return named(told, receipt["tenant"]) if "tenant" in receipt else told
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:
-    """The part of the status that is about the tuner."""
+    """Return the part of the status that describes the tuner."""
     status = await views.ask("status")
     return {"model": model, **status["tuner"]}
 
 
 async def _freeze(reason: str, model: str, views: SchedulerViews) -> Mapping[str, Any]:
-    """Stop the tuner for a reason, or let it go on without one, and say what that means."""
+    """Freeze the tuner with a reason, or thaw it with an empty one, and describe the effect."""
     await views.ask("freeze", reason=reason)
     return {"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED}

@@ -1,7 +1,6 @@
-"""The gateway as a plain ASGI application: its routes, and the small answers of its own.
+"""The gateway's ASGI application: routing, and the endpoints that need no engine.
 
-Read next: `serving/gateway/request/reader.py`, how a request becomes a job, and `forward.py`, what happens to
-it then.
+Read next: `request/reader.py`, which turns a request into a job, and `forward.py`, which runs the job.
 """
 
 import asyncio
@@ -62,23 +61,22 @@ _MODELS = "/v1/models"
 Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
-# For the last event of streams that are cut; clients that do not read it lose it. And for the last spans.
+# Time for clients to read the last event of a stream that is cut, and for the export of the last spans.
 _LAST_WORDS_S = 2.0
 
 
 class Gateway:
-    """One gateway: an ASGI application over the schedulers of its models.
+    """ASGI application in front of the schedulers of its models.
 
     Args:
-        settings: what it serves, to whom.
-        schedulers: the scheduler of each model, by model name.
-        gateway_id: unique among all gateways; begins every request id.
-        views: how to look into each model's scheduler, by model name, for those who may.
+        schedulers: by model name.
+        gateway_id: unique among all gateways; prefix of every request id.
+        views: admin views of each model's scheduler, by model name.
         tls: for connections to replicas.
-        watchers: those of pools of endpoints, by model and pool.
+        watchers: watchers of endpoint pools, by model and pool.
 
     Raises:
-        SettingsError: a model has no scheduler, a key cannot be read, or tracing is asked for and cannot be.
+        SettingsError: a model has no scheduler, a key cannot be read, or tracing is enabled but unavailable.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class Gateway:
         self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
-        # What clients are told once the application stops.
+        # `Retry-After` of refusals, in seconds, once the application stops.
         self._stops_for_s: float | None = None
         self._debug = DebugPages(self._views, self._reader)
         self._routes = self._routing_table(watchers or {})
@@ -135,18 +133,18 @@ class Gateway:
         return f"<Gateway models={len(self._settings.models)} in_flight={self.in_flight} {self._upstream!r}>"
 
     def change(self, user_config: Mapping[str, Any]) -> None:
-        """Serve by other settings from now on; requests that have been read go on as they are.
+        """Apply hot settings to new requests; requests that have been read are unaffected.
 
         Args:
-            user_config: any of the hot settings; those left out stay as they are.
+            user_config: hot settings by name; omitted ones keep their values.
 
         Raises:
-            SettingsError: one is unknown, cold or out of range, or a key cannot be read; nothing changes.
+            SettingsError: a setting is unknown, cold or invalid, or a key cannot be read; nothing changes.
         """
         changed = with_hot_gateway(self._settings, user_config)
         if changed == self._settings:
             return
-        # What may fail comes first.
+        # Steps that can fail run first, so that an error leaves everything unchanged.
         self._metrics_endpoint.change(changed.metrics_key, asks_for_keys=changed.asks_for_keys)
         try:
             self._reader.change(changed)
@@ -162,7 +160,7 @@ class Gateway:
     def _routing_table(
         self, watchers: Mapping[tuple[str, str], PoolWatcher]
     ) -> dict[str, tuple[str, Handler]]:
-        """Methods and handler of every path."""
+        """Return the allowed methods and the handler of each path."""
         engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)
         endpoint_admin = EndpointAdmin(watchers, self._reader)
         mode_admin = ModeAdmin(self._views, self._reader)
@@ -186,23 +184,23 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are received, wait or run now."""
+        """Requests that are being received, queued or running."""
         return sum(self.telemetry.in_flight.values())
 
     @property
     def open_requests(self) -> int:
-        """Requests whose answers are not complete."""
+        """Scheduled requests whose answers are incomplete."""
         return len(self._calls)
 
     async def drain(self, drain_s: float, retry_after_s: float) -> int:
-        """Refuse new requests, and return once the open ones have ended.
+        """Refuse new requests and wait until open ones end.
 
         Args:
-            drain_s: how long they may go on; then they end with an error.
-            retry_after_s: what refused clients are told.
+            drain_s: grace period; requests that are still open after it end with an error.
+            retry_after_s: `Retry-After` of the refusals.
 
         Returns:
-            How many were ended with an error.
+            The number of requests that were ended with an error.
         """
         self._stops_for_s = retry_after_s
         self._dashboard.close()
@@ -225,7 +223,7 @@ class Gateway:
             raise stopping(self._stops_for_s)
 
     def close(self) -> None:
-        """Cut all connections to replicas, and write what is still to be logged."""
+        """Close all connections to replicas, and flush the request log and the spans."""
         self.telemetry.flush_log()
         self._dashboard.close()
         self._background.close()
@@ -289,7 +287,7 @@ class Gateway:
         finally:
             self.telemetry.on_departure("")
         try:
-            # A body may take long to arrive.
+            # The gateway may have begun to stop while the body arrived.
             self._check_stopping()
             job = self._stored.bound(job)
         except RequestRefused:
@@ -304,7 +302,7 @@ class Gateway:
             self._call_ended.set()
 
     async def _ask_of_model(self, incoming: IncomingRequest) -> None:
-        """A question without a body: of the model that the query names, or else the first that there is."""
+        """Forward a query without a body to a replica of the named model, or else of the first model."""
         caller = self._reader.authenticate(incoming)
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
         found = self._served.find(named[0] if named else self._served.first(caller), caller)
@@ -339,14 +337,15 @@ class Gateway:
         await send_json(incoming.send, 200, b'{"status":"ok"}', [])
 
     async def _load(self, incoming: IncomingRequest) -> None:
-        """Under vLLM's name; other gateways count theirs."""
+        """Report this gateway's in-flight requests, as vLLM's `/load` does."""
         self._reader.authenticate(incoming)
         await send_json(incoming.send, 200, encode({"server_load": self.in_flight}), [])
 
     async def _ready(self, incoming: IncomingRequest) -> None:
-        """Ready when every model can be served: by a replica, or by one that its first request starts.
+        """Report readiness: every model has a replica, or one that its first request starts.
 
-        Only a scheduler has a replica started. Without one all models are named, since none is known.
+        Only a connected scheduler can have a replica started. Without a connection, each model is listed as
+        missing unless a replica of it is known.
         """
         missing = [model.name for model in self._settings.models if not self._can_serve(model)]
         stops = self._stops_for_s is not None
@@ -362,7 +361,7 @@ class Gateway:
         await send_json(incoming.send, 200, encode(openapi_document()), [])
 
     async def _metrics(self, incoming: IncomingRequest) -> None:
-        """This gateway's metrics and those of the schedulers behind it."""
+        """Serve the metrics of this gateway and of its schedulers."""
         self._metrics_endpoint.check(incoming.headers)
         kind, page = await self._metrics_endpoint.page(incoming.headers.get(b"accept", b""))
         await send_body(incoming.send, 200, [kind], page)
@@ -370,13 +369,13 @@ class Gateway:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "lifespan.shutdown":
             await send({"type": "lifespan.startup.complete"})
-        # Serve tells this before the deployment's `__del__`, which waits for open answers and then closes.
+        # Serve sends the shutdown event before it calls the deployment's `__del__`, which drains.
         await send({"type": "lifespan.shutdown.complete"})
 
     def _conclude_unscheduled(
         self, incoming: IncomingRequest, outcome: Outcome, status: int, detail: str
     ) -> None:
-        """Count and log a request that no scheduler has seen."""
+        """Count and log a request that never reached a scheduler."""
         record = RequestRecord(
             request_id=incoming.request_id,
             arrived_at=incoming.arrived_at,
@@ -386,7 +385,7 @@ class Gateway:
             output_tokens=0,
             detail=detail,
         )
-        # The path may be anything that somebody types; only known ones are words of ours.
+        # Clients choose the path, so only known paths become labels.
         endpoint = incoming.path if incoming.path in self._routes else "-"
         self.telemetry.on_conclusion(
             ConcludedRequest(
@@ -400,7 +399,7 @@ class Gateway:
 
 
 def _path(scope: Scope) -> str:
-    """The path below the prefix that the server has mounted the gateway at."""
+    """Return the path below the prefix at which the server mounts the gateway."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root else path

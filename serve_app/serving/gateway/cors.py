@@ -1,7 +1,7 @@
-"""Cross-origin requests: which pages in browsers may call the gateway (CORS).
+"""Cross-origin resource sharing (CORS): web pages that may call the gateway from a browser.
 
-A browser asks before it sends a request with a key or a JSON body to another origin: a preflight, which
-carries no key. The rules are Starlette's middleware's; the answers to preflights have the gateway's own form.
+Before a request with a key or a JSON body, browsers send a preflight without a key. Starlette's middleware
+decides; refused preflights get the gateway's error format.
 """
 
 from starlette.datastructures import Headers
@@ -16,7 +16,7 @@ from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, Reque
 ANY_ORIGIN = "*"
 
 _METHODS = ("GET", "HEAD", "POST")
-# What a page's script may read beside the few headers that every script may.
+# Response headers that scripts may read in addition to the CORS-safelisted ones.
 _EXPOSED = (
     "request-id",
     "retry-after",
@@ -29,17 +29,17 @@ _EXPOSED = (
     "x-replica",
     "x-request-id",
 )
-# A browser need not ask again for so long.
+# Lifetime of a preflight's answer in the browser's cache.
 _MAX_AGE_S = 600
 
 
 @settings(block="cors")
 class CorsSettings:
-    """Which web pages may call the gateways from a browser.
+    """Web pages that may call the gateways from a browser (CORS).
 
     Attributes:
-        allow_origins: origins as browsers name them, such as `https://chat.example.com`, or `"*"` for every
-            page; empty allows none.
+        allow_origins: origins as browsers send them, such as `https://chat.example.com`, or `"*"` for all
+            pages; empty allows none.
     """
 
     allow_origins: tuple[str, ...] = ()
@@ -54,19 +54,19 @@ class CorsSettings:
 
 
 def with_cors(app: ASGIApp, settings: CorsSettings) -> ASGIApp:
-    """The app for pages of these origins; the app itself where there are none, so that it costs nothing."""
+    """Wrap `app` with CORS for the allowed origins, or return it unchanged if there are none."""
     return _Cors(app, settings) if settings.allow_origins else app
 
 
 class _Cors(CORSMiddleware):
-    """Adds the headers to every answer, errors and streams included, and answers preflights itself."""
+    """Middleware that adds CORS headers to all answers, including streams, and answers preflights."""
 
     def __init__(self, app: ASGIApp, settings: CorsSettings) -> None:
         super().__init__(
             app,
             allow_origins=settings.allow_origins,
             allow_methods=_METHODS,
-            # SDKs send headers of their own, and add others with each release.
+            # SDKs send custom headers, and add others with each release.
             allow_headers=(ANY_ORIGIN,),
             allow_private_network=ANY_ORIGIN not in settings.allow_origins,
             expose_headers=_EXPOSED,

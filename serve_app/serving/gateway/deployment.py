@@ -1,7 +1,7 @@
 """The gateway as a Ray Serve deployment: the application's ingress.
 
-With `proxy_location: Disabled` the gateway listens on the application's address itself (`listener`), and
-`__del__` waits for its open requests. Otherwise the proxies of Ray Serve pass requests to the same ASGI app.
+With `proxy_location: Disabled` the gateway listens on the application's address (`listener`), and `__del__`
+drains its open requests. Otherwise the proxies of Ray Serve forward requests to the same ASGI application.
 """
 
 import asyncio
@@ -34,21 +34,20 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GatewayDeployment:
-    """Runs one `Gateway` in a Serve replica.
+    """Serve deployment that runs one `Gateway` per replica.
 
     Args:
-        settings: what it serves, to whom.
-        channel: how it keeps in touch with the schedulers.
-        schedulers: the handle of each model's scheduler, by the model's name.
-        names: the model that each name belongs to, aliases included.
-        endpoints: the watcher of each pool of endpoints, by model and pool.
-        drain_timeout_s: how long open responses may go on when it stops.
-        deregister_s: how long it serves on before that, see `GatewayListener.stop`.
-        others: handles of pools and tuners, which keep these in the same application.
+        channel: settings of the connections to the schedulers.
+        schedulers: scheduler handles by model name.
+        names: model by requested name, aliases included.
+        endpoints: watcher handles of endpoint pools, by model and pool.
+        drain_timeout_s: grace period of open responses at shutdown.
+        deregister_s: time to serve on before draining; see `GatewayListener.stop`.
+        others: handles of pools and tuners, passed only to bind these to the application.
 
     Raises:
-        SettingsError: everybody who reaches this machine would be let in, or `http_options` cannot be served.
-        PortError: it cannot listen on the application's address.
+        SettingsError: the address is exposed without authentication, or `http_options` is not supported.
+        PortError: the application's address cannot be bound.
     """
 
     # Serve awaits it, which mypy cannot know, and passes what `app` binds.
@@ -63,7 +62,7 @@ class GatewayDeployment:
         deregister_s: float,
         others: Sequence[DeploymentHandle[Any]],  # noqa: ARG002 - binds them to the application
     ) -> None:
-        # Asking the controller blocks.
+        # The call to Serve's controller blocks.
         address = await asyncio.to_thread(served_address)
         settings.check_exposure(address.options.host or _LOOPBACK)
         gateway_id = serve.get_replica_context().replica_id.unique_id
@@ -91,14 +90,14 @@ class GatewayDeployment:
         keep_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Serve serves; called once, after the constructor."""
+        """Return the ASGI application; Serve calls this once, after the constructor."""
         return without_request_id(self._gateway)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take other settings; see `Gateway.change`.
+        """Apply other hot settings; see `Gateway.change`.
 
-        Settings that cannot be are logged, and those of before hold: an error here would make Serve end a
-        gateway that serves well, for one that cannot start.
+        Invalid settings are logged and the current ones stay in force. An error here would make Serve replace
+        a working gateway with one that cannot start.
         """
         try:
             self._gateway.change(user_config)
@@ -107,13 +106,13 @@ class GatewayDeployment:
                 "event=settings_refused reason=%r action='those of before stay in force'", str(error)
             )
 
-    # Serve would begin a thread for each call of a plain function.
+    # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Cores that this process has used since Serve asked last, see `serving.autoscaling`."""
+        """Return the CPU cores used since Serve's last call; see `serving.autoscaling`."""
         return {CPU_CORES: self._cpu.cores()}
 
     async def open_requests(self) -> int:
-        """Requests whose answers are not complete."""
+        """Return the number of requests whose answers are incomplete."""
         return self._gateway.open_requests
 
     async def drain(self, drain_s: float, retry_after_s: float) -> int:
@@ -121,7 +120,7 @@ class GatewayDeployment:
         return await self._gateway.drain(drain_s, retry_after_s)
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` when its own port accepts no connections."""
+        """Raise `ServerEndedError` if the gateway's own port accepts no connections."""
         if self._listener is not None:
             self._listener.check_health()
 
@@ -135,23 +134,23 @@ class GatewayDeployment:
 
 
 class CpuMeter:
-    """How busy this process is."""
+    """CPU usage of this process."""
 
     def __init__(self) -> None:
         self._last = time.monotonic(), time.process_time()
 
     def cores(self) -> float:
-        """Cores that it has used since the last call, or since the meter was made."""
+        """Return the cores used since the previous call, or since construction."""
         (began, used), self._last = self._last, (time.monotonic(), time.process_time())
         passed_s, used_s = self._last[0] - began, self._last[1] - used
         return used_s / passed_s if passed_s > 0 else 0.0
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:
-    """Leave `x-request-id` out of the app's answers, because Serve adds it to every answer itself.
+    """Strip `x-request-id` from the answers of `app`, because Serve adds it to every answer itself.
 
-    Serve's value is the client's own, or one that Serve made and put into the request for the app to read, so
-    both would be the same; sent twice, a client would join them into one that nobody knows.
+    Serve's value equals the app's: it is the client's, or one that Serve generated and passed to the app.
+    Clients join a repeated header into one value that matches no request.
     """
 
     async def serve_request(scope: Scope, receive: Receive, send: Send) -> None:

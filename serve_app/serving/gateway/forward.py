@@ -1,14 +1,16 @@
-"""The serving of one scheduled request, from its submission to its one conclusion.
+"""Life of one scheduled request, from its submission to exactly one conclusion.
 
-The rules:
-- a grant obliges: each one is answered by exactly one `finished` or one `put_back`, on every path, also
-  when the serving task is cancelled. `_owed` holds the grant that is not answered yet;
-- the client hears nothing but comments before the first bytes of an answer that is meant for it. Up to there
-  whatever goes wrong with a replica puts the request back into its queue, unseen by the client;
-- a timeout is the end: an engine that is silent may be at work, and the next one would take as long;
-- an engine's own error is tried once elsewhere. The second is the client's to know: then it is the request;
-- after that a break is told in the stream as an error event; nothing is sent twice and nothing ends silently;
-- the place is given back when the engine has finished, not when a slow client has read it all.
+Rules:
+- Each grant is answered by exactly one `finished` or one `put_back`, on every path, including cancellation of
+  the serving task. `_owed` is the grant that has not been answered.
+- The client receives only comments before the first bytes of an answer that is meant for it. Until then a
+  failure of a replica puts the request back into its queue, invisibly to the client.
+- A timeout is final: a silent engine may still be computing, and the next one would take as long.
+- An engine's own error is retried once on another replica. A second one is passed to the client, because the
+  request is the likely cause.
+- After the first byte, a failure ends the stream with an error event. Nothing is sent twice, and no stream
+  ends without a final event or an error.
+- Capacity is released when the engine has finished, not when a slow client has read the answer.
 """
 
 import asyncio
@@ -66,11 +68,7 @@ _EVENT_STREAM = b"text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all requests of a gateway share.
-
-    Attributes:
-        queued_comment_s: a stream that waits gets a comment this often; 0 for none.
-    """
+    """State shared by all requests of a gateway; `queued_comment_s` is 0 if comments are disabled."""
 
     upstream: UpstreamPool
     telemetry: Telemetry
@@ -80,7 +78,7 @@ class Services:
 
 
 class ScheduledCall:
-    """Serves one job; use once: `await ScheduledCall(...).run()`."""
+    """One job in execution. Single use: `await ScheduledCall(...).run()`."""
 
     __slots__ = (
         "_attempts",
@@ -124,7 +122,7 @@ class ScheduledCall:
         self._kept = None if job.response is None else KeptResponse(job.response, services.holders)
 
     async def run(self) -> None:
-        """Queue, forward, answer, conclude. Raises nothing but the cancellation of its own task."""
+        """Queue, forward, answer and conclude the request. Raises only the cancellation of its own task."""
         model = self._job.submission.spec.model
         self._services.telemetry.on_arrival(model)
         try:
@@ -135,7 +133,7 @@ class ScheduledCall:
             self._settle(refusal.outcome, detail=refusal.message)
             await self._answer(refusal)
         except (ClientGone, OSError) as gone:
-            # A server may also report a client's absence as an OSError from `send`.
+            # Servers may also report a disconnect as an OSError from `send`.
             if not self._goes_on():
                 self._settle(Outcome.CANCELLED, detail=str(gone))
         except asyncio.CancelledError:
@@ -162,7 +160,7 @@ class ScheduledCall:
         telemetry.on_conclusion(self._concluded())
 
     def _goes_on(self) -> bool:
-        """Whether the engine works on, though there is nobody to be answered any more."""
+        """Return whether the engine continues a background response after the client's request has ended."""
         return self._owed is not None and self._kept is not None and self._kept.is_under_way
 
     def _follow(self) -> None:
@@ -176,7 +174,7 @@ class ScheduledCall:
         self._services.background.follow(self._kept.response_id, self._owed.address, on_end)
 
     def end(self, retry_after_s: float) -> None:
-        """Stop in the middle, because the application stops: with an error event where a stream has begun."""
+        """End the request because the application stops, with an error event if the answer has begun."""
         if self._started:
             message = "the server stopped in the middle of this answer, which is incomplete"
             refusal = RequestRefused(Outcome.FAILED, message, code=STOPPING_CODE)
@@ -204,7 +202,7 @@ class ScheduledCall:
                 return
             telemetry.put_back(submission.spec.model, failure.failure)
             self._trace.put_back(failure.failure)
-            # From here the dispatcher answers for the request, also when this task is cancelled.
+            # From here the scheduler client answers for the request, also if this task is cancelled.
             self._owed = None
             answer = await self._scheduler.put_back(
                 submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
@@ -230,7 +228,7 @@ class ScheduledCall:
         """Send the request to one replica and its answer to the client.
 
         Raises:
-            UpstreamError: the replica gave no answer that the client may see, and it has seen none.
+            UpstreamError: the replica failed, and the client has received nothing from it.
         """
         response = await self._send_to(grant)
         try:
@@ -245,7 +243,7 @@ class ScheduledCall:
             response.close()
 
     async def _send_to(self, grant: Grant) -> UpstreamResponse:
-        """Send the request. No reference to its body is kept: the job's may be released from here on."""
+        """Send the request, without retaining its body, so that the job may release it."""
         address = grant.address
         name = self._kept.name(address) if self._kept is not None else None
         body = self._job.body_for(grant, name)
@@ -254,7 +252,7 @@ class ScheduledCall:
         return await self._services.upstream.send(address.server, head, body)
 
     async def _pass_whole(self, response: UpstreamResponse) -> None:
-        """An answer in one piece. It is read to its end first, so a break in it can still be mended."""
+        """Pass on an answer in one piece. It is read completely first, so that a failure can be retried."""
         body = await response.read()
         failure = failure_of(response.status, response.headers, body)
         if failure is not None and self._may_retry(failure):
@@ -275,7 +273,7 @@ class ScheduledCall:
             await send_body(self._send, response.status, headers, body)
 
     async def _pass_assembled(self, response: UpstreamResponse) -> None:
-        """A stream that the client wants in one piece. Up to its end, whatever breaks can be mended."""
+        """Assemble a stream for a client that wants one piece. Failures can be retried until its end."""
         scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
         assembly.feed(await next_events(response, scanner))
         self._scheduler.first_token(self._job.submission.request_id)
@@ -325,7 +323,7 @@ class ScheduledCall:
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
     def _may_retry(self, failure: UpstreamError) -> bool:
-        """Whether a failure may be mended elsewhere; an engine's own error only once."""
+        """Return whether another replica may mend a failure; an engine's own error is retried once."""
         if failure.failure is not DispatchFailure.ENGINE_ERROR:
             return True
         seen, self._engine_failed = self._engine_failed, True
@@ -344,19 +342,19 @@ class ScheduledCall:
         self._comments.start()
 
     async def _has_commented(self) -> bool:
-        """End the comments; whether with one of them the answer has begun as a stream."""
+        """Stop the comments, and return whether one of them has begun the answer as a stream."""
         if self._comments is None:
             return False
         await self._comments.stop()
         return self._comments.begun
 
     def _begin_answer(self) -> None:
-        """From here the request cannot be sent again."""
+        """Mark the answer as begun; the request can no longer be retried."""
         self._started = True
         self._job.body.release()
 
     def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
-        """The stream broke after its first byte: the event that says so."""
+        """Settle a stream that broke after its first byte, and return the error event that ends it."""
         self._settle(Outcome.FAILED, scanner.usage, detail=str(error))
         message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
         return self._job.incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
@@ -373,7 +371,7 @@ class ScheduledCall:
         return [*returned(response.headers), *own, *describing(dispatch), *receipt]
 
     async def _answer(self, refusal: RequestRefused) -> None:
-        """Tell the client of an error: in its stream, or as long as nothing else has been told."""
+        """Send an error to the client, in its open stream or, if nothing was sent, as the answer."""
         if await self._has_commented() and not self._started:
             self._started = self._streams = True
         if self._streams:
@@ -388,7 +386,7 @@ class ScheduledCall:
         try:
             await send_refusal(incoming.api, self._send, refusal, headers)
         except (OSError, ClientGone):
-            # The client went while it was being refused; the refusal stays its outcome.
+            # The client disconnected during the refusal, which remains the outcome.
             self._detail = f"{self._detail} (client gone)"
 
     async def _end_stream(self, refusal: RequestRefused) -> None:
@@ -397,7 +395,7 @@ class ScheduledCall:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
-        """Fix how the request ends, and give its place back; only the first call counts."""
+        """Fix the outcome and release the grant; only the first call sets the outcome."""
         is_first = self._outcome is None
         if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail

@@ -1,16 +1,16 @@
-"""Authentication: keys of the configuration, keys of a file, and the caller that each key makes.
+"""Authentication: keys of the configuration, keys of a file, and the caller that each key identifies.
 
-Without any key configured everyone is let in and `x-tenant` is believed: that is a laptop, or a gateway
-behind another one that asks for keys. As soon as one key is configured, or a file of keys, every call under
-`/v1` and to `/tokenize` needs one, a call is its key's tenant's, and `x-tenant` counts only with a key that
-may act for tenants.
+Without any configured key, all requests are accepted and `x-tenant` is trusted: for a laptop, or a gateway
+behind another one that authenticates. With a configured key or a file of keys, every call under `/v1` and to
+`/tokenize` needs a key and belongs to the key's tenant. `x-tenant` then counts only with a key that may act
+for tenants.
 
-Only admins may look at others' requests, also without keys: callers with a key that has `admin`, and whoever
-has the application's own admin key (`serve_app.serving.access`).
+Views of other tenants' requests are always restricted to admins: callers with a key that has `admin`, and
+callers with the application's own admin key (`serve_app.serving.access`).
 
-Keys of the configuration are looked up by their SHA-256 digest, so neither the memory of the process holds
-them in clear nor does the time of a look-up tell how much of a guess was right. They have no limits, and stay
-until a deployment. Keys of a file are found by their id, and compared in constant time.
+Configured keys are looked up by their SHA-256 digest. Process memory therefore holds no plaintext keys, and
+the time of a look-up reveals nothing about partial guesses. They have no limits, and change only with a
+deployment. Keys of a file are found by id and compared in constant time.
 """
 
 import hashlib
@@ -45,17 +45,17 @@ logger = logging.getLogger("ray.serve")
 
 DEFAULT_TENANT = "default"
 POLL_S = 2.0
-"""Between two looks at a file of keys."""
+"""Interval between checks of a key file, in seconds."""
 
 
 @settings
 class Secret:
-    """A secret of the configuration, given in exactly one of three ways.
+    """A configured secret, given in exactly one of three ways.
 
     Attributes:
-        key: the secret itself; fit for a laptop, since settings are shown in dashboards and logs.
-        env: name of an environment variable of the gateway that holds the secret.
-        file: path of a file that holds the secret (a mounted Kubernetes secret).
+        key: the secret itself; only for a laptop, because settings appear in dashboards and logs.
+        env: name of the gateway's environment variable that holds the secret.
+        file: path of a file that holds the secret, such as a mounted Kubernetes secret.
     """
 
     key: str | None = field(default=None, repr=False)
@@ -71,7 +71,7 @@ class Secret:
 
     @property
     def purpose(self) -> str:
-        """The secret's name in messages."""
+        """Name of the secret in messages."""
         return "a secret"
 
     def secret(self, environment: Mapping[str, str] = os.environ) -> str:
@@ -98,15 +98,15 @@ class Secret:
 
 @settings
 class ApiKey(Secret):
-    """One API key and what it allows. Its secret is given in exactly one of three ways.
+    """An API key and its permissions. Its secret is given in exactly one of three ways.
 
     Attributes:
-        tenant: whose requests these are.
-        highest_class: no request of this key may be of a class above it.
-        default_class: class of a request that names none; null is `default`, or the highest class if that is
+        tenant: tenant of the requests with this key.
+        highest_class: highest priority class that requests may use.
+        default_class: class of requests that name none; null means `default`, or the highest class if that is
             lower.
-        may_act_for_tenants: `x-tenant` of this caller is believed (an application with tenants of its own).
-        admin: may look at everybody's place in the queue (`/debug/queue`), and stop the tuner.
+        may_act_for_tenants: trust `x-tenant` from this caller (an application with its own tenants).
+        admin: allow the queue views of all tenants (`/debug/queue`), and freezing the tuner.
     """
 
     tenant: str
@@ -123,11 +123,11 @@ class ApiKey(Secret):
 
     @property
     def purpose(self) -> str:
-        """The secret's name in messages."""
+        """Name of the secret in messages."""
         return f"the key of tenant {self.tenant}"
 
     def record(self, secret: str) -> KeyRecord:
-        """Return the key as a file would have it. All keys of a tenant in a configuration count as one.
+        """Return the key as a record like those of files. All configured keys of a tenant share one id.
 
         Raises:
             ValueError: its settings contradict each other.
@@ -146,12 +146,12 @@ class ApiKey(Secret):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The result of authentication.
+    """Result of authentication.
 
     Attributes:
-        key: None where no keys are configured, and for the application's own admin key.
-        is_admin: may look at everybody's requests, and stop tuners.
-        key_terms: those of the key, made once.
+        key: None without configured keys, and for the application's own admin key.
+        is_admin: may view requests of all tenants, and freeze tuners.
+        key_terms: precomputed terms of the key.
     """
 
     key: KeyRecord | None = None
@@ -160,19 +160,19 @@ class Caller:
 
     @classmethod
     def with_key(cls, key: KeyRecord) -> "Caller":
-        """Return the caller that a key makes."""
+        """Return the caller that a key identifies."""
         return cls(key, key.admin, key.terms)
 
     @property
     def default_class(self) -> PriorityClass:
-        """Class of a request that names none."""
+        """Class of requests that name none."""
         return PriorityClass.DEFAULT if self.key is None else self.key.class_of_unnamed
 
     def tenant(self, header: bytes | None, user: str | None) -> str:
-        """Whose request it is.
+        """Return the tenant of a request.
 
-        Without keys: `x-tenant`, or else the end user that the body names, or else "default". With a key: its
-        tenant, or `x-tenant` when the key may act for tenants.
+        Without keys: `x-tenant`, else the end user named in the body, else "default". With a key: its tenant,
+        or `x-tenant` if the key may act for tenants.
 
         Raises:
             RequestRefused: the tenant's name is malformed, or the key may not act for it.
@@ -197,11 +197,7 @@ class Caller:
         return named
 
     def check_admin(self) -> None:
-        """Refuse whoever may not see other tenants' requests.
-
-        Raises:
-            RequestRefused: the key is no admin's, or there is none.
-        """
+        """Raise `RequestRefused` unless the caller is an admin."""
         if self.is_admin:
             return
         if self.key is not None:
@@ -214,11 +210,7 @@ class Caller:
         )
 
     def check_class(self, priority: PriorityClass, source: str) -> None:
-        """Refuse a class that the key does not allow; `source` names where the request asked for it.
-
-        Raises:
-            RequestRefused: the class is not allowed.
-        """
+        """Raise `ForbiddenError` unless the key allows a class; `source` is where the request named it."""
         if self.key is not None and priority not in self.key.classes:
             allowed = ", ".join(self.key.classes)
             raise ForbiddenError(
@@ -227,15 +219,11 @@ class Caller:
             )
 
     def may_use(self, model: str) -> bool:
-        """Whether its key allows a model."""
+        """Return whether the key allows a model."""
         return self.key is None or not self.key.models or model in self.key.models
 
     def check_model(self, model: str) -> None:
-        """Refuse a model that the key does not allow.
-
-        Raises:
-            ForbiddenError: it does not.
-        """
+        """Raise `ForbiddenError` unless the key allows a model."""
         if self.key is None or self.may_use(model):
             return
         allowed = ", ".join(sorted(self.key.models))
@@ -244,16 +232,16 @@ class Caller:
         )
 
     def terms(self, tenant: str) -> KeyTerms | None:
-        """What schedulers are told of its key, for a request of this tenant."""
+        """Return the terms of the key for the scheduler, for a request of `tenant`."""
         terms = self.key_terms
         if self.key is None or terms is None or terms.weight is None or tenant == self.key.tenant:
             return terms
-        # The weight of a key is that of its own tenant.
+        # The weight of a key applies to its own tenant only.
         return replace(terms, weight=None)
 
 
 def _tenant_of_user(user: str | None) -> str:
-    """The end user as a tenant; users may be named freely, so an unfit name is taken by its digest."""
+    """Return the end user as a tenant; a name that is not a valid tenant is replaced by its digest."""
     if not user:
         return DEFAULT_TENANT
     if is_tenant_name(user):
@@ -262,17 +250,17 @@ def _tenant_of_user(user: str | None) -> str:
 
 
 class FileKeys:
-    """The keys of a file by id. The file is read again whenever it changes.
+    """Keys of a file by id, reloaded when the file changes.
 
-    A thread looks at the file every two seconds, so requests never wait for a file system, and a busy event
-    loop delays no revocation. A file that cannot be read keeps the keys of before, and is logged with the
-    place of the mistake: a slip of the pen must not lock everybody out.
+    A thread checks the file, so requests never wait for a file system, and a busy event loop does not delay
+    revocations. If the file cannot be read, the previous keys stay in force and the error is logged with its
+    position: a typo must not lock all clients out.
 
     Args:
-        poll_s: between two looks at the file.
+        poll_s: interval between checks, in seconds.
 
     Raises:
-        KeysFileError: the file cannot be read now, at the start.
+        KeysFileError: the file cannot be read at the start.
     """
 
     def __init__(self, path: Path, poll_s: float = POLL_S) -> None:
@@ -287,14 +275,14 @@ class FileKeys:
         return f"<FileKeys {self._path} keys={len(self._entries)}>"
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching the file."""
         self._closed.set()
 
     def caller(self, secret: bytes) -> Caller | None:
-        """Whose key it is; None when it is none of these.
+        """Return the caller that a key identifies; None if the file has no such key.
 
         Raises:
-            RequestRefused: the key has expired or was revoked. Only who has the whole secret is told.
+            RequestRefused: the key has expired or was revoked; raised only for the complete secret.
         """
         key_id = id_of(secret)
         entry = None if key_id is None else self._entries.get(key_id)
@@ -312,7 +300,7 @@ class FileKeys:
         mark = self._mark()
         if mark == self._seen:
             return
-        # Noted first: what is written while the file is read is a change that the next look finds.
+        # Set before reading, so that the next check finds changes made during the read.
         self._seen = mark
         try:
             entries = _entries(read_keys(self._path))
@@ -328,7 +316,7 @@ class FileKeys:
             logger.info("event=keys_file_read path=%s keys=%d", self._path, len(entries))
 
     def _mark(self) -> tuple[int, int, int] | None:
-        """What changes with the file; None while there is none."""
+        """Return a fingerprint of the file's state; None if there is no file."""
         try:
             found = os.stat(self._path)  # noqa: PTH116 - one call a look
         except OSError:
@@ -340,9 +328,9 @@ class Keyring:
     """All keys of a gateway.
 
     Args:
-        keys: of the configuration.
-        environment: holds the application's own admin key, and secrets that keys name.
-        file_keys: of the file of keys, if there is one.
+        keys: keys of the configuration.
+        environment: holds the application's own admin key, and secrets that keys refer to.
+        file_keys: keys of the file, if there is one.
 
     Raises:
         SettingsError: a secret is missing, or two entries share one.
@@ -370,19 +358,19 @@ class Keyring:
         return f"<Keyring keys={len(self._callers)} {self._file_keys!r}>"
 
     def close(self) -> None:
-        """Watch no file any more."""
+        """Stop watching the key file."""
         if self._file_keys is not None:
             self._file_keys.close()
 
     def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
-        """Who is calling.
+        """Return the caller of a request.
 
         Args:
             authorization: value of the `Authorization` header.
-            api_key: value of `x-api-key`, where Anthropic's clients have it; counts without a bearer's key.
+            api_key: value of `x-api-key`, as Anthropic's clients send it; used only without a bearer token.
 
         Raises:
-            RequestRefused: keys are configured and this is none of them, or one that is no longer valid.
+            RequestRefused: keys are configured, and the request has none, an unknown one or an invalid one.
         """
         if not self._asks and ((authorization is None and api_key is None) or not self._admins):
             return _ANYONE
@@ -416,7 +404,7 @@ _ADMIN = Caller(is_admin=True)
 
 @dataclass(frozen=True, slots=True)
 class _FileKey:
-    """One key, ready to be compared; times are seconds since 1970."""
+    """One key prepared for comparison; times are seconds since the epoch."""
 
     salt: bytes
     digest: bytes

@@ -1,8 +1,8 @@
-"""The gateway's own port: the address of the application, where no proxy of Ray Serve runs.
+"""The gateway's own port: the address of the application if no proxy of Ray Serve runs.
 
-It serves the gateway below the application's route prefix, and answers what a proxy would: `/-/healthz` for
-load balancers and `/-/routes`. A gateway that stops fails `/-/healthz` first and goes on serving for a while,
-so that load balancers choose another node. Then it stops as `serving.http_server` describes.
+It serves the gateway below the application's route prefix, and the proxy's endpoints `/-/healthz` and
+`/-/routes`. A stopping gateway first fails `/-/healthz` while it serves on, so that load balancers choose
+another node; then it stops as `serving.http_server` describes.
 """
 
 import asyncio
@@ -18,23 +18,22 @@ from serve_app.serving.gateway.answer.responses import RequestRefused, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket
 
-# Connections that wait to be accepted, as the kernel allows by default.
+# Listen backlog; the kernel's default limit.
 _BACKLOG = 4096
 _OWN_PAGES = "/-/"
 _RETRY_AFTER_S = 1.0
 
 
 class GatewayListener:
-    """A gateway's server on the application's address.
+    """HTTP server of a gateway on the application's address.
 
     Args:
-        gateway: the app to serve.
         options: `http_options` of Ray Serve: address, certificates, idle timeout.
-        route: the route prefix of the application: `/` for all paths.
+        route: route prefix of the application; `/` for all paths.
         application: its name.
 
     Raises:
-        SettingsError: they ask for what only a proxy of Ray Serve does, or a certificate cannot be loaded.
+        SettingsError: an option needs a proxy of Ray Serve, or a certificate cannot be loaded.
     """
 
     def __init__(self, gateway: ASGIApp, options: HttpOptions, route: str, application: str) -> None:
@@ -62,7 +61,7 @@ class GatewayListener:
         return f"GatewayListener({self._options.host}:{self._options.port}, {self._server!r})"
 
     async def start(self) -> None:
-        """Accept connections.
+        """Bind the address and accept connections.
 
         Raises:
             PortError: the address is not available.
@@ -71,15 +70,15 @@ class GatewayListener:
         await self._server.start(shared_socket(options.host or "127.0.0.1", options.port, _BACKLOG))
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` when no connections are accepted."""
+        """Raise `ServerEndedError` if no connections are accepted."""
         self._server.check_health()
 
     async def stop(self, grace_s: float, deregister_s: float = 0.0) -> None:
-        """Stop without losing a request.
+        """Shut down gracefully.
 
         Args:
-            grace_s: time for open responses; those that take longer are cut.
-            deregister_s: how long `/-/healthz` fails before that, while everything is served.
+            grace_s: time for open responses; longer ones are cut.
+            deregister_s: time before that in which `/-/healthz` fails while requests are served.
         """
         self._mounted.leaving = True
         await asyncio.sleep(deregister_s)
@@ -87,11 +86,7 @@ class GatewayListener:
 
 
 class MountedGateway:
-    """The gateway below a prefix, and the pages beside it, as one ASGI app.
-
-    Attributes:
-        leaving: `/-/healthz` fails.
-    """
+    """ASGI application that mounts the gateway below a prefix; while `leaving`, `/-/healthz` fails."""
 
     def __init__(self, gateway: ASGIApp, route: str, application: str) -> None:
         self.leaving = False

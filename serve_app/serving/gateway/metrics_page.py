@@ -1,16 +1,14 @@
 """`/metrics` of all gateways and schedulers, and `/metrics/engines` of the engines behind them.
 
-Whichever gateway is asked, it shows them all, so one address suffices for a scraper. A gateway that did not
-answer in a moment is missing, with all of its series, and is there again next time.
+Every gateway serves the metrics of all of them, so that a scraper needs one address. A gateway that does not
+answer quickly is missing from that scrape, with all of its series.
 
-The page tells models, replicas and how busy they are, which is nobody's business but the operator's. Where
-keys are configured, it takes the scraper's own (`gateway.advanced.metrics_key`) or an admin's. Where none
-are, it is open, as all else is.
+Metrics expose models, replicas and load. If keys are configured, `/metrics` requires the scraper's own key
+(`gateway.advanced.metrics_key`) or an admin's; otherwise it is open, as are all endpoints.
 
-Each scheduler writes its own page, and two pages that describe the same metric may not simply follow each
-other: a scraper refuses a metric that is described twice or whose samples lie apart. So pages are merged.
-Exemplars exist in OpenMetrics' format alone. The gateway writes its own page in it, and those of schedulers,
-which have none, are rewritten: the two formats differ in what they call a counter, and in an end.
+Pages are merged, because scrapers reject a page that describes a metric twice or separates its samples.
+Exemplars exist in the OpenMetrics format only. The gateway renders its own page in that format. Pages of
+schedulers have no exemplars and are converted: the formats differ in counter names and the end marker.
 """
 
 import asyncio
@@ -39,13 +37,13 @@ from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool
 
-# What the text format appends to a metric's name in its samples.
+# Suffixes that the text format appends to a metric's name in its samples.
 _SUFFIXES = frozenset({"", "_total", "_created", "_bucket", "_sum", "_count", "_info"})
 _END = "# EOF\n"
 
 
 def merge(pages: Iterable[str]) -> str:
-    """One page with every metric once and its samples together; of equal labels the first sample counts."""
+    """Merge pages so that each metric occurs once; for equal labels, the first sample is used."""
     families: dict[str, _Family] = {}
     for page in pages:
         family: _Family | None = None
@@ -61,17 +59,12 @@ def merge(pages: Iterable[str]) -> str:
 
 
 def merge_openmetrics(own: str, pages: Iterable[str]) -> str:
-    """The same in OpenMetrics' format.
-
-    Args:
-        own: a page that is in this format.
-        pages: in the text format.
-    """
+    """Merge a page in the OpenMetrics format with pages in the text format."""
     return merge((own, *map(as_openmetrics, pages))) + _END
 
 
 def as_openmetrics(page: str) -> str:
-    """A page of the text format in OpenMetrics', but for its end."""
+    """Convert a page from the text format to OpenMetrics, without the end marker."""
     return "".join(f"{line}\n" for line in _rewritten(page.splitlines()))
 
 
@@ -81,11 +74,11 @@ def _rewritten(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         words = line.split(" ", 3)
         if line.startswith("# HELP ") and len(words) > 2:
-            # Written once the type is known, which decides the name.
+            # Written with the type, because the type decides the name.
             help_of[words[2]] = words[3] if len(words) > 3 else ""
         elif line.startswith("# TYPE ") and len(words) > 3:
             name, kind = words[2], words[3]
-            # Of a counter or histogram these are samples, in both formats; as a metric the name is taken.
+            # In both formats these are samples of a counter or histogram, so the name is reserved.
             skipped = name if name.endswith("_created") and kind == "gauge" else ""
             if not skipped:
                 yield from _head(name, kind, help_of.get(name))
@@ -94,7 +87,7 @@ def _rewritten(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _head(name: str, kind: str, text: str | None) -> Iterator[str]:
-    """The description of a metric; a counter bears the name that its samples have without `_total`."""
+    """Yield a metric's description; OpenMetrics names a counter without the `_total` of its samples."""
     if kind == "counter":
         name, kind = (name.removesuffix("_total"), kind) if name.endswith("_total") else (name, "unknown")
     elif kind == "untyped":
@@ -129,7 +122,7 @@ def _described(families: dict[str, _Family], line: str) -> _Family | None:
 
 
 def _owner(families: dict[str, _Family], current: _Family | None, line: str) -> _Family:
-    """The metric a sample belongs to: the one just described (x_bucket belongs to x), or one of its own."""
+    """Return the metric of a sample: the one described last (x_bucket belongs to x), or a new one."""
     name = line.partition("{")[0].partition(" ")[0]
     if current is not None and name.removeprefix(current.name) in _SUFFIXES:
         return current
@@ -142,21 +135,21 @@ _OPENMETRICS = (b"content-type", b"application/openmetrics-text; version=1.0.0; 
 
 @settings(block="metrics_key")
 class MetricsKey(Secret):
-    """The key of a scraper, which may read `/metrics` and nothing else."""
+    """Key of a scraper; it allows reading `/metrics` and nothing else."""
 
     @property
     def purpose(self) -> str:
-        """The secret's name in messages."""
+        """Name of the secret in messages."""
         return "gateway.advanced.metrics_key"
 
 
 class MetricsEndpoint:
-    """The page, and its door.
+    """The `/metrics` endpoint and its access control.
 
     Args:
-        key: of the scraper.
+        key: key of the scraper.
         asks_for_keys: whether callers need keys at all.
-        authenticate: finds who calls by the headers of a request; raises `RequestRefused`.
+        authenticate: returns the caller for the headers of a request; raises `RequestRefused`.
 
     Raises:
         SettingsError: the scraper's key cannot be read.
@@ -171,7 +164,7 @@ class MetricsEndpoint:
         asks_for_keys: bool,
         authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
-        # A scheduler stands once under each of its model's names.
+        # Each of a model's names maps to the same scheduler.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
         self.change(key, asks_for_keys=asks_for_keys)
         self._authenticate = authenticate
@@ -184,20 +177,16 @@ class MetricsEndpoint:
             scheduler.show(self._own.text)
 
     def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
-        """Ask for another key from now on.
+        """Replace the scraper's key.
 
         Raises:
-            SettingsError: it cannot be read; then the one of before holds.
+            SettingsError: the key cannot be read; the previous one stays in force.
         """
         self._digest = None if key is None else _digest(key.secret().encode())
         self._asks_for_keys = asks_for_keys
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse whoever may not read the page.
-
-        Raises:
-            RequestRefused: keys are asked for, and this is neither the scraper's nor an admin's.
-        """
+        """Raise `RequestRefused` without the scraper's key or an admin's, if keys are configured."""
         if self._digest is None and not self._asks_for_keys:
             return
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
@@ -211,11 +200,7 @@ class MetricsEndpoint:
             )
 
     async def page(self, accept: bytes) -> tuple[tuple[bytes, bytes], bytes]:
-        """The metrics of all gateways and schedulers, drawn up a moment ago, after their content type.
-
-        Args:
-            accept: what the scraper reads; OpenMetrics, which has exemplars, where it says so.
-        """
+        """Return content type and text of all metrics, in the OpenMetrics format if `accept` prefers it."""
         if prefers_openmetrics(accept):
             return _OPENMETRICS, (await self._openmetrics.text()).encode()
         return _TEXT, (await self._text.text()).encode()
@@ -225,11 +210,11 @@ class MetricsEndpoint:
 
 
 async def _nothing() -> None:
-    """Nothing has to be gathered."""
+    """Gather nothing."""
 
 
 def prefers_openmetrics(accept: bytes) -> bool:
-    """Whether a scraper reads OpenMetrics at least as gladly as the text format."""
+    """Return whether an `Accept` header ranks OpenMetrics at least as high as the text format."""
     gladness = {b"application/openmetrics-text": 0.0, b"text/plain": 0.0}
     for accepted in accept.lower().split(b","):
         kind, *parameters = (part.strip() for part in accepted.split(b";"))
@@ -253,15 +238,14 @@ def _digest(secret: bytes) -> bytes:
 
 # `/metrics/engines`: the engines' own metrics, for a Prometheus that cannot reach their ports.
 #
-# A replica's port asks for a token that only gateways are given, and lives as long as the replica. So the
-# gateway lists its replicas as targets of Prometheus' HTTP service discovery, each at this very path, and
-# passes a replica's page on as it is. Prometheus adds the labels of a target by itself: no page is parsed,
-# written anew or joined with others, whose sum would be megabytes at 200 replicas.
+# A replica's port requires a token that only gateways have. The gateway therefore lists its replicas as
+# targets of Prometheus' HTTP service discovery, each at this path, and passes a replica's page on unchanged.
+# Prometheus adds the labels of a target. Pages are not merged, which would take megabytes at 200 replicas.
 
 
 ENGINES_PATH = "/metrics/engines"
 _CONTENT_TYPE = b"content-type"
-# Shorter than any interval between scrapes: several scrapers cost an engine as much as one.
+# Shorter than usual scrape intervals, so that several scrapers cost an engine as much as one.
 _KEPT_S = 1.0
 _TIMEOUT_S = 5.0
 
@@ -273,12 +257,7 @@ class _Page:
 
 
 class EnginePages:
-    """The list of engines, and the page of each.
-
-    Args:
-        schedulers: by model name.
-        check: refuses whoever may not read metrics, by the headers of a request.
-    """
+    """The `/metrics/engines` endpoint; `check` raises `RequestRefused` for headers without access."""
 
     def __init__(
         self,
@@ -287,22 +266,22 @@ class EnginePages:
         check: Callable[[Mapping[bytes, bytes]], None],
     ) -> None:
         self._upstream = upstream
-        # A scheduler stands once under each of its model's names, the model's own first.
+        # Each of a model's names maps to the same scheduler; the model's own name is first.
         self._models = {id(scheduler): model for model, scheduler in reversed([*schedulers.items()])}
         self._schedulers = {id(scheduler): scheduler for scheduler in schedulers.values()}
         self._check = check
         self._pages: dict[str, asyncio.Task[_Page | RequestRefused]] = {}
 
     async def serve(self, incoming: IncomingRequest) -> None:
-        """Answer with the targets, or with the page of the replica that `?replica=` names.
+        """Return the targets, or the metrics of the replica named by `?replica=`.
 
         Raises:
-            RequestRefused: the caller may not read metrics, there is no such replica, or it does not answer.
+            RequestRefused: access is denied, the replica is unknown, or it does not answer.
         """
         self._check(incoming.headers)
         asked = parse_qs(incoming.scope["query_string"].decode("latin-1")).get("replica")
         if asked is None:
-            # Where the scraper has found us, it finds us again.
+            # The address that the scraper used is one that it can reach.
             host = incoming.headers.get(b"host", b"").decode("latin-1")
             await send_json(incoming.send, 200, encode([*self._targets(host)]), [])
             return
@@ -321,7 +300,7 @@ class EnginePages:
                 yield self._models[key], replica
 
     async def _page(self, replica_id: str) -> _Page:
-        """The page of a replica, fetched a moment ago; those who ask meanwhile wait for the same one."""
+        """Return the recently cached page of a replica; concurrent callers share one fetch."""
         fetching = self._pages.get(replica_id)
         if fetching is None:
             address = next((one for _, one in self._replicas() if one.replica_id == replica_id), None)
@@ -329,7 +308,7 @@ class EnginePages:
                 message = f"there is no replica {replica_id[:200]}: ask {ENGINES_PATH} again"
                 raise RequestRefused(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
             loop = asyncio.get_running_loop()
-            # In an empty context: Ray Serve cancels what a request has started with the request.
+            # In an empty context, because Ray Serve cancels a request's tasks with the request.
             fetching = loop.create_task(self._fetched(address), context=contextvars.Context())
             fetching.add_done_callback(
                 lambda _: loop.call_later(_KEPT_S, self._pages.pop, replica_id, None),
@@ -337,7 +316,7 @@ class EnginePages:
             self._pages[replica_id] = fetching
         found = await asyncio.shield(fetching)
         if isinstance(found, RequestRefused):
-            # A new one for each: an exception that is raised keeps where it was raised.
+            # A new exception each time, because a raised one keeps its traceback.
             raise RequestRefused(found.outcome, found.message, status=found.status)
         return found
 

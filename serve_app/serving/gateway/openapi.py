@@ -1,7 +1,7 @@
-"""The gateway's description in OpenAPI 3.1, made of the types that its parsers read.
+"""The gateway's OpenAPI 3.1 description, generated from the types that its parsers use.
 
-It describes what the gateway itself looks at. Engines know many more fields, so objects may have others, and
-their answers are theirs to describe.
+It covers what the gateway itself reads. Objects allow further fields, because engines accept many more, and
+answers of engines are not described.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -108,7 +108,7 @@ _FORM = "multipart/form-data"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
-# What the gateway answers without an engine: the method and a summary of each path.
+# Endpoints that the gateway answers without an engine: method and summary by path.
 OWN_PATHS: Mapping[str, tuple[str, str]] = {
     **{path: ("GET", summary) for path, summary in _VIEWS.items()},
     **{path: ("POST", summary) for path, summary in _ACTIONS.items()},
@@ -116,7 +116,7 @@ OWN_PATHS: Mapping[str, tuple[str, str]] = {
 
 
 def openapi_document() -> Schema:
-    """The whole description."""
+    """Return the OpenAPI document."""
     types: list[type] = [*(endpoint.fields for endpoint in _BODIES.values()), EndpointChange, ModeChange]
     return {
         "openapi": "3.1.0",
@@ -199,7 +199,7 @@ def _operation(summary: str, api: ClientApi = OPENAI, **more: object) -> Schema:
 
 
 def _structs(types: Iterable[type]) -> Iterator[tuple[str, Schema]]:
-    """Every object that these types are made of, by its name."""
+    """Yield the schemas of all structs that these types contain, by name."""
     waiting, seen = [inspected.type_info(each) for each in types], set()
     while waiting:
         found = waiting.pop()
@@ -243,7 +243,7 @@ def _schema(found: inspected.Type) -> Schema:
     if isinstance(found, inspected.BytesType):
         return {"type": "string", "format": "binary"}
     name = _PLAIN.get(type(found))
-    # What has no type here is kept as it is, for an engine to read.
+    # Fields without a type here are passed to the engine unchanged.
     return {} if name is None else {"type": name}
 
 

@@ -1,16 +1,15 @@
-"""The log of concluded requests: one line each, written in batches a few times per second.
+"""Log of concluded requests: one line each, written in batches a few times per second.
 
-A line by itself costs a gateway about as much as all the rest of a small request: a record, a search for its
-caller, a look whether the file is full, a write. Together, lines share all of that, and the time that stands
-before them, which is that of the writing. A process that is killed loses the lines of the last moment.
+Writing lines one by one would cost about as much as the rest of a small request: a record, a look-up of its
+caller, a check for rotation, a write. Lines of a batch share that cost and the timestamp of the write. A
+process that is killed loses the last batch.
 
-A completed request always has its line. Under overload most requests are refused, and thousands of lines a
-second would say one and the same thing: of each other outcome some are written in a second, and the rest is
-counted in one line, `event=log_suppressed`.
+Completed requests are always logged. Under overload most requests are refused, with thousands of equal lines
+per second. So for each other outcome a few lines per second are written, and the rest is counted in one line,
+`event=log_suppressed`.
 
-Lines as text and as fields of a JSON document have the same names and the same values. Nothing stands there
-that a client could use to forge a line: names are checked when they are read, and the rest is quoted or has
-its unfit characters replaced.
+Text lines and JSON documents have the same names and values. Clients cannot forge lines: names are checked
+when they are read, and other values are quoted or sanitized.
 """
 
 import asyncio
@@ -35,16 +34,15 @@ from serve_app.serving.gateway.tracing.request_trace import trace_parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcludedRequest:
-    """One concluded request, with what the record does not hold.
+    """A concluded request, with details that its record lacks.
 
     Attributes:
-        record: timestamps on the gateway's clock and counts.
-        incoming: as it came.
-        model: its name; empty when the request was refused before that was known.
-        endpoint: its path, if that is one of ours.
-        key_id: of the API key that it came with, which is not secret; empty when there was none.
-        attempts: how often it was sent to a replica.
-        status: of HTTP, as the client got it; 0 when it got none.
+        record: timestamps on the gateway's clock, and counts.
+        model: empty if the request was refused before its model was known.
+        endpoint: its path, or `-` for an unknown path.
+        key_id: public id of its API key; empty without a key.
+        attempts: dispatches to replicas.
+        status: HTTP status of the answer; 0 if the client received none.
     """
 
     record: RequestRecord
@@ -58,15 +56,15 @@ class ConcludedRequest:
 
 Value = str | int | float
 
-# An engine's error may repeat a prompt, and a client's value what it likes.
+# An engine's error may contain the prompt, and headers contain anything.
 _DETAIL_CHARACTERS = 300
 _ADDRESS_CHARACTERS = 200
 _UNFIT_FOR_ADDRESS = re.compile(r"[^0-9A-Za-z.:,%_\[\]-]+")
 
 
 def text_line(concluded: ConcludedRequest) -> str:
-    """One line of `name=value`."""
-    # Written out, since a loop over fields costs several times as much.
+    """Return a request as a line of `name=value` pairs."""
+    # Unrolled, because a loop over fields costs several times as much.
     record, incoming = concluded.record, concluded.incoming
     client, forwarded_for = _addresses(incoming)
     key = f" key={concluded.key_id}" if concluded.key_id else ""
@@ -95,7 +93,7 @@ def text_line(concluded: ConcludedRequest) -> str:
 
 
 def json_fields(concluded: ConcludedRequest) -> dict[str, Value]:
-    """The same by name; numbers are numbers."""
+    """Return a request as fields of a JSON document."""
     record, incoming = concluded.record, concluded.incoming
     client, forwarded_for = _addresses(incoming)
     fields: dict[str, Value | None] = {
@@ -138,7 +136,7 @@ def _status(concluded: ConcludedRequest) -> int:
 
 
 def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
-    """Return the peer's address, and what it claims in `x-forwarded-for`; empty where nothing is known."""
+    """Return the peer's address and its `x-forwarded-for`; each is empty if unknown."""
     scope = incoming.scope
     peer = scope.get("client")
     address = str(peer[0]) if peer else ""
@@ -148,7 +146,7 @@ def _addresses(incoming: IncomingRequest) -> tuple[str, str]:
     return address, _joined(claimed)
 
 
-# Most requests come from few places.
+# Most requests arrive from few addresses.
 @lru_cache(maxsize=1024)
 def _joined(claimed: bytes) -> str:
     places = [part.strip() for part in claimed.decode("latin-1").split(",")]
@@ -160,7 +158,7 @@ def _fit(address: str) -> str:
 
 
 def _trace_id(incoming: IncomingRequest) -> str:
-    """Of the request's own trace, or of the client's where this gateway keeps none of it."""
+    """Return the id of the request's own trace, or of the client's if this gateway records none."""
     if incoming.trace.trace_id:
         return incoming.trace.trace_id
     parent = trace_parent(incoming.headers)
@@ -168,24 +166,24 @@ def _trace_id(incoming: IncomingRequest) -> str:
 
 
 _INTERVAL_S = 0.2
-# So many lines are not kept any longer.
+# Batch size that is written without waiting for the timer.
 _MOST_LINES = 1_000
-# Of an outcome that is not `completed`, in a second.
+# Lines per second of each outcome other than `completed`.
 MOST_REFUSED_LINES = 10
 _SECOND_S = 1.0
-# What a handler's format makes of one record with this message shows where a line goes.
+# Placeholder message: shows where a handler's format puts the message.
 _PLACE = "\x00"
-# Others may do with a record what they like.
+# Handler types whose treatment of records is known.
 _PLAIN_HANDLERS = (logging.StreamHandler, logging.FileHandler, RotatingFileHandler)
 
 _encoder = msgspec.json.Encoder()
 
 Line = ConcludedRequest | Counter[Outcome]
-"""A request, or how many of each outcome have no line."""
+"""A request, or the number of suppressed lines by outcome."""
 
 
 class RequestLog:
-    """Lines on their way to a logger's handlers, in order."""
+    """Ordered buffer of lines for a logger's handlers."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -195,7 +193,7 @@ class RequestLog:
         self._second: asyncio.TimerHandle | None = None
 
     def add(self, concluded: ConcludedRequest) -> None:
-        """Have a line written soon, if it is not one of too many; on the event loop."""
+        """Queue the line of a request, unless its outcome has too many; on the event loop."""
         outcome = concluded.record.outcome
         if outcome is not Outcome.COMPLETED:
             self._in_this_second[outcome] += 1
@@ -210,7 +208,7 @@ class RequestLog:
             self._timer = _later(_INTERVAL_S, self.flush)
 
     def _end_second(self) -> None:
-        """Say how many lines are missing, and begin to count anew."""
+        """Queue the count of suppressed lines, and start a new second."""
         if self._second is not None:
             self._second.cancel()
             self._second = None
@@ -221,14 +219,14 @@ class RequestLog:
             self._write_lines()
 
     def flush(self) -> None:
-        """Write all lines now."""
+        """Write all queued lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._write_lines()
 
     def close(self) -> None:
-        """Write all that is still to be said."""
+        """Write all queued lines and counts."""
         self._end_second()
         self.flush()
 
@@ -243,12 +241,12 @@ class RequestLog:
 
 
 def _later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-    # In an empty context: Serve's logs name the request in whose context they are written.
+    # In an empty context, because Serve's log format adds the request of the context.
     return asyncio.get_running_loop().call_later(delay_s, call, context=contextvars.Context())
 
 
 def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
-    """Those that a logger's records go to."""
+    """Yield the handlers that receive a logger's records."""
     while logger is not None:
         yield from logger.handlers
         logger = logger.parent if logger.propagate else None
@@ -259,7 +257,7 @@ def _write(handler: logging.Handler, record: logging.LogRecord, lines: Sequence[
         return
     if isinstance(handler, MemoryHandler) and handler.target is not None:
         if handler.filter(record):
-            # What it keeps came before.
+            # Its buffered records are older.
             handler.flush()
             _write(handler.target, record, lines)
     elif isinstance(handler, logging.StreamHandler) and _is_plain(handler):
@@ -270,7 +268,7 @@ def _write(handler: logging.Handler, record: logging.LogRecord, lines: Sequence[
 
 
 def _is_plain(handler: "logging.StreamHandler[TextIO]") -> bool:
-    """Whether it does with a record what the standard library's does; a file is opened by the first one."""
+    """Return whether a handler treats records as the standard library does and its stream is open."""
     return type(handler) in _PLAIN_HANDLERS and handler.stream is not None
 
 
@@ -293,7 +291,7 @@ def _write_together(
 
 
 def _formatted(made: str, lines: Sequence[Line], terminator: str) -> str:
-    """Each line as the one record was formatted, which may be a JSON document."""
+    """Return each line in the format of the one formatted record, which may be a JSON document."""
     document = _document(made)
     if document is not None:
         return "".join([f"{_json(document, line)}{terminator}" for line in lines])
@@ -306,7 +304,7 @@ def _formatted(made: str, lines: Sequence[Line], terminator: str) -> str:
 
 
 def _document(made: str) -> dict[str, Any] | None:
-    """The document that a format has made, if its message is a field of it."""
+    """Return a formatted record as a JSON document; None unless its message is a field of one."""
     if not made.startswith("{"):
         return None
     try:
@@ -315,7 +313,7 @@ def _document(made: str) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or found.get("message") != _PLACE:
         return None
-    # Serve's own name of this process; `replica` is where a request ran, here as in text.
+    # Serve uses `replica` for this process; in this log it is the replica of the request, as in text.
     if "replica" in found:
         found["gateway"] = found.pop("replica")
     return found

@@ -1,4 +1,4 @@
-"""Settings of a gateway: what it serves, to whom, and within which limits."""
+"""Settings of a gateway: models, access control and limits."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -30,13 +30,13 @@ MEBIBYTE = 1024 * 1024
 
 @settings
 class ServedModel:
-    """One model name that clients may ask for.
+    """A model name that clients may request.
 
     Attributes:
-        name: as clients write it; the engines must serve it under the same name.
-        max_model_len: the longest context of any of its pools, in tokens, shown in `/v1/models`.
-        starts_on_demand: its engines may all be stopped until a request comes.
-        targets: by which requests count as served well; those of its tuner's objective.
+        name: name in requests; the engines must serve the model under the same name.
+        max_model_len: longest context of any of its pools, in tokens; shown in `/v1/models`.
+        starts_on_demand: all of its engines may be stopped until a request arrives.
+        targets: latency targets by class, the same as in the objective of its tuner.
     """
 
     name: str
@@ -49,51 +49,51 @@ class ServedModel:
             raise SettingsError("a model's name must not be empty")
 
 
-# As a file has it: `GatewaySettings` adds the models that it serves, which stand elsewhere in the file.
+# The block as written in a file; `GatewaySettings` adds the models, which are configured elsewhere.
 @settings(block="gateway")
 class WrittenGateway:
-    """Who may call the gateways, and within which limits.
+    """Access control and limits of the gateways.
 
     Attributes:
-        keys: who may call; without any and without `keys_file` everyone is let in (a laptop, or a gateway
-            behind another that asks).
-        keys_file: absolute path of a file of further keys, written by `python -m serve_app keys`; gateways
-            read it again when it changes.
-        insecure: without keys, take requests on other addresses than this machine's own, too.
-        cors: which web pages may call from a browser; none by default.
+        keys: API keys. Without `keys` and `keys_file`, requests need no key (for a laptop, or behind a
+            gateway that authenticates).
+        keys_file: absolute path of a file with further keys, written by `python -m serve_app keys`; gateways
+            reload it when it changes.
+        insecure: without keys, accept requests on non-loopback addresses too.
+        cors: web origins whose pages may call from a browser; none by default.
     """
 
     keys: tuple[ApiKey, ...] = ()
     keys_file: str | None = None
     insecure: bool = False
     cors: CorsSettings = field(default_factory=CorsSettings)
-    # Without one, and with keys, `/metrics` needs the key of an admin.
+    # Key of a scraper for `/metrics`. Without one, an admin key is required if keys are configured.
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
-    # OpenAI accepts about 50 MB of images in one request; text of a million tokens is a tenth of that.
+    # Largest request body. OpenAI accepts about 50 MB of images per request; a million tokens are a tenth.
     max_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 64 * MEBIBYTE
-    # A body is held until its answer begins, because it may have to be sent again. A gateway that holds so
-    # many bytes of them refuses more with 503. While they are parsed, bodies take about twice their length.
+    # Total bytes of bodies in memory; beyond it, requests are refused with 503. A body is held until its
+    # answer begins, because it may have to be sent again. Parsing needs about twice its length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
-    # Asks engines for a stream of chat and text completions that clients want in one piece, and assembles it.
-    # Then `silence_timeout_s` bounds silence instead of the length of answers. Off, since such answers lack
-    # what vLLM's streams lack: `system_fingerprint`, and fields that are null. An event of the stream, mostly
-    # a token, costs the gateway a tenth of a millisecond. Requests with tools or `echo`, and other kinds of
-    # answers, are left as they are.
+    # Request a stream from the engine for chat and text completions that clients want in one piece, and
+    # assemble it. `silence_timeout_s` then bounds gaps instead of the whole answer. Off by default, because
+    # assembled answers lack what vLLM's streams omit: `system_fingerprint`, and fields that are null. Each
+    # event of the stream, mostly one token, costs the gateway about 0.1 ms. Requests with tools or `echo`,
+    # and other kinds of answers, are not assembled.
     assemble_answers: Annotated[bool, ADVANCED] = False
-    # A body may take so long, and beyond that as long as it comes at `least_body_bytes_per_s`. Whoever is
-    # slower gets 408, since each body under way holds memory.
+    # Time to receive a body; after it, the body must arrive at `least_body_bytes_per_s` or more. Slower
+    # clients get 408, because each body that is being received holds memory.
     body_grace_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
-    # The least rate of a body after `body_grace_s`; 64 MiB take two hours and more at this one.
+    # Minimum rate of a body after `body_grace_s`. At this rate 64 MiB take more than two hours.
     least_body_bytes_per_s: Annotated[float, POSITIVE, INTERNAL] = 8_192.0
-    # A stream that waits for so long gets a comment, `: queued`, and again after each such time, so that no
-    # proxy in between cuts a silent connection; many do after 60 s. With the first one the answer has begun
-    # as 200, and a refusal comes as an error event. 0 sends none.
+    # Interval of `: queued` comments in streams that wait, so that no proxy closes a silent connection; many
+    # do after 60 s. The first comment starts the answer with status 200, so later refusals are error events.
+    # 0 disables them.
     queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
-    # One line per concluded request on the logger `ray.serve`; costs about as much as a scheduling decision.
+    # Log a line per concluded request on logger `ray.serve`; costs as much as a scheduling decision.
     log_requests: Annotated[bool, ADVANCED] = True
-    # Traces of requests by OpenTelemetry, which the extra `tracing` installs. The standard variables of the
-    # gateways' environment say where spans go and which requests are sampled: `OTEL_EXPORTER_OTLP_ENDPOINT`,
-    # `OTEL_TRACES_SAMPLER` and their like. A request that is sampled costs a gateway more than a decision.
+    # Trace requests with OpenTelemetry (extra `tracing`). The standard environment variables of the gateways,
+    # such as `OTEL_EXPORTER_OTLP_ENDPOINT` and `OTEL_TRACES_SAMPLER`, select the exporter and the sampling. A
+    # sampled request costs a gateway more than a scheduling decision.
     tracing: bool = False
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     upstream: Annotated[UpstreamSettings, ADVANCED] = field(default_factory=UpstreamSettings)
@@ -107,27 +107,16 @@ class WrittenGateway:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether callers need a key."""
+        """True if callers need a key."""
         return bool(self.keys) or self.keys_file is not None
 
     def check_tracing(self) -> None:
-        """Refuse traces where this Python cannot make them.
-
-        Raises:
-            SettingsError: they are asked for, and OpenTelemetry is missing or told what it does not know.
-        """
+        """Raise `SettingsError` if tracing is enabled, but OpenTelemetry is missing or misconfigured."""
         if self.tracing:
             check_tracing()
 
     def check_exposure(self, host: str) -> None:
-        """Refuse to let in everybody who reaches an address that others than this machine can reach.
-
-        Args:
-            host: on which HTTP requests are taken.
-
-        Raises:
-            SettingsError: there are no keys, and nobody has said that this is meant.
-        """
+        """Raise `SettingsError` if other machines can reach `host`, without keys and without `insecure`."""
         if self.asks_for_keys or self.insecure or is_loopback(host):
             return
         raise SettingsError(
@@ -142,7 +131,7 @@ class GatewaySettings(WrittenGateway):
     """Settings of one gateway.
 
     Attributes:
-        models: what it serves; each has its own scheduler.
+        models: models to serve, each with its own scheduler.
     """
 
     models: tuple[ServedModel, ...]
@@ -155,24 +144,24 @@ class GatewaySettings(WrittenGateway):
             raise SettingsError(f"gateway.models names a model twice: {', '.join(names)}")
 
 
-# What needs a new process: the models that it connects to, its connections to replicas, and its tracer.
+# Settings that need a new process, because they define connections and the tracer.
 _COLD = ("models", "upstream", "tracing")
 
 
 def gateway_hot(settings: GatewaySettings) -> dict[str, Any]:
-    """What may change while a gateway runs."""
+    """Return the settings that can change while a gateway runs."""
     return hot_settings(settings, _COLD)
 
 
 def gateway_cold(settings: GatewaySettings) -> tuple[object, ...]:
-    """What needs a new process."""
+    """Return the settings that need a new process."""
     return tuple(getattr(settings, name) for name in _COLD)
 
 
 def with_hot_gateway(settings: GatewaySettings, given: Mapping[str, Any]) -> GatewaySettings:
-    """The same with other hot settings.
+    """Return a copy with other hot settings.
 
     Raises:
-        SettingsError: one is unknown, cold or out of range.
+        SettingsError: a setting is unknown, cold or out of range.
     """
     return with_hot_settings(settings, given, _COLD)

@@ -1,4 +1,4 @@
-"""Responses that engines store: requests that refer to one go to the replica that has it, or are refused."""
+"""Stored responses: requests that refer to one are sent to the replica that has it, or refused."""
 
 import asyncio
 import contextvars
@@ -33,23 +33,19 @@ from serve_app.serving.gateway.upstream import (
 
 _OURS = re.compile(r"resp_([0-9a-f]{16})[0-9a-f]{24}")
 _RANDOM_BYTES = 12
-# Some 200 bytes each.
+# About 200 bytes each.
 _MOST_REMEMBERED = 10_000
 
 
 class AnsweredResponse(msgspec.Struct):
-    """The head of a response in an answer.
-
-    Attributes:
-        status: as `queued` or `completed`; empty where it has none.
-    """
+    """Head of a response object in an answer; `status` is such as `queued`, or empty if absent."""
 
     id: str = ""
     status: str = ""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its engine is still at work on it."""
+        """True if the engine has not finished it."""
         return self.status in ("queued", "in_progress")
 
 
@@ -63,7 +59,7 @@ _DATA = re.compile(rb"^data:\s*(.+?)\s*$", re.MULTILINE)
 
 
 class ResponseHolders:
-    """Names responses, and finds the replicas that keep them."""
+    """Names of responses, and a look-up of the replicas that store them."""
 
     def __init__(self) -> None:
         self._remembered: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -72,22 +68,18 @@ class ResponseHolders:
         return f"<ResponseHolders remembered={len(self._remembered)}>"
 
     def name(self, owner: str, replica: ReplicaAddress) -> str:
-        """A name for a new response.
-
-        Args:
-            owner: the tenant that may refer to it.
-        """
+        """Return a name for a new response on a replica, to which only `owner` may refer."""
         return f"resp_{_digest(owner, replica.replica_id)}{secrets.token_hex(_RANDOM_BYTES)}"
 
     def remember(self, response_id: str, owner: str, replica_id: str) -> None:
-        """An engine that names its responses has made one."""
+        """Record a response that was named by its engine."""
         self._remembered[response_id] = owner, replica_id
         self._remembered.move_to_end(response_id)
         while len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def find(self, response_id: str, owner: str, replicas: Iterable[ReplicaAddress]) -> ReplicaAddress | None:
-        """The replica that keeps this tenant's response; None where none of these does."""
+        """Return the replica that stores a response of this tenant; None if there is none."""
         kept = self._remembered.get(response_id)
         if kept is not None:
             whose, replica_id = kept
@@ -99,7 +91,7 @@ class ResponseHolders:
 
 
 def answered_response(body: bytes) -> AnsweredResponse:
-    """The response that a whole answer is; without an id where it is something else."""
+    """Parse a complete answer as a response; the id is empty if it is something else."""
     try:
         return _whole.decode(body)
     except (ValueError, RecursionError):
@@ -107,7 +99,7 @@ def answered_response(body: bytes) -> AnsweredResponse:
 
 
 def announced_response(events: bytes) -> AnsweredResponse:
-    """The response that the first events of a stream tell of."""
+    """Parse the response that the first events of a stream announce; the id is empty if there is none."""
     found = _DATA.search(events)
     try:
         event = _event.decode(found[1]) if found is not None else _AnnouncingEvent()
@@ -122,7 +114,7 @@ def _digest(owner: str, replica_id: str) -> str:
 
 
 RESPONSES_PATH = "/v1/responses"
-# What they are called in descriptions: method and summary.
+# Method and summary by path, for the API description.
 STORED_PATHS: Mapping[str, tuple[str, str]] = {
     RESPONSES_PATH + "/{response_id}": ("GET", "a response that was kept, or with `stream=true` its events"),
     RESPONSES_PATH + "/{response_id}/cancel": ("POST", "the end of a response in the background"),
@@ -134,17 +126,13 @@ _EVENT_STREAM = b"text/event-stream"
 
 
 def method_of(path: str) -> str | None:
-    """The method of a path of this kind; None for every other path."""
+    """Return the method of a stored-response path; None for any other path."""
     found = _PATH.fullmatch(path)
     return None if found is None else "POST" if found[2] else "GET"
 
 
 class StoredResponses:
-    """Finds the replica that keeps a response, and asks it.
-
-    Args:
-        schedulers: of each model, by name.
-    """
+    """Routing of requests to the replicas that store responses."""
 
     def __init__(
         self,
@@ -159,10 +147,12 @@ class StoredResponses:
         self._holders = holders
 
     def bound(self, job: ForwardJob) -> ForwardJob:
-        """A job that goes on from an earlier response, bound to the replica that keeps it; others unchanged.
+        """Bind a job that continues an earlier response to the replica that stores it.
+
+        Other jobs are returned unchanged.
 
         Raises:
-            RequestRefused: no replica keeps the response for this tenant.
+            RequestRefused: no replica stores the response for this tenant.
         """
         if job.response is None or job.response.previous is None:
             return job
@@ -174,10 +164,10 @@ class StoredResponses:
         return msgspec.structs.replace(job, submission=replace(job.submission, bound_to=replica.replica_id))
 
     async def serve(self, incoming: IncomingRequest) -> None:
-        """Ask for a response, its events or its end.
+        """Forward the retrieval or cancellation of a response.
 
         Raises:
-            RequestRefused: no replica keeps it for this tenant, or that one does not answer.
+            RequestRefused: no replica stores it for this tenant, or the replica does not answer.
         """
         caller = self._reader.authenticate(incoming)
         owner = self._reader.owner(incoming, caller)
@@ -190,7 +180,7 @@ class StoredResponses:
             await self._pass_on(replica, incoming)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
-        # Names of one model share a scheduler, and its adapters, too: a key may be for one of those alone.
+        # Names and adapters of a model share a scheduler, and a key may allow only one of them.
         schedulers = {
             id(client): client
             for name, client in self._schedulers.items()
@@ -269,21 +259,19 @@ async def _stream(
 
 
 def _query(incoming: IncomingRequest) -> str:
-    """The query, written anew, with its question mark."""
+    """Return the re-encoded query with its question mark; empty if there is none."""
     written = incoming.scope.get("query_string", b"").decode("latin-1")
     query = urlencode(parse_qsl(written, keep_blank_values=True))
     return f"?{query}" if query else ""
 
 
-# One response while it is made: its name, where it is kept, and whether it goes on without its client.
+# One response while it is computed: its name, its replica, and its state in the background.
 
 
 class KeptResponse:
-    """What is known of it.
+    """State of a response that its engine will store.
 
-    Attributes:
-        response_id: empty until it is known.
-        is_under_way: its engine works on it in the background.
+    Its id is empty until known; while `is_under_way`, the engine works on it in the background.
     """
 
     __slots__ = ("_holders", "_replica", "_terms", "is_under_way", "response_id")
@@ -296,7 +284,7 @@ class KeptResponse:
         self.is_under_way = False
 
     def name(self, replica: ReplicaAddress) -> str | None:
-        """The name that it gets on a replica; None where the engine names it."""
+        """Return the name for the response on a replica; None if the engine chooses it."""
         self._replica = replica
         self.response_id = ""
         if not (replica.names_responses or self._terms.is_named):
@@ -305,12 +293,12 @@ class KeptResponse:
         return self.response_id
 
     def on_answer(self, body: bytes) -> None:
-        """The engine has answered in one piece."""
+        """Parse an answer in one piece."""
         if self._terms.background or self._may_be_named_otherwise:
             self._note(answered_response(body))
 
     def on_first_events(self, events: bytes) -> None:
-        """The engine's stream has begun."""
+        """Parse the first events of a streamed answer."""
         if self._terms.background or self._may_be_named_otherwise:
             self._note(announced_response(events))
 
@@ -324,24 +312,24 @@ class KeptResponse:
         assert self._replica is not None, "it has been sent"
         if response.id != self.response_id:
             self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
-        # An engine may have named it otherwise.
+        # The engine may have chosen another name.
         self.response_id = response.id
         self.is_under_way = self._terms.background and response.is_under_way
 
 
-# Work in the background: engines go on with a response when its request has been answered.
+# Background work: engines continue a response after its request has been answered.
 #
-# Nothing tells of its end but the response itself. So the gateway asks for it now and then, and the place of
-# the request on its replica stays taken until it has ended. What cannot be known:
+# Only the response itself shows when it ends, so the gateway polls it. Until then the request holds its
+# capacity on the replica. Two things are unknown:
 #
-# - when its first token comes;
-# - anything at all, once the gateway has ended that passed the request on. Its work is not counted from then
-#   on, though the engine's reports still show its load.
+# - the time of its first token;
+# - its remaining work once the gateway that forwarded the request has ended. The request is then no longer
+#   counted, but the engine's reports still include its load.
 
 
 logger = logging.getLogger("ray.serve")
 
-# An engine finds it in a table, which costs it about as much as one page of metrics.
+# A look-up in a table for an engine, about as expensive as a scrape of its metrics.
 _EVERY_S = 1.0
 _MOST_FAILURES = 5
 _OUTCOMES = {
@@ -351,15 +339,11 @@ _OUTCOMES = {
 }
 
 OnEnd = Callable[[Outcome, Usage | None, str], None]
-"""How the work ended, what it took, and a word on it for the log."""
+"""Called with the outcome, the usage and a detail for the log."""
 
 
 class BackgroundWork:
-    """Follows responses until their engines have finished them.
-
-    Args:
-        every_s: between two looks at a response, in seconds.
-    """
+    """Poller of background responses until their engines finish them."""
 
     def __init__(self, upstream: UpstreamPool, every_s: float = _EVERY_S) -> None:
         self._upstream = upstream
@@ -370,13 +354,13 @@ class BackgroundWork:
         return f"<BackgroundWork {len(self._tasks)}>"
 
     def __len__(self) -> int:
-        """Responses that are being followed."""
+        """Return the number of responses that are polled."""
         return len(self._tasks)
 
     def follow(self, response_id: str, replica: ReplicaAddress, on_end: OnEnd) -> None:
-        """Ask for a response until it has ended."""
+        """Poll a response until it ends, then call `on_end`."""
         loop = asyncio.get_running_loop()
-        # In a context of its own: Serve cancels whatever it finds in that of a request.
+        # In an empty context, because Serve cancels the tasks of a request's context.
         task = loop.create_task(
             self._follow(response_id, replica, on_end),
             name=f"background {response_id}",
@@ -386,7 +370,7 @@ class BackgroundWork:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Follow none any more; what they run is nobody's to give back then."""
+        """Stop polling; the capacity of unfinished responses is not released here."""
         for task in tuple(self._tasks):
             task.cancel()
 
@@ -394,7 +378,7 @@ class BackgroundWork:
         try:
             end = await self._end_of(response_id, replica)
         except Exception as error:
-            # Whatever it is, the place must be given back.
+            # Release the capacity on any error.
             logger.exception("event=background_fault response=%r", response_id)
             end = Outcome.FAILED, None, f"in the background: {error!r}"
         on_end(*end)

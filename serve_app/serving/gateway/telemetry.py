@@ -1,7 +1,7 @@
 """Telemetry of a gateway: metrics, the log line of each concluded request, and the times of its stages.
 
-Labels are bounded by the configuration (model, class, pool, outcome); tenants and request ids go to the log
-alone. Every series carries the gateway's id: behind one address several gateways answer a scraper in turn.
+Label values are bounded by the configuration (model, class, pool, outcome); tenants and request ids appear in
+the log only. Every series has the gateway's id, because gateways behind one address answer scrapes in turn.
 """
 
 import logging
@@ -30,21 +30,21 @@ from serve_app.serving.process import ProcessMetrics
 
 logger = logging.getLogger("ray.serve")
 
-# From an idle engine's first token to the longest generation that somebody waits for.
+# From the first token of an idle engine to the longest generation that clients wait for.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-# A grant takes well under a millisecond when there is room, and minutes when there is none.
+# A grant takes well under a millisecond with free capacity, and up to minutes without.
 _WAIT_SECONDS = (0.001, 0.005, *_SECONDS)
 
-# One step of an engine, from a small model to one that is overloaded; a gap of seconds is a preemption.
+# One engine step, from a small model to an overloaded one; a gap of seconds is a preemption.
 _TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# Parsing takes a tenth of a millisecond, and some for a body of megabytes; more means a busy event loop.
+# Parsing takes about 0.1 ms, more for megabytes; longer times mean a busy event loop.
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
 _USUAL_TARGETS = ClassTargets()
 
 
 class _Series:
-    """Metric cells of one (model, class, pool), looked up once."""
+    """Cached metric cells of one (gateway, model, class, pool)."""
 
     __slots__ = (
         "e2e",
@@ -63,7 +63,7 @@ class _Series:
         self.ttft = metrics.ttft[labels]
         self.judged = metrics.judged[labels]
         self.good = metrics.good[labels]
-        # All kinds at once: a rate of what has not happened yet is 0, not nothing.
+        # Create all kinds at once, so that the rate of one that never occurred is 0, not absent.
         self.misses = {miss: metrics.misses[(*labels, miss)] for miss in Miss}
         self.tpot = metrics.tpot[labels]
         self.gaps = metrics.gaps[labels]
@@ -74,17 +74,16 @@ class _Series:
 
 
 class Telemetry:
-    """Metrics and log of one gateway.
+    """Metrics and request log of one gateway.
 
     Args:
         gateway_id: label of every series.
-        log_requests: write a line per concluded request.
-        upstream_counts: connections opened and requests repeated on a new one, so far.
-        held_body_bytes: bytes of the bodies held now.
-        targets: what requests are owed, by model name.
+        upstream_counts: returns the connections opened, and the requests repeated on a new one.
+        held_body_bytes: returns the bytes of request bodies in memory.
+        targets: latency targets by model name.
 
     Attributes:
-        log_requests: may change at any time.
+        log_requests: write one line per concluded request; may change at any time.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Telemetry:
         self.queue_wait = self._histogram(
             "queue_wait_seconds", "Arrival to the last grant.", labels, _WAIT_SECONDS
         )
-        # Its scheduler exports another stage under the same name.
+        # The scheduler exports another stage under the same name.
         self.overhead = histograms(
             self.registry,
             "ewsjf_overhead_seconds",
@@ -155,31 +154,31 @@ class Telemetry:
         )
 
     def on_arrival(self, model: str) -> None:
-        """A request is under way; its model is empty until its body has been read."""
+        """Count a request as in flight; `model` is empty until the body has been read."""
         self.in_flight[model] = self.in_flight.get(model, 0) + 1
 
     def on_departure(self, model: str) -> None:
-        """It is over."""
+        """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
     def on_grant(self, granted: Dispatch, model: str, whole_at: float, asked_at: float) -> None:
-        """A request was granted for the first time, just now.
+        """Record the overhead of a request that has just received its first grant.
 
         Args:
-            whole_at: when its body had come, on the monotonic clock.
-            asked_at: when it was submitted.
+            whole_at: when the body was complete, on the monotonic clock.
+            asked_at: when the request was submitted.
         """
         self.overhead[self._gateway_id, model, "parse"].observe(asked_at - whole_at)
         schedule_s = monotonic() - asked_at - granted.queue_wait_s
-        # The scheduler's clock and ours may be off by a hair.
+        # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
     def gaps_of(self, submission: Submission, granted: Dispatch) -> HistogramCell:
-        """Where the gaps between the pieces of a stream are counted."""
+        """Return the cell that records the inter-token gaps of a stream."""
         return self._series_of(submission.spec.model, submission.priority, granted.pool).gaps
 
     def put_back(self, model: str, failure: DispatchFailure) -> None:
-        """A granted request came back before its first byte."""
+        """Count a granted request that was put back before its first byte."""
         self.put_backs[self._gateway_id, model, failure].inc()
 
     def on_conclusion(self, concluded: ConcludedRequest) -> None:
@@ -195,20 +194,20 @@ class Telemetry:
             self._log.add(concluded)
 
     def flush_log(self) -> None:
-        """Write the lines of all requests that have been concluded."""
+        """Write the log lines of all concluded requests."""
         self._log.close()
 
     def exposition(self) -> str:
-        """This gateway's own metrics in the Prometheus text format."""
+        """Return this gateway's metrics in the Prometheus text format."""
         return generate_latest(self.registry).decode()
 
     def openmetrics(self) -> str:
-        """The same in OpenMetrics' format, with exemplars, but for its end."""
+        """Return this gateway's metrics in the OpenMetrics format, with exemplars, without the end marker."""
         page: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
         return page.decode().removesuffix("# EOF\n")
 
     def collect(self) -> Iterator[Metric]:
-        """Figures that others keep; prometheus_client asks for them at each scrape."""
+        """Yield metrics whose values live elsewhere; prometheus_client calls this at each scrape."""
         labels = ("gateway", "model")
         in_flight = GaugeMetricFamily(
             "ewsjf_gateway_in_flight_requests",
@@ -233,7 +232,7 @@ class Telemetry:
             yield family
 
     def _judge(self, model: str, record: RequestRecord) -> None:
-        """Count a request as served well, or what was missing."""
+        """Count whether a request met its latency targets, and which ones it missed."""
         targets = self._targets.get(model, _USUAL_TARGETS)
         if not targets.judges(record):
             return
@@ -254,7 +253,7 @@ class Telemetry:
 
     def _observe(self, model: str, record: RequestRecord, trace_id: str) -> None:
         series = self._series_of(model, record.priority, record.pool)
-        # The id of the trace is shown in OpenMetrics' format alone.
+        # Exemplars (trace ids) appear in the OpenMetrics format only.
         if (queue_wait_s := record.queue_wait_s) is not None:
             series.queue_wait.observe(queue_wait_s, trace_id)
         if (ttft_s := record.ttft_s) is not None:
@@ -275,19 +274,19 @@ class Telemetry:
         return histograms(self.registry, f"ewsjf_gateway_{name}", text, labels, buckets)
 
 
-# When the parts of one request's service began and ended, and what is told of that.
+# Stage times of one request, and the reports that are derived from them.
 
 
 class CallTimes:
-    """The times of one request, in seconds on the monotonic clock.
+    """Timestamps of one request, in seconds on the monotonic clock.
 
     Attributes:
-        arrived_at: its head was read.
-        asked_at: the scheduler was asked for a place.
-        granted_at: the last place was granted; None while there was none.
-        first_token_at: the answer began; None for one that is not streamed.
-        ended_at: it was over in the engine, or in the queue; None while it is not.
-        engine: what the engine tells of the time inside it; None where it does not.
+        arrived_at: the request head was read.
+        asked_at: the request was submitted to the scheduler.
+        granted_at: last grant; None before the first.
+        first_token_at: first bytes of a streamed answer; None for other answers.
+        ended_at: end in the engine or in the queue; None before it.
+        engine: stage times reported by the engine; None if it reports none.
     """
 
     __slots__ = ("arrived_at", "asked_at", "ended_at", "engine", "first_token_at", "granted_at")
@@ -300,21 +299,17 @@ class CallTimes:
         self.engine: EngineTimes | None = None
 
     def told(self, endpoint: str, now: float, *, granted: bool) -> RequestTimes:
-        """What the scheduler is told at its end, which is now.
-
-        Args:
-            granted: it ended by a grant, and not in the queue.
-        """
+        """Record the end at `now`, under a grant or in the queue; return the times for the scheduler."""
         self.ended_at = now
         granted_at = self.granted_at if granted else None
         return self._times(endpoint, granted_at, now if granted_at is None else granted_at)
 
     def receipt_header(self, dispatch: Dispatch) -> HeaderList:
-        """What a client is told that asks with `x-ewsjf-receipt: 1`, as far as it is known by now."""
+        """Return the receipt header for a client that sent `x-ewsjf-receipt: 1`, with the known stages."""
         return [(RECEIPT_HEADER, encode(self._receipt(dispatch)))]
 
     def receipt_comment(self, dispatch: Dispatch) -> bytes:
-        """The same as a comment at the end of an event stream."""
+        """Return the receipt as a comment for the end of an event stream."""
         return b": " + RECEIPT_HEADER[2:] + b" " + encode(self._receipt(dispatch)) + b"\n\n"
 
     def _receipt(self, dispatch: Dispatch) -> dict[str, Any]:
@@ -329,16 +324,12 @@ class CallTimes:
         }
 
     def _stages_ms(self, granted_at: float, dispatch: Dispatch) -> dict[str, float]:
-        """The stages that are over, as a receipt of the scheduler names them."""
+        """Return the completed stages under the names that the scheduler's receipts use."""
         stages = self._times("", granted_at, granted_at).stages(dispatch.queue_wait_s)
         return {name: round(seconds * 1e3, 3) for name, seconds in stages}
 
     def _times(self, endpoint: str, granted_at: float | None, waited_until: float) -> RequestTimes:
-        """What is known by now.
-
-        Args:
-            granted_at: when it was granted the place that it ended by; None for none.
-        """
+        """Return the stage times known so far; `granted_at` is None if the request ended in the queue."""
         first_at, ended_at = self.first_token_at, self.ended_at
         return RequestTimes(
             endpoint,
@@ -351,6 +342,6 @@ class CallTimes:
 
 
 def _told(engine: EngineTimes) -> dict[str, float]:
-    """What the engine has told, in milliseconds."""
+    """Return the engine's stage times in milliseconds."""
     named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
     return {name: round(seconds * 1e3, 3) for name, seconds in named.items() if seconds is not None}

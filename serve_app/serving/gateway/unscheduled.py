@@ -1,4 +1,4 @@
-"""Requests that go to any replica without being scheduled: they cost an engine next to nothing."""
+"""Requests that any replica can answer without scheduling, because they cost an engine next to nothing."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ from serve_app.serving.gateway.upstream import (
     UpstreamResponse,
 )
 
-# More replicas than this in a row do not fail by chance.
+# More consecutive failures are hardly chance.
 _MAX_ATTEMPTS = 3
-# Replicas come and go within seconds; there is no queue whose drain could be measured.
+# Replicas are added and replaced within seconds; without a queue there is no drain rate to measure.
 _RETRY_AFTER_S = 1.0
 
 
 class AnyReplica:
-    """Asks the replicas of a model in turn."""
+    """Round-robin over the replicas of a model."""
 
     def __init__(self, upstream: UpstreamPool) -> None:
         self._upstream = upstream
@@ -32,7 +32,7 @@ class AnyReplica:
     async def pass_on(
         self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> None:
-        """Send a request to one of these replicas and its answer to the client.
+        """Send a request to one of `replicas`, and its answer to the client.
 
         Raises:
             RequestRefused: no replica answers.

@@ -1,4 +1,4 @@
-"""The HTTP client of the data path: pooled connections to replicas, and responses while they arrive."""
+"""HTTP client of the data path: pooled connections to replicas, and responses while they arrive."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from serve_app.serving.tls import ClientTls, Tls, connect, public_tls
 
 HeaderList = list[tuple[bytes, bytes]]
 
-# One slow client holds at most about this much of an answer in the gateway.
+# Bound on the part of an answer that the gateway buffers for one slow client.
 BUFFER_HIGH_BYTES = 256 * 1024
 
 
 class UpstreamError(ServeAppError):
-    """A replica gave no complete answer; `failure` says how far it got."""
+    """A replica gave no complete answer; `failure` states whether it may have seen the request."""
 
     def __init__(self, failure: DispatchFailure, message: str) -> None:
         super().__init__(message)
@@ -29,30 +29,30 @@ class UpstreamError(ServeAppError):
 
 
 class EngineSilentError(UpstreamError):
-    """A replica sent nothing for too long. It may be at work still, so the request is not tried again."""
+    """A replica sent nothing for too long. It may still be computing, so the request is not retried."""
 
 
 class StaleConnectionError(UpstreamError):
-    """A kept connection was closed by the replica before it answered anything."""
+    """The replica closed a reused connection before it answered."""
 
 
 class Source(Protocol):
-    """The connection, as an answer sees it."""
+    """Interface of a connection towards its response."""
 
     def resume_reading(self) -> None:
-        """There is room for more."""
+        """Continue reading after the buffer was emptied."""
         ...
 
     def abort(self) -> None:
-        """The rest is not wanted."""
+        """Cut the connection; the rest of the response is discarded."""
         ...
 
 
 class UpstreamResponse:
-    """A replica's answer while it arrives. Read with `next` or `read`, and always `close`.
+    """A replica's response while it arrives. Read it with `next` or `read`, and always `close` it.
 
     Attributes:
-        on_pieces: called when pieces have come and the answer is not at its end; `take` gives them.
+        on_pieces: called when body bytes have arrived before the end; `take` returns them.
     """
 
     __slots__ = (
@@ -80,11 +80,11 @@ class UpstreamResponse:
 
     @property
     def at_end(self) -> bool:
-        """The body is complete and has been taken."""
+        """True if the body is complete and has been taken."""
         return self.complete and not self._pieces
 
     def header(self, name: bytes) -> bytes:
-        """The value of a header (lower-case name); empty when it is absent."""
+        """Return the value of a header (lower-case name), or empty if it is absent."""
         for key, value in self.headers:
             if key == name:
                 return value
@@ -102,7 +102,7 @@ class UpstreamResponse:
             await self.waiter()
 
     async def next(self) -> bytes:
-        """All body bytes that have come since the last call; waits for some, empty only at the end.
+        """Return all body bytes since the last call. Waits for some; empty only at the end.
 
         Raises:
             UpstreamError: the connection broke before the body was complete.
@@ -116,7 +116,7 @@ class UpstreamResponse:
         return self.take()
 
     def take(self) -> bytes:
-        """All body bytes that have come since the last call, without waiting for any."""
+        """Return all body bytes since the last call, without waiting."""
         pieces, self._pieces = self._pieces, []
         self._buffered_bytes = 0
         if self._connection is not None:
@@ -124,7 +124,7 @@ class UpstreamResponse:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def read(self) -> bytes:
-        """The whole body, however long: it comes from an engine of our own, after its work is done.
+        """Return the whole body. Its size is not limited, because it comes from an engine of the application.
 
         Raises:
             UpstreamError: the connection broke before the body was complete.
@@ -138,25 +138,25 @@ class UpstreamResponse:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Give the connection up; cuts it when the answer is not complete, so that the engine stops."""
+        """Release the connection. An incomplete answer cuts it, so that the engine stops."""
         if self._connection is not None:
             self._connection.abort()
 
     def waiter(self) -> "asyncio.Future[None]":
-        """Done when there is something new; with `on_pieces`, at the end alone."""
+        """Return a future that completes at the next change; with `on_pieces`, only at the end."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
     # Called by the connection.
 
     def push(self, piece: bytes) -> bool:
-        """Add body bytes; True when the buffer is full and reading must pause."""
+        """Add body bytes; return True if the buffer is full and reading must pause."""
         self._pieces.append(piece)
         self._buffered_bytes += len(piece)
         return self._buffered_bytes >= BUFFER_HIGH_BYTES
 
     def detach(self, error: UpstreamError | None = None) -> None:
-        """Nothing more will come: the answer is complete, or broken by `error`."""
+        """End the response, as complete or broken by `error`."""
         self._connection = None
         if error is None:
             self.complete = True
@@ -165,7 +165,7 @@ class UpstreamResponse:
         self.wake()
 
     def wake(self) -> None:
-        """Let the reader look again."""
+        """Notify the reader of a change."""
         if self.on_pieces is not None and not self.complete and self.error is None:
             if self._pieces:
                 self.on_pieces()
@@ -173,48 +173,48 @@ class UpstreamResponse:
             self._waiter.set_result(None)
 
 
-# One HTTP/1.1 connection from a gateway to a replica, at protocol level.
+# HTTP/1.1 connections from a gateway to replicas, at protocol level.
 #
-# A request is written in one piece (large bodies in slices, as fast as the replica takes them); the answer is
-# parsed by httptools as it comes in and waits in a small buffer until the forwarder takes it. The buffer is
-# bounded: a client that reads slowly stops the reading here, and TCP then slows the replica down.
+# A request is written at once; large bodies are written in slices, as fast as the replica reads. httptools
+# parses the answer as it arrives, into a small bounded buffer for the forwarder. A client that reads slowly
+# thus pauses reading here, and TCP slows the replica down.
 #
-# The rules that keep it honest:
-# - an answer must state its length (content-length or chunked), so that a cut connection is never taken for
-#   its end;
-# - a connection is used again only after a complete answer to a completely sent request;
-# - `close()` on an unfinished answer cuts the connection at once, which is how an engine learns to abort;
-# - bytes that nobody asked for end the connection.
+# Safety rules:
+# - An answer must declare its length (content-length or chunked), so that a cut connection is never taken for
+#   its end.
+# - A connection is reused only after a complete answer to a completely sent request.
+# - `close()` on an unfinished answer cuts the connection at once, which makes the engine abort.
+# - Unsolicited bytes end the connection.
 
 
-# Up to here head and body leave in one write, so that a small request is one segment and one wake-up.
+# Up to this size, head and body leave in one write: one segment and one wake-up for a small request.
 _ONE_WRITE_BYTES = 64 * 1024
 _SLICE_BYTES = 256 * 1024
-# A kept connection that the replica was just closing breaks within a round trip of our writing to it. One
-# that breaks later was at work on the request, and took it down with it.
+# A reused connection that the replica was closing breaks within a round trip. One that breaks later was
+# processing the request, which may have caused the failure.
 _STALE_WINDOW_S = 0.5
 _LOWEST_STATUS = 100
 _NO_BODY_STATUSES = frozenset({204, 304})
 
 
 class ConnectionOwner(Protocol):
-    """The pool, as a connection sees it."""
+    """Interface of the pool towards its connections."""
 
     def on_idle(self, connection: "UpstreamConnection") -> None:
-        """The answer is complete and the connection may serve again."""
+        """Handle a connection that may be reused after a complete answer."""
         ...
 
     def on_lost(self, connection: "UpstreamConnection") -> None:
-        """The connection is gone."""
+        """Handle a connection that is closed."""
         ...
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One TCP connection to a replica; serves one request at a time.
+    """TCP connection to a replica; serves one request at a time.
 
     Attributes:
-        address: where it leads, the pool's key.
-        silent_ticks: sweeps of the pool since the replica last sent something, or since it went idle.
+        address: the replica's server; key in the pool.
+        silent_ticks: sweeps of the pool since the replica's last bytes, or since it became idle.
     """
 
     __slots__ = (
@@ -259,30 +259,29 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is on it."""
+        """True if no request is in flight."""
         return self._response is None
 
     @property
     def is_usable(self) -> bool:
-        """It can take another request, as far as this side knows."""
+        """True if another request can be sent, as far as this side knows."""
         transport = self._transport
         return not self._closed and transport is not None and not transport.is_closing()
 
     @property
     def is_paused(self) -> bool:
-        """Its answer waits for a slow client."""
+        """True if reading is paused because the client is slow."""
         return self._paused
 
     async def exchange(self, head: bytes, body: bytes) -> UpstreamResponse:
         """Send a request and wait for the head of its answer.
 
         Args:
-            head: request line and headers, with the empty line.
-            body: the request's body; its length is in `head`.
+            head: request line and headers, including the empty line and the length of `body`.
 
         Raises:
-            StaleConnectionError: this was a kept connection and the replica had closed it.
-            UpstreamError: the connection broke, or what came back is not HTTP.
+            StaleConnectionError: the replica had closed this reused connection.
+            UpstreamError: the connection broke, or the answer is not valid HTTP.
         """
         assert self._transport is not None
         assert self._response is None
@@ -298,13 +297,13 @@ class UpstreamConnection(asyncio.Protocol):
                 await self._write_slices(response, head, body)
             await response.started()
         except BaseException:
-            # Also when the waiting task is cancelled: an engine must not work for nobody.
+            # Also on cancellation, so that the engine does not work for a request without a client.
             response.close()
             raise
         return response
 
     async def _write_slices(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
-        """Write a large body without piling it up in the transport; stop when the answer is there first."""
+        """Write a large body in slices, as fast as the transport drains; stop if the answer arrives first."""
         assert self._transport is not None
         self._transport.write(head)
         view = memoryview(body)
@@ -317,19 +316,19 @@ class UpstreamConnection(asyncio.Protocol):
         self._sent = True
 
     def abort(self) -> None:
-        """Cut the connection now, whatever is still under way."""
+        """Cut the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
         self._lose("the gateway closed the connection")
 
     def fail(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
-        """Cut the connection because the replica misbehaves or is silent."""
+        """Cut the connection because the replica is silent or violates the protocol."""
         self._lose(message, kind)
         if self._transport is not None:
             self._transport.abort()
 
     def resume_reading(self) -> None:
-        """The buffer has room again."""
+        """Continue reading after the buffer was emptied."""
         if self._paused:
             self._paused = False
             self.silent_ticks = 0
@@ -337,7 +336,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def _lose(self, message: str, kind: type[UpstreamError] = UpstreamError) -> None:
-        """Conclude the answer under way as broken and leave the pool; only the first call counts."""
+        """Fail the open answer and leave the pool. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -351,12 +350,12 @@ class UpstreamConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
+        """Store the transport of the open connection."""
         # A cast, not a check: uvloop's transports do not inherit from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, by either side."""
+        """Fail the open answer; as stale if a reused connection broke at once and without an answer."""
         reason = f": {exc}" if exc is not None else ""
         unanswered_s = asyncio.get_running_loop().time() - self._asked_at
         stale = not self._first_use and not self._saw_byte and unanswered_s < _STALE_WINDOW_S
@@ -364,17 +363,17 @@ class UpstreamConnection(asyncio.Protocol):
         self._lose(f"the replica closed the connection before its answer was complete{reason}", kind)
 
     def pause_writing(self) -> None:
-        """The transport holds enough of the request's body for now."""
+        """Stop writing the body until the transport's buffer has drained."""
         self._writable = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """The transport takes more."""
+        """Continue writing the body."""
         writable, self._writable = self._writable, None
         if writable is not None and not writable.done():
             writable.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the answer."""
+        """Parse bytes of the answer."""
         response = self._response
         if response is None:
             self.fail("the replica sent bytes that nobody asked for")
@@ -391,27 +390,26 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools callbacks
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
+        """Reject an answer that follows the expected one."""
         if self._response is None:
-            # A second answer in one piece with the first: taken as the next request's, it would be someone
-            # else's.
+            # A second answer in the same segment would be taken for that to another client's request.
             self.fail("the replica sent an answer that nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header of the answer."""
+        """Add a header of the answer."""
         response = self._response
         if response is not None:
             response.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The answer's head is complete."""
+        """Check the head of the answer, and make its status available."""
         response = self._response
         if response is None:
             return
         status = self._parser.get_status_code()
         self._informational = 100 <= status < 200
         if self._informational:
-            # 100 Continue and 103 Early Hints announce the answer, they are not it.
+            # 100 Continue and 103 Early Hints precede the final answer.
             response.headers.clear()
             return
         if status < _LOWEST_STATUS:
@@ -424,7 +422,7 @@ class UpstreamConnection(asyncio.Protocol):
         response.status = status
 
     def on_body(self, body: bytes) -> None:
-        """Some of the answer's body, without its chunk framing."""
+        """Add body bytes without their chunk framing."""
         response = self._response
         if response is not None and response.push(body) and not self._paused:
             assert self._transport is not None
@@ -432,7 +430,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        """The answer is complete; the connection may serve again."""
+        """Complete the response, and return the connection to the pool if it can be reused."""
         response = self._response
         if response is None or self._informational:
             return
@@ -453,44 +451,43 @@ def _states_its_length(status: int, response: UpstreamResponse) -> bool:
     return b"chunked" in response.header(b"transfer-encoding").lower()
 
 
-# Servers that we did not start close idle connections sooner than ours do: vLLM after 5 s.
+# Remote servers close idle connections sooner than this application's replicas: vLLM after 5 s.
 _ENDPOINT_IDLE_EXPIRY_S = 4.0
 
-# A host that vanished without a word is noticed after idle + interval x count = 20 s, also while an engine
-# thinks.
+# A vanished host is detected after idle + interval x count = 20 s, also while an engine computes silently.
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))
 _UNACKNOWLEDGED_MS = 20_000
 
 
 @settings(block="upstream")
 class UpstreamSettings:
-    """How a gateway talks to replicas; all times in seconds."""
+    """Connections from a gateway to replicas; all times in seconds."""
 
-    # Replicas are near: one that takes longer to accept is gone, and its request is better served elsewhere.
+    # Time limit for connecting; replicas are close by, so a longer time means that one is gone.
     connect_timeout_s: Annotated[float, POSITIVE] = 3.0
-    # Longest silence of an engine inside one answer. A long answer that is not streamed is silent until its
-    # end, so this bounds generation time there; dead hosts are found by TCP keep-alive, not by this.
+    # Longest silence of an engine within one answer. An answer that is not streamed is silent until its end,
+    # so this bounds its generation time. Dead hosts are found sooner, by TCP keep-alive.
     silence_timeout_s: Annotated[float, POSITIVE] = 900.0
-    # A client that takes nothing of what it is sent for this long loses the rest. Its engine is freed then,
-    # or as soon as it has finished.
+    # A client that reads nothing for this long loses the rest of its answer. Its engine is released then, or
+    # as soon as it has finished.
     stalled_client_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 120.0
-    # Must stay well below the replica server's own keep-alive (300 s): the side that sends requests is the
-    # one that closes, or a request meets a closing connection.
+    # Idle time after which a connection is closed. Must stay well below the keep-alive of replicas (300 s),
+    # because the side that sends requests must close; otherwise requests meet closing connections.
     idle_expiry_s: Annotated[float, POSITIVE, INTERNAL] = 60.0
-    # Kept connections per replica; more are closed after use. Costs one descriptor on both sides each.
+    # Idle connections per replica; others are closed after use. Each costs a descriptor on both sides.
     max_idle_per_replica: Annotated[int, NOT_NEGATIVE, INTERNAL] = 256
 
 
 class UpstreamPool:
-    """All connections of one gateway to its replicas; lives on one event loop.
+    """All connections of one gateway to its replicas, on one event loop.
 
     Args:
-        tls: for replicas of our own; None connects to them without.
-        https: for servers that speak HTTPS; None trusts what this machine trusts.
+        tls: for replicas of this application; None connects without TLS.
+        https: for remote servers that use HTTPS; None trusts the system's certificate authorities.
 
     Attributes:
-        connects: TCP connections opened so far.
-        stale_retries: requests that met a kept connection closed by its replica and went out on a new one.
+        connects: TCP connections opened.
+        stale_retries: requests repeated on a new connection because the reused one was closed.
     """
 
     def __init__(
@@ -505,7 +502,7 @@ class UpstreamPool:
         self._all: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         times = (settings.silence_timeout_s, settings.idle_expiry_s)
-        # One timer for all connections; a limit is kept to within about a third of itself.
+        # One timer serves all connections; limits are exact to about a third.
         self._sweep_s = min(1.0, min(times) / 3)
         self._closed = False
 
@@ -524,12 +521,12 @@ class UpstreamPool:
             try:
                 return await kept.exchange(head, body)
             except StaleConnectionError as stale:
-                # The usual race with the replica's own keep-alive limit.
+                # The race with the replica's own keep-alive timeout.
                 self.stale_retries += 1
                 try:
                     connection = await self._connect(address)
                 except UpstreamError:
-                    # It died as the request came in, and may have died of it: LOST, not UNREACHABLE.
+                    # The replica died while the request arrived, maybe because of it: LOST, not UNREACHABLE.
                     raise stale from None
                 return await connection.exchange(head, body)
         connection = await self._connect(address)
@@ -547,7 +544,7 @@ class UpstreamPool:
     # ConnectionOwner
 
     def on_idle(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for the next request to its replica, or close it when enough are kept."""
+        """Add a connection to the idle ones of its replica, or close it if there are enough."""
         kept = self._idle.setdefault(connection.address, [])
         if len(kept) < self._settings.max_idle_per_replica and connection.is_usable:
             kept.append(connection)
@@ -555,7 +552,7 @@ class UpstreamPool:
             connection.abort()
 
     def on_lost(self, connection: UpstreamConnection) -> None:
-        """Forget a connection."""
+        """Remove a closed connection."""
         self._all.discard(connection)
         kept = self._idle.get(connection.address)
         if kept is not None:
@@ -565,7 +562,7 @@ class UpstreamPool:
                 del self._idle[connection.address]
 
     def _take_idle(self, address: ServerAddress) -> UpstreamConnection | None:
-        """The most recently used connection, the least likely to have been closed meanwhile."""
+        """Return the most recently used idle connection, which is the least likely to be closed."""
         kept = self._idle.get(address)
         while kept:
             connection = kept.pop()
@@ -603,12 +600,12 @@ class UpstreamPool:
             case "http":
                 return None
         if self._https is None:
-            # Reads the system's certificates, which takes some milliseconds.
+            # Loads the system's certificates, which takes some milliseconds.
             self._https = public_tls()
         return self._https._replace(name=address.name or None)
 
     def _sweep(self) -> None:
-        """Close what has been idle or silent for too long."""
+        """Close connections that were idle or silent for too long."""
         settings, loop = self._settings, asyncio.get_running_loop()
         for connection in tuple(self._all):
             connection.silent_ticks += 1
@@ -617,20 +614,20 @@ class UpstreamPool:
                 if silent_s > self._idle_expiry_s(connection.address):
                     connection.abort()
             elif silent_s > settings.silence_timeout_s and not connection.is_paused:
-                # A paused one waits for its client, whose time is limited in `answer.stalls`.
+                # A paused connection waits for its client; `StallWatch` in `answer.client` limits that.
                 message = f"the replica sent nothing for {settings.silence_timeout_s} s"
                 connection.fail(message, EngineSilentError)
         self._sweep_timer = loop.call_later(self._sweep_s, self._sweep) if self._all else None
 
 
 def _tune(sock: socket.socket | None) -> None:
-    """No Nagle delay, and dead hosts are noticed."""
+    """Disable Nagle's algorithm and enable detection of dead hosts."""
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = (*_KEEPALIVE, ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS))
     for name, value in options:
-        # Linux has all of them; other systems keep their own defaults.
+        # Linux has all of these options; other systems use their defaults.
         if (option := getattr(socket, name, None)) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,5 +1,5 @@
-"""The pool replica process: one engine, served on a port of its own.
+"""The pool replica process: one engine on its own port.
 
-Read `replica` (life cycle, reports and draining), then `guard` (the token and counts in front of the engine),
-`server` (HTTP), `deployment` (the replica in Ray Serve) and `autoscaling` (the number of replicas).
+Reading order: `replica` (life cycle, access check, HTTP server, reports and draining), then `deployment` (the
+replica in Ray Serve). `serving.autoscaling` sets the number of replicas.
 """

@@ -1,7 +1,7 @@
-"""A pool replica as a Ray Serve deployment: Ray places it, checks its health and stops it.
+"""A pool replica as a Ray Serve deployment: Ray places, health-checks and stops it.
 
-Serve does not count the requests, because they use the replica's own port. So the replica drains in
-`__del__`, and its scheduler decides how many there are.
+Requests use the replica's own port, so Serve does not count them. Therefore the replica drains in `__del__`,
+and its scheduler decides the number of replicas.
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from serve_app.serving.channel.messages import Role
 from serve_app.serving.discovery import locator
 from serve_app.serving.pool.replica import PoolReplica, PoolReplicaSettings
 
-# Serve replaces a replica after three failed checks in a row. An engine that is dead stays dead, so every
-# second until its replacement is lost.
+# Serve replaces a replica after three failed checks in a row. A dead engine does not recover, so a longer
+# period would only delay its replacement.
 HEALTH_CHECK_PERIOD_S = 1.0
 
 
 class PoolDeployment:
-    """Runs one `PoolReplica` in a Serve replica.
+    """Serve deployment that runs one `PoolReplica`.
 
-    The constructor returns when the engine serves, which takes minutes for a large model. Serve waits without
-    limit, and logs that the start is slow.
+    The constructor returns once the engine serves, which takes minutes for a large model. Serve waits without
+    a limit, and logs a slow start.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
@@ -38,10 +38,10 @@ class PoolDeployment:
         await self._replica.start()
 
     async def check_health(self) -> None:
-        """Raise when the replica must be replaced."""
+        """Raise if the replica must be replaced."""
         await self._replica.check_health()
 
     async def __del__(self) -> None:
-        # Serve awaits this once before it ends the process; Python itself would not await it.
+        # Serve awaits this once before it ends the process; Python would not await it.
         if hasattr(self, "_replica"):
             await self._replica.stop()

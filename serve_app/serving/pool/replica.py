@@ -1,12 +1,12 @@
-"""One replica of a pool: an engine behind an access check, on a port of its own.
+"""One replica of a pool: an engine behind an access check, on its own port.
 
 Life cycle:
 
-- start: start the engine (a minute or more for a real one), listen, register with the scheduler;
-- serve: report the load about five times a second, answer Ray's health checks;
-- drain: tell the scheduler, refuse new requests, wait for open answers up to a limit, stop the engine.
+- Start: start the engine (a minute or more for a real one), listen, register with the scheduler.
+- Serve: report the load about five times per second, and answer Ray's health checks.
+- Drain: notify the scheduler, refuse new requests, wait for open answers up to a limit, stop the engine.
 
-The class does not depend on Ray; `deployment` makes a Serve deployment of it.
+The classes do not depend on Ray; `deployment` wraps them in a Serve deployment.
 """
 
 import asyncio
@@ -38,17 +38,14 @@ from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
 
 TOKEN_HEADER = b"x-replica-token"
-# A gateway returns a request to the front of its queue when a 503 has this header: the engine has not seen
-# it.
+# A 503 with this header makes gateways put the request back, because the engine has not received it.
 DRAINING_HEADER = b"x-replica-draining"
 
 
 class ReplicaGuard:
-    """An ASGI app that checks and counts requests, and forwards them to the engine's app.
+    """ASGI application that authenticates and counts requests before the engine's application.
 
-    Args:
-        app: the engine's ASGI app.
-        token: secret that every caller sends in `x-replica-token`; gateways learn it with each grant.
+    Callers send the token in `x-replica-token`; gateways receive it with the replica table.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -69,9 +66,9 @@ class ReplicaGuard:
         return f"ReplicaGuard({state}, received={self.received}, open_requests={self.open_requests})"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request, or refuse it."""
+        """Forward one HTTP request, or refuse it."""
         require_http(scope)
-        # A refusal does not read the body; the server closes a connection whose body is still being sent.
+        # Refusals do not read the body; the server closes a connection whose body is still being sent.
         if not self._has_token(scope):
             text = b"the x-replica-token header is missing or wrong: send requests to the gateway"
             await send_response(send, 401, text, b"text/plain")
@@ -82,7 +79,7 @@ class ReplicaGuard:
             await self._forward(scope, receive, send)
 
     async def wait_until_idle(self) -> None:
-        """Return when no request is open."""
+        """Wait until no request is open."""
         await self._idle.wait()
 
     def _has_token(self, scope: Scope) -> bool:
@@ -104,33 +101,26 @@ class ReplicaGuard:
                 self._idle.set()
 
 
-# The HTTP server of a replica's engine, on a port of its own.
+# HTTP server of a replica's engine.
 
 
 @settings(block="server")
 class ReplicaServerSettings:
     """The HTTP port of a replica."""
 
-    # The first port that replicas listen on, for a firewall; 0 takes any free port.
+    # First port for replicas, for firewalls; 0 uses any free port.
     port: Annotated[int, between(0, 65_535).hint("0 takes any free port")] = 0
-    # How many from there they may use; each replica of a node takes the first that is free.
+    # Number of ports from `port` on; each replica of a node uses the first free one.
     ports: Annotated[int, at_least(1)] = 16
-    # Longer than gateways keep an idle connection. The side that sends requests must close it first, or a
-    # request may use a closing connection.
+    # Longer than gateways keep idle connections. The side that sends requests must close first; otherwise a
+    # request may meet a closing connection.
     keep_alive_s: Annotated[int, at_least(1), INTERNAL] = 300
-    # Connections that wait to be accepted; a burst after a scheduler restart opens many at once.
+    # Listen backlog; after a scheduler restart many connections open at once.
     backlog: Annotated[int, at_least(1), INTERNAL] = 2048
 
 
 class ReplicaServer:
-    """One HTTP server on one socket.
-
-    Args:
-        app: the app to serve.
-        host: address to listen on, the node's own, so that other nodes can reach it.
-        settings: port and connection limits.
-        tls: take connections only with it.
-    """
+    """HTTP server on one socket of the node's address, so that other nodes can reach it."""
 
     def __init__(
         self, app: ASGIApp, host: str, settings: ReplicaServerSettings, tls: TlsSettings | None = None
@@ -138,7 +128,7 @@ class ReplicaServer:
         self.host = host
         self.port = 0
         self._settings = settings
-        # Gateways read no date, and write their own.
+        # Without a date header, because gateways write their own.
         self._server = HttpServer(
             "the replica",
             app,
@@ -154,7 +144,7 @@ class ReplicaServer:
         return f"ReplicaServer({self.host}:{self.port}, connections={self._server.connections})"
 
     async def start(self) -> None:
-        """Listen; afterwards `port` is the actual port.
+        """Listen; `port` is then the actual port.
 
         Raises:
             EngineError: the address or port is not available.
@@ -168,7 +158,7 @@ class ReplicaServer:
             raise EngineError(str(exc)) from exc
 
     def check_health(self) -> None:
-        """Raise `EngineError` when the server is not running."""
+        """Raise `EngineError` if the server is not running."""
         try:
             self._server.check_health()
         except ServerEndedError as exc:
@@ -181,10 +171,10 @@ class ReplicaServer:
 
 logger = logging.getLogger("ray.serve")
 
-# Readings of the load that a connected replica may miss before it counts as stuck. The scheduler has long
-# treated it as saturated by then, and only a new replica helps.
+# Load reports that a connected replica may miss before it counts as stuck. By then the scheduler has long
+# treated it as saturated, and only a replacement helps.
 _MISSED_READINGS = 100
-# Time for the last bytes of finished answers, after new requests are refused.
+# Time for the last bytes of answers after draining.
 _LAST_BYTES_S = 1.0
 
 
@@ -205,14 +195,9 @@ class PoolReplicaSettings:
 
 
 class PoolReplica:
-    """An engine with a port, a registration at the scheduler, and an orderly end.
+    """An engine with a port, registration at the scheduler, and graceful shutdown.
 
-    Args:
-        replica_id: unique among the replicas of a model.
-        host: address of its node, which gateways of all nodes can reach.
-        settings: those of its pool.
-        engine: started by `start`, stopped by `stop`.
-        locate: finds the scheduler of its model.
+    `host` is the address of its node, reachable from gateways on all nodes.
     """
 
     def __init__(
@@ -232,21 +217,21 @@ class PoolReplica:
         return f"PoolReplica({self._replica_id}, {self._guard}, {self._server}, {self._client})"
 
     async def start(self) -> None:
-        """Start the engine, listen, and join the pool.
+        """Start the engine, listen and register.
 
         Raises:
-            EngineError: the engine or the port is not available; Ray then tries another replica.
+            EngineError: the engine or the port is not available; Ray then starts another replica.
         """
         limits = await self._engine.start()
         try:
             await self._join(limits)
         except BaseException:
-            # An unreachable engine would keep its GPU from the next attempt.
+            # An engine without a port would block its GPU for the next attempt.
             await self._free()
             raise
 
     async def check_health(self) -> None:
-        """Raise `EngineError` when this replica can no longer serve and must be replaced."""
+        """Raise `EngineError` if this replica can no longer serve and must be replaced."""
         if self._server is None or self._client is None:
             raise EngineError(f"{self!r} has not been started")
         self._server.check_health()
@@ -260,14 +245,14 @@ class PoolReplica:
             raise EngineError(f"the engine's health check took over {limit_s:g} s: {self!r}") from exc
 
     async def stop(self) -> None:
-        """Drain, then free everything, within `drain_timeout_s` and a few seconds."""
+        """Drain, then release all resources, within `drain_timeout_s` and a few seconds."""
         if self._guard is not None:
             await self._drain(self._guard)
         await self._free()
         logger.info("event=replica_stopped replica=%s", self._replica_id)
 
     async def _free(self) -> None:
-        # The scheduler is told before the port closes, so it dispatches no request to a closed port.
+        # The client closes before the port, so that the scheduler dispatches no request to a closed port.
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
@@ -276,7 +261,7 @@ class PoolReplica:
 
     async def _join(self, limits: EngineLimits) -> None:
         settings = self._settings
-        # New at every start: a leaked token is invalid after its replica has ended.
+        # New at every start, so that a leaked token expires with its replica.
         token = secrets.token_urlsafe(32)
         self._guard = ReplicaGuard(self._engine.app, token)
         self._server = ReplicaServer(self._guard, self._host, settings.server, settings.channel.tls)
@@ -321,7 +306,7 @@ class PoolReplica:
             )
 
     async def _report(self) -> ReplicaReport:
-        """The present state, for the scheduler; `check_health` reports an engine that fails here."""
+        """Return the current load; errors of the engine are also detected by `check_health`."""
         assert self._guard is not None, "the client starts after the guard is made"
         load = await self._engine.load()
         self._read_at = asyncio.get_running_loop().time()

@@ -1,5 +1,5 @@
-"""Pools of endpoints: engines that run elsewhere, found by discovery and watched by one process per pool.
+"""Pools of remote endpoints, found by discovery and watched by one process per pool.
 
-Gateways send requests to endpoints themselves. So nothing of a request passes through here: a watcher only
-finds the endpoints, reads their load, and stands for each of them at the scheduler.
+Their engines run elsewhere, and gateways send requests to them directly. A watcher only discovers endpoints,
+reads their load, and registers each of them at the scheduler.
 """

@@ -1,4 +1,4 @@
-"""The watcher of a pool's endpoints as a Ray Serve deployment: one small process, however many there are."""
+"""The watcher of a pool's endpoints as a Ray Serve deployment: one small process for all endpoints."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.watcher import EndpointWatcher, KeptChoices
 from serve_app.serving.state import StateStore
 
-# One, or two would stand for the same endpoint. A new one is started as soon as this one is found dead;
-# until it is there, gateways finish what they have begun, and new requests wait.
+# One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
+# running requests, and new ones wait.
 WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
     "health_check_period_s": 1.0,
@@ -23,12 +23,7 @@ WATCHER_DEPLOYMENT_OPTIONS: dict[str, Any] = {
 
 
 class EndpointsDeployment:
-    """Runs one `EndpointWatcher` in a Serve replica.
-
-    Args:
-        scope: model and pool, for what is kept.
-        state_uri: where it is kept; None keeps nothing.
-    """
+    """Serve deployment that runs one `EndpointWatcher`; without a `state_uri`, nothing is persisted."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
         self,
@@ -47,11 +42,11 @@ class EndpointsDeployment:
         await self._watcher.start()
 
     async def check_health(self) -> None:
-        """Raise when the watcher must be replaced."""
+        """Raise if the watcher must be replaced."""
         self._watcher.check_health()
 
     async def described(self) -> list[dict[str, object]]:
-        """Each endpoint, for people."""
+        """Return a description of each endpoint."""
         return self._watcher.described()
 
     async def change(self, action: str, url: str) -> dict[str, object]:
@@ -59,6 +54,6 @@ class EndpointsDeployment:
         return await self._watcher.change(action, url)
 
     async def __del__(self) -> None:
-        # Serve awaits this once before it ends the process; Python itself would not await it.
+        # Serve awaits this once before it ends the process; Python would not await it.
         if hasattr(self, "_watcher"):
             await self._watcher.close()

@@ -1,4 +1,4 @@
-"""One endpoint: its control pages, its identity, and its life as a replica at the scheduler."""
+"""One remote endpoint: its control requests, its identity, and its registration as a replica."""
 
 import asyncio
 import contextlib
@@ -18,33 +18,27 @@ from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, Upst
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointUrl
 
-# Control requests to an endpoint: its models, its metrics.
+# Control requests to an endpoint, for its models and metrics.
 
 
-# No page of a server's own is longer; a stranger's may be endless.
+# Limit on control answers; a wrong server's answer may be endless.
 _MAX_PAGE_BYTES = 8 * 1024 * 1024
 
 
 class EndpointUnreachableError(EngineError):
-    """Nothing answers at the endpoint's address."""
+    """The endpoint does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An answer to a control request."""
+    """Answer to a control request."""
 
     status: int
     body: bytes
 
 
 class ControlClient:
-    """Asks one endpoint for pages, on kept connections.
-
-    Args:
-        upstream: connections, shared by all endpoints.
-        api_key: sent as a bearer token; empty for none.
-        timeout_s: for a whole request.
-    """
+    """Client for control requests to one endpoint, with a time limit; endpoints share connections."""
 
     def __init__(self, upstream: UpstreamPool, url: EndpointUrl, api_key: str, timeout_s: float) -> None:
         self._upstream = upstream
@@ -56,10 +50,10 @@ class ControlClient:
         self._headers = f" HTTP/1.1\r\nhost: {host}\r\naccept: */*\r\n{authorization}\r\n"
 
     async def get(self, path: str) -> Page:
-        """Ask for a page.
+        """Send a GET request.
 
         Raises:
-            EndpointUnreachableError: nothing answers, or not in time, or not in HTTP.
+            EndpointUnreachableError: no answer, not in time, or not HTTP.
         """
         head = f"GET {self._url.path}{path}{self._headers}".encode("latin-1")
         try:
@@ -77,11 +71,11 @@ class ControlClient:
             raise EndpointUnreachableError(f"{self._url}{path} gave no answer: {exc}") from exc
 
     async def page(self, path: str) -> bytes:
-        """Ask for a page that must be there.
+        """Return a page that must exist.
 
         Raises:
             EndpointUnreachableError: see `get`.
-            EngineError: another status than 200.
+            EngineError: the status is not 200.
         """
         answer = await self.get(path)
         if answer.status in (401, 403):
@@ -105,17 +99,17 @@ async def _limited(response: UpstreamResponse) -> bytes:
     return b"".join(pieces)
 
 
-# What an endpoint is to the scheduler: its server, and its limits, completed by the settings.
+# Identity of an endpoint: its server and limits, completed by the settings.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointIdentity:
-    """One endpoint as it describes itself, completed by the settings.
+    """Server and limits of one endpoint, as it reports them or as configured.
 
     Attributes:
-        max_model_len: as in `ReplicaSpec`, and None where it is not told.
+        max_model_len: as in `ReplicaSpec`, but None if unknown.
         kv_tokens, max_num_seqs: as in `ReplicaSpec`.
-        tpot_s: likewise; the mean over all that the server had generated when it was asked.
+        tpot_s: as in `ReplicaSpec`; the mean over all tokens that the server had generated.
     """
 
     server: EngineServer
@@ -126,15 +120,15 @@ class EndpointIdentity:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that it lists."""
+        """LoRA adapters that it lists."""
         return tuple(sorted(each.model for each in self.server.models if each.base is not None))
 
 
 async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteSettings) -> EndpointIdentity:
-    """Ask an endpoint what it is.
+    """Identify an endpoint.
 
     Raises:
-        EngineError: it does not answer, refuses the key, or lacks a model.
+        EngineError: it does not answer, rejects the key, or lacks a model.
     """
 
     async def get(path: str) -> PageAnswer:
@@ -171,21 +165,21 @@ async def _mean_tpot_s(control: ControlClient, server: EngineServer) -> float | 
     return reading.token_gaps_s / reading.token_gaps if reading.token_gaps and reading.token_gaps_s else None
 
 
-# Damping of endpoints that come and go: one that fails again and again has to prove itself for longer.
+# Damping of flapping endpoints: one that fails repeatedly must answer for longer before it is used again.
 #
-# Each failure that follows soon after a recovery doubles the time that the endpoint must answer without a
-# failure before it gets requests again. Source: the exponential penalty of route flap damping (RFC 2439),
-# with the doubling of a backoff in place of a decaying figure of merit.
+# Each failure soon after a recovery doubles the time that the endpoint must answer without a failure before
+# it receives requests again. Source: the exponential penalty of route flap damping (RFC 2439), with the
+# doubling of a backoff in place of a decaying figure of merit.
 
 
 _FIRST_HOLD_S = 1.0
 _LONGEST_HOLD_S = 60.0
-# An endpoint that has served for so long since its recovery has settled.
+# A failure this long after a recovery resets the penalty.
 _SETTLED_S = 60.0
 
 
 class FlapDamping:
-    """The penalty of one endpoint; all times in seconds of one clock."""
+    """Penalty of one endpoint; all times in seconds of one clock."""
 
     def __init__(self) -> None:
         self._hold_s = 0.0
@@ -197,11 +191,11 @@ class FlapDamping:
 
     @property
     def hold_s(self) -> float:
-        """How long it must answer before it gets requests."""
+        """Time for which it must answer before it receives requests."""
         return self._hold_s
 
     def on_failure(self, now: float) -> None:
-        """It does not answer."""
+        """Record a failure."""
         self._answers_since = None
         if self._up_since is None:
             return
@@ -210,7 +204,7 @@ class FlapDamping:
         self._up_since = None
 
     def on_answer(self, now: float) -> float:
-        """It answers; return for how long it is still held back, 0 for not at all."""
+        """Record an answer, and return the remaining penalty in seconds; 0 for none."""
         if self._answers_since is None:
             self._answers_since = now
         left_s = max(0.0, self._answers_since + self._hold_s - now)
@@ -221,29 +215,23 @@ class FlapDamping:
 
 # One endpoint: identified, watched, and registered with the scheduler like a replica.
 #
-# - Until it can be identified it is asked again, after growing pauses; nothing is sent there.
-# - Then its load is read about five times a second. A reading that fails closes it at once, and what runs
-#   there is left to the gateways. When it answers again, it is identified anew: it may have been restarted
-#   with other limits. One that fails again and again is held back for longer each time (`damping`).
-# - Its limits are looked at now and then while it serves.
+# - Until it is identified, attempts are repeated with growing pauses, and it receives no requests.
+# - Then its load is read about five times per second. A failed reading closes it at once; gateways finish
+#   what runs there. When it answers again it is identified again, because it may have restarted with other
+#   limits. After repeated failures it is held back for longer each time (`FlapDamping`).
+# - Its limits are refreshed periodically while it serves.
 
 
 logger = logging.getLogger("ray.serve")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
-# A server's flags do not change while it runs; its list of adapters may.
+# Flags of a server do not change while it runs, but its list of adapters may.
 _LOOK_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointContext:
-    """What all endpoints of a pool share.
-
-    Attributes:
-        api_key: for their servers; empty for none.
-        upstream: connections for control requests.
-        locate: finds the scheduler.
-    """
+    """Context shared by all endpoints of a pool; an empty API key sends none."""
 
     pool: str
     settings: RemoteSettings
@@ -254,11 +242,11 @@ class EndpointContext:
 
 
 class Endpoint:
-    """Stands for one endpoint at the scheduler.
+    """Watcher of one endpoint, which registers it at the scheduler.
 
     Attributes:
-        failure: why it gets no requests; empty while it gets some.
-        is_refused: it has answered, and cannot be used as it is.
+        failure: why it receives no requests; empty while it does.
+        is_refused: it has answered, but cannot be used.
     """
 
     def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
@@ -281,20 +269,20 @@ class Endpoint:
 
     @property
     def is_known(self) -> bool:
-        """It has answered, and can be used."""
+        """True if it has been identified."""
         return self._identity is not None
 
     @property
     def replica_id(self) -> str:
-        """Its name as a replica; the same whoever watches it."""
+        """Replica id, independent of the watching process."""
         return f"{self._shared.pool}/{self.url.authority}{self.url.path}"
 
     def start(self) -> None:
-        """Begin to watch it."""
+        """Start watching."""
         self._task = asyncio.create_task(self._run(), name=f"endpoint {self.url}")
 
     async def close(self) -> None:
-        """Take it from the scheduler. What runs there goes on."""
+        """Remove it from the scheduler; running requests continue."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -302,7 +290,7 @@ class Endpoint:
             await self._client.close()
 
     def described(self) -> dict[str, object]:
-        """For people who look at the fleet."""
+        """Return a description of the endpoint, for operators."""
         identity = self._identity
         return {
             "url": str(self.url),
@@ -332,12 +320,12 @@ class Endpoint:
         self._client.start()
         while True:
             await asyncio.sleep(_LOOK_AGAIN_S)
-            # `_report` tells of an endpoint that does not answer.
+            # Failures to answer are reported by `_report`.
             with contextlib.suppress(EngineError):
                 await self._identify()
 
     async def _identify(self) -> None:
-        """Ask what it is; tell the scheduler of limits that have changed.
+        """Identify the endpoint, and send changed limits to the scheduler.
 
         Raises:
             EngineError: it does not answer, or cannot be used.
@@ -345,7 +333,7 @@ class Endpoint:
         found = await identified(self._control, self.url, self._shared.settings)
         before = self._identity
         if before is not None:
-            # A first guess of the pace; reports tell it from then on.
+            # The first TPOT is only a prior; reports have the current one.
             found = replace(found, tpot_s=before.tpot_s)
         self._identity = found
         if before is None:
@@ -388,10 +376,10 @@ class Endpoint:
         )
 
     async def _report(self) -> ReplicaReport:
-        """Its load; each report is of a reading of its own, as `received=None` asks for.
+        """Return the load. Each report has a new reading, as `received=None` requires.
 
         Raises:
-            EngineError: it cannot be read, or is held back.
+            EngineError: the load cannot be read, or the endpoint is held back.
         """
         loop = asyncio.get_running_loop()
         assert self._identity is not None, "it reports once it is known"
@@ -399,7 +387,7 @@ class Endpoint:
             if self.failure:
                 await self._identify()
             server = self._identity.server
-            # One without metrics is at least alive.
+            # A server without metrics is at least checked for liveness.
             page = await self._control.page(server.metrics_path or server.health_path)
             reading = server.read(page)
             self._check_progress(reading, loop.time())
@@ -426,10 +414,10 @@ class Endpoint:
         )
 
     def _check_progress(self, reading: EngineReading, now: float) -> None:
-        """See whether the engine still computes: the front end of one that has hung states the last load on.
+        """Check that the engine makes progress; the front end of a hung one repeats the last load.
 
         Raises:
-            EngineError: it has hung.
+            EngineError: it hangs.
         """
         if reading.progress is None:
             return
@@ -443,7 +431,7 @@ class Endpoint:
             )
 
     def _has_computed(self, reading: EngineReading) -> bool | None:
-        """Whether it has since the last look; None when it does not tell."""
+        """Return whether it has computed since the last reading; None if it does not report progress."""
         before, self._progress = self._progress, reading.progress
         return None if reading.progress is None else reading.progress != before
 

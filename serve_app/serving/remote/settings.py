@@ -11,19 +11,19 @@ from serve_app.serving.remote.sources import source_of
 
 @settings
 class RemoteSettings:
-    """Engines that run elsewhere: where they are found, and what they do not state by themselves.
+    """Remote engines: their discovery, and limits that they do not report.
 
     Attributes:
-        endpoints: URLs of servers, and places where URLs are found: `dns+http://name:8000`,
-            `srv+http://_vllm._tcp.name`, `kubernetes+http://service.namespace:8000`, `file:///path`. None are
-            needed where an admin adds them while it runs.
-        api_key: sent to each as a bearer token.
-        api_key_env: environment variable of the watcher that holds the key, so that no file has to.
-        served_model_names: names that each must serve; empty checks none.
-        max_model_len: their context limit in tokens, where they do not state it.
-        kv_tokens: KV cache of each in tokens, likewise.
-        max_num_seqs: most sequences in the batch of each, likewise.
-        start_timeout_s: how long a start waits for the first of them to answer.
+        endpoints: URLs of servers, or sources of URLs: `dns+http://name:8000`, `srv+http://_vllm._tcp.name`,
+            `kubernetes+http://service.namespace:8000`, `file:///path`. May be empty if an admin adds
+            endpoints at run time.
+        api_key: bearer token for each server.
+        api_key_env: environment variable of the watcher that holds the key, to avoid a key in the file.
+        served_model_names: model names that each server must have; empty disables the check.
+        max_model_len: context limit in tokens, for servers that do not report it.
+        kv_tokens: KV cache of each server in tokens, likewise.
+        max_num_seqs: maximum sequences in the batch of each server, likewise.
+        start_timeout_s: time to wait at the start for the first endpoint to answer.
     """
 
     endpoints: tuple[str, ...] = ()
@@ -34,12 +34,12 @@ class RemoteSettings:
     kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
     max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
     start_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
-    # An endpoint whose metrics take longer gets no requests until they come again. Long enough for one that
-    # is busy with a long prompt.
+    # Time limit for reading metrics; an endpoint that exceeds it receives no requests until it answers again.
+    # Must allow for an engine that is busy with a long prompt.
     metrics_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
-    # An endpoint with requests whose metrics show no progress for so long gets no more until they do.
+    # An endpoint with requests but without progress for this long receives no more until it progresses.
     stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
-    # Names are resolved, and files read, this often. Kubernetes tells of changes by itself.
+    # Interval of resolving names and reading files. Kubernetes pushes changes.
     refresh_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class RemoteSettings:
             raise ValueError("give api_key or api_key_env, not both")
 
     def key(self) -> str:
-        """The key for endpoints; empty for none.
+        """Return the key for endpoints; empty for none.
 
         Raises:
             EngineError: the environment variable is not set.

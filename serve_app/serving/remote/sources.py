@@ -1,8 +1,8 @@
-"""Discovery of endpoints: the places that a configuration names, and what each of them finds.
+"""Discovery of endpoints: sources that a configuration names, and the endpoints that each finds.
 
-The forms are a URL, DNS addresses, DNS service records, a file, and Kubernetes. A source tells of all
-endpoints at once, again after each change. While a place cannot be read, the endpoints that were told last
-remain: an outage of discovery must not take away engines that serve.
+Sources are a URL, DNS addresses, DNS service records, a file, and Kubernetes. A source reports all endpoints
+at once, again after each change. While it cannot be read, the last result stays valid, because an outage of
+discovery must not remove engines that serve.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from serve_app.serving.channel.scheduler_client import ServerAddress
 from serve_app.serving.gateway.upstream import UpstreamError, UpstreamPool, UpstreamResponse, UpstreamSettings
 from serve_app.serving.tls import ClientTls
 
-# The URL of one endpoint.
+# URL of one endpoint.
 
 
 _PORTS = {"http": 80, "https": 443}
@@ -32,12 +32,12 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True, order=True)
 class EndpointUrl:
-    """Where an endpoint listens.
+    """Address of an endpoint.
 
     Attributes:
-        host: its name or address.
-        path: what stands before `/v1`, without a slash at the end.
-        server_name: the name that was resolved to `host`; an HTTPS server has to prove it.
+        host: name or address.
+        path: prefix of `/v1`, without a trailing slash.
+        server_name: name that was resolved to `host`; verified in the certificate of an HTTPS server.
     """
 
     scheme: Literal["http", "https"]
@@ -48,10 +48,10 @@ class EndpointUrl:
 
     @classmethod
     def parse(cls, text: str) -> "EndpointUrl":
-        """Read a URL such as `http://10.0.0.7:8000`, with or without `/v1` at the end.
+        """Parse a URL such as `http://10.0.0.7:8000`, with or without `/v1` at the end.
 
         Raises:
-            ValueError: it is none; the message names it.
+            ValueError: it is not such a URL; the message quotes it.
         """
         refusal = f"an endpoint's URL looks like http://host:8000, got {text!r}"
         try:
@@ -74,12 +74,12 @@ class EndpointUrl:
 
     @property
     def authority(self) -> str:
-        """Host and port, as they stand in a URL."""
+        """Host and port in the form of a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
 
-# Sources that are read again and again.
+# Sources that are polled.
 
 
 logger = logging.getLogger("ray.serve")
@@ -91,12 +91,12 @@ async def poll(
     tell: Callable[[frozenset[EndpointUrl]], None],
     refresh_s: float,
 ) -> None:
-    """Call `find` for ever, and tell what it found whenever that has changed.
+    """Call `find` forever, and report its result whenever it has changed.
 
     Args:
-        name: of the source, for messages.
-        find: raises `OSError` or `ValueError` where the place cannot be read.
-        refresh_s: between two calls.
+        name: name of the source in messages.
+        find: raises `OSError` or `ValueError` if the source cannot be read.
+        refresh_s: time between two calls, in seconds.
     """
     found: frozenset[EndpointUrl] | None = None
     failed = ""
@@ -104,7 +104,7 @@ async def poll(
         try:
             now = await find()
         except (OSError, ValueError) as exc:
-            # Told once for each cause; what was found last remains.
+            # Logged once per cause; the last result stays valid.
             if str(exc) != failed:
                 logger.warning("event=discovery_failed source=%s reason=%r", name, str(exc))
             failed = str(exc)
@@ -116,7 +116,7 @@ async def poll(
         await asyncio.sleep(refresh_s)
 
 
-# Endpoints by DNS: the addresses of a name, or the targets of SRV records.
+# Discovery by DNS: the addresses of a name, or the targets of SRV records.
 
 
 Tell = Callable[[frozenset[EndpointUrl]], None]
@@ -124,36 +124,32 @@ Tell = Callable[[frozenset[EndpointUrl]], None]
 
 @dataclass(frozen=True, slots=True)
 class AddressSource:
-    """Every address of a name is an endpoint (A and AAAA, as this machine resolves names)."""
+    """Each address of a name is an endpoint (A and AAAA, with this machine's resolver)."""
 
     url: EndpointUrl
     is_fixed: bool = False
 
     async def follow(self, tell: Tell, refresh_s: float) -> None:
-        """Resolve the name again and again."""
+        """Resolve the name periodically."""
         await poll(f"dns+{self.url}", self._find, tell, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
         url = self.url
-        # Raises where the name does not exist, so a broken zone takes nothing away.
+        # Raises if the name does not exist, so that a broken zone removes no endpoints.
         found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         return frozenset(replace(url, host=str(address[0]), server_name=url.host) for *_, address in found)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceRecordSource:
-    """Every target of a name's SRV records is an endpoint, at the port that its record states.
-
-    Attributes:
-        resolver: asks the name servers; None for those of this machine.
-    """
+    """Each target of a name's SRV records is an endpoint, at the port of its record."""
 
     url: EndpointUrl
     is_fixed: bool = False
     resolver: Resolver | None = None
 
     async def follow(self, tell: Tell, refresh_s: float) -> None:
-        """Ask for the records again and again."""
+        """Query the records periodically."""
         await poll(f"srv+{self.url}", self._find, tell, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
@@ -161,30 +157,30 @@ class ServiceRecordSource:
             answer = await (self.resolver or Resolver()).resolve(self.url.host, "SRV", search=True)
         except DNSException as exc:
             raise OSError(f"{self.url.host} has no SRV records: {exc}") from exc
-        # A target of "." says that there is no such service (RFC 2782).
+        # A target of "." means that the service does not exist (RFC 2782).
         targets = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]
         return frozenset(
             replace(self.url, host=host, port=port) for host, port in targets if host not in ("", ".")
         )
 
 
-# Endpoints in a file: one URL on each line; `#` begins a comment.
+# Discovery by a file: one URL per line; `#` begins a comment.
 
 
-# Cheaper than a name to resolve, and somebody who edits a file waits for it.
+# Cheaper than resolving a name, and users who edit the file wait for the effect.
 _REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """The URLs in a file. One with a line that is no URL is not taken, and what it said before remains."""
+    """URLs in a file. If a line is not a URL, the file is ignored and its last content stays valid."""
 
     path: Path
     is_fixed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "FileSource":
-        """Read `file:///path`.
+        """Parse `file:///path`.
 
         Raises:
             ValueError: the path is not absolute.
@@ -195,7 +191,7 @@ class FileSource:
         return cls(Path(unquote(parts.path)))
 
     async def follow(self, tell: Tell, refresh_s: float) -> None:
-        """Read the file again and again; it is small."""
+        """Read the file periodically."""
         await poll(f"file://{self.path}", self._find, tell, min(refresh_s, _REFRESH_S))
 
     async def _find(self) -> frozenset[EndpointUrl]:
@@ -204,20 +200,20 @@ class FileSource:
         return frozenset(EndpointUrl.parse(line) for line in lines if line)
 
 
-# Endpoints by Kubernetes: those of a Service, or the Pods that a label selector chooses.
+# Discovery by Kubernetes: the endpoints of a Service, or the Pods of a label selector.
 #
-# What changes is told by the API server: a list first, then a watch from its version on. A watch that is too
-# old begins anew with a list, and one that breaks is begun again; meanwhile what was told last remains.
+# The API server is queried for a list, and then for a watch from the list's version. A watch whose version is
+# too old restarts with a list, and a broken one is restarted; until then the last result stays valid.
 #
-# A pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`), or
-# `pods`, in the namespace.
+# The pod needs a service account that may get, list and watch `endpointslices` (group `discovery.k8s.io`) or
+# `pods` in the namespace.
 
 
 Document = Mapping[str, Any]
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LIST_TIMEOUT_S = 10.0
-# The server ends a watch after this long; a dead connection is noticed a little later.
+# The server ends a watch after this time; a dead connection is detected slightly later.
 _WATCH_S = 240
 _GONE = 410
 
@@ -228,13 +224,13 @@ class _WatchExpiredError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """How the API server is reached; the defaults are those of a pod."""
+    """Access to the API server; the defaults are those of a pod."""
 
     url: str = ""
     account: Path = _ACCOUNT
 
     def base_url(self) -> str:
-        """Its address.
+        """Return its address.
 
         Raises:
             OSError: this process does not run in a pod.
@@ -247,27 +243,27 @@ class ApiServer:
         return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
     def token(self) -> str:
-        """Return the credentials. Tokens are replaced every hour, so they are read for each request."""
+        """Return the token. Tokens are rotated hourly, so it is read for each request."""
         return (self.account / "token").read_text().strip()
 
     def trust(self) -> ssl.SSLContext:
-        """Whom a client trusts there."""
+        """Return the TLS context that trusts the cluster's certificate authority."""
         authority = self.account / "ca.crt"
         return ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
 
     def namespace(self) -> str:
-        """The namespace of this pod."""
+        """Return the namespace of this pod."""
         return (self.account / "namespace").read_text().strip()
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSource:
-    """What a Service or a selector of Pods leads to.
+    """Endpoints of a Service, or Pods of a label selector.
 
     Attributes:
         service: name of the Service; empty for Pods by `selector`.
-        namespace: empty for the one of this pod.
-        port: None takes the port that the Service's endpoints state first.
+        namespace: empty for that of this pod.
+        port: None for the first port of the Service's endpoints.
     """
 
     scheme: Literal["http", "https"]
@@ -281,10 +277,10 @@ class KubernetesSource:
 
     @classmethod
     def parse(cls, text: str) -> "KubernetesSource":
-        """Read `http://service.namespace:port/path` or `http://namespace:port?selector=app=vllm`.
+        """Parse `http://service.namespace:port/path` or `http://namespace:port?selector=app=vllm`.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it has neither form.
         """
         parts = urlsplit(text)
         asked = parse_qs(parts.query)
@@ -308,7 +304,7 @@ class KubernetesSource:
         )
 
     async def follow(self, tell: Tell, refresh_s: float) -> None:
-        """List and watch, for ever."""
+        """List and watch forever."""
         failed = ""
         while True:
             try:
@@ -349,7 +345,7 @@ class KubernetesSource:
         return path, f"kubernetes.io/service-name={self.service}"
 
     async def _open(self, connections: UpstreamPool, **options: str) -> UpstreamResponse:
-        """Ask for the objects of the resource.
+        """Request the objects of the resource.
 
         Raises:
             _WatchExpiredError: the version to watch from is too old.
@@ -417,7 +413,7 @@ class KubernetesSource:
         port = self.port or next(iter(stated), None)
         for endpoint in item.get("endpoints") or ():
             conditions = endpoint.get("conditions") or {}
-            # One that ends gets no new requests; what runs there goes on. An unknown condition is true.
+            # Terminating endpoints receive no new requests. By definition, an unknown condition is true.
             ready = conditions.get("ready") is not False and not conditions.get("terminating")
             if port is not None and ready:
                 yield from (self._at(address, port) for address in endpoint["addresses"])
@@ -431,7 +427,7 @@ class KubernetesSource:
             yield self._at(status["podIP"], self.port)
 
     def _at(self, address: str, port: int) -> EndpointUrl:
-        # Certificates name services, not addresses.
+        # Certificates have the names of services, not addresses.
         name = f"{self.service}.{self.namespace}" if self.service and self.namespace else self.service
         return EndpointUrl(self.scheme, address, port, self.path, name if self.scheme == "https" else "")
 
@@ -442,7 +438,7 @@ def _name(item: Document) -> str:
 
 
 async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
-    """Yield lines of any length."""
+    """Yield non-empty lines of any length."""
     rest = b""
     while piece := await response.next():
         *lines, rest = (rest + piece).split(b"\n")
@@ -451,7 +447,7 @@ async def _lines(response: UpstreamResponse) -> AsyncIterator[bytes]:
                 yield line
 
 
-# What finds endpoints, and the form in which a configuration names it.
+# Sources, and their forms in a configuration.
 
 
 _FORMS = (
@@ -462,39 +458,39 @@ _FORMS = (
 
 
 class EndpointSource(Protocol):
-    """Finds endpoints, for as long as it is followed."""
+    """A source of endpoints."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what it finds never changes."""
+        """True if its result never changes."""
         ...
 
     def follow(self, tell: Tell, refresh_s: float) -> Coroutine[Any, Any, None]:
-        """Tell of all endpoints, again after each change. Ends only if nothing can change.
+        """Report all endpoints, again after each change; return only if nothing can change.
 
-        While the place cannot be read, the endpoints that were told last remain: an outage of discovery must
-        not take away engines that serve.
+        While the source cannot be read, the last result stays valid, because an outage of discovery must not
+        remove engines that serve.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSource:
-    """One URL that a configuration states."""
+    """One configured URL."""
 
     url: EndpointUrl
     is_fixed: bool = True
 
     async def follow(self, tell: Tell, refresh_s: float) -> None:  # noqa: ARG002 - nothing to refresh
-        """Tell of it once."""
+        """Report the URL once."""
         tell(frozenset((self.url,)))
 
 
 def source_of(text: str) -> EndpointSource:
-    """What a configuration names.
+    """Parse a configured source.
 
     Raises:
-        ValueError: it is none of the known forms.
+        ValueError: it has no known form.
     """
     if text.startswith(("http://", "https://")):
         return FixedSource(EndpointUrl.parse(text))

@@ -1,4 +1,4 @@
-"""All endpoints of one pool: follows the places where they are found, and watches each that is there."""
+"""All endpoints of one pool: follows the sources, and watches each endpoint that they find."""
 
 import asyncio
 import contextlib
@@ -17,35 +17,35 @@ from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.remote.sources import EndpointSource, EndpointUrl, source_of
 from serve_app.serving.state import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S, StateError, StateStore, StoreCalls
 
-# What admins have chosen of a pool's endpoints, kept over restarts.
+# Persistent choices of admins about a pool's endpoints.
 
 
 logger = logging.getLogger("ray.serve")
 
 
-# Between two attempts to read what is kept, while the store does not answer.
+# Interval of attempts to read the stored choices while the store does not answer.
 _RETRY_S = 10.0
 
 
 class KeptChoices:
-    """Endpoints that were added and taken away by hand.
+    """Endpoints that were added or removed by admins.
 
-    While the store cannot be read, nothing is written over what it holds. Choices of that time are added to
-    those that are read in the end, and count more.
+    While the store cannot be read, nothing is overwritten. Choices made in that time are merged with the
+    stored ones later, and take precedence.
 
     Args:
-        store: None keeps nothing after the end of this process.
+        store: None disables persistence.
 
     Attributes:
-        added: URLs besides those that are found.
-        removed: URLs that get no requests though they are found.
+        added: URLs in addition to the discovered ones.
+        removed: discovered URLs that receive no requests.
     """
 
     def __init__(self, store: StateStore | None) -> None:
         self._store = store
         self._calls = None if store is None else StoreCalls(store)
         self._restored = store is None
-        # What was chosen before that.
+        # URLs that were changed before the stored choices were read.
         self._chosen: set[str] = set()
         self._retry: asyncio.Task[None] | None = None
         self.added: set[str] = set()
@@ -55,7 +55,7 @@ class KeptChoices:
         return f"<KeptChoices added={len(self.added)} removed={len(self.removed)} {self._store}>"
 
     async def load(self) -> None:
-        """Read what was kept; while the store does not answer, the watcher goes on without it."""
+        """Read the stored choices; while the store does not answer, the watcher works without them."""
         if self._store is None or self._restored or self._retry is not None:
             return
         try:
@@ -66,26 +66,26 @@ class KeptChoices:
             self._retry = loop.create_task(self._try_again(), context=contextvars.Context())
 
     def close(self) -> None:
-        """Try no more to read."""
+        """Stop retrying to read."""
         if self._retry is not None:
             self._retry.cancel()
 
     def add(self, url: str, *, found: bool) -> None:
-        """An endpoint is wanted; `found` says that it need not be added for that."""
+        """Add an endpoint; `found` if it is discovered, so that it only needs to be restored."""
         self._note(url)
         self.removed.discard(url)
         if not found:
             self.added.add(url)
 
     def remove(self, url: str, *, found: bool) -> None:
-        """An endpoint is not wanted; `found` says that it would come back by itself."""
+        """Remove an endpoint; `found` if it is discovered, so that the removal must be stored."""
         self._note(url)
         self.added.discard(url)
         if found:
             self.removed.add(url)
 
     async def save(self) -> bool:
-        """Keep it; return whether it is kept."""
+        """Write the choices, and return whether they are stored."""
         if self._store is None or self._calls is None:
             return False
         store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
@@ -127,22 +127,14 @@ def _read(document: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     return {str(url) for url in document["added"]}, {str(url) for url in document["removed"]}
 
 
-# All endpoints of one pool: follows the places where they are found, and watches each that is there.
-#
-# An admin may add endpoints, and take any away, while it runs. Both are kept with the other learned state, so
-# that they hold after a restart.
+# The watcher of one pool. Admins may add and remove endpoints at run time, which is persisted.
 
 
 _START_POLL_S = 0.05
 
 
 class EndpointWatcher:
-    """Stands for the endpoints of one pool at the scheduler.
-
-    Args:
-        locate: finds the scheduler.
-        kept: what admins have chosen before.
-    """
+    """Watcher of one pool's endpoints."""
 
     def __init__(
         self,
@@ -177,10 +169,10 @@ class EndpointWatcher:
         return sum(not endpoint.failure for endpoint in self._endpoints.values())
 
     async def start(self) -> None:
-        """Begin; where all endpoints are written down, return once one of them answers.
+        """Start watching; if all endpoints are configured as URLs, wait until one of them answers.
 
         Raises:
-            EngineError: none answers in time; the message says why each does not.
+            EngineError: none can be used in time; the message has the reasons.
         """
         await self._kept.load()
         for index, source in enumerate(self._sources):
@@ -195,7 +187,7 @@ class EndpointWatcher:
                 raise
 
     async def close(self) -> None:
-        """Take all endpoints from the scheduler. What runs there goes on."""
+        """Remove all endpoints from the scheduler; running requests continue."""
         self._kept.close()
         for task in self._following:
             task.cancel()
@@ -208,13 +200,13 @@ class EndpointWatcher:
         self._shared.upstream.close()
 
     def check_health(self) -> None:
-        """Raise when a place is not followed any more, which is a fault of ours."""
+        """Raise if a source is no longer followed, which is an internal error."""
         for task in self._following:
             if task.done() and (fault := task.exception()) is not None:
                 raise EngineError(f"{task.get_name()} has ended") from fault
 
     def described(self) -> list[dict[str, object]]:
-        """Each endpoint, for people."""
+        """Return a description of each endpoint, including removed ones."""
         chosen = [self._endpoints[url].described() for url in sorted(self._endpoints)]
         for one in chosen:
             one["added"] = one["url"] in self._kept.added
@@ -225,17 +217,17 @@ class EndpointWatcher:
         return [*chosen, *taken]
 
     async def change(self, action: str, text: str) -> dict[str, object]:
-        """Add or remove an endpoint; a URL that cannot be is told as `error`."""
+        """Add or remove an endpoint; an invalid URL is returned as `error`."""
         try:
             return await (self.add(text) if action == "add" else self.remove(text))
         except SettingsError as exc:
             return {"error": str(exc)}
 
     async def add(self, text: str) -> dict[str, object]:
-        """Add an endpoint, or give back one that was taken away.
+        """Add an endpoint, or restore a removed one.
 
         Raises:
-            SettingsError: it is no URL.
+            SettingsError: it is not a URL.
         """
         url = _url(text)
         self._kept.add(str(url), found=self._is_found(str(url)))
@@ -243,10 +235,10 @@ class EndpointWatcher:
         return {"url": str(url), "kept": await self._kept.save()}
 
     async def remove(self, text: str) -> dict[str, object]:
-        """Send nothing more to an endpoint; what runs there goes on.
+        """Send no further requests to an endpoint; running ones continue.
 
         Raises:
-            SettingsError: there is none with this URL.
+            SettingsError: there is no endpoint with this URL.
         """
         url = _url(text)
         if all(str(url) != str(one) for one in self._endpoints):
@@ -266,7 +258,7 @@ class EndpointWatcher:
         await source.follow(tell, self._settings.refresh_s)
 
     def _reconcile(self) -> None:
-        """Watch what is there and wanted, and nothing else."""
+        """Start and stop watches to match the wanted endpoints."""
         wanted = {url for found in self._found for url in found}
         known = {str(url) for url in wanted}
         wanted |= {_url(text) for text in self._kept.added if text not in known}
@@ -307,7 +299,7 @@ def _url(text: str) -> EndpointUrl:
 
 
 def _shared(locate: Locate) -> Locate:
-    """One search at a time for all who ask: some hundred connections look for a lost scheduler at once."""
+    """Share one search among all callers, as some hundred connections may lose the scheduler at once."""
     searching: asyncio.Task[SchedulerEndpoint] | None = None
 
     async def search() -> SchedulerEndpoint:
@@ -317,7 +309,7 @@ def _shared(locate: Locate) -> Locate:
         nonlocal searching
         if searching is None or searching.done():
             searching = asyncio.create_task(search())
-        # One that gives up must not end the search of the others.
+        # A caller that gives up must not cancel the search of the others.
         return await asyncio.shield(searching)
 
     return located

@@ -1,7 +1,7 @@
 """The scheduler process: one actor per model.
 
-`actor` is what Ray supervises, `live_scheduler` drives the pure core with a clock and sockets. `journal` has
-an entry for each event; its subscribers are the `decision_log` file, `metrics`, the `history` of requests,
-`usage`, `recent_activity`, the `queue_watch`, `recordings` and the `tuning_endpoint`. `questions` answers
-admins, with `receipts` and `documents`.
+`actor` is supervised by Ray, and `live_scheduler` drives the pure core with a clock and sockets. `journal`
+distributes an entry per event to its subscribers: the `decision_log` file, `metrics`, the `history` of
+requests, `usage`, `recent_activity`, the `queue_watch`, `recordings` and the `tuning_endpoint`. `questions`
+answers admins, with `receipts` and `documents`.
 """

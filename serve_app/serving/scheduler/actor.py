@@ -1,11 +1,11 @@
-"""The scheduler of one model as Ray Serve sees it: a deployment of exactly one replica, supervised by Serve.
+"""The scheduler of one model as a Ray Serve deployment of exactly one replica.
 
-Why a deployment: the controller checks its health, replaces it, shows it in `serve status` and hands it a new
-`user_config`; every other deployment of the application finds it by its handle. While Serve rolls from one
-version to the next two of them may live for a moment; their incarnation numbers settle who schedules.
+As a deployment it is health-checked and replaced by Serve's controller, is listed in `serve status`, receives
+new `user_config`, and is found by other deployments through its handle. During a rolling update two of them
+may coexist briefly; their incarnation numbers decide which one schedules.
 
-When the scheduler can go on no more, the process exits: Serve takes a dead actor for unhealthy at once, a
-failed health check only after three in a row.
+A scheduler that cannot continue exits its process, because Serve replaces a dead actor at once, but an
+unhealthy one only after three failed checks.
 """
 
 import asyncio
@@ -41,22 +41,21 @@ from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")
 
-# Options for `serve.deployment`, besides its one replica. One writer; its loss is noticed within a second;
-# nothing to wait for at its end, because the gateways hold all that matters; calls on its handle are rare and
-# short.
+# Options for `serve.deployment`, besides its one replica: a single writer whose loss is detected within a
+# second. Nothing needs draining, because the gateways hold the requests. Calls on its handle are rare.
 SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
     "max_ongoing_requests": 1_000,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_timeout_s": 5.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    # The next one takes over from this one, so that nobody waits for a process to start.
+    # The successor starts before this one ends, so that requests do not wait for a process to start.
     "max_surge_percent": ALL_AT_ONCE_PERCENT,
 }
 
-# For the last words on the channel and in the log.
+# Time to send final messages and log lines.
 _LAST_WORDS_S = 0.2
-# What a scheduler is: of another model, or with other pools, it is another one and gets a new process.
+# Settings that define the scheduler: for another model or other pools, a new process is started.
 _COLD = ("model",)
 _SCALING = "scaling"
 _COSTS = "costs"
@@ -64,15 +63,14 @@ _COSTS = "costs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerActorSettings:
-    """What the actor is built from.
+    """Settings of the actor.
 
     Attributes:
-        scope: unique to this application and model in the cluster; incarnations are counted in it, and
-            learned state is kept under it.
-        state_uri: the folder where learned state is kept, see `StateStore`; None keeps nothing.
-        state_interval_s: between two writes of it.
+        scope: unique to this application and model in the cluster; key of incarnations and learned state.
+        state_uri: folder of learned state, see `StateStore`; None disables persistence.
+        state_interval_s: interval of writes.
         scaling: the pools, for autoscaling.
-        step_times: of engines whose profile is known, by pool, for replays.
+        step_times: step times of engines with a known profile, by pool, for replays.
     """
 
     scheduler: SchedulerSettings
@@ -85,22 +83,22 @@ class SchedulerActorSettings:
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
 
     def hot(self) -> dict[str, Any]:
-        """What may change while the actor runs, as `SchedulerActor.reconfigure` takes it."""
+        """Return the settings that can change while the actor runs; see `SchedulerActor.reconfigure`."""
         scheduler = hot_settings(self.scheduler, _COLD)
         return {**scheduler, _SCALING: hot_settings(self.scaling, ())}
 
     def cold(self) -> tuple[object, ...]:
-        """What needs a new process."""
+        """Return the settings that need a new process."""
         scheduler = self.scheduler
         fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
         kept = self.decision_log, self.state_uri, self.state_interval_s
         return (*fixed, self.channel, self.scope, *kept, self.step_times)
 
     def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
-        """The same with other hot settings.
+        """Return a copy with other hot settings.
 
         Raises:
-            SettingsError: one is unknown, cold or out of range.
+            SettingsError: a setting is unknown, cold or out of range.
         """
         own = {name: value for name, value in given.items() if name != _SCALING}
         changed = replace(
@@ -118,11 +116,11 @@ class SchedulerActorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the actor needs of the world, so that tests can do without a cluster.
+    """Dependencies of the actor on the cluster, replaceable in tests.
 
     Attributes:
-        claims: where incarnations are claimed.
-        host: the address at which peers on all nodes reach this process.
+        claims: store of claimed incarnations.
+        host: returns the address at which peers on all nodes reach this process.
         die: ends the process.
     """
 
@@ -138,10 +136,10 @@ def _ray_surroundings() -> Surroundings:
 
 
 class SchedulerActor:
-    """Runs one `LiveScheduler` after the other: a new one for each change of settings.
+    """Actor that runs a `LiveScheduler`, and replaces it when settings change.
 
-    Must be constructed on a running event loop; everything it starts, it starts in an empty context, because
-    Serve cancels what was started in the context of a request along with that request.
+    Must be constructed on a running event loop. It starts all tasks in an empty context, because Serve
+    cancels the tasks of a request's context with the request.
     """
 
     def __init__(self, settings: SchedulerActorSettings, surroundings: Surroundings | None = None) -> None:
@@ -165,60 +163,60 @@ class SchedulerActor:
         return f"<SchedulerActor {self._settings.scope} {self._live}>"
 
     async def endpoint(self, role: str) -> SchedulerEndpoint:
-        """Where gateways and replicas find the scheduler, and the secret that lets this role in.
+        """Return the address of the scheduler and the secret of a role.
 
         Raises:
-            ChannelError: this one does not schedule any more; ask again, another will answer.
+            ChannelError: this scheduler has ended; retry to reach its successor.
         """
         return (await self._current()).endpoint(Role(role))
 
     async def check_health(self) -> None:
-        """Raise `ChannelError` when this scheduler must be replaced."""
+        """Raise `ChannelError` if this scheduler must be replaced."""
         live = await self._current()
         if live.ended and not self._changing.locked():
             raise ChannelError(f"the scheduler has ended: {live.ended}")
 
     async def observed(self, *, outcomes: bool = False) -> Observed:
-        """What happened since the last call, for the tuner."""
+        """Return the observations since the last call, for the tuner."""
         return (await self._current()).tuner.observed(outcomes=outcomes)
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        """Go on with these learned queues.
+        """Apply a learned partition.
 
         Raises:
-            ChannelError: this one does not schedule any more.
+            ChannelError: this scheduler has ended.
         """
         live = await self._current()
-        # What the grants of this moment start must outlive this call.
+        # In an empty context, because tasks of the grants that follow must outlive this call.
         contextvars.Context().run(live.tuner.put_in_force, update)
 
     async def retune(self, order: Retune) -> None:
-        """Put tuned values in force.
+        """Apply tuned values.
 
         Raises:
-            SettingsError: these values cannot be.
-            ChannelError: this one does not schedule any more, or tuning is frozen.
+            SettingsError: the values are invalid.
+            ChannelError: this scheduler has ended, or tuning is frozen.
         """
         live = await self._current()
         contextvars.Context().run(live.tuner.retune, order)
 
     async def freeze_tuning(self, reason: str) -> None:
-        """Return to the values in force for good and try no others, until an admin thaws them."""
+        """Return to the values in force and start no trials until an admin thaws the tuner."""
         live = await self._current()
         contextvars.Context().run(live.tuner.freeze, reason)
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        """Keep what the tuner tells of itself, for `status`."""
+        """Store the tuner's state document for `status`."""
         (await self._current()).tuner.show(document)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Go on with other settings, as a new incarnation; the gateways bring their requests along.
+        """Continue with other settings as a new incarnation; the gateways resubmit their requests.
 
         Args:
-            user_config: any of the hot settings; those left out are as they were deployed.
+            user_config: hot settings by name; omitted ones have their deployed values.
 
         Raises:
-            SettingsError: a setting is unknown, or cannot be changed in a running application.
+            SettingsError: a setting is unknown, or cannot change in a running application.
         """
         changed = self._deployed.with_hot(user_config)
         async with self._changing:
@@ -235,21 +233,21 @@ class SchedulerActor:
             await self._started
 
     async def save(self) -> None:
-        """Keep what was learned now, because the application is about to stop."""
+        """Persist learned state and usage, before the application stops."""
         if self._live is not None:
             self._live.flush()
         await self._save_learned()
         await self._usage.save()
 
     async def close(self) -> None:
-        """Keep what was learned a last time, and shut down."""
+        """Persist learned state a last time, and shut down."""
         keeper, self._keeper = self._keeper, None
         closing = [self._usage.close(), *([keeper.close()] if keeper is not None else [])]
         await asyncio.gather(*closing)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Send what was said, close every connection, end the log."""
+        """Send pending messages, close every connection and the log."""
         self.scaling.stop()
         if not self._started.done():
             self._started.cancel()
@@ -257,7 +255,7 @@ class SchedulerActor:
             self._live.stop("the actor was shut down")
 
     def __del__(self) -> None:
-        """Serve calls this on the loop at the end of the replica's life."""
+        """Shut down; Serve calls this on the event loop at the end of the replica's life."""
         if self._loop.is_running():
             self.shutdown()
 
@@ -266,7 +264,7 @@ class SchedulerActor:
 
     async def _start(self) -> None:
         settings = self._settings
-        # The claim asks the network, and the loop is shared with Serve.
+        # In a thread, because the claim uses the network and the loop is shared with Serve.
         incarnation, _, _ = await asyncio.gather(
             asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned(), self._usage.load()
         )
@@ -314,14 +312,14 @@ class SchedulerActor:
 
     def _what_was_learned(self) -> Mapping[str, Any] | None:
         live = self._live
-        # Of one that has ended there is nothing to keep: its successor knows as much, or its core is broken.
+        # A scheduler that has ended adds nothing: its successor has the same state, or its core is broken.
         if live is None or live.ended:
             return None
         costs = self._earlier_costs.with_those_of(live.core)
         return {**learned_state(live.core), _SCALING: self.scaling.state(), _COSTS: costs.state()}
 
     async def _load_what_was_learned(self) -> None:
-        """From the store, unless an earlier live scheduler of this actor has left something."""
+        """Load learned state from the store, unless a previous live scheduler of this actor has left it."""
         if self._keeper is None or self._learned is not None:
             return
         document = await self._keeper.load()
@@ -333,10 +331,10 @@ class SchedulerActor:
             self._learned = document
 
     def _denial_of_others(self, document: Mapping[str, Any]) -> str:
-        """Restore what is kept beside the core's own; why that is not possible, or nothing."""
+        """Restore the state of scaling and costs; return why that failed, or empty."""
         try:
             costs = KeptCosts.restored(document, _COSTS)
-            # A release that did not keep it has written none.
+            # Absent in documents of older releases.
             if _SCALING in document:
                 self.scaling.restore(section(document, _SCALING))
         except ValueError as exc:

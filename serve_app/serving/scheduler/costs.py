@@ -1,8 +1,7 @@
-"""What requests cost since somebody began to count, whichever schedulers of the model counted it.
+"""Persistent cost attribution, accumulated over all schedulers of a model.
 
-A core counts from its own beginning. The sums of those before it are kept here, and with what is learned in
-the store. Metrics are made of the core alone: counters begin anew with each process, and Prometheus adds them
-up.
+A core counts from its own start. The sums of its predecessors are stored here, and persisted with learned
+state. Metrics use the core's counts alone: Prometheus handles counters that restart with a process.
 """
 
 import time
@@ -15,22 +14,19 @@ from serve_app.core import Scheduler
 from serve_app.core.accounting.costs import OTHERS, TenantTotals
 from serve_app.core.routing.snapshot import Snapshot, number, section, sections, text
 
-# As many as a core keeps by name. Tenants come and go over the years, and a file must not grow with them.
+# The same number of names as in a core, so that the file does not grow with tenants over the years.
 _MOST = 1_000
 _NAMES = ("pool", "class", "tenant", "seconds")
 
 Row = tuple[str, str, str, float]
-"""Pool, class, tenant, and seconds so far."""
+"""Pool, class, tenant and accumulated seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCosts:
-    """The sums of earlier schedulers.
+    """Accumulated costs of earlier schedulers since a time in seconds since the epoch.
 
-    Attributes:
-        since: when the first of them began to count, in seconds since 1970.
-        used: time of engines.
-        imposed: delay of other tenants' requests.
+    They are engine time, and the delay imposed on requests of other tenants.
     """
 
     since: float = field(default_factory=time.time)
@@ -38,16 +34,12 @@ class KeptCosts:
     imposed: tuple[Row, ...] = ()
 
     def with_those_of(self, core: Scheduler) -> "KeptCosts":
-        """These, and what a scheduler has counted so far."""
+        """Return these costs plus those counted by a scheduler so far."""
         used, imposed = core.in_flight.engine_time.used, core.waits.imposed
         return KeptCosts(self.since, _sum(self.used, used), _sum(self.imposed, imposed))
 
     def document(self, gpus: Mapping[str, float]) -> dict[str, Any]:
-        """What the requests of each tenant cost, by pool and class; the dearest first.
-
-        Args:
-            gpus: of a replica, by pool; 0 where it has none.
-        """
+        """Return each tenant's costs by pool and class, highest first; `gpus` are those of one replica."""
         used = {row[:3]: row[3] for row in self.used}
         imposed = {row[:3]: row[3] for row in self.imposed}
         worked_s = sum(used.values())
@@ -69,20 +61,20 @@ class KeptCosts:
         return {"since": self.since, "counted_s": counted_s, "engine_seconds": worked_s, "rows": rows}
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         rows = {"used": self.used, "imposed": self.imposed}
         listed = {name: [dict(zip(_NAMES, row, strict=True)) for row in each] for name, each in rows.items()}
         return {"since": self.since, **listed}
 
     @classmethod
     def restored(cls, document: Snapshot, name: str) -> "KeptCosts":
-        """What `state` returned.
+        """Restore what `state` returned.
 
         Args:
-            name: of the section in the document that has it; a document without one begins to count.
+            name: section of the document; if it is absent, the count starts now.
 
         Raises:
-            ValueError: it is no such state.
+            ValueError: the section is invalid.
         """
         if name not in document:
             return cls()
@@ -99,7 +91,7 @@ def _rows(state: Snapshot, name: str) -> tuple[Row, ...]:
 
 
 def _sum(earlier: tuple[Row, ...], own: TenantTotals) -> tuple[Row, ...]:
-    """By pool, class and tenant; the smallest of too many are put together under one name."""
+    """Add up costs by pool, class and tenant; beyond the limit, the smallest are merged under one name."""
     sums = defaultdict[tuple[str, str, str], float](float)
     for pool, priority, tenant, seconds in earlier:
         sums[pool, priority, tenant] += seconds

@@ -15,25 +15,25 @@ logger = logging.getLogger("ray.serve")
 
 @settings(block="decision_log")
 class DecisionLogSettings:
-    """Where decisions are recorded, and how many.
+    """File and length of the decision log.
 
     Attributes:
-        path: the file; `{incarnation}` in it is replaced, so that a new scheduler writes a new one.
+        path: the file; `{incarnation}` is replaced, so that each scheduler writes its own.
     """
 
     path: str
-    # About 600 bytes an event, four events a request: some 600 MB at the most.
+    # About 600 bytes per event and four events per request: at most about 600 MB.
     max_events: Annotated[int, at_least(1), ADVANCED] = 1_000_000
 
 
 class DecisionLogFile:
-    """Writes decisions to a file, buffered; `close` ends it.
+    """Buffered file of decisions.
 
-    It ends after `max_events` with a line that says so; a replay needs its beginning, so that stays. It also
-    ends when the file cannot be opened or written, as on a full disk: that must not stop the scheduler.
+    After `max_events` it ends with a line that says so; the beginning is retained, because a replay needs it.
+    It also ends on errors of the file system, such as a full disk, which must not stop the scheduler.
 
     Attributes:
-        ended: why nothing is recorded any more; empty while something is.
+        ended: why recording has ended; empty while it is active.
     """
 
     def __init__(self, path: Path, max_events: int, header: RunHeader) -> None:
@@ -47,7 +47,7 @@ class DecisionLogFile:
         self._write(encode_header(header))
 
     def on_entry(self, entry: Entry) -> None:
-        """Record one decision."""
+        """Record a decision."""
         if self._file is None:
             return
         self._write(encode_decision(Decision(entry.now, entry.event, tuple(entry.commands))))
@@ -58,13 +58,13 @@ class DecisionLogFile:
             self.close()
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write buffered lines."""
         with self._ending_on_error():
             if self._file is not None:
                 self._file.flush()
 
     def close(self) -> None:
-        """Write what is buffered, and end the file."""
+        """Write buffered lines, and close the file."""
         file, self._file = self._file, None
         with self._ending_on_error():
             if file is not None:
@@ -84,6 +84,6 @@ class DecisionLogFile:
             self.ended = str(error)
             logger.warning("event=decision_log_ended path=%s reason=%r", self._path, error)
             with contextlib.suppress(OSError):
-                # It tries once more to write what is buffered, and closes the file in any case.
+                # Closing retries the buffered write, and closes the file in any case.
                 if file is not None:
                     file.close()

@@ -1,4 +1,4 @@
-"""The scheduler as a Ray Serve deployment: `SchedulerActor` with a scope that no other application shares."""
+"""The scheduler as a Ray Serve deployment: `SchedulerActor` with a scope unique to the application."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSett
 class SchedulerDeployment(SchedulerActor):
     """A `SchedulerActor` in a Serve replica.
 
-    Two applications of one cluster may serve a model of the same name. Their schedulers must not take each
-    other for successors, so the application's name, which is known only here, goes before the scope.
+    Two applications of a cluster may serve models of the same name. Their schedulers must not supersede each
+    other, so the application's name, which is known only here, is prepended to the scope.
     """
 
     def __init__(self, settings: SchedulerActorSettings) -> None:
@@ -20,12 +20,12 @@ class SchedulerDeployment(SchedulerActor):
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
         keep_memory()
 
-    # Serve would begin a thread for each call of a plain function.
+    # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The replicas that its pools should have, see `serving.autoscaling`."""
+        """Return the desired replicas of its pools; see `serving.autoscaling`."""
         return self.scaling.statistics()
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it
-        """Serve calls this on the loop at the end of the replica's life."""
+        """Close; Serve calls this on the event loop at the end of the replica's life."""
         if hasattr(self, "_live"):
             await self.close()

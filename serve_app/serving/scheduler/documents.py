@@ -1,7 +1,7 @@
-"""Documents about one scheduler for people and programs: its queue, its replicas, and an overview of all.
+"""Documents about one scheduler for operators and tools: queue, replicas and an overview.
 
-The page at `/dashboard` asks for the overview once a second. So the lists in it that grow with the fleet or
-with tenants are cut, and their sums are made of all.
+The dashboard requests the overview once per second. Its lists that grow with the fleet or with tenants are
+therefore truncated; sums include all entries.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ from serve_app.request import PriorityClass
 
 
 def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
-    """Who waits where, for how long, and why, with at most so many sub-queues."""
+    """Return what is queued, for how long and why, with at most `most` sub-queues."""
     settings, snapshot = core.settings, core.queue_snapshot(now, most)
     served = {priority.value: dict(counters) for priority, counters in snapshot.served.items() if counters}
     return {
@@ -41,12 +41,7 @@ def replica_documents(
     in_flight: Mapping[str, int],
     stale: Collection[str],
 ) -> dict[str, Any]:
-    """What is known of each replica, and what is reserved of it.
-
-    Args:
-        in_flight: requests on each replica, as gateways tell.
-        stale: replicas whose last report is too old.
-    """
+    """Return the state of each replica, and what is reserved on it; gateways report requests in flight."""
     return {
         replica_id: {
             **asdict(spec),
@@ -61,7 +56,7 @@ def replica_documents(
 
 
 def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
-    """The context limit of a replica that does not tell it, as far as it has been learned."""
+    """Return the learned context limit of a replica whose engine does not report one."""
     if spec.tells_context:
         return {}
     state = core.ledger.get(replica_id)
@@ -69,7 +64,7 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
     return {"max_model_len": None, "learned_context_tokens": learned}
 
 
-# More than a person looks through on a page. Those that need attention come first.
+# Sized for a person on a page; replicas that need attention are first.
 _MOST_REPLICAS = 100
 SUB_QUEUES_SHOWN = 60
 _MOST_TENANTS = 50
@@ -77,9 +72,9 @@ _SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
 
 
 def reserved(state: ReplicaState | None) -> dict[str, Any]:
-    """What the scheduler has reserved of a replica; nothing of one that the core does not know.
+    """Return what the scheduler has reserved on a replica; empty if the core does not know it.
 
-    `budget_tokens` is None where the engine does not tell the size of its KV cache.
+    `budget_tokens` is None if the engine does not report the size of its KV cache.
     """
     if state is None:
         return {}
@@ -98,11 +93,7 @@ def reserved(state: ReplicaState | None) -> dict[str, Any]:
 def overview(
     status: Mapping[str, Any], queue: Mapping[str, Any], activity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One document of what a scheduler tells of itself.
-
-    Args:
-        queue: with at most `SUB_QUEUES_SHOWN`.
-    """
+    """Return the overview of one scheduler; `queue` has at most `SUB_QUEUES_SHOWN` sub-queues."""
     replicas = [_replica(name, each) for name, each in status["replicas"].items()]
     replicas.sort(key=lambda each: (each["state"] == "ready", each["pool"], each["replica"]))
     return {
@@ -137,7 +128,7 @@ def _replica(name: str, shown: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(shown: Mapping[str, Any]) -> str:
-    """What a person should know first of a replica."""
+    """Return the most important condition of a replica."""
     report = shown["report"]
     if shown["stale"]:
         return "stale"
@@ -165,7 +156,7 @@ def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_costly(costs: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs with the rows that a page has room for; they come with the dearest first."""
+    """Return the costs with the most expensive rows only; they are sorted."""
     rows = costs["rows"]
     return {**costs, "rows": rows[:_MOST_TENANTS], "left_out": len(rows[_MOST_TENANTS:])}
 

@@ -1,7 +1,7 @@
-"""Gauges and sums of a scheduler that are read from its core at each scrape; reading changes nothing.
+"""Gauges and sums of a scheduler that are read from its core at each scrape.
 
-A function takes the figures of one moment on the event loop, and `Moment` writes them as metric families in a
-thread. Labels whose values come from traffic are bounded in number (`BoundedNames`).
+Functions collect the figures of one moment on the event loop, and `Moment` renders them as metric families in
+a thread. Labels whose values depend on traffic are bounded in number (`BoundedNames`).
 """
 
 import heapq
@@ -20,23 +20,19 @@ from serve_app.core.routing.replica_state import ReplicaState
 
 OTHERS = "other"
 _MOST_TENANTS = 1_000
-# Queues that are learned anew have new names.
+# Each learned partition has new names.
 _MOST_LENGTH_QUEUES = 100
 
 
 class BoundedNames:
-    """The first so many names as they are; all that come later are `other`.
-
-    Args:
-        most: how many names there may be besides `other`.
-    """
+    """Bounded set of label values: the first `most` names are used as they are, later ones become `other`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """The label for a name."""
+        """Return the label value for a name."""
         if name in self._known:
             return name
         if len(self._known) >= self._most:
@@ -47,7 +43,7 @@ class BoundedNames:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of one model in metrics: each means the same in all of them."""
+    """Label values of one model, consistent across all metrics."""
 
     of_tenants: BoundedNames = field(default_factory=lambda: BoundedNames(_MOST_TENANTS))
     of_length_queues: BoundedNames = field(default_factory=lambda: BoundedNames(_MOST_LENGTH_QUEUES))
@@ -60,12 +56,7 @@ SUM = CounterMetricFamily
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One metric at one moment.
-
-    Attributes:
-        labels: their names, without `model`.
-        values: by the values of these labels.
-    """
+    """One metric at one moment: values by label values, without the label `model`."""
 
     name: str
     text: str
@@ -75,19 +66,19 @@ class Figures:
 
 
 def figure(name: str, text: str, value: float | None, family: _Family = GaugeMetricFamily) -> Figures:
-    """Return a metric without labels; it has no sample where the value is None."""
+    """Return a metric without labels; it has no sample if the value is None."""
     return Figures(name, text, (), {} if value is None else {(): value}, family)
 
 
 class Moment(Collector):
-    """Exports the metrics of one model from its latest snapshot."""
+    """Collector of the most recent figures of one model."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self.metrics: Sequence[Figures] = ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; prometheus_client asks for them at each page."""
+        """Yield the metric families; prometheus_client calls this for each page."""
         for each in self.metrics:
             family = each.family(each.name, each.text, labels=("model", *each.labels))
             for labels, value in each.values.items():
@@ -98,11 +89,7 @@ class Moment(Collector):
 def replica_figures(
     reports: Mapping[str, tuple[ReplicaSpec, ReplicaReport | None]], in_flight: Mapping[str, int]
 ) -> list[Figures]:
-    """Return the load of each replica.
-
-    Args:
-        in_flight: requests on each, as gateways report.
-    """
+    """Return the figures of each replica; gateways report the requests in flight."""
     labels = ("pool", "replica")
     sent, kv_usage, waiting = (dict[tuple[str, ...], float]() for _ in range(3))
     for replica_id, (spec, report) in reports.items():
@@ -157,7 +144,7 @@ def core_figures(core: Scheduler) -> list[Figures]:
     ]
 
 
-# The heads that have waited longest show what is wrong; asking after all would take the scheduler's time.
+# The heads with the longest waits show the problem; examining all would take too long.
 _MOST_HEADS = 100
 
 
@@ -175,7 +162,7 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
         oldest_s[key] = max(oldest_s.get(key, 0.0), now - request.arrived_at)
     oldest = heapq.nsmallest(_MOST_HEADS, heads, key=lambda each: each.request.arrived_at)
     blocked = Counter[tuple[str, ...]]((head.pools[0], waits_for(head).value) for head in oldest)
-    # Each tenant's share of the service of its class so far, weights taken into account.
+    # Lead of each tenant in weighted service, as a share of all leads in its class.
     leads = defaultdict[tuple[str, ...], float](float)
     for priority, shares in core.queue.shares.items():
         counters = shares.counters()
@@ -219,7 +206,7 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
 
 
 STATES = ("open", "saturated", "stale", "draining", "suspended")
-"""What a replica can be to the scheduler; only an open one is sent requests."""
+"""States of a replica in the scheduler; only open ones receive requests."""
 
 
 def pool_figures(core: Scheduler, now: float) -> list[Figures]:
@@ -277,7 +264,7 @@ def _state_of(state: ReplicaState, core: Scheduler, now: float) -> str:
 
 
 def cost_figures(core: Scheduler, names: Names) -> list[Figures]:
-    """Return the sums of engine time and of delay so far."""
+    """Return the accumulated engine time and imposed delay."""
     used, imposed = (defaultdict[tuple[str, ...], float](float) for _ in range(2))
     for sums, totals in ((used, core.in_flight.engine_time.used), (imposed, core.waits.imposed)):
         for pool, priority, tenant, seconds in totals:

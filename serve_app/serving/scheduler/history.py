@@ -1,7 +1,7 @@
-"""The history of one scheduler's requests: one record each, while it is open and ten minutes after its end.
+"""History of one scheduler's requests: one record each, while it is open and ten minutes after its end.
 
-A record holds what the gateway has said of the request, every dispatch, and how it ended. Receipts, captures,
-recordings and counts of served requests are made of these records on demand.
+A record holds the gateway's description, every dispatch, and the end of the request. Receipts, captures,
+recordings and counts of served requests are derived from these records on demand.
 """
 
 import math
@@ -29,12 +29,12 @@ class Attempt:
     """One dispatch of a request.
 
     Attributes:
-        number: counts all dispatches of the scheduler.
-        at: on the scheduler's clock.
-        pools: that may serve it, its home first.
-        prompt_tokens, output_tokens: as estimated.
-        prefill_s: how long its prefill takes an engine that does nothing else, as learned.
-        predicted_wait_s: of its whole wait, made when it arrived.
+        number: serial number among all dispatches of the scheduler.
+        at: time on the scheduler's clock.
+        pools: pools that may serve it, its home first.
+        prompt_tokens, output_tokens: estimates.
+        prefill_s: learned duration of its prefill on an otherwise idle engine.
+        predicted_wait_s: prediction of its whole wait, made at arrival.
     """
 
     number: int
@@ -50,15 +50,15 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class KnownRequest:
-    """The record of one request; times are on the scheduler's clock.
+    """Record of one request; times are on the scheduler's clock.
 
     Attributes:
-        gateway_request: the description by its gateway, with usage and times once the request has ended. The
-            times of a request that ended in the queue arrive a little later.
-        arrived_unix_s: its arrival in seconds since 1970.
-        expires_at: when its time in the queue ends.
+        gateway_request: its description by the gateway, with usage and times once the request has ended. For
+            a request that ended in the queue, the times arrive slightly later.
+        arrived_unix_s: arrival in seconds since the epoch.
+        expires_at: end of its queue timeout.
         resumed: it was admitted by an earlier scheduler.
-        home: the pool whose places it has waited for; empty where it did not wait.
+        home: pool for which it has waited; empty if it did not wait.
         conclude: None while it is open.
     """
 
@@ -73,32 +73,32 @@ class KnownRequest:
 
     @property
     def request_id(self) -> str:
-        """Its name on the channel."""
+        """Id on the channel."""
         return self.gateway_request.submission.request_id
 
     @property
     def arrived_at(self) -> float:
-        """When it came in."""
+        """Time of arrival."""
         return self.gateway_request.arrived_at
 
     @property
     def client_request_id(self) -> str:
-        """The id that its client knows it by."""
+        """Id that the client uses for it."""
         return self.gateway_request.client_request_id or self.request_id
 
     @property
     def last(self) -> Attempt | None:
-        """The last dispatch; None before the first."""
+        """Last dispatch; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def pool(self) -> str:
-        """The pool whose places it waited for last; empty for a request that was refused at once."""
+        """Pool for which it waited last; empty if it was refused at once."""
         return self.attempts[-1].dispatch.pool if self.attempts else self.home
 
     @property
     def waited(self) -> WaitBreakdown:
-        """Causes of its wait, up to its last dispatch or its end in the queue."""
+        """Causes of its wait, up to the last dispatch or the end in the queue."""
         waited = self.conclude.waited if self.conclude is not None else None
         if waited is None and self.attempts:
             waited = self.attempts[-1].dispatch.waited
@@ -106,29 +106,29 @@ class KnownRequest:
 
     @property
     def ended_waiting(self) -> bool:
-        """Whether it ended in the queue."""
+        """True if it ended in the queue."""
         return self.conclude is not None and (self.conclude.waited is not None or not self.attempts)
 
     @property
     def wait_s(self) -> float | None:
-        """Time from its arrival to its last dispatch, or to its end in the queue; None while neither is."""
+        """Seconds from arrival to the last dispatch, or to the end in the queue; None before either."""
         if self.attempts and not self.ended_waiting:
             return self.attempts[-1].dispatch.queue_wait_s
         return self.waited.wait_s if self.conclude is not None else None
 
 
 class RequestHistory:
-    """All open requests of a scheduler, and the last that ended.
+    """All open requests of a scheduler, and the most recent that have ended.
 
     Args:
-        prefill_s: how long a prefill takes in a pool, by its tokens, as learned so far.
-        most: how many ended requests are kept at once.
-        since: when it began, on the scheduler's clock.
-        unix_clock: seconds since 1970.
+        prefill_s: returns the learned duration of a prefill, by pool and tokens.
+        most: maximum number of ended requests.
+        since: start of the history, on the scheduler's clock.
+        unix_clock: returns seconds since the epoch.
 
     Attributes:
-        dispatches: how many there were so far.
-        complete_since: all requests that ended later are here.
+        dispatches: number of dispatches so far.
+        complete_since: all requests that ended later are included.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RequestHistory:
         self._open: dict[str, KnownRequest] = {}
         self._ended: deque[KnownRequest] = deque()
         self._ended_by_id: dict[str, KnownRequest] = {}
-        # The last request to which a client gave an id.
+        # Last request with each client-chosen id.
         self._by_client: dict[str, KnownRequest] = {}
         self.dispatches = 0
         self.complete_since = since
@@ -154,7 +154,7 @@ class RequestHistory:
         return f"<RequestHistory {len(self._ended)} ended, {len(self._open)} open>"
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of an event."""
+        """Record an event."""
         if entry.gateway_request is not None:
             self._begin(entry, entry.gateway_request)
         for dispatch, scheduled in entry.dispatched:
@@ -163,27 +163,27 @@ class RequestHistory:
             self._end(conclude, entry.now)
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
-        """Note the times of a request that ended in the queue; a repeated message changes nothing."""
+        """Add the times of a request that ended in the queue; repeated messages are ignored."""
         known = self._ended_by_id.get(request_id)
         if known is not None and known.gateway_request.times is None:
             known.gateway_request.times = times
 
     def find(self, request_id: str) -> KnownRequest | None:
-        """The request of this id, or the last to which its client gave this id."""
+        """Return the request with this id, or the last one to which a client gave it."""
         return (
             self._open.get(request_id) or self._ended_by_id.get(request_id) or self._by_client.get(request_id)
         )
 
     def open(self) -> tuple[KnownRequest, ...]:
-        """Every request that has not ended, by arrival."""
+        """Return all open requests, by arrival."""
         return tuple(self._open.values())
 
     def ended(self) -> tuple[KnownRequest, ...]:
-        """The requests that ended lately, in order."""
+        """Return the recently ended requests, in order."""
         return tuple(self._ended)
 
     def attempts_since(self, since: float) -> Iterator[tuple[Attempt, KnownRequest]]:
-        """Dispatches of all requests that had not ended by a time; more may happen between two of them."""
+        """Yield the dispatches of all requests that had not ended by `since`; allows concurrent changes."""
         ended = self.ended()
         for known in self.open():
             for attempt in known.attempts:
@@ -197,7 +197,7 @@ class RequestHistory:
     def _begin(self, entry: Entry, gateway_request: GatewayRequest) -> None:
         scheduled, event = entry.scheduled, entry.event
         home = scheduled.pools[0] if scheduled is not None and scheduled.queued and scheduled.pools else ""
-        # Noted once, so that all documents of a request say the same.
+        # Computed once, so that all documents about a request agree.
         arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
         if isinstance(event, Arrived):
             known = KnownRequest(gateway_request, arrived, event.request.expires_at, resumed=False, home=home)
@@ -234,7 +234,7 @@ class RequestHistory:
         known.conclude, known.ended_at = conclude, now
         gateway_request = known.gateway_request
         if gateway_request.submission.prefix:
-            # Up to some kilobytes each, which nothing needs any more.
+            # The hashes take up to some kilobytes and are no longer needed.
             gateway_request.submission = replace(gateway_request.submission, prefix=())
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known

@@ -1,9 +1,9 @@
-"""The journal: every event that the core has handled, in order, for all subscribers.
+"""The journal: distributes every event that the core has handled, in order, to subscribers.
 
-The live scheduler appends one entry for each event, after the commands were carried out. A subscriber is one
-file with one job: the decision log, metrics, the history of requests, usage, recent activity, estimates for
-waiting requests, the tuner's outcomes, recordings. Subscribers are called in the order in which they
-subscribed, and none may feed the core.
+The live scheduler appends one entry per event, after executing the commands. Subscribers are the decision
+log, metrics, the history of requests, usage, recent activity, outlooks of waiting requests, the tuner's
+outcomes, and recordings, each in its own module. They are called in the order of subscription, and must not
+feed the core.
 """
 
 import logging
@@ -29,20 +29,19 @@ from serve_app.serving.channel.request_book import GatewayRequest
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One event and its consequences, with the requests that they concern.
+    """One event with its consequences and the requests that they concern.
 
-    Requests are looked up once, for all subscribers: the core and the gateways' book forget a request with
-    its end.
+    Requests are looked up once for all subscribers, because core and request book forget ended ones.
 
     Attributes:
-        core: the scheduler, after the event.
-        now: on the scheduler's clock.
-        took_s: the core's time for the event.
-        scheduled: the request that arrived, gave its first token or finished; None for any other event, and
-            where the core does not know the request.
-        gateway_request: the description of a new request by its gateway; None for any other event.
-        dispatched: the request of each `Dispatch`.
-        concluded: the request of each `Conclude`, as its gateway described it.
+        core: the scheduler after the event.
+        now: time on the scheduler's clock.
+        took_s: the core's processing time.
+        scheduled: the request that arrived, received its first token or finished; None for other events, and
+            for requests that the core does not know.
+        gateway_request: the gateway's description of a new request; None for other events.
+        dispatched: each `Dispatch` with its request.
+        concluded: each `Conclude` with the gateway's description of its request.
     """
 
     core: Scheduler
@@ -57,15 +56,15 @@ class Entry:
 
 
 class Subscriber(Protocol):
-    """An observer of a scheduler."""
+    """Observer of a scheduler."""
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of an event."""
+        """Process an entry."""
         ...
 
 
 class Journal:
-    """Passes each entry on to all subscribers."""
+    """List of subscribers that receive each entry."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[Entry], None]] = []
@@ -74,29 +73,29 @@ class Journal:
         return f"<Journal {len(self._subscribers)} subscribers>"
 
     def subscribe(self, *subscribers: Subscriber) -> None:
-        """Pass entries on to these from now on."""
+        """Add subscribers for later entries."""
         self._subscribers += [each.on_entry for each in subscribers]
 
     def append(self, entry: Entry) -> None:
-        """Record an event."""
+        """Pass an entry to all subscribers."""
         for on_entry in self._subscribers:
             on_entry(entry)
 
 
-# Log lines about replicas and pools, for commands that change no request.
+# Log lines about replicas and pools, for commands that concern no request.
 
 
 logger = logging.getLogger("ray.serve")
 
 
 class ChangeLog:
-    """Writes a line for each of these commands."""
+    """Subscriber that logs changes of replicas and pools."""
 
     def __init__(self, model: str) -> None:
         self._model = model
 
     def on_entry(self, entry: Entry) -> None:
-        """Write what has changed, if anything has."""
+        """Log the commands of an entry that concern no request."""
         if len(entry.commands) > len(entry.dispatched) + len(entry.concluded):
             for command in entry.commands:
                 self._write(command)

@@ -1,7 +1,7 @@
-"""Autoscaling in the scheduler's process: looks at the live scheduler once a second, and keeps the decision.
+"""Autoscaling in the scheduler's process: decides once per second from the state of the live scheduler.
 
-It outlives the live schedulers of its actor, so what was learned of engines stays. The first decision has to
-wait until replicas had time to connect to the first live scheduler.
+It outlives the actor's live schedulers, so that learned properties of engines are retained. The first
+decision is delayed until replicas have had time to connect to the first live scheduler.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from serve_app.serving.metric_cells import counters
 logger = logging.getLogger("ray.serve")
 
 _INTERVAL_S = 1.0
-# Replicas find a new scheduler within seconds.
+# Replicas connect to a new scheduler within seconds.
 _SETTLING_S = 6.0
 
 _GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
@@ -37,7 +37,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What failed, and in which line; its words may name a time or a number that differs each time."""
+    """Type and location of a failure. The message is excluded, because it may contain changing values."""
 
     kind: type[Exception]
     file: str
@@ -45,7 +45,7 @@ class _Fault:
 
 
 class LiveScaling(Collector):
-    """Decides for the pools of one model."""
+    """Autoscaler of one model's pools."""
 
     def __init__(self, model: str, settings: ScalingSettings) -> None:
         self._model = model
@@ -64,41 +64,41 @@ class LiveScaling(Collector):
         labels = ("model", "pool", "direction")
         self._changes = counters(self._registry, "ewsjf_scaling_decisions", text, labels)
         self._begin_counts()
-        # Where the last decision failed; None when it did not.
+        # Last failure; None if the last decision succeeded.
         self._fault: _Fault | None = None
 
     def __repr__(self) -> str:
         return f"<LiveScaling {self._scaler}>"
 
     def follow(self, core: Scheduler) -> None:
-        """Look at this scheduler from now on, once replicas had time to find it."""
+        """Observe this scheduler from now on, once replicas have had time to connect."""
         self._core = core
         self._begins_at = self._loop.time() + _SETTLING_S
         if self._timer is None:
             self._timer = self._loop.call_later(_INTERVAL_S, self._tick)
 
     def change(self, settings: ScalingSettings) -> None:
-        """Decide within other bounds, of the same pools."""
+        """Apply other bounds to the same pools."""
         self._settings = settings
         self._scaler.change(settings)
         self._begin_counts()
 
     def state(self) -> dict[str, object]:
-        """What was learned, to be kept; see `FleetScaler.state`."""
+        """Return the learned state for persistence; see `FleetScaler.state`."""
         return self._scaler.state()
 
     def restore(self, state: Snapshot) -> None:
-        """Go on from what was kept; see `FleetScaler.restore`."""
+        """Restore persisted state; see `FleetScaler.restore`."""
         self._scaler.restore(state)
 
     def stop(self) -> None:
-        """Decide no more."""
+        """Stop deciding."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def statistics(self) -> dict[str, float]:
-        """What Serve is to do, for `serving.autoscaling`; empty before the first decision."""
+        """Return the targets for Serve, see `serving.autoscaling`; empty before the first decision."""
         scaled = {
             name: decision.replicas
             for name, decision in self._decisions.items()
@@ -107,11 +107,11 @@ class LiveScaling(Collector):
         return statistics(scaled, {name for name in scaled if not self._decisions[name].may_shrink})
 
     def gpus(self) -> dict[str, float]:
-        """Return the GPUs of a replica, by pool."""
+        """Return the GPUs per replica, by pool."""
         return {name: pool.gpus for name, pool in self._settings.pools.items()}
 
     def described(self) -> dict[str, Any]:
-        """The last decision, for people and for those who scale fleets of their own."""
+        """Return the last decision, for operators and external autoscalers."""
         return {
             "model": self._model,
             "gpu_budget": self._settings.gpu_budget,
@@ -126,11 +126,11 @@ class LiveScaling(Collector):
         }
 
     def exposition(self) -> str:
-        """The metrics of the last decision, in the Prometheus text format."""
+        """Return the metrics of the last decision in the Prometheus text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; prometheus_client asks for them at each page."""
+        """Yield the metric families; prometheus_client calls this for each page."""
         for name, text, value in _GAUGES:
             family = GaugeMetricFamily(name, text, labels=("model", "pool"))
             for pool, decision in self._decisions.items():
@@ -138,7 +138,7 @@ class LiveScaling(Collector):
             yield family
 
     def _begin_counts(self) -> None:
-        """A rate of what has not happened yet is 0, not nothing."""
+        """Create the counters, so that rates before the first change are 0 instead of absent."""
         for name, pool in self._settings.pools.items():
             if pool.autoscaling is not None:
                 for direction in ("up", "down"):
@@ -151,7 +151,7 @@ class LiveScaling(Collector):
             return
         try:
             decisions = self._scaler.decide(observe(self._core, self._scaler.pools, now), now)
-        except Exception as error:  # noqa: BLE001 - whoever is served now stays served, and it is logged
+        except Exception as error:  # noqa: BLE001 - logged; the last decision stays in force
             self._on_fault(error)
             return
         if self._fault is not None:
@@ -162,7 +162,7 @@ class LiveScaling(Collector):
         self._decisions = decisions
 
     def _on_fault(self, error: Exception) -> None:
-        """Count it, and log it where it is another one than a second ago."""
+        """Count a failure, and log it unless it repeats the last one."""
         self._failures.inc()
         frames = traceback.extract_tb(error.__traceback__)
         fault = _Fault(type(error), frames[-1].filename, frames[-1].lineno)

@@ -1,10 +1,10 @@
-"""The live scheduler: feeds the core events, carries out its commands, arms its next wake-up.
+"""The live scheduler: feeds events to the core, executes its commands, and arms its next wake-up.
 
-One writer: whatever happens goes through `feed`, on one event loop, without an await between two looks at
-the core's state. The clock is that of the loop's timers. When the core raises, nothing here can be trusted
-any more: the live scheduler logs it, ends every connection and asks to be replaced. Nothing is lost by that,
-because the gateways hold their requests and bring them to the next scheduler; only the request that the core
-stumbled over is failed, if it was still waiting, lest the next scheduler stumble over it as well.
+There is one writer: all events pass through `feed`, on one event loop, and nothing awaits while the core's
+state is in use. The clock is that of the loop's timers. If the core raises, its state is no longer trusted:
+the live scheduler logs the error, closes every connection and requests its replacement. No request is lost,
+because the gateways hold them and submit them to the next scheduler. Only the request that caused the error
+is failed, if it was still waiting, because it could cause the same error there.
 """
 
 import asyncio
@@ -57,23 +57,23 @@ from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage import UsageLedger
 
 logger = logging.getLogger("ray.serve")
-# The scheduler looks for a newer incarnation of itself this often.
+# Interval of checks for a newer incarnation.
 _SUPERSEDED_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSchedulerOptions:
-    """What a live scheduler is given besides the core's settings.
+    """Options of a live scheduler besides the core's settings.
 
     Attributes:
-        incarnation: claimed for this live scheduler alone.
-        newest_incarnation: the highest one claimed so far; None where nobody else can claim one.
-        on_end: called once, with the reason, when it can never schedule again and must be replaced.
-        decision_log: record what the core decides.
-        learned: what an earlier scheduler knew, see `learned_state`.
-        ledger: counts what is used with each API key; None for one that nobody reads.
-        more_metrics: in the Prometheus text format, of what works beside the scheduler; called in a thread.
-        activity: goes on counting what happens; None for one that begins here.
+        incarnation: claimed for this live scheduler only.
+        newest_incarnation: returns the highest claimed incarnation; None if there can be no other.
+        on_end: called once with the reason when the scheduler has ended for good and must be replaced.
+        decision_log: None disables the recording of decisions.
+        learned: learned state of an earlier scheduler; see `learned_state`.
+        ledger: counts usage by API key; None disables it.
+        more_metrics: returns further metrics in the Prometheus text format; called in a thread.
+        activity: recent activity to continue; None starts a new one.
     """
 
     incarnation: int
@@ -88,25 +88,25 @@ class LiveSchedulerOptions:
 
 
 class Questions(Protocol):
-    """Answers questions of admins."""
+    """Answers admins' queries."""
 
     async def answer(self, question: str, arguments: bytes) -> bytes:
-        """Return the answer, in JSON."""
+        """Return the answer as JSON."""
         ...
 
 
 class LiveScheduler:
-    """A scheduler that lives: core, clock, connections, metrics.
+    """A running scheduler: core, clock, connections and metrics.
 
     Attributes:
-        core: the scheduler itself, to be looked at and not to be fed but by this live scheduler.
-        ended: why this live scheduler schedules no more; empty while it does.
-        tuner: what it has to do with its tuner.
-        mode: how much of the traffic is scheduled.
-        history: its requests, open ones and those that ended lately.
-        activity: what happened in the last minutes.
-        recorder: draws up the minutes around a request, for a replay.
-        questions: answers what admins ask; None until it is set.
+        core: the scheduler; others may read it, but only this object feeds it.
+        ended: why it has ended; empty while it schedules.
+        tuner: interface towards its tuner.
+        mode: share of the traffic that is scheduled.
+        history: its open and recently ended requests.
+        activity: activity of the last minutes.
+        recorder: creates recordings of the traffic around a request, for replays.
+        questions: answers admins' queries; None until set.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -169,10 +169,10 @@ class LiveScheduler:
         return f"<LiveScheduler {self._options.incarnation} {state}, {', '.join(map(repr, parts))}>"
 
     async def start(self, host: str) -> None:
-        """Listen at `host`, on a port of the settings.
+        """Listen on `host`, at a configured port.
 
         Raises:
-            PortError: none can be had.
+            PortError: no port is available.
         """
         port = await self._server.start(host)
         self._address = host, port
@@ -189,7 +189,7 @@ class LiveScheduler:
         )
 
     def stop(self, reason: str = "it was stopped") -> None:
-        """Schedule no more and close every connection; what was said before is still sent."""
+        """Stop scheduling, and close every connection after its pending messages."""
         if self.ended:
             return
         self.ended = reason
@@ -203,15 +203,15 @@ class LiveScheduler:
             self._log.close()
 
     def flush(self) -> None:
-        """Write what the decision log holds back."""
+        """Write the buffered decisions."""
         if self._log is not None:
             self._log.flush()
 
     def endpoint(self, role: Role) -> SchedulerEndpoint:
-        """Where peers of this role find this scheduler.
+        """Return the address of this scheduler and the secret of a role.
 
         Raises:
-            ChannelError: it does not schedule, or not any more.
+            ChannelError: it has not started, or has ended.
         """
         if self._address is None or self.ended:
             raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
@@ -220,7 +220,7 @@ class LiveScheduler:
         return SchedulerEndpoint(host=host, port=port, secret=secret, incarnation=self._options.incarnation)
 
     def status(self) -> dict[str, Any]:
-        """How things stand, for people."""
+        """Return the state of the scheduler, for operators."""
         in_flight, stale = self._gateways.book.in_flight(), self._replicas.stale()
         return {
             "model": self._settings.model,
@@ -237,20 +237,20 @@ class LiveScheduler:
         }
 
     def queue(self, most: int = MAX_SUB_QUEUES) -> dict[str, Any]:
-        """Who waits where, for how long, and why, with at most so many sub-queues."""
+        """Return what is queued, for how long and why, with at most `most` sub-queues."""
         return queue_document(self.core, self.now(), most)
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Where the time of a request went so far, by its id or its client's; empty when it is not known."""
+        """Return the receipt of a request by its id or its client's; empty if it is unknown."""
         return await self._receipts.document(request_id, self.now())
 
-    # What the sessions and the registry call.
+    # Called by the sessions and the registry.
 
     def feed(self, event: Event) -> None:
-        """Let the core handle the event, carry its commands out, and arm the next wake-up."""
+        """Handle an event in the core, execute its commands, and arm the next wake-up."""
         if self.ended:
             return
-        now = self._now if isinstance(event, Arrived) else self.now()  # it was put on this clock just before
+        now = self._now if isinstance(event, Arrived) else self.now()  # an arrival was stamped just before
         try:
             entry = self._handled(event, now)
             for command in entry.commands:
@@ -263,45 +263,45 @@ class LiveScheduler:
             self._core_failed(event, error)
 
     def now(self) -> float:
-        """Return the clock of the loop's timers, which the core is promised never to see going back."""
+        """Return the time of the loop's timers, made monotonic, as the core requires."""
         self._now = max(self._now, self._clock())
         return self._now
 
     def queue_timeout_s(self, priority: PriorityClass) -> float:
-        """Return how long a request of this class waits when it names no time."""
+        """Return the default queue timeout of a class, in seconds."""
         return self._settings.queue_timeout_s.of(priority)
 
     def watch(self, request_id: str) -> None:
-        """Tell its gateway from now on how a request stands in the queue, while it waits."""
+        """Send updates of a waiting request's outlook to its gateway."""
         self._outlook.watch(request_id)
 
     def knows_replica(self, replica_id: str) -> bool:
-        """Whether the replica is connected; then gateways know it, too."""
+        """Return whether the replica is connected; pending changes are sent to the gateways first."""
         self._replicas.tell_changes()
         return replica_id in self._replicas
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
-        """A gateway tells of a request that ended in the queue."""
+        """Add times that a gateway reports for a request that ended in the queue."""
         self.history.on_late_times(request_id, times)
 
     async def exposition(self) -> str:
-        """Return the metrics in the Prometheus text format, drawn up a moment ago."""
+        """Return the recently cached metrics in the Prometheus text format."""
         return await self._page.text()
 
     async def answer(self, question: str, arguments: bytes) -> bytes:
-        """Answer a question of an admin, in JSON.
+        """Answer an admin's query as JSON.
 
         Raises:
-            ChannelError: nothing answers questions here.
+            ChannelError: `questions` is not set.
         """
         if self.questions is None:
             raise ChannelError("this scheduler answers no questions")
         return await self.questions.answer(question, arguments)
 
-    # How it works.
+    # Internals.
 
     def _handled(self, event: Event, now: float) -> Entry:
-        """Let the core handle the event; what it concerns is looked up while it is known."""
+        """Handle an event in the core, and look its requests up while they are known."""
         core, book = self.core, self._gateways.book
         scheduled = gateway_request = None
         if isinstance(event, Finished | FirstToken):
@@ -346,7 +346,7 @@ class LiveScheduler:
     def _carry_out(self, command: Command, entry: Entry) -> None:
         match command:
             case Dispatch():
-                # A grant refers to the table of replicas, and follows it on the same connection.
+                # A grant refers to the replica table, and must follow it on the connection.
                 self._replicas.tell_changes()
                 self._gateways.grant(command)
                 if (scheduled := self.core.find(command.request_id)) is not None:
@@ -356,11 +356,11 @@ class LiveScheduler:
             case ReportStale(replica_id=replica_id):
                 self._replicas.on_stale(replica_id)
             case _:
-                # The journal's subscribers say the rest.
+                # Handled by subscribers of the journal.
                 pass
 
     def _arm(self) -> None:
-        """Have one alarm no later than the core's next wake-up; one that comes early is armed again."""
+        """Arm an alarm no later than the core's next wake-up; an early one is armed again."""
         wanted = self.core.next_wakeup()
         if wanted is not None and wanted < self._alarm_at:
             if self._alarm is not None:
@@ -376,7 +376,7 @@ class LiveScheduler:
         if wanted > due:
             self._arm()
             return
-        # The loop may ring a hair early, by the resolution of its clock.
+        # The loop may call slightly early, by the resolution of its clock.
         self._now = max(self._now, due)
         self.feed(Woke())
 
@@ -397,12 +397,12 @@ class LiveScheduler:
                 self._options.on_end(reason)
 
     async def _watch_incarnations(self, newest: Callable[[], Awaitable[int]]) -> None:
-        """Notice a newer scheduler even when no peer tells of it."""
+        """Detect a newer scheduler even if no peer reports it."""
         while True:
             await asyncio.sleep(_SUPERSEDED_CHECK_S)
             try:
                 number = await newest()
-            except Exception as error:  # noqa: BLE001 - the store is away; peers would tell us, too
+            except Exception as error:  # noqa: BLE001 - the store is unavailable; peers report it, too
                 logger.warning("event=incarnations_unknown reason=%r", error)
                 continue
             if number > self._options.incarnation:

@@ -1,11 +1,10 @@
 """Prometheus metrics of one model's scheduler.
 
-The registry is the process's own: Ray does not scrape it, a gateway's `/metrics` asks for the text over the
-control channel. Gauges (`gauges.py`) are read when they are asked for; only counters and histograms cost
-anything per event. The text is drawn up in a thread, from the figures of one moment: with 1,000 replicas it
-takes a good part of 0.1 s.
+The registry is separate from Ray's; a gateway's `/metrics` fetches the text over the control channel. Gauges
+(`gauges.py`) are read at each scrape, so only counters and histograms cost anything per event. The text is
+rendered in a thread from the figures of one moment, because with 1,000 replicas it takes almost 0.1 s.
 
-Engines count tokens; without their count an ended request shows nothing here but its tenant.
+Engines count tokens; a request that ends without their count is only counted by tenant.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,22 +24,18 @@ from serve_app.serving.process import ProcessMetrics
 from serve_app.serving.scheduler.gauges import Figures, Moment, Names
 from serve_app.serving.scheduler.journal import Entry
 
-# From "there was room" to the patience of batch work.
+# From a dispatch without a wait to the timeouts of batch work.
 _WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-# Difference of an expected wait or start and the actual one, either sign.
+# Differences of predicted or estimated and actual waits, with their sign.
 _ERROR_BOUNDS_S = (-60, -30, -10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
-# Estimated over actual: 1 is right, 2 is twice too much.
+# Estimated over actual: 1 is exact, 2 is twice the actual value.
 _RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 4, 10)
 # From an event that changes nothing to a queue of thousands.
 _DECISION_BOUNDS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01, 0.05, 0.25)
 
 
 class SchedulerMetrics:
-    """The metrics of one scheduler.
-
-    Args:
-        names: of tenants and length queues.
-    """
+    """Metrics of one scheduler; `names` bounds the label values of tenants and length queues."""
 
     def __init__(self, model: str, names: Names | None = None) -> None:
         self._model = model
@@ -95,7 +90,7 @@ class SchedulerMetrics:
         self._wait = histogram("ewsjf_queue_wait_seconds", text, _WAIT_BOUNDS_S, "pool", "class")
         text = "Time in the queue until dispatch, by length queue."
         name = "ewsjf_length_queue_wait_seconds"
-        # Its first bound is 5 ms: there may be a hundred queues.
+        # Starts at 5 ms, because there may be a hundred queues.
         self._length_queue_wait = histogram(name, text, _WAIT_BOUNDS_S[1:], "length_queue")
         text = "Predicted minus actual wait of requests that were dispatched and had a prediction."
         name = "ewsjf_queue_wait_prediction_error_seconds"
@@ -106,7 +101,7 @@ class SchedulerMetrics:
         text = "Estimated over actual tokens of ended requests; 1 is right, above 1 was estimated too high."
         estimates = histogram("ewsjf_estimate_ratio", text, _RATIO_BOUNDS, "kind")
         self._estimates = {kind: estimates[self._model, kind] for kind in ("prompt", "output")}
-        # Its gateways export two other stages under the same name.
+        # The gateways export two other stages under the same name.
         text = "What the application itself adds to a request, by stage."
         overhead = histogram("ewsjf_overhead_seconds", text, _DECISION_BOUNDS_S, "stage")
         self._decisions = overhead[self._model, "decide"]
@@ -115,14 +110,14 @@ class SchedulerMetrics:
         return counters(self._registry, name, text, ("model", *labels))
 
     def _single(self, name: str, text: str) -> CounterCell:
-        """Return a counter without further labels. It is exported as 0 before its first event."""
+        """Return a counter with the model label only; it is exported as 0 before the first event."""
         return self._counter(name, text)[(self._model,)]
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Cells[HistogramCell]:
         return histograms(self._registry, name, text, ("model", *labels), bounds)
 
     def on_entry(self, entry: Entry) -> None:
-        """Count an event and what followed from it."""
+        """Count an event and its consequences."""
         event, commands, model = entry.event, entry.commands, self._model
         self._decisions.observe(entry.took_s)
         for dispatch, scheduled in entry.dispatched:
@@ -151,8 +146,8 @@ class SchedulerMetrics:
         """Count a request that has ended in an engine.
 
         Args:
-            pools: those of the model, the shortest first.
-            b_short_tokens: up to which a request belongs into the first one.
+            pools: pools of the model, the shortest first.
+            b_short_tokens: budget up to which the first pool is home.
         """
         model, tenant = self._model, self.names.of_tenants(ended.request.tenant)
         self._tenant_requests[model, tenant].inc()
@@ -162,7 +157,7 @@ class SchedulerMetrics:
             return
         prompt.inc(usage.prompt_tokens)
         output.inc(usage.output_tokens)
-        # The count of an answer that broke off says nothing of the estimate.
+        # The count of an incomplete answer does not measure the estimate.
         if outcome is not Outcome.COMPLETED:
             return
         for kind, expected, actual in (
@@ -178,32 +173,28 @@ class SchedulerMetrics:
                 self._misroutes[model, home, "long" if is_long else "short"].inc()
 
     def on_honesty(self, honesty: Iterable[Honesty]) -> None:
-        """Count the errors of estimates that were sent to queued requests."""
+        """Record the errors of estimates that waiting requests received."""
         for one in honesty:
             labels = self._model, one.priority, one.told
-            # All verdicts at once: a rate of what has not happened yet is 0, not nothing.
+            # Create all verdicts at once, so that the rate of one that never occurred is 0 instead of absent.
             verdicts = {verdict: self._told_verdicts[(*labels, verdict)] for verdict in VERDICTS}
             verdicts[one.verdict].inc()
             self._told_error[labels].observe(one.error_s)
 
     def on_partition_change(self, reason: str) -> None:
-        """Learned queues were put in force."""
+        """Count a learned partition that was put in force."""
         self._partition_changes[self._model, reason].inc()
 
     def on_retuning(self) -> None:
-        """Tuned values were put in force."""
+        """Count tuned values that were put in force."""
         self._retunings.inc()
 
     def on_core_failure(self) -> None:
-        """The core raised."""
+        """Count an error of the core."""
         self._errors.inc()
 
     def exposition(self, figures: Sequence[Figures]) -> str:
-        """Return everything in the Prometheus text format; may be called in a thread, one at a time.
-
-        Args:
-            figures: of this moment.
-        """
+        """Return all metrics in the Prometheus text format; thread-safe, but not for concurrent calls."""
         self._moment.metrics = figures
         return generate_latest(self._registry).decode()
 

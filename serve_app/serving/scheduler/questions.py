@@ -1,6 +1,6 @@
-"""Questions of admins about one model's scheduler, as gateways send them over the control channel.
+"""Admins' queries to one model's scheduler, received from gateways over the control channel.
 
-Each public method is a question. Its answer is sent as JSON, in parts where it is long.
+Each public method is a query. Answers are sent as JSON, in parts if they are long.
 """
 
 import asyncio
@@ -40,18 +40,18 @@ QUESTIONS = frozenset(
         "freeze",
     )
 )
-"""The methods of `AdminQuestions` that a gateway may call by name."""
+"""Methods of `AdminQuestions` that gateways may call by name."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AdminQuestions:
-    """Answers questions about a live scheduler.
+    """Answers to admins' queries about a live scheduler.
 
     Attributes:
-        earlier_costs: of the schedulers before it.
-        live_scaling, kept_usage: those of its process; None where it has none.
-        step_times: of engines whose profile is known, by pool.
-        save: keeps what the scheduler has learned.
+        earlier_costs: costs counted by its predecessors.
+        live_scaling, kept_usage: of its process; None if there is none.
+        step_times: step times of engines with a known profile, by pool.
+        save: persists the learned state.
     """
 
     live: LiveScheduler
@@ -66,16 +66,16 @@ class AdminQuestions:
         return self.live.core.settings.model
 
     async def answer(self, question: str, arguments: bytes) -> bytes:
-        """Return the answer, in JSON.
+        """Return the answer as JSON.
 
         Raises:
-            ChannelError: there is no such question, or the scheduler schedules no more.
-            SettingsError: an argument is not possible.
+            ChannelError: the query is unknown, or the scheduler has ended.
+            SettingsError: an argument is invalid.
         """
         if question not in QUESTIONS:
             raise ChannelError(f"this scheduler knows no question {question!r}")
         found = await getattr(self, question)(**msgspec.json.decode(arguments, type=dict[str, Any]))
-        # Some have megabytes; grants go out meanwhile.
+        # In a thread, because some answers have megabytes and must not delay grants.
         return await asyncio.to_thread(_encoder.encode, found)
 
     async def status(self) -> dict[str, Any]:
@@ -83,58 +83,58 @@ class AdminQuestions:
         return self.live.status()
 
     async def queue(self) -> dict[str, Any]:
-        """Return which requests wait where, for how long, and why."""
+        """Return what is queued, for how long and why."""
         return self.live.queue()
 
     async def overview(self) -> dict[str, Any]:
-        """Return all that the page for admins shows of this model."""
+        """Return this model's data for the dashboard."""
         live = self.live
         found = overview(live.status(), live.queue(SUB_QUEUES_SHOWN), live.activity.document())
         return {**found, "scaling": await self.scaling(), "costs": most_costly(await self.costs())}
 
     async def costs(self) -> dict[str, Any]:
-        """Return what the requests of each tenant cost: engine time, and delay of others."""
+        """Return the costs of each tenant: engine time and imposed delay."""
         costs = self.earlier_costs.with_those_of(self.live.core)
         gpus = self.live_scaling.gpus() if self.live_scaling is not None else {}
         return {"model": self._model, **costs.document(gpus)}
 
     async def scaling(self) -> dict[str, Any]:
-        """Return how many replicas each pool should have, and why."""
+        """Return the desired replicas of each pool, and why."""
         return self.live_scaling.described() if self.live_scaling is not None else {}
 
     async def usage(self) -> dict[str, Any]:
-        """Return what was used with each API key, day by day."""
+        """Return the usage of each API key by day."""
         return self.kept_usage.shown() if self.kept_usage is not None else {"model": self._model, "rows": []}
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
-        """Return where the time of a request went, or goes; empty for an unknown one."""
+        """Return the receipt of a request; empty if it is unknown."""
         return await self.live.receipt(request_id)
 
     async def recording(self, request_id: str) -> str:
-        """Return the minutes around a request that has ended lately; empty for an unknown one."""
+        """Return the recording around a recently ended request; empty if it is unknown."""
         live = self.live
         step_times = known_step_times(live.tuner.shown, self.step_times)
-        # Of thousands of requests: others get their grants meanwhile.
+        # In parts, because thousands of requests are visited and grants must not wait.
         found = await in_parts(live.recorder.recording(request_id, step_times, live.now()))
         return "" if found is None else await asyncio.to_thread(encode_recording, found)
 
     async def capture(self) -> list[dict[str, Any]]:
-        """Return the requests that completed lately, as lines of a trace without any text."""
+        """Return recently completed requests as lines of a trace without text."""
         return captured(self.live.history.ended())
 
     async def mode(self) -> dict[str, Any]:
-        """Return which share of the traffic is scheduled, what both parts have waited, and the forecast."""
+        """Return the scheduled share of the traffic, queue times of both parts, and the forecast."""
         forecast = self.live.tuner.status().get("forecast")
         return {"model": self._model, **self.live.mode.described(), "forecast": forecast}
 
     async def change_mode(self, active_share: float) -> None:
-        """Schedule another share of the requests from now on; kept with what is learned."""
+        """Schedule another share of the requests; persisted with the learned state."""
         self.live.mode.change(active_share)
         if self.save is not None:
             await self.save()
 
     async def freeze(self, reason: str) -> None:
-        """Stop the tuner for a reason; let it go on where there is none."""
+        """Freeze the tuner with a reason, or thaw it with an empty one."""
         if reason:
             self.live.tuner.freeze(reason)
         else:

@@ -1,8 +1,7 @@
-"""Tells gateways how those of their waiting requests stand in the queue whose clients ask.
+"""Queue updates: sends gateways the outlooks of the waiting requests whose clients subscribe.
 
-All of them are looked at together, four times a second, and less often where that would take more than a
-small part of the scheduler's time. One look is done in parts, and events are handled between them. While
-nobody asks, there is no timer.
+All of them are estimated together, four times per second, or less often if that would exceed a small share of
+the scheduler's time. An update runs in parts, between other events. Without subscribers, there is no timer.
 """
 
 import asyncio
@@ -19,18 +18,12 @@ from serve_app.serving.scheduler.journal import Entry
 logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 0.25
-# Of the scheduler's time, at most; with thousands that wait, looks become rarer.
+# Maximum share of the scheduler's time; with thousands of subscribers, updates become less frequent.
 _MOST_SHARE = 0.05
 
 
 class QueueWatch:
-    """The watched requests of one live scheduler.
-
-    Args:
-        now: the scheduler's clock.
-        tell: brings outlooks to the gateways that hold the requests.
-        count: notes how right they were.
-    """
+    """Watched requests of one live scheduler; `tell` sends outlooks, `count` records their errors."""
 
     def __init__(
         self,
@@ -50,18 +43,18 @@ class QueueWatch:
         return f"<QueueWatch {self._watched}>"
 
     def watch(self, request_id: str) -> None:
-        """Tell of a request from now on, while it waits."""
+        """Send updates of a request while it waits."""
         if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
             self._timer = self._loop.call_at(self._look_is_due_at, self._look)
 
     def expected(
         self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
     ) -> Outlook | None:
-        """What a request may expect that waits, watched or not; see `WatchedRequests.expected`."""
+        """Return the outlook of a waiting request, watched or not; see `WatchedRequests.expected`."""
         return self._watched.expected(scheduled, order, now)
 
     def on_entry(self, entry: Entry) -> None:
-        """Learn from requests that left the queue, and count how right their estimates were."""
+        """Learn from requests that left the queue, and record the errors of their estimates."""
         if not self._watched:
             return
         for _, scheduled in entry.dispatched:
@@ -71,7 +64,7 @@ class QueueWatch:
             self._count(self._watched.on_conclusion(command.request_id, outcome, entry.now))
 
     def stop(self) -> None:
-        """Tell nothing any more."""
+        """Send no further updates."""
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -80,14 +73,14 @@ class QueueWatch:
         self._go_on(self._watched.look(self._now()), 0.0)
 
     def _go_on(self, look: Iterator[list[Outlook]], took_s: float) -> None:
-        """Do one part of a look, and have the next one done, or the next look."""
+        """Run one part of an update, and schedule the next part or the next update."""
         began = perf_counter()
         try:
             told = next(look, None)
             if told:
                 self._tell(map(_as_message, told))
         except Exception:
-            # Nobody depends on it: scheduling goes on.
+            # Scheduling does not depend on it, so it continues.
             logger.exception("event=queue_outlook_failed")
             told = None
         took_s += perf_counter() - began

@@ -1,15 +1,14 @@
-"""Receipts: where the time of each request went that ended lately, or so far of one under way.
+"""Receipts: stage times and wait causes of recently ended requests, and of running ones so far.
 
-The scheduler knows why a request waited, its gateway how long everything else took. The gateway tells that
-with the request's end, so a receipt is whole here, whichever gateway is asked for it. Times of the gateway
-and of the scheduler are differences on one clock each, so no clocks are compared.
+The scheduler knows why a request waited, and its gateway how long everything else took. The gateway reports
+that with the request's end, so any gateway can serve the complete receipt. Times are differences on one clock
+each; clocks of gateway and scheduler are not compared.
 
-Stages are exact and add up to the whole time. Parts of a stage are what the engine tells of itself, if it
-does; the rest is the way to it and back, with the reading of the request. Of an engine that tells nothing
-only the prefill is known, as it usually takes: then the rest counts as a wait in the engine, and both are
-estimates.
+Stages are exact and add up to the total time. Parts of a stage are reported by the engine if possible; the
+rest is network time, including the reading of the request. For other engines only the usual duration of the
+prefill is known. The rest then counts as a wait in the engine, and both are marked as estimates.
 
-Requests served during a wait are counted on demand, from the dispatches that are kept anyway.
+Requests served during a wait are counted on demand from the history of dispatches.
 """
 
 import asyncio
@@ -28,18 +27,15 @@ from serve_app.serving.scheduler.history import Attempt, KnownRequest, RequestHi
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 
 MOST_NAMED = 10
-"""Tenants and classes that are named; the others are counted together."""
-# Dispatches between two breaths of the event loop: about half a millisecond.
+"""Number of tenants and classes listed by name; the others are counted together."""
+# Dispatches examined before yielding to the event loop: about half a millisecond.
 _LOOKED_AT = 1_000
 
 
 class Receipts:
-    """Draws up the receipts of one scheduler's requests, as documents for people and programs.
+    """Receipts of one scheduler's requests, as documents for operators and tools.
 
-    All times in them are milliseconds but `arrived_at`, which is in seconds since 1970.
-
-    Args:
-        outlook: estimates when a waiting request will start.
+    All times in them are milliseconds, except `arrived_at`, which is in seconds since the epoch.
     """
 
     def __init__(self, core: Scheduler, history: RequestHistory, outlook: QueueWatch) -> None:
@@ -51,11 +47,7 @@ class Receipts:
         return f"<Receipts of {self._history}>"
 
     async def document(self, request_id: str, now: float) -> dict[str, Any]:
-        """Return what is known of a request, by its own id or its client's; empty for an unknown one.
-
-        Args:
-            now: on the scheduler's clock.
-        """
+        """Return the receipt of a request, by its own id or its client's; empty if it is unknown."""
         known = self._history.find(request_id)
         if known is None:
             return {}
@@ -100,7 +92,7 @@ class Receipts:
         else:
             waited, wait_s = last.dispatch.waited or WaitBreakdown(), last.dispatch.queue_wait_s
             pool, until = last.dispatch.pool, last.at
-        # First, while it stands as it did: others go on between the parts of these looks.
+        # Before `_served`, which yields to the event loop, so that the outlook matches `now`.
         place = await self._place(scheduled, now) if waits else {}
         served = None
         if waited.causes:
@@ -125,7 +117,7 @@ class Receipts:
         }
 
     async def _place(self, scheduled: ScheduledRequest, now: float) -> dict[str, Any]:
-        """How a request stands that waits now."""
+        """Return the position and outlook of a waiting request."""
         cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
         home, core = scheduled.pools[0], self._core
         orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
@@ -146,10 +138,10 @@ class Receipts:
         }
 
     async def _served(self, known: KnownRequest, pool: str, until: float, *, waits: bool) -> dict[str, Any]:
-        """Requests of others that were sent to the pool during a wait, by class and tenant.
+        """Count others' requests that were dispatched to the pool during a wait, by class and tenant.
 
         Args:
-            waits: its wait was not ended by a dispatch of its own.
+            waits: the wait was not ended by a dispatch of the request.
         """
         since, before = known.arrived_at, self._history.dispatches + 1
         if not waits and known.last is not None:
@@ -158,7 +150,7 @@ class Receipts:
         counts: Counter[tuple[str, str]] = Counter()
         for looked_at, (attempt, other) in enumerate(self._history.attempts_since(since), start=1):
             if looked_at % _LOOKED_AT == 0:
-                # Others have waited long enough for this look.
+                # Yield, so that other work is not delayed.
                 await asyncio.sleep(0)
             if (
                 since <= attempt.at <= until
@@ -223,11 +215,11 @@ def _queue_figures(
 
 
 def _stages_of(times: RequestTimes | None, wait_s: float, prefill_s: float | None) -> list[dict[str, Any]]:
-    """The stages of a request that has ended, with their parts.
+    """Return the stages of a request that has ended, with their parts.
 
     Args:
-        times: as the gateway reports them; None where it has reported none.
-        prefill_s: how long a prefill of this length usually takes; None where it was never sent to an engine.
+        times: times reported by the gateway; None if it reported none.
+        prefill_s: usual duration of a prefill of this length; None if it was never dispatched.
     """
     found: list[dict[str, Any]] = []
     for name, seconds in stages(wait_s) if times is None else times.stages(wait_s):
@@ -239,7 +231,7 @@ def _stages_of(times: RequestTimes | None, wait_s: float, prefill_s: float | Non
 
 
 def _stages_so_far(scheduled: ScheduledRequest, wait_s: float, now: float) -> Iterator[tuple[str, float]]:
-    """As the scheduler sees them: the gateway reports its own times at the end."""
+    """Yield the stages seen by the scheduler; the gateway reports its own times at the end."""
     if scheduled.queued:
         return stages(wait_s)
     sent_s, started_at = now - scheduled.dispatched_at, scheduled.started_at
@@ -271,7 +263,7 @@ def _reported_parts(name: str, seconds: float, reported: EngineTimes) -> Iterato
     elif name != "until_first_token":
         return
     known = sum(each for _, each in named if each is not None)
-    # Two clocks: what the engine tells may be a hair more than what the gateway saw.
+    # The two clocks differ, so the engine's times may slightly exceed the gateway's.
     for part, each in [("network", max(0.0, seconds - known)), *named]:
         yield {"part": part, "ms": _in_ms(each), "estimated": False}
 
@@ -281,5 +273,5 @@ def _stage(name: str, seconds: float) -> dict[str, Any]:
 
 
 def _in_ms(seconds: float | None) -> float | None:
-    """In milliseconds, to the microsecond."""
+    """Convert to milliseconds, rounded to the microsecond."""
     return None if seconds is None else round(seconds * 1e3, 3)

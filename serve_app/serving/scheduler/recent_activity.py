@@ -1,8 +1,7 @@
 """The last minutes of one model in slots of five seconds: outcomes, times to first token, service of tenants.
 
-It is kept at all times, so that whoever opens the page in an emergency sees what led to it. A slot counts, as
-a metric does: nothing is kept of a single request. It outlives a live scheduler whose settings change, and
-not the process.
+It is always recorded, so that the dashboard shows what preceded an incident. A slot has counts, not single
+requests. It survives changes of settings, but not the process.
 """
 
 import math
@@ -19,12 +18,12 @@ from serve_app.serving.scheduler.journal import Entry
 
 SLOT_S = 5.0
 SLOTS = 120
-# Of one slot; what others were served is added up. It bounds the memory at some MB.
+# Per slot; further tenants are counted together. Bounds the memory at some MB.
 _MOST_TENANTS = 500
 _OTHERS = "(others)"
-# More than a person would read.
+# Sized for a person on a page.
 _TENANTS_SHOWN = 50
-# Times are counted in steps of 10 %, from a millisecond on.
+# Times are counted in steps of 10 % from a millisecond on.
 _LEAST_S = 0.001
 _STEP = math.log(1.1)
 
@@ -34,7 +33,7 @@ def _step_of(seconds: float) -> int:
 
 
 def _quantile_s(steps: Counter[int], share: float) -> float | None:
-    """The time that this share does not exceed, at most 10 % too high; None when nothing was counted."""
+    """Return a quantile of the counted times, at most 10 % too high; None if there are none."""
     wanted = share * steps.total()
     for step in sorted(steps):
         wanted -= steps[step]
@@ -45,7 +44,7 @@ def _quantile_s(steps: Counter[int], share: float) -> float | None:
 
 @dataclass(slots=True)
 class _Slot:
-    """What happened in one stretch of time; `number` counts them on the loop's clock."""
+    """Counts of one period; `number` is its index on the loop's clock."""
 
     number: int
     outcomes: Counter[tuple[PriorityClass, Outcome]] = field(default_factory=Counter)
@@ -55,14 +54,14 @@ class _Slot:
     document: dict[str, Any] | None = None
 
     def add(self, other: "_Slot") -> None:
-        """Count what the other one has counted, too."""
+        """Add the counts of another slot."""
         self.outcomes.update(other.outcomes)
         self.tokens.update(other.tokens)
         for priority, steps in other.first_tokens.items():
             self.first_tokens.setdefault(priority, Counter()).update(steps)
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Outcomes, and quantiles of all times to first token, by class."""
+        """Return outcomes and quantiles of times to first token, by class."""
         outcomes: dict[PriorityClass, dict[str, int]] = {priority: {} for priority in PriorityClass}
         for (priority, outcome), count in self.outcomes.items():
             outcomes[priority][outcome.value] = count
@@ -79,7 +78,7 @@ class _Slot:
         }
 
     def served(self) -> dict[str, Any]:
-        """Tokens of each tenant in each class, the most first, as far as the engines counted them."""
+        """Return the tokens of each tenant and class as counted by engines, most first."""
         shown = self.tokens.most_common(_TENANTS_SHOWN)
         return {
             "rows": [
@@ -99,32 +98,28 @@ def _sum_of(slots: Iterable[_Slot]) -> _Slot:
 
 
 class RecentActivity:
-    """The slots, the latest last.
-
-    Args:
-        clock: in seconds; that of the entries.
-    """
+    """Slots of recent activity, the latest last; the clock is that of the entries, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
         self._slots: deque[_Slot] = deque(maxlen=SLOTS)
         self._now_ends = -math.inf
-        # The sum of the slots before the current one, which is kept as long as that is the current one.
+        # Cached sum of the slots before the current one.
         self._closed: tuple[int, _Slot] | None = None
 
     def __repr__(self) -> str:
         return f"<RecentActivity slots={len(self._slots)}>"
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of an event."""
+        """Count an event."""
         event, now = entry.event, entry.now
         if isinstance(event, Arrived):
             slot = self._slot(now)
             slot.most_waiting = max(slot.most_waiting, len(entry.core.queue))
         elif isinstance(event, FirstToken):
             scheduled = entry.scheduled
-            # A gateway that comes back may tell of one a second time; it counts as it was heard first.
+            # A gateway that reconnects may repeat a first token; only the first report counts.
             if scheduled is not None and scheduled.started_at == now and scheduled.request.spec.streamed:
                 self._on_first_token(scheduled.request.priority, now - scheduled.request.arrived_at, now)
         for command, request in entry.concluded:
@@ -146,7 +141,7 @@ class RecentActivity:
             slot.tokens[key] += usage.prompt_tokens + usage.output_tokens
 
     def document(self) -> dict[str, Any]:
-        """All slots for people, the oldest first; those without an event are left out."""
+        """Return all slots, the oldest first; slots without events are omitted."""
         now = self._clock()
         current = int(now // SLOT_S)
         kept = [slot for slot in self._slots if slot.number > current - SLOTS]
@@ -182,6 +177,6 @@ class RecentActivity:
             name.value: _quantile_s(each, 0.95) for name, each in slot.first_tokens.items()
         }
         if slot.number < current:
-            # It changes no more.
+            # It no longer changes.
             slot.document = found
         return found

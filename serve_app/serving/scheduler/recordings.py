@@ -1,15 +1,14 @@
-"""Recordings of the minutes around one request, for replays, and captures of the traffic.
+"""Recordings of the traffic around one request, for replays, and captures of recent traffic.
 
-The minutes begin with the busy period: the first arrival since which the model has always had something to
-do. Where that is long ago they begin later, and the requests that were under way then have arrived before.
-They end with the busy period, or a while after the request. A replay begins with the surroundings of that
-time: fleet, length queues, settings, and what was learned. Changes are kept as they come. What was learned is
-noted once a minute at most, when a request arrives.
+A recording begins with the busy period: the first arrival since which the model has always had work. If that
+is too long ago, it begins later, and includes requests that were already running. It ends with the busy
+period, or some time after the request. A replay starts with the surroundings of that time: fleet, length
+queues, settings and learned state. Changes of these are recorded as they occur; learned state is recorded at
+most once per minute, when a request arrives.
 
-A capture has the requests of the last minutes as a trace, with their lengths and times and without any text.
-Its lines are as in Mooncake's traces, so other tools read them. Tenants get a name that says nothing, the
-same in all captures of one process; hashes of prompts are left out, since whoever guesses a prompt could find
-it.
+A capture is a trace of the requests of the last minutes, with lengths and times but without text. Its lines
+have the format of Mooncake's traces, which other tools read. Tenants have pseudonyms that are stable within a
+process. Hashes of prompts are omitted, because they would confirm a guessed prompt.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ _SALT = secrets.token_bytes(16)
 
 
 def captured(requests: Iterable[KnownRequest]) -> list[dict[str, Any]]:
-    """Return a line for each request that completed and whose tokens its engine counted, by arrival."""
+    """Return a line for each completed request whose tokens were counted by its engine, by arrival."""
     counted = [
         (known, known.gateway_request.usage)
         for known in requests
@@ -65,24 +64,24 @@ def captured(requests: Iterable[KnownRequest]) -> list[dict[str, Any]]:
 
 
 def pseudonym(tenant: str) -> str:
-    """The name of a tenant that says nothing; the same as long as this process lives."""
+    """Return a pseudonym of a tenant, stable for the life of this process."""
     return "t" + hashlib.blake2b(tenant.encode(), key=_SALT, digest_size=6).hexdigest()
 
 
-# A state has up to some megabytes, with a thousand tenants.
+# With a thousand tenants, a learned state has some megabytes.
 LEARNED_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
 class Standing:
-    """What was in force at some time; times of changes are the scheduler's."""
+    """Settings, partition and fleet at some time; times of changes are on the scheduler's clock."""
 
     settings: SchedulerSettings
     partition: Partition | None = None
     fleet: dict[str, ReplicaSpec] = field(default_factory=dict)
 
     def apply(self, change: RecordedChange) -> None:
-        """Fold a change in."""
+        """Apply a change."""
         if change.joined is not None:
             self.fleet[change.joined.replica_id] = change.joined
         elif change.left is not None:
@@ -93,16 +92,12 @@ class Standing:
             self.settings = change.settings
 
     def copy(self) -> "Standing":
-        """The same, to be changed by itself."""
+        """Return a copy."""
         return Standing(self.settings, self.partition, dict(self.fleet))
 
 
 class RecordedSurroundings:
-    """The last minutes around one scheduler's requests.
-
-    Args:
-        kept_s: for how long changes are kept one by one.
-    """
+    """Recorded settings, partition, fleet and learned state; single changes are retained for `kept_s`."""
 
     def __init__(self, core: Scheduler, kept_s: float) -> None:
         self._core, self._kept_s = core, kept_s
@@ -115,7 +110,7 @@ class RecordedSurroundings:
         return f"<RecordedSurroundings {len(self._changes)} changes, {len(self._learned)} states>"
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of an event."""
+        """Record a change, if the event is one."""
         now = entry.now
         match entry.event:
             case Arrived():
@@ -123,7 +118,7 @@ class RecordedSurroundings:
                     self._learned.append((now, learned_state(self._core)))
                     self._forget(now - self._kept_s)
             case ReplicaReported(replica_id=replica_id, report=report):
-                # One that drains stays connected until its last answer.
+                # A draining replica stays connected until its last answer.
                 if report.draining and replica_id in self._open:
                     self._open.discard(replica_id)
                     self._changes.append(RecordedChange(at_s=now, left=replica_id))
@@ -142,7 +137,7 @@ class RecordedSurroundings:
                 pass
 
     def at(self, time: float) -> tuple[Standing, list[RecordedChange]]:
-        """What was in force at a time, and the changes since."""
+        """Return the surroundings at a time, and the changes since."""
         standing, later = self._oldest.copy(), list[RecordedChange]()
         for change in self._changes:
             if change.at_s <= time:
@@ -152,7 +147,7 @@ class RecordedSurroundings:
         return standing, later
 
     def learned_at(self, time: float) -> Mapping[str, Any]:
-        """What had been learned by then, or the oldest that is known; the present where nothing is."""
+        """Return the learned state at a time, or else the oldest recorded one, or else the current one."""
         if not self._learned:
             return learned_state(self._core)
         known = [state for at, state in self._learned if at <= time]
@@ -166,46 +161,37 @@ class RecordedSurroundings:
 
 
 LEAD_S = 180.0
-"""How long before the request the minutes begin at the earliest."""
+"""Longest time before the request at which a recording begins."""
 MOST_BEFORE, MOST_AFTER = 3_000, 1_000
-"""Requests that arrive before the one in question, and after it: there are many replays of them."""
+"""Maximum requests before and after the one in question, because they are replayed many times."""
 _AFTERWARDS_S = 30.0
 _EARLIER = 500
 _LATENCY_S = 0.002
-# Requests in one part of the work: a few milliseconds.
+# Requests per part of the work: a few milliseconds.
 _DESCRIBED = 250
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How fast the engines are, as far as the application knows, as in a recording."""
+    """Step times of the engines, with their source, as in a recording."""
 
     by_pool: Mapping[str, Mapping[str, float]]
     source: str
 
 
 def known_step_times(tuner: Mapping[str, Any], profiles: Mapping[str, StepTimeModel]) -> StepTimes:
-    """Those that a tuner has fitted, or else those of profiles.
-
-    Args:
-        tuner: what the tuner tells of itself.
-    """
+    """Return the step times in the tuner's document, or else those of profiles."""
     twin = tuner.get("twin") or {}
     if twin.get("engines"):
         return StepTimes(twin["engines"], "fitted by the tuner")
-    # To the engine and back, as simulations assume it.
+    # Latency to the engine and back, as simulations assume it.
     known = {pool: {"latency_s": _LATENCY_S, **asdict(each)} for pool, each in profiles.items()}
     return StepTimes(known, "those of the profile" if known else "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Minutes:
-    """The requests of a recording.
-
-    Attributes:
-        at: when it begins, on the scheduler's clock.
-        earlier: those before it, which are not part of it.
-    """
+    """The requests of a recording that begins at `at`, and `earlier` ones that are not part of it."""
 
     at: float
     begins_idle: bool
@@ -214,7 +200,7 @@ class _Minutes:
 
 
 class MinutesRecorder:
-    """Draws up recordings of one scheduler's requests."""
+    """Recorder of the traffic around single requests."""
 
     def __init__(self, core: Scheduler, history: RequestHistory, surroundings: RecordedSurroundings) -> None:
         self._core, self._history, self._surroundings = core, history, surroundings
@@ -222,18 +208,18 @@ class MinutesRecorder:
     def recording(
         self, request_id: str, step_times: StepTimes, now: float
     ) -> Generator[None, None, Recording | None]:
-        """The minutes around a request that has ended lately; None for one that is not known.
+        """Create the recording around a recently ended request; None if the request is unknown.
 
-        It yields after each part of the work; the scheduler may go on meanwhile.
+        Yields after each part of the work, so that the scheduler can run in between.
 
         Args:
-            request_id: its own, or its client's.
-            now: on the scheduler's clock.
+            request_id: the request's id, or its client's.
+            now: time on the scheduler's clock.
         """
         subject = self._history.find(request_id)
         if subject is None or subject.conclude is None or subject.resumed:
             return None
-        # Copies: more may end between two parts.
+        # Copies, because requests may end between two parts.
         known = [each for each in self._history.ended() if not each.resumed]
         yield
         known += (each for each in self._history.open() if not each.resumed)
@@ -289,7 +275,7 @@ class MinutesRecorder:
         )
 
     def _expected(self, known: KnownRequest) -> tuple[int, int]:
-        """Tokens of its prompt and its answer: as estimated when it was sent, or as they would be now."""
+        """Return the expected prompt and output tokens, as estimated at dispatch or, without one, now."""
         if (last := known.last) is not None:
             return last.prompt_tokens, round(last.output_tokens)
         request = Request(
@@ -300,7 +286,7 @@ class MinutesRecorder:
 
 
 def _minutes(known: list[KnownRequest], subject: KnownRequest, now: float) -> _Minutes:
-    """Which of all requests, by arrival, are part of it."""
+    """Select the requests of a recording from all known ones, which are sorted by arrival."""
     place = known.index(subject)
     first, until = place, 0.0
     for index, each in enumerate(known[: place + 1]):
@@ -328,7 +314,7 @@ def _minutes(known: list[KnownRequest], subject: KnownRequest, now: float) -> _M
 
 
 def _nameless(submission: Submission) -> Submission:
-    """The same of a tenant whose name says nothing: of its key only the weight, of its prompt no hashes."""
+    """Return a submission with a pseudonym, without prefix hashes, and with only the weight of its key."""
     weight = submission.key.weight if submission.key is not None else None
     key = None if weight is None else KeyTerms(key_id="", weight=weight)
     return replace(submission, tenant=pseudonym(submission.tenant), key=key, prefix=())

@@ -1,6 +1,6 @@
-"""How much of the traffic is scheduled, and what both parts of it have waited.
+"""The share of the traffic that is scheduled, and the latencies of both parts.
 
-Time to first token is from the arrival at the gateway. Only streamed answers have one.
+Time to first token is measured from arrival at the gateway; only streamed answers have one.
 """
 
 from collections import deque
@@ -12,25 +12,25 @@ from serve_app.core.metrics.summary import first_token_figures
 from serve_app.errors import ChannelError, SettingsError
 from serve_app.serving.scheduler.journal import Entry
 
-# Of each part; at 20 requests/s the last three minutes and more. About 300 kB.
+# Samples of each part: at 20 requests/s, more than the last three minutes. About 300 kB.
 _KEPT = 4_000
 
 
 class ModeHost(Protocol):
-    """The live scheduler, as this sees it."""
+    """Interface of the live scheduler towards this module."""
 
     core: Scheduler
     ended: str
 
     def feed(self, event: Event) -> None:
-        """Let the core handle an event."""
+        """Handle an event in the core."""
         ...
 
 
 class SchedulingMode:
-    """The share that is scheduled, and the last times to first token of both parts.
+    """Scheduled share, and the recent times to first token of both parts.
 
-    It costs nothing while everything is scheduled.
+    Without cost while everything is scheduled.
     """
 
     def __init__(self, host: ModeHost) -> None:
@@ -44,21 +44,21 @@ class SchedulingMode:
 
     @property
     def active_share(self) -> float:
-        """Of the requests, which are scheduled."""
+        """Share of the requests that is scheduled, from 0 to 1."""
         return self._host.core.passing.active_share
 
     @property
     def obstacle(self) -> str:
-        """Why nothing can be learned of scheduling now; empty while all requests are scheduled."""
+        """Why scheduling cannot be measured now; empty while all requests are scheduled."""
         share = self.active_share
         return "" if share == 1 else f"{1 - share:.0%} of the requests are not scheduled (mode)"
 
     def change(self, active_share: float) -> None:
-        """Schedule another share from now on.
+        """Change the scheduled share.
 
         Raises:
-            SettingsError: it is no share.
-            ChannelError: this scheduler schedules no more.
+            SettingsError: the share is not from 0 to 1.
+            ChannelError: this scheduler has ended.
         """
         if not 0 <= active_share <= 1:
             raise SettingsError(f"active_share must be from 0 to 1, got {active_share!r}")
@@ -67,17 +67,17 @@ class SchedulingMode:
             raise ChannelError(f"this scheduler does not schedule: {self._host.ended}")
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of a first token, while a part of the requests is not scheduled."""
+        """Record a first token while part of the traffic is not scheduled."""
         scheduled = entry.scheduled
         if not isinstance(entry.event, FirstToken) or scheduled is None or self.active_share == 1:
             return
-        # A gateway that comes back may tell of one a second time.
+        # A gateway that reconnects may repeat a first token.
         if scheduled.started_at == entry.now:
             waited_s = entry.now - scheduled.request.arrived_at
             self._firsts[scheduled.passed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
 
     def described(self) -> dict[str, Any]:
-        """The share, and what both parts have waited."""
+        """Return the share, and the times to first token of both parts."""
         share = self.active_share
         return {
             "mode": "active" if share == 1 else "observe" if share == 0 else "partly active",

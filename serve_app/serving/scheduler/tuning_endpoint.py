@@ -1,7 +1,7 @@
 """The tuning endpoint: the observations that the tuner pulls, and the changes that it may make.
 
-Learned queues (`learned_queues`) and tuned values come from the tuner; lengths and outcomes go there. All of
-it is soft. A tuner that dies leaves the queues and values in force, and values that were on trial run out.
+Learned partitions (`LearnedQueues`) and tuned values are sent by the tuner, which pulls lengths and outcomes.
+All of it is soft state: if a tuner dies, what is in force remains, and values on trial expire.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import value_at, with_values, with_weights
 
 _KEPT = 10_000
-"""Lengths kept between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
+"""Lengths retained between two pulls: ten seconds at 1,000 requests/s; 80 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a pull brings.
+    """Result of a pull.
 
     Attributes:
-        incarnation: of the scheduler that answers; another one knows nothing of what was sent before.
-        lengths: of the prompts admitted since the last pull, in tokens, as the scheduler estimates them.
-        at: now, on the scheduler's clock, which all times here are on.
-        settled_until: when the oldest request arrived that is not over yet; `at`, when none is open.
-        outcomes: of the requests that were concluded since the last pull, if they were asked for.
-        replicas: those that are connected, if outcomes were asked for.
-        settings: in force but for what is on trial, if outcomes were asked for.
-        frozen: why nothing may be tried; empty when something may.
+        incarnation: of the answering scheduler; a new one has no earlier updates.
+        lengths: estimated prompt tokens of the requests admitted since the last pull.
+        at: now, on the scheduler's clock, as are all times here.
+        settled_until: arrival of the oldest open request; `at` if none is open.
+        outcomes: requests concluded since the last pull, if requested.
+        replicas: connected replicas, if outcomes were requested.
+        settings: settings in force, without values on trial, if outcomes were requested.
+        frozen: why no trials are allowed; empty if they are.
     """
 
     incarnation: int
@@ -57,13 +57,13 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionUpdate:
-    """A partition to put in force, with what people want to know of it.
+    """A partition to put in force, with its origin.
 
     Attributes:
-        reason: first, interval, drift or adjusted (`tuning.strategic_loop.Reason`); restored when
-            this scheduler did not know what was in force before.
-        lengths: how many it was learned from.
-        distance: from the partition before, see `tuning.strategic_loop.partition_distance`.
+        reason: first, interval, drift or adjusted (`tuning.strategic_loop.Reason`); restored if this
+            scheduler did not have the partition that was in force.
+        lengths: number of lengths that it was learned from.
+        distance: from the previous partition; see `tuning.strategic_loop.partition_distance`.
         age_s: time since it was learned.
     """
 
@@ -75,11 +75,7 @@ class PartitionUpdate:
 
 
 class LearnedQueues:
-    """Lengths on their way to the tuner, and the latest partition from there.
-
-    Attributes:
-        update: the one in force; None while the policy has the queues that it began with.
-    """
+    """Buffer of lengths for the tuner, and the partition in force; None while the initial queues are used."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
@@ -87,29 +83,29 @@ class LearnedQueues:
         self._learned_at = 0.0
 
     def __len__(self) -> int:
-        """Learned queues in force."""
+        """Return the number of learned queues in force."""
         return len(self.update.partition) if self.update is not None else 0
 
     def on_arrival(self, prompt_tokens: int) -> None:
-        """Keep a length for the next pull; with too many of them the oldest go."""
+        """Buffer a length for the next pull; when full, the oldest is dropped."""
         self._lengths.append(prompt_tokens)
 
     def take(self) -> list[int]:
-        """All kept lengths, the oldest first; they are kept no longer."""
+        """Return and clear the buffered lengths, the oldest first."""
         taken = list(self._lengths)
         self._lengths.clear()
         return taken
 
     def on_change(self, update: PartitionUpdate, now: float) -> None:
-        """`update` is in force."""
+        """Record that `update` is in force."""
         self.update, self._learned_at = update, now - update.age_s
 
     def age_s(self, now: float) -> float | None:
-        """Time since the partition in force was learned; None without one."""
+        """Return the time since the partition in force was learned; None without one."""
         return None if self.update is None else now - self._learned_at
 
     def described(self, now: float) -> dict[str, Any]:
-        """How many are in force, how old they are, and why they were put in force."""
+        """Return the number, age and origin of the learned queues in force."""
         update = self.update
         return {
             "learned": len(self),
@@ -124,32 +120,32 @@ logger = logging.getLogger("ray.serve")
 
 
 class Host(Protocol):
-    """The live scheduler that the endpoint belongs to."""
+    """Interface of the live scheduler towards the endpoint."""
 
     core: Scheduler
     ended: str
     mode: SchedulingMode
 
     def feed(self, event: Event) -> None:
-        """Let the core handle the event."""
+        """Handle an event in the core."""
         ...
 
     def now(self) -> float:
-        """Return the live scheduler's clock."""
+        """Return the time on the scheduler's clock."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class TuningEndpoint:
-    """What one scheduler has to do with its tuner.
+    """Interface of one scheduler towards its tuner.
 
     Args:
-        replicas: those that are connected.
+        replicas: returns the connected replicas.
 
     Attributes:
-        queues: the learned length queues.
-        shown: what the tuner last told of itself, for people.
-        frozen: why nothing may be tried; empty when something may.
+        queues: learned length queues.
+        shown: last state document of the tuner.
+        frozen: why no trials are allowed; empty if they are.
     """
 
     host: Host
@@ -160,7 +156,7 @@ class TuningEndpoint:
     queues: LearnedQueues = field(init=False, default_factory=LearnedQueues)
     shown: Mapping[str, Any] = field(init=False, default_factory=dict)
     frozen: str = field(init=False, default="")
-    # None until a tuner asks for outcomes, so that they cost nothing where nobody does.
+    # None until a tuner requests outcomes, so that they cost nothing without one.
     _outcomes: OutcomeWindow | None = field(init=False, default=None)
     _for_good: SchedulerSettings = field(init=False)
     _tuned: Mapping[str, float] = field(init=False, default_factory=dict)
@@ -170,7 +166,7 @@ class TuningEndpoint:
         self._for_good = with_weights(self.host.core.settings)
 
     def on_entry(self, entry: Entry) -> None:
-        """Take note of an event."""
+        """Record lengths and, if requested, outcomes."""
         if isinstance(entry.event, Arrived) and entry.scheduled is not None:
             self.queues.on_arrival(entry.scheduled.prefill_tokens)
             if self._outcomes is not None:
@@ -179,11 +175,7 @@ class TuningEndpoint:
             self._outcomes.on_event(entry.event, entry.commands, entry.now)
 
     def observed(self, *, outcomes: bool = False) -> Observed:
-        """What happened since the last call.
-
-        Args:
-            outcomes: of requests as well; they are collected from the first time on that somebody asks.
-        """
+        """Return the observations since the last call; outcomes are collected from their first request on."""
         if outcomes and self._outcomes is None:
             self._outcomes = OutcomeWindow()
         now, window = self.host.now(), self._outcomes
@@ -195,15 +187,15 @@ class TuningEndpoint:
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
             settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,
-            # What is tried shows nothing while others pass by.
+            # Trials show nothing while part of the traffic bypasses scheduling.
             frozen=self.frozen or self.host.mode.obstacle,
         )
 
     def put_in_force(self, update: PartitionUpdate) -> None:
-        """Go on with these learned queues; whoever waits is queued anew.
+        """Apply a learned partition; waiting requests are queued again.
 
         Raises:
-            ChannelError: this scheduler schedules no more.
+            ChannelError: this scheduler has ended.
         """
         self.host.feed(PartitionChanged(update.partition))
         self._check_alive()
@@ -224,12 +216,12 @@ class TuningEndpoint:
         )
 
     def retune(self, order: Retune) -> None:
-        """Put values in force; nobody who waits loses a place by it.
+        """Apply tuned values; waiting requests keep their places.
 
         Raises:
-            SettingsError: there is no such setting, it cannot have the value, or it may not change while the
-                scheduler runs; nothing has changed then.
-            ChannelError: this scheduler schedules no more, or tuning is frozen.
+            SettingsError: a setting is unknown, its value is invalid, or it cannot change in a running
+                scheduler. Nothing changes then.
+            ChannelError: this scheduler has ended, or tuning is frozen.
         """
         if self.frozen and order.valid_s is not None:
             raise ChannelError(f"tuning is frozen: {self.frozen}")
@@ -245,34 +237,34 @@ class TuningEndpoint:
             self._for_good = settings
         else:
             loop = asyncio.get_running_loop()
-            # What the grants of that moment start must not belong to whoever gave this order.
+            # In an empty context, because tasks of the grants that follow must not belong to this call.
             context = contextvars.Context()
             self._return = loop.call_later(order.valid_s, self._go_back, "its time was over", context=context)
 
     def freeze(self, reason: str) -> None:
-        """Return to what is in force for good, and try nothing until `thaw`."""
+        """Return to the settings in force, and reject trials until `thaw`."""
         self.frozen = reason or "by command"
         self._go_back("tuning was frozen")
         logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
 
     def thaw(self) -> None:
-        """Something may be tried again."""
+        """Allow trials again."""
         self.frozen = ""
         logger.info("event=tuning_thawed model=%s", self.model)
 
     def show(self, document: Mapping[str, Any]) -> None:
-        """Keep what the tuner tells of itself."""
+        """Store the tuner's state document."""
         self.shown = document
 
     def status(self) -> dict[str, Any]:
-        """What the tuner does, for people."""
+        """Return the state of the tuner, for operators."""
         shown = dict(self.shown) if self.shown else {"mode": "off", "state": "no values are tuned"}
         if self.frozen:
             shown["state"] = f"frozen: {self.frozen}"
         return {**shown, "values": dict(self._tuned), "frozen": self.frozen}
 
     def figures(self, now: float) -> list[Figures]:
-        """Return the metrics of learned queues, of tuned values and of the tuner."""
+        """Return the metrics of learned queues, tuned values and the tuner."""
         error = (self.shown.get("twin") or {}).get("error") or {}
         counts = self.shown.get("counts") or {"searches": None, "trials": None, "decisions": {}}
         return [
@@ -317,7 +309,7 @@ class TuningEndpoint:
         ]
 
     def stop(self) -> None:
-        """The scheduler ends."""
+        """Stop; the scheduler has ended."""
         self._cancel_return()
 
     def _go_back(self, reason: str) -> None:

@@ -1,13 +1,12 @@
-"""The ledger of usage: requests and tokens of every API key, for each model name and day in UTC.
+"""Ledger of usage: requests and tokens per API key, model name and day (UTC).
 
-It counts requests that ended in an engine, with the tokens that the engine counted. A day's lines do not
-change once it is over, though the clock is set back a little. A day that was further ahead is left when the
-clock is right again: a wrong clock must not spoil the days for good. The ledger outlives the scheduler that
-counts into it, by the saved state. A scheduler that is killed loses what was counted since the last save.
+It counts requests that ended in an engine, with the engine's token counts. Lines of past days do not change,
+even if the clock is set back slightly. If the clock was far ahead, the wrong day is abandoned once the clock
+is right, so that later days are not affected. The ledger outlives its scheduler through persisted state. A
+scheduler that is killed loses what was counted since the last write.
 
-What was learned may be thrown away when it does not fit; usage may not. So it has a document of its own in
-the store. And while the store cannot be read at the start, nothing is written over what it holds: the ledger
-counts from nothing, and what was stored is added once it can be read.
+Learned state may be discarded if it does not fit; usage may not, so it has its own document. While the store
+cannot be read at the start, nothing is overwritten; new counts are added to the stored ones later.
 """
 
 import asyncio
@@ -28,9 +27,9 @@ from serve_app.serving.state import StateKeeper, StateStore
 
 USAGE_KIND = "usage"
 
-# A quarter, with which a bill can be settled; older days leave the ledger.
+# A quarter, for billing; older days are dropped.
 _KEPT_DAYS = 92
-# Keys with metrics of their own; further ones are added up.
+# Keys with their own metrics; further ones are counted together.
 _MOST_LABELS = 1_000
 
 # Requests, prompt tokens, cached tokens, generated tokens.
@@ -41,17 +40,12 @@ _Day = dict[str, dict[str, _Figures]]
 
 
 class UsageLedger:
-    """What was used with each key.
-
-    Args:
-        model: label of the metrics.
-        clock: seconds since 1970.
-    """
+    """Usage of each key; the clock returns seconds since the epoch."""
 
     def __init__(self, model: str, clock: Callable[[], float] = time.time) -> None:
         self._model, self._clock = model, clock
         self._days: dict[str, _Day] = {}
-        # Days that were handed out as state: one is copied before it is counted into again.
+        # Days in a returned state; they are copied before further counting.
         self._handed_out: set[str] = set()
         self._label = BoundedNames(_MOST_LABELS)
         self._registry = CollectorRegistry()
@@ -64,19 +58,14 @@ class UsageLedger:
         return f"<UsageLedger {self._model} days={len(self._days)}>"
 
     def on_entry(self, entry: Entry) -> None:
-        """Count the requests that ended in an engine and came with a key."""
+        """Count concluded requests that ended in an engine and had a key."""
         for _, request in entry.concluded:
             key = request.submission.key
             if key is not None and key.key_id and request.runs:
                 self.add(key.key_id, request.submission.spec.model, request.usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:
-        """Count a request.
-
-        Args:
-            model: the name that its client used.
-            usage: as the engine counted it; None where it did not say.
-        """
+        """Count a request under the model name that it used, with the engine's counts if it sent any."""
         usage = usage or Usage(prompt_tokens=0, output_tokens=0)
         counted = (1, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
         figures = self._today().setdefault(key_id, {}).setdefault(model, [0, 0, 0, 0])
@@ -88,7 +77,7 @@ class UsageLedger:
             self._tokens[self._model, label, kind].inc(amount)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every line, the oldest day first."""
+        """Return all lines, the oldest day first."""
         names = ("requests", "prompt_tokens", "cached_tokens", "generated_tokens")
         return [
             {"day": day, "key": key_id, "model": model, **dict(zip(names, figures, strict=True))}
@@ -96,15 +85,15 @@ class UsageLedger:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values that later requests do not change."""
+        """Return the state as plain values that later requests do not change."""
         self._handed_out.update(self._days)
         return {"days": dict(self._days)}
 
     def add_stored(self, document: Mapping[str, Any]) -> None:
-        """Add what `state` returned, in another process.
+        """Add a state that another process has stored.
 
         Raises:
-            ValueError: it is no such state; nothing has been added.
+            ValueError: the state is invalid; nothing was added.
         """
         days: dict[str, Any] = dict(section(document, "days"))
         stored = [
@@ -118,11 +107,11 @@ class UsageLedger:
                 raise ValueError(f"usage of {key_id} on {day} must be four counts, got {figures}")
         for day, key_id, model, figures in stored:
             models = self._days.setdefault(day, {}).setdefault(key_id, {})
-            # New lists: a day that was handed out as state does not change.
+            # New lists, because a day in a returned state must not change.
             models[model] = [sum(pair) for pair in zip(models.get(model, _NOTHING), figures, strict=True)]
 
     def exposition(self) -> str:
-        """What was counted since the start of this process, in the Prometheus text format."""
+        """Return the counts since the start of this process in the Prometheus text format."""
         return generate_latest(self._registry).decode()
 
     def _lines(self) -> Iterator[tuple[str, str, str, _Figures]]:
@@ -133,7 +122,7 @@ class UsageLedger:
 
     def _today(self) -> _Day:
         now = self._clock()
-        # A clock that was set back by less than a day goes on with the last day.
+        # If the clock was set back by less than a day, continue with the last day.
         tomorrow = _day_of(now + _DAY_S)
         day = max(_day_of(now), max((each for each in self._days if each <= tomorrow), default=""))
         if day not in self._days:
@@ -154,21 +143,21 @@ def _day_of(moment: float) -> str:
     return _name_of(int(moment // _DAY_S))
 
 
-# Asked for twice at the end of each request.
+# Called twice at the end of each request.
 @functools.lru_cache(maxsize=4)
 def _name_of(day: int) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(day * _DAY_S))
 
 
 class KeptUsage:
-    """The ledger of one model; must be constructed on a running event loop.
+    """Persistent ledger of one model; must be constructed on a running event loop.
 
     Args:
-        state_uri: see `StateStore`; None keeps nothing.
+        state_uri: see `StateStore`; None disables persistence.
         scope: unique to the application and model.
 
     Attributes:
-        ledger: what is counted.
+        ledger: the current counts.
     """
 
     def __init__(self, model: str, state_uri: str | None, scope: str, interval_s: float) -> None:
@@ -185,7 +174,7 @@ class KeptUsage:
         return f"<KeptUsage {self.ledger}>"
 
     async def load(self) -> None:
-        """Read what was stored; while the store is unreachable, try again in the background."""
+        """Read the stored state; while the store is unreachable, retry in the background."""
         if self._keeper is None or self._restored or self._retry is not None:
             return
         if not await self._restore(self._keeper):
@@ -193,17 +182,17 @@ class KeptUsage:
             self._retry = loop.create_task(self._try_again(self._keeper), context=contextvars.Context())
 
     def start(self) -> None:
-        """Save periodically."""
+        """Start periodic writes."""
         if self._keeper is not None:
             self._keeper.start()
 
     async def save(self) -> None:
-        """Save now."""
+        """Write the state now."""
         if self._keeper is not None:
             await self._keeper.save()
 
     async def close(self) -> None:
-        """Save a last time."""
+        """Write the state a last time."""
         keeper, self._keeper = self._keeper, None
         if self._retry is not None:
             self._retry.cancel()
@@ -211,7 +200,7 @@ class KeptUsage:
             await keeper.close()
 
     def shown(self) -> dict[str, Any]:
-        """Every line, for people and bills."""
+        """Return all lines, for operators and billing."""
         return {"model": self._model, "rows": self.ledger.rows()}
 
     def _take(self) -> Mapping[str, Any] | None:

@@ -1,5 +1,5 @@
-"""The tuner process of a model: it learns length queues, and searches for better settings of the scheduler.
+"""The tuner process of a model: learns length queues, and searches for better settings of the scheduler.
 
-Read `actor` (the loop over one scheduler), then `parameter_tuner` (settings, beside the loop of
-`serve_app.tuning.online`), and `deployment` (the tuner in Ray Serve).
+Reading order: `actor` (the loop over one scheduler), `parameter_tuner` (settings, around the loop in
+`serve_app.tuning.parameter_loop`), `deployment` (the tuner in Ray Serve).
 """

@@ -1,9 +1,9 @@
-"""The tuner of one model: it learns length queues outside the scheduler, and sends them to it.
+"""The tuner of one model: learns length queues outside the scheduler, and sends them to it.
 
-Every few seconds it pulls the lengths of the prompts that arrived, and asks its strategic loop whether new
-queues are due. The scheduler never waits for the tuner. When the tuner dies, the scheduler keeps its queues,
-and the next tuner learns from later arrivals. When the scheduler dies, the next one has another incarnation,
-and gets the queues in force.
+Every few seconds it pulls the prompt lengths of new requests, and its strategic loop decides whether new
+queues are due. The scheduler never waits for the tuner. If the tuner dies, the scheduler retains its queues,
+and the next tuner learns from later arrivals. A new scheduler has another incarnation, and receives the
+queues in force.
 """
 
 import asyncio
@@ -24,48 +24,43 @@ logger = logging.getLogger("ray.serve")
 Answer = TypeVar("Answer")
 
 RESTORED = "restored"
-"""The reason of an update that a new scheduler gets."""
+"""Reason of an update for a new scheduler."""
 
-# A healthy scheduler answers in milliseconds; one that is being replaced does not answer.
+# A healthy scheduler answers in milliseconds, and one that is being replaced does not answer.
 _CALL_TIMEOUT_S = 10.0
-# Queues are learned from hundreds of requests: a shorter interval finds nothing new, a longer one delays the
-# reaction to drift.
+# Queues are learned from hundreds of requests, so a shorter interval brings nothing new. A longer one delays
+# the reaction to drift.
 _PULL_INTERVAL_S = 5.0
-# The slices of a trial begin and end by the clock, so a tuner with trials looks often.
+# Slices of a trial begin and end by the clock, so a tuner with trials updates more often.
 _TRIAL_INTERVAL_S = 1.0
 
 
 class SchedulerCalls(Protocol):
-    """The scheduler's calls that a tuner uses; they raise when there is no scheduler."""
+    """Calls of the scheduler that a tuner uses; they raise without a scheduler."""
 
     async def observed(self, *, outcomes: bool) -> Observed:
-        """The observations since the last pull."""
+        """Return the observations since the last pull."""
         ...
 
     async def put_in_force(self, update: PartitionUpdate) -> None:
-        """Use these length queues."""
+        """Apply a learned partition."""
         ...
 
     async def retune(self, order: Retune) -> None:
-        """Use these values of settings."""
+        """Apply tuned values."""
         ...
 
     async def freeze_tuning(self, reason: str) -> None:
-        """Try nothing until it is thawed."""
+        """Reject trials until the tuner is thawed."""
         ...
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        """Store the tuner's description of its state, for status pages."""
+        """Store the tuner's state document, for status pages."""
         ...
 
 
 class TunerActor:
-    """Runs the strategic loop of one model. Must be constructed on a running event loop.
-
-    Args:
-        store: as for `ParameterTuner`.
-        worker: as for `ParameterTuner`.
-    """
+    """Strategic loop and parameter tuner of one model. Must be constructed on a running event loop."""
 
     def __init__(
         self,
@@ -86,7 +81,7 @@ class TunerActor:
         self._is_disconnected = False
         self._shown: tuple[int, Mapping[str, Any]] | None = None
         self._saved_progress = (0, 0)
-        # In an empty context: Serve cancels a task that was started in the context of a request with it.
+        # In an empty context, because Serve cancels the tasks of a request's context with the request.
         self._task = self._loop.create_task(self._run(), context=contextvars.Context())
 
     def __repr__(self) -> str:
@@ -98,7 +93,7 @@ class TunerActor:
             await self._task
 
     def stop(self) -> None:
-        """End the loop."""
+        """Stop the loop and the parameter tuner's work."""
         self._task.cancel()
         if self._parameters is not None:
             self._parameters.stop()
@@ -120,7 +115,7 @@ class TunerActor:
             return
         for length in observed.lengths:
             self._strategic.observe(length)
-        # In a thread: a run takes a moment, and its first import takes seconds.
+        # In a thread, because learning takes a moment, and the first import takes seconds.
         await asyncio.to_thread(self._strategic.due, self._loop.time())
         change = self._strategic.change
         if change is not None and self._delivered != (observed.incarnation, change):
@@ -129,13 +124,13 @@ class TunerActor:
             await self._tune(self._parameters, observed)
 
     async def _tune(self, parameters: ParameterTuner, observed: Observed) -> None:
-        """Carry out the parameter tuner's orders, and publish its state."""
+        """Execute the parameter tuner's orders, and publish its state."""
         orders = parameters.update(observed)
         if parameters.freeze_due:
             await self._ask(_confirmed(self._scheduler.freeze_tuning(parameters.freeze_due)))
         for order in orders:
             await self._ask(_confirmed(self._scheduler.retune(order)))
-        # A new scheduler has no description yet.
+        # A new scheduler has no document yet.
         shown = (observed.incarnation, parameters.document())
         if shown != self._shown and await self._ask(_confirmed(self._scheduler.show_tuner(shown[1]))):
             self._shown = shown
@@ -156,11 +151,11 @@ class TunerActor:
             self._delivered = (incarnation, change)
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer | None:
-        """The scheduler's answer; None while it does not answer, which is logged once."""
+        """Return the scheduler's answer; None if it does not answer, which is logged once."""
         try:
             async with asyncio.timeout(_CALL_TIMEOUT_S):
                 answer = await call
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next update tries again
+        except Exception as error:  # noqa: BLE001 - the next update retries
             if not self._is_disconnected:
                 logger.warning("event=tuner_without_scheduler model=%s reason=%r", self._model, error)
             self._is_disconnected = True
@@ -170,6 +165,6 @@ class TunerActor:
 
 
 async def _confirmed(call: Awaitable[None]) -> bool:
-    """True once the call has returned."""
+    """Return True once the call has returned."""
     await call
     return True

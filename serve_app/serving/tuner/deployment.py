@@ -21,12 +21,12 @@ TUNER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 }
 
 
-# Of 19. It still answers Serve's health checks on a busy machine.
+# Of at most 19. Low enough that health checks are answered on a busy machine.
 _NICENESS = 10
 
 
 class TunerDeployment:
-    """Runs one `TunerActor` in a Serve replica."""
+    """Serve deployment that runs one `TunerActor`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, which mypy cannot know
         self,
@@ -35,18 +35,18 @@ class TunerDeployment:
         scheduler: DeploymentHandle[Any],
         state_uri: str | None = None,
     ) -> None:
-        # Requests come first; a search beside them may take all that they leave.
+        # Requests have priority; a search may use the remaining CPU time.
         os.nice(_NICENESS)
         store = None if state_uri is None else StateStore(state_uri, "tuner", model)
         self._tuner = TunerActor(model, settings, _Calls(scheduler), store, self.worker())
 
     @staticmethod
     def worker() -> Worker | None:
-        """As for `ParameterTuner`; tests with wrong searches override it."""
+        """Return the worker for `ParameterTuner`; overridden in tests of failing searches."""
         return None
 
     async def check_health(self) -> None:
-        """Raise when the tuner must be replaced."""
+        """Raise if the tuner must be replaced."""
         await self._tuner.check_health()
 
     async def __del__(self) -> None:

@@ -1,8 +1,8 @@
-"""The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` beside a live scheduler.
+"""The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` for a live scheduler.
 
-The tuner actor drives it. `update` takes the scheduler's observations and returns orders for it, and never
-blocks. Its work runs in one thread of low priority that pauses now and then, so that it takes only its share
-of a core. Values in force and decisions are kept in the state store.
+The tuner actor drives it. `update` takes the scheduler's observations and returns orders, without blocking.
+Work runs in one thread of low priority with pauses, so that it uses only its share of a core. Values in force
+and decisions are persisted in the state store.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from serve_app.tuning.study import Finding
 
 logger = logging.getLogger("ray.serve")
 
-# Of the thread that works: everything else of the machine goes first.
+# Priority of the working thread; all other threads of the machine have precedence.
 _NICENESS = 10
 _USUAL_QUEUES = RefineAndPruneSettings()
 
@@ -36,20 +36,20 @@ Worker = Callable[[Work], Awaitable[Result]]
 
 
 class StoppedError(Exception):
-    """The tuner was stopped, and its work with it."""
+    """The tuner was stopped during its work."""
 
 
 class ParameterTuner:
-    """Tunes one model's scheduler.
+    """Tuner of one model's scheduler.
 
     Args:
         queues: how the application learns its length queues, for the twin.
-        store: keeps values in force and decisions across restarts; None keeps nothing.
-        worker: carries out work; None carries it out in a thread, at its share of a core.
+        store: persists values in force and decisions; None disables persistence.
+        worker: executes work; None executes it in a thread with a limited share of a core.
 
     Attributes:
         loop: None until the scheduler has answered.
-        freeze_due: why the scheduler is to be frozen, because the one before was; empty when it is not.
+        freeze_due: why the scheduler must be frozen, because its predecessor was; empty if not.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class ParameterTuner:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many decisions were made, and how much work has ended; either changes what is worth saving."""
+        """Number of decisions and of finished work; a change of either requires a save."""
         return (0 if self.loop is None else self.loop.rollout.acts.total(), self._ended)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing happens: no requests, no trial, no work."""
+        """True if there are no requests, no trial and no work."""
         trying = self.loop is not None and self.loop.rollout.target is not None
         return not (self._work is not None or trying or self._saw_requests)
 
     def stop(self) -> None:
-        """Begin no further work; a search under way ends after its window."""
+        """Start no further work; a running search ends after its window."""
         self._stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def load(self) -> None:
-        """Read the state of an earlier tuner; call it once, before the first update."""
+        """Read the state of an earlier tuner; call this once, before the first update."""
         if self._kept is None:
             return
         store, calls = self._kept
@@ -104,7 +104,7 @@ class ParameterTuner:
             logger.warning("event=tuner_state_unreachable model=%s reason=%r", self._model, error)
 
     async def save(self) -> None:
-        """Store the state that a restart needs."""
+        """Write the state that a restart needs."""
         if self._kept is None or self.loop is None:
             return
         store, calls = self._kept
@@ -118,7 +118,7 @@ class ParameterTuner:
             self._store_is_unreachable = True
 
     def update(self, observed: Observed) -> list[Retune]:
-        """Take the scheduler's observations; returns orders for it, to be carried out in sequence."""
+        """Process the scheduler's observations, and return orders to execute in sequence."""
         if observed.settings is None:
             return []
         self._saw_requests = bool(observed.outcomes) or observed.settled_until < observed.at
@@ -149,13 +149,13 @@ class ParameterTuner:
         return orders
 
     def document(self) -> dict[str, Any]:
-        """The state of this tuner, for status pages."""
+        """Return the state of this tuner, for status pages."""
         if self.loop is None:
             return {"mode": self._settings.rollout.mode, "state": "waiting for the scheduler"}
         return self.loop.document()
 
     def _begin(self, observed: Observed, configured: SchedulerSettings) -> tuple[ParameterLoop, list[Retune]]:
-        """Begin with a new scheduler: the loop, and its first orders."""
+        """Begin with a new scheduler, and return the loop and its first orders."""
         self._incarnation, state, loop = observed.incarnation, None, self.loop
         if loop is None:
             loop = ParameterLoop(configured, self._settings, observed.at, self._queues)
@@ -173,7 +173,7 @@ class ParameterTuner:
         return await loop.run_in_executor(self._thread, self._throttled, work)
 
     def _throttled(self, work: Work) -> Result:
-        """Carry out work in this thread, at its share of a core."""
+        """Execute work in this thread, within its share of a core."""
         worked_s = time.thread_time()
 
         def rest() -> None:
@@ -185,7 +185,7 @@ class ParameterTuner:
         return carry_out(work, time.thread_time, rest)
 
     def _result(self, ended: "asyncio.Future[Result]") -> Result | None:
-        """The result of finished work, which is logged; None when it failed."""
+        """Log and return the result of finished work; None if it failed."""
         if ended.cancelled():
             return None
         if (error := ended.exception()) is not None:
@@ -215,7 +215,7 @@ class ParameterTuner:
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, where the system has priorities of threads."""
+    """Lower the priority of this thread, on systems with thread priorities."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

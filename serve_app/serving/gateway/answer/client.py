@@ -1,11 +1,10 @@
-"""The client's side of a request: passes the response on, and notices clients that leave or stop reading.
+"""The client's side of a request: passes the response on, and detects clients that disconnect or stall.
 
-Where the gateway's own server (`serving.http_server`) serves the request, its `Exchange` calls back, and a
-piece of a stream is one write. Any other ASGI server, such as Ray Serve's proxy, gets the same through
-`AsgiExchange`.
+The gateway's own server (`serving.http_server`) provides an `Exchange` with callbacks, so that a piece of a
+stream is one write. `AsgiExchange` provides the same on any other ASGI server, such as Ray Serve's proxy.
 
-A server's `send` waits while the client does not read. That wait has no limit of its own: the engine may have
-finished long ago, so no upstream connection would notice. One timer checks all requests of a gateway; a send
+A server's `send` waits without limit while the client does not read. The upstream connection would not notice
+either, because the engine may have finished long ago. So one timer checks all requests of a gateway; a send
 costs two assignments.
 """
 
@@ -22,17 +21,17 @@ from serve_app.serving.http_server import EXCHANGE
 _REQUEST_ID = b"x-request-id"
 
 
-class ClientGone(ServeAppError):  # noqa: N818 - an end that clients choose, not an error
-    """The client closed its connection, or reads no more."""
+class ClientGone(ServeAppError):  # noqa: N818 - a client's choice, not an error
+    """The client disconnected or stopped reading."""
 
 
 class ClientExchange(Protocol):
     """A server's side of a request.
 
     Attributes:
-        disconnected: the client is gone.
-        on_gone: called when the client disconnects before its response is complete.
-        on_room: called when the client has read after `pass_on` returned False.
+        disconnected: the client has disconnected.
+        on_gone: called on a disconnect before the response is complete.
+        on_room: called when more can be written after `pass_on` returned False.
     """
 
     disconnected: bool
@@ -45,7 +44,7 @@ class ClientExchange(Protocol):
 
 
 class AsgiExchange:
-    """A `ClientExchange` on any ASGI server, with tasks that wait instead of callbacks."""
+    """A `ClientExchange` on any ASGI server, with tasks in place of callbacks."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self.disconnected = False
@@ -58,7 +57,7 @@ class AsgiExchange:
 
     @property
     def on_gone(self) -> Callable[[], None] | None:
-        """See `ClientExchange`. Setting it waits in `receive`, where ASGI reports a disconnect."""
+        """See `ClientExchange`. Setting it starts a task in `receive`, where ASGI reports disconnects."""
         return self._on_gone
 
     @on_gone.setter
@@ -71,13 +70,13 @@ class AsgiExchange:
             self._receiving = None
 
     async def send(self, message: Message) -> None:
-        """Send a message after the piece that is being sent."""
+        """Send a message after the piece that is in progress."""
         if self._sending is not None:
             await self._sending
         await self._send(message)
 
     def pass_on(self, piece: bytes) -> bool:
-        """Send a piece in a task. There is no room for the next until it is done."""
+        """Send a piece in a task; there is no room for another until it is done."""
         self._sending = asyncio.create_task(self._send_piece(piece))
         return False
 
@@ -85,7 +84,7 @@ class AsgiExchange:
         try:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         except OSError:
-            # Some servers report an absent client in this way.
+            # Some servers report a disconnect in this way.
             self._gone()
         else:
             if self.on_room is not None:
@@ -105,21 +104,20 @@ class AsgiExchange:
 
 
 def exchange_of(scope: Scope) -> ClientExchange | None:
-    """Return the exchange of the gateway's own server, None for another server."""
+    """Return the exchange of the gateway's own server; None on other servers."""
     extensions = scope.get("extensions")
     found: ClientExchange | None = extensions.get(EXCHANGE) if extensions else None
     return found
 
 
 class DisconnectWatch:
-    """A context manager around the serving of one request, entered once its body has been read.
+    """Context manager that ends the serving of a request on a disconnect; enter it once the body was read.
 
-    It cancels the serving task when the client disconnects, and turns that cancellation into `ClientGone`, or
-    into the error that was given. A cancellation from elsewhere stays as it is. `asyncio.timeout` works the
-    same way.
+    It cancels the serving task, and converts that cancellation to `ClientGone` or to the given error, as
+    `asyncio.timeout` does. Other cancellations pass through.
 
     Raises:
-        ClientGone: on leaving, when the client disconnected inside.
+        ClientGone: on exit, if the client disconnected inside.
     """
 
     __slots__ = ("_error", "_exchange", "_served", "_stopped")
@@ -150,7 +148,7 @@ class DisconnectWatch:
             raise self._error from None
 
     def fire(self, error: ServeAppError | None = None) -> None:
-        """End the serving of the request with an error; without one, as if the client had disconnected."""
+        """End the serving of the request with `error`, or as a disconnect without one."""
         if self._error is not None or self._stopped:
             return
         self._error = error or ClientGone("the client closed its connection")
@@ -159,18 +157,17 @@ class DisconnectWatch:
 
 
 class ClientStream:
-    """An ASGI `send` with a time limit, which also passes pieces on; made by `StallWatch.watching`.
+    """An ASGI `send` with a time limit, which also passes on pieces; created by `StallWatch.watching`.
 
     Raises:
-        ClientGone: the client has read nothing for the time of the watch.
+        ClientGone: the client has read nothing within the watch's time limit.
 
     Attributes:
         exchange: the server's side of the request.
         on_room: called when there is room again, after `pass_on` returned False.
-        request_id: the client's name of its request, which every response repeats; empty while it is not
-            known.
-        status: of the response, once it has begun; 0 before.
-        since: when the client stopped reading, or the current send began, in ticks of the watch.
+        request_id: the client's request id, which every response repeats; empty until known.
+        status: HTTP status once the response has begun; 0 before.
+        since: tick of the watch at which the client stopped reading or the current send began.
     """
 
     __slots__ = (
@@ -199,7 +196,7 @@ class ClientStream:
     async def __call__(self, message: Message) -> None:
         """Send one message."""
         if self._failure is not None:
-            # A comment that was sent beside the request was the one that the client did not read.
+            # A concurrent comment was the write that timed out.
             raise self._failure
         if message["type"] == "http.response.start":
             self.status, headers = message["status"], message["headers"]
@@ -217,7 +214,7 @@ class ClientStream:
     def pass_on(self, piece: bytes) -> bool:
         """Send a piece of a response that has begun, without waiting; return whether there is room for more.
 
-        Only between the begin and the end of `passing`.
+        Allowed only while `passing` runs.
         """
         if self._failure is not None:
             return False
@@ -228,10 +225,10 @@ class ClientStream:
         return has_room
 
     async def passing(self, ended: Callable[[], "asyncio.Future[None] | None"]) -> None:
-        """Wait while pieces are passed on by callbacks.
+        """Wait while callbacks pass on pieces.
 
         Args:
-            ended: returns what to wait for next; None when all has been passed on.
+            ended: returns the next future to wait for; None when all pieces were passed on.
 
         Raises:
             ClientGone: the client does not read.
@@ -249,7 +246,7 @@ class ClientStream:
             self.since = self.on_room = None
 
     def give_up(self) -> None:
-        """End the current send."""
+        """Fail the current send."""
         if self._failure is None and self._task is not None:
             self._failure = ClientGone(f"the client has read nothing for {self._watch.timeout_s} s")
             self._task.cancel()
@@ -260,18 +257,13 @@ class ClientStream:
             self.on_room()
 
     def _raise_failure(self) -> None:
-        """In a cancelled task: raise the reason, if it was this client."""
+        """Raise the stall as the reason of a cancellation, if this stream caused it."""
         if self._failure is not None and self._task is not None and self._task.uncancel() == 0:
             raise self._failure from None
 
 
 class StallWatch:
-    """Watches the sends of all requests of one gateway.
-
-    Attributes:
-        timeout_s: how long one send may take; enforced to within about a third.
-        ticks: of the watch's timer, which runs while there is anything to watch.
-    """
+    """Timer that limits the sends of all requests of one gateway; `timeout_s` is exact to about a third."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -281,7 +273,7 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def watching(self, scope: Scope, receive: Receive, send: Send) -> ClientStream:
-        """Watch a request's sends from now on, until `done`."""
+        """Return a stream whose sends are watched until `done`."""
         exchange = exchange_of(scope)
         if exchange is None:
             plain = AsgiExchange(receive, send)
@@ -293,7 +285,7 @@ class StallWatch:
         return stream
 
     def done(self, stream: ClientStream) -> None:
-        """Watch a request no more."""
+        """Stop watching a request."""
         self._watched.discard(stream)
 
     def _tick(self) -> None:

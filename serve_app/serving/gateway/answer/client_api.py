@@ -1,13 +1,12 @@
-"""The APIs that clients speak, as far as the gateway writes in them: errors, and the header with the id.
+"""The APIs of clients, as far as the gateway writes in them: errors, and the request-id header.
 
 OpenAI's errors are `{"error": {"message", "type", "param", "code"}}`. Anthropic's are `{"type": "error",
-"error": {"type", "message"}}`, with types of their own; in a stream they are an event named `error`. vLLM
-has types of its own there, and for some errors OpenAI's shape; Anthropic's SDKs know neither.
+"error": {"type", "message"}}` with other types; in a stream they are an event named `error`. vLLM uses its
+own types there, and OpenAI's shape for some errors; Anthropic's SDKs accept neither.
 
-Errors of engines in OpenAI's shape: SDKs show nothing of any other.
-
-vLLM writes its own errors so, but its web framework has another shape for what it refuses by itself: a route
-that the model does not have is `{"detail":"Not Found"}`. Servers of other makes write what they like.
+Engine errors are converted to OpenAI's shape, because SDKs display no other. vLLM's own errors have it, but
+not those of its web framework: a route that the model does not have is `{"detail":"Not Found"}`. Other
+servers use further shapes.
 """
 
 from typing import Any, Protocol
@@ -32,11 +31,7 @@ _NOT_FOUND = "Not Found"
 
 
 def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) -> tuple[HeaderList, bytes]:
-    """Headers and body of an engine's answer; those of an error in another shape than OpenAI's are replaced.
-
-    Args:
-        path: which route of the engine answered.
-    """
+    """Return headers and body of an answer of the route `path`; errors are converted to OpenAI's shape."""
     if status < 400:
         return headers, body
     found = _parsed(body)
@@ -55,7 +50,7 @@ def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) ->
 
 
 def error_words(status: int, path: str, body: bytes) -> str:
-    """What an engine's error says, in whatever shape."""
+    """Return the message of an engine's error of any shape."""
     found = _parsed(body)
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
@@ -77,7 +72,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _said(found: Any, body: bytes) -> str:
-    """The engine's own words, wherever it put them."""
+    """Return the engine's message from the field that has it, or else the body."""
     if isinstance(found, dict):
         words = next((found[name] for name in ("message", "detail", "error") if found.get(name)), "")
         if isinstance(words, list):
@@ -87,14 +82,14 @@ def _said(found: Any, body: bytes) -> str:
 
 
 def _complaint(found: Any) -> str:
-    """One of the complaints that FastAPI lists of a body."""
+    """Format one entry of FastAPI's list of validation errors."""
     if not isinstance(found, dict):
         return str(found)
     place = ".".join(map(str, found.get("loc") or ()))
     return f"{place}: {found.get('msg')}" if place else str(found.get("msg"))
 
 
-# The server is too busy, which is not the client's own limit: an HTTP status of Anthropic's.
+# Anthropic's HTTP status for an overloaded server, as opposed to a client that exceeds its own limit.
 _OVERLOADED_STATUS = 529
 _OVERLOADED = frozenset(
     {
@@ -115,101 +110,97 @@ _ANTHROPIC_TYPES = {
 
 
 class ClientApi(Protocol):
-    """One API."""
+    """An API that clients use."""
 
     def status(self, refusal: RequestRefused) -> int:
-        """The HTTP status of a refusal."""
+        """Return the HTTP status of a refusal."""
         ...
 
     def error(self, refusal: RequestRefused) -> bytes:
-        """The body of a refusal."""
+        """Return the body of a refusal."""
         ...
 
     def error_event(self, refusal: RequestRefused) -> bytes:
-        """The refusal as a server-sent event, for a stream that has begun."""
+        """Return the refusal as a server-sent event, for a stream that has begun."""
         ...
 
     def whole_event(self, status: int, body: bytes) -> bytes:
-        """An engine's whole answer as a server-sent event."""
+        """Return an engine's whole answer as a server-sent event."""
         ...
 
     def engine_answer(
         self, status: int, path: str, headers: HeaderList, body: bytes
     ) -> tuple[HeaderList, bytes]:
-        """Headers and body of an engine's answer; those of an error in another shape are replaced.
-
-        Args:
-            path: which route of the engine answered.
-        """
+        """Return headers and body of an answer of the route `path`, with errors in the API's shape."""
         ...
 
     def id_headers(self, request_id: str) -> HeaderList:
-        """The headers that tell a client the id of its request."""
+        """Return the headers that contain the request id."""
         ...
 
 
 class OpenAIApi:
-    """OpenAI's."""
+    """OpenAI's API."""
 
     def status(self, refusal: RequestRefused) -> int:
-        """The refusal's own."""
+        """Return the refusal's HTTP status."""
         return refusal.status
 
     def error(self, refusal: RequestRefused) -> bytes:
-        """The refusal's own."""
+        """Return the refusal's body."""
         return refusal.body()
 
     def error_event(self, refusal: RequestRefused) -> bytes:
-        """An event that has no name."""
+        """Return an unnamed event."""
         return data_event(refusal.body())
 
-    def whole_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors are told by content
-        """An event that has no name."""
+    def whole_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors have the same form
+        """Return an unnamed event."""
         return data_event(body)
 
     def engine_answer(
         self, status: int, path: str, headers: HeaderList, body: bytes
     ) -> tuple[HeaderList, bytes]:
-        """Most engines write their errors so."""
+        """Convert errors of another shape."""
         return in_openai_shape(status, path, headers, body)
 
     def id_headers(self, request_id: str) -> HeaderList:
-        """`x-request-id`."""
+        """Return `x-request-id`."""
         return [(b"x-request-id", request_id.encode())]
 
 
 class AnthropicApi:
-    """Anthropic's."""
+    """Anthropic's API."""
 
     def status(self, refusal: RequestRefused) -> int:
-        """529 where OpenAI's says 429 of a queue: here 429 is for limits of the client's own."""
+        """Return the status; 529 instead of 429 for a full queue, as 429 is for the client's own limits."""
         busy = refusal.outcome in _OVERLOADED and refusal.status == 429
         return _OVERLOADED_STATUS if busy else refusal.status
 
     def error(self, refusal: RequestRefused) -> bytes:
-        """Without param and code, which it does not know."""
+        """Return the error without param and code, which the API does not have."""
         kind = "overloaded_error" if refusal.outcome in _OVERLOADED else _type_of(refusal.status)
         return _error(kind, refusal.message)
 
     def error_event(self, refusal: RequestRefused) -> bytes:
-        """An event named `error`."""
+        """Return an event named `error`."""
         return self.whole_event(400, self.error(refusal))
 
     def whole_event(self, status: int, body: bytes) -> bytes:
-        """Errors have a name."""
+        """Return an event, named `error` for errors."""
         return b"event: error\n" + data_event(body) if status >= 400 else data_event(body)
 
     def engine_answer(
         self, status: int, path: str, headers: HeaderList, body: bytes
     ) -> tuple[HeaderList, bytes]:
-        """Keeps the engine's message."""
+        """Convert errors; the engine's message is preserved."""
         if status < 400:
             return headers, body
         others = [pair for pair in headers if pair[0] != b"content-type"]
         return [JSON_TYPE, *others], _error(_type_of(status), error_words(status, path, body))
 
     def id_headers(self, request_id: str) -> HeaderList:
-        """Under Anthropic's name as well, which its SDKs read."""
+        """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""
         return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
 
 
@@ -218,7 +209,7 @@ ANTHROPIC = AnthropicApi()
 
 
 async def send_refusal(api: ClientApi, send: Send, refusal: RequestRefused, headers: HeaderList) -> None:
-    """Answer with an error."""
+    """Send an error response."""
     await send_json(send, api.status(refusal), api.error(refusal), [*refusal.headers(), *headers])
 
 

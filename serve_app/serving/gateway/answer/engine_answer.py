@@ -1,16 +1,16 @@
-"""The reading of an engine's answer to a granted request: pass it on, or try another replica.
+"""Interpretation of an engine's answer to a granted request: pass it on, or try another replica.
 
 | answer                             | meaning                                                           |
 |------------------------------------|-------------------------------------------------------------------|
 | 2xx                                | the answer                                                        |
-| 400, 422 that speak of the context | TOO_LONG: a longer pool may take it                               |
-| 401, 403                           | UNREACHABLE: the replica does not know the gateway                |
-| 429, 503                           | BUSY; UNREACHABLE while it drains: it has not looked at it        |
-| 501                                | the engine cannot do this at all: the client's to know            |
-| 504                                | a timeout, which no other try would make shorter                  |
-| 5xx of an engine that is dead      | LOST: it may have died of this request                            |
-| other 5xx                          | ENGINE_ERROR once, and the client's to know the second time       |
-| other 3xx, 4xx                     | the engine refused the request itself: passed on as it is         |
+| 400, 422 about the context length  | TOO_LONG: a pool with a longer context may serve it               |
+| 401, 403                           | UNREACHABLE: the replica does not accept the gateway              |
+| 429, 503                           | BUSY; UNREACHABLE while it drains: it has not begun the request   |
+| 501                                | not supported by the engine: passed on                            |
+| 504                                | a timeout, which a retry would not shorten: passed on             |
+| 5xx of an engine that is dead      | LOST: the request may have caused the failure                     |
+| other 5xx                          | ENGINE_ERROR the first time, passed on the second time            |
+| other 3xx, 4xx                     | the engine refused the request itself: passed on                  |
 """
 
 import re
@@ -23,24 +23,16 @@ from serve_app.errors import Outcome
 from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
 
 DRAINING_HEADER = b"x-replica-draining"
-# What vLLM answers to all that it was working on when its core process died.
+# vLLM's errors for all requests that were running when its core process died.
 _DEAD = re.compile(r"EngineCore encountered an issue|EngineDeadError")
 _MESSAGE_CHARACTERS = 500
 
 
 class TooLongError(UpstreamError):
-    """The engine's context limit is below the request's length; carries the engine's own words.
-
-    Args:
-        context_tokens: that limit, where the engine names it beside its words.
-
-    Attributes:
-        message: as the engine put it.
-        param: the field that the engine named.
-    """
+    """The engine's context limit, which it may report in a field, is below the request's length."""
 
     def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
-        # The scheduler reads the limit from these words (`refusals`).
+        # The scheduler parses the limit from this message (`refusals`).
         named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
         super().__init__(DispatchFailure.TOO_LONG, named)
         self.message = message
@@ -64,7 +56,7 @@ class _Detail(msgspec.Struct):
 
 
 class _Flat(_Detail):
-    """vLLM nests the error as OpenAI does; older releases did not. TGI has the words alone there."""
+    """An error at the top level, as of older vLLM; newer ones nest it as OpenAI does, TGI nests a string."""
 
     error: _Detail | str | None = None
 
@@ -73,7 +65,7 @@ _decoder = msgspec.json.Decoder(_Flat)
 
 
 def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError | None:
-    """Why the request must be tried again elsewhere; None when the answer is the client's."""
+    """Return why the request must be retried elsewhere; None if the answer is for the client."""
     if status < 400:
         return None
     detail = _detail(body)
@@ -91,12 +83,12 @@ def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError |
 
 
 def is_dead(message: str) -> bool:
-    """Whether an engine's error says that the engine has died."""
+    """Return whether an engine's error message reports that the engine has died."""
     return _DEAD.search(message) is not None
 
 
 def outcome_of(status: int) -> Outcome:
-    """How a request ended whose answer is passed on as it is."""
+    """Return the outcome of a request whose answer is passed on."""
     if status < 300:
         return Outcome.COMPLETED
     if status == 413:

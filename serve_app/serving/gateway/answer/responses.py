@@ -1,7 +1,7 @@
 """Responses that the gateway writes itself: errors in OpenAI's shape, refusals, and small JSON documents.
 
-Refusals by the scheduler or by a server that stops become errors here, with `Retry-After` and the headers of
-rate limits under OpenAI's names.
+Refusals by the scheduler or a stopping server become errors here, with `Retry-After` and rate-limit headers
+under OpenAI's names.
 """
 
 import math
@@ -23,7 +23,7 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 def rate_limit_headers(status: RateLimitStatus | None) -> list[tuple[bytes, bytes]]:
-    """Three headers for each limit per minute that the key has."""
+    """Return three headers for each per-minute limit of the key."""
     if status is None:
         return []
     return [*_of(b"requests", status.requests), *_of(b"tokens", status.tokens)]
@@ -40,7 +40,7 @@ def _of(unit: bytes, status: LimitStatus | None) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> bytes:
-    """A time as OpenAI writes it: `250ms`, `12.5s`, `1m0.5s`; rounded up to a tenth of a second."""
+    """Format a duration as OpenAI does, rounded up to 0.1 s: `250ms`, `12.5s`, `1m0.5s`."""
     if seconds <= 0:
         return b"0s"
     if seconds < 1:
@@ -54,13 +54,13 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 
-# Of requests that are refused or cut because the application stops.
+# Error code of requests that are refused or cut because the application stops.
 STOPPING_CODE = "shutting_down"
 
-# Of a caller who is known and may not do this: 403, where 401 says that the caller is not known.
+# Error code for an authenticated caller without permission: 403, where 401 is for unknown callers.
 NOT_ALLOWED_CODE = "not_allowed"
 
-# OpenAI's own words where it has one; SDKs turn statuses and codes into exception classes.
+# OpenAI's own values where they exist; SDKs map statuses and codes to exception classes.
 _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
     Outcome.REJECTED_INVALID: ("invalid_request_error", None),
     Outcome.REJECTED_UNAUTHORISED: ("invalid_request_error", "invalid_api_key"),
@@ -81,17 +81,17 @@ _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
 _encoder = msgspec.json.Encoder()
 
 
-class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, not an error of ours
-    """A request ends with an error answer, before or instead of an engine's.
+class RequestRefused(ServeAppError):  # noqa: N818 - an outcome of requests, not an internal error
+    """A request ends with an error response, before or instead of an engine's.
 
     Attributes:
-        outcome: picks the HTTP status and the error's type and code.
+        outcome: selects the HTTP status, and the error's type and code.
         param: the field or header at fault.
-        code: replaces the outcome's own code.
-        status: replaces the outcome's own HTTP status (404 and 405 of paths that do not exist).
-        retry_after_s: when a new try is worth while.
-        rate_limits: how the limits of the request's key stand.
-        may_retry: whether clients should try again at all, for those that ask (OpenAI's SDKs do).
+        code: overrides the outcome's code.
+        status: overrides the outcome's HTTP status (404 and 405 for unknown paths and methods).
+        retry_after_s: when a retry is useful; None for no statement.
+        rate_limits: state of the key's rate limits.
+        may_retry: False adds `x-should-retry: false`, which OpenAI's SDKs obey.
     """
 
     may_retry = True
@@ -116,13 +116,13 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
         self.rate_limits: RateLimitStatus | None = None
 
     def body(self) -> bytes:
-        """The error in OpenAI's shape."""
+        """Return the error in OpenAI's shape."""
         kind, code = _TYPE_AND_CODE[self.outcome]
         detail = ErrorDetail(self.message, kind, self.param, self.code or code)
         return _encoder.encode({"error": detail})
 
     def headers(self) -> HeaderList:
-        """How to send a key, how limits stand, and when to come again, or that there is no point in it."""
+        """Return authentication, rate-limit and retry headers."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         if not self.may_retry:
@@ -139,14 +139,14 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an end that requests have, 
 
 
 class ForbiddenError(RequestRefused):
-    """Whoever calls is known, and may not do this: 403, where 401 asks for another key."""
+    """The caller is authenticated but lacks permission: 403, where 401 asks for another key."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code=NOT_ALLOWED_CODE)
 
 
 class EngineTimedOut(RequestRefused):
-    """An engine was silent for too long; the same request would keep the next one as long."""
+    """An engine was silent for too long. Not retryable, as another engine would need as long."""
 
     may_retry = False
 
@@ -155,11 +155,7 @@ class EngineTimedOut(RequestRefused):
 
 
 class MethodRefused(RequestRefused):
-    """A path is asked for with a method that it does not take.
-
-    Attributes:
-        allowed: the method that it takes.
-    """
+    """A path was requested with a method other than the `allowed` ones."""
 
     def __init__(self, method: str, path: str, allowed: str) -> None:
         message = f"{method} is not allowed for {path[:200]}: use {allowed}"
@@ -167,7 +163,7 @@ class MethodRefused(RequestRefused):
         self.allowed = allowed
 
     def headers(self) -> HeaderList:
-        """The methods that the path takes."""
+        """Return the supported methods."""
         return [(b"allow", b"GET, HEAD" if self.allowed == "GET" else self.allowed.encode())]
 
 
@@ -182,36 +178,36 @@ class ErrorDetail:
 
 
 def data_event(body: bytes) -> bytes:
-    """A whole document as a server-sent event."""
+    """Return a document as a server-sent event."""
     return b"data: " + body.replace(b"\r", b"").replace(b"\n", b"\ndata: ") + b"\n\n"
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
-    """Answer with a JSON document that is encoded already."""
+    """Send an encoded JSON document."""
     await send_body(send, status, [JSON_TYPE, *headers], body)
 
 
 async def send_body(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
-    """Answer with one piece of any type; adds the length."""
+    """Send a response in one piece, with its length."""
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
 
 
 def encode(document: object) -> bytes:
-    """A small document as JSON."""
+    """Encode a small document as JSON."""
     return _encoder.encode(document)
 
 
 def stopping(retry_after_s: float) -> RequestRefused:
-    """What a request hears that comes, or still waits, when the application stops."""
+    """Return the refusal of requests that arrive or wait while the application stops."""
     return RequestRefused(
         Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
     )
 
 
 def as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:
-    """The scheduler's refusal for the client; the engine's own words where it found the request too long."""
+    """Convert the scheduler's refusal; the engine's own message is used if it found the request too long."""
     message, param = refusal.message, None
     if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
         message, param = failure.message, failure.param

@@ -1,11 +1,10 @@
-"""Streamed answers: the scanner of their events, their usage, and how they are passed on or assembled.
+"""Streamed answers: scanning of events, token usage, and passing on or assembling of the stream.
 
-A long answer that is not streamed is silent until its end, so a dead engine looks like one at work. Asked for
-a stream, the engine is heard with each token, and the gateway puts the pieces together.
+An answer that is not streamed is silent until its end, so a dead engine looks like a busy one.
+Therefore the gateway can request a stream instead, and assemble the answer.
 
-What comes out is what the engine would have answered itself, but for what streams do not have: fields that
-are null there, and vLLM's `system_fingerprint`. Texts and logprobs of a choice are joined, and of everything
-else the last value counts.
+The result equals the engine's own answer, except for what streams lack: null fields, and vLLM's
+`system_fingerprint`. Texts and logprobs of a choice are joined; of all other fields the last value is used.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class _ChoiceParts:
-    """One choice while it arrives."""
+    """One choice of a completion while it arrives."""
 
     def __init__(self, index: int) -> None:
         self._fields: dict[str, Any] = {
@@ -47,11 +46,11 @@ class _ChoiceParts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the engine has said how it ended."""
+        """True if the engine has sent the finish reason."""
         return self._fields["finish_reason"] is not None
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """What one event has of this choice."""
+        """Add the choice's part of one event."""
         for name, value in chunk.items():
             if value is None:
                 continue
@@ -65,13 +64,13 @@ class _ChoiceParts:
                 self._fields[name] = value
 
     def whole(self) -> dict[str, Any]:
-        """The choice in one piece."""
+        """Return the complete choice."""
         fields = {**self._fields, "logprobs": self._logprobs}
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         if self._message is None:
             return {**fields, "text": texts.get("text", "")}
         content = texts.pop("content", None)
-        # After reasoning alone an engine's message has no content, while its stream begins with an empty one.
+        # After reasoning alone, an engine's message has null content, but its stream begins with "".
         message = {"role": "assistant", "content": (content or None) if texts else content}
         return {**fields, "message": {**message, **texts, **self._message}}
 
@@ -91,21 +90,21 @@ class _ChoiceParts:
 
 
 class AnswerAssembly:
-    """One chat or text completion while its events arrive."""
+    """A chat or text completion while its events arrive."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._head: dict[str, Any] = {}
         self._usage: Any = None
         self._choices: dict[int, _ChoiceParts] = {}
-        # What the engine sent as an error, if it did.
+        # The event with the engine's error, if there was one.
         self.error: bytes | None = None
 
     def feed(self, events: bytes) -> None:
-        """Take the next bytes of the stream.
+        """Add the next bytes of the stream.
 
         Raises:
-            UpstreamError: they are no events of a completion.
+            UpstreamError: they are not events of a completion.
         """
         *lines, self._rest = (self._rest + events).split(b"\n")
         for line in lines:
@@ -114,10 +113,10 @@ class AnswerAssembly:
                 self._add(data)
 
     def whole(self) -> bytes:
-        """The answer as one JSON object.
+        """Return the answer as one JSON object.
 
         Raises:
-            UpstreamError: the stream ended before a choice did.
+            UpstreamError: the stream ended before all choices did.
         """
         choices = [self._choices[index] for index in sorted(self._choices)]
         if not choices or not all(choice.is_complete for choice in choices):
@@ -144,23 +143,22 @@ class AnswerAssembly:
             self._head["object"] = _KINDS.get(chunk.get("object", ""), chunk.get("object"))
 
 
-# The scanner of an engine's event stream: reads the usage, hides what the client did not ask for.
+# Scanner of an engine's event stream: reads the usage, and hides events that the client did not request.
 #
-# The scanner works on bytes and passes them on as they are. TCP cuts the stream anywhere, so:
+# It works on bytes and passes them on unchanged. TCP may cut the stream anywhere, so:
 #
-# - only whole events go on; the beginning of one waits for its rest (a client could do nothing with it
-#   either, and after a break the error event must not land inside another event);
-# - a piece that ends with an event and speaks neither of usage nor of an error goes on without a further
-#   look: nearly all do. JSON escapes quotes inside strings, so the key cannot hide in generated text;
-# - an event is left out only when it holds usage and no choices, and only when the client did not ask for it.
+# - Only whole events are passed on. The beginning of an event waits for its rest, because after a failure the
+#   error event must not land inside another event.
+# - Bytes that end with an event and contain neither usage nor error, nearly all, are passed on unparsed. JSON
+#   escapes quotes inside strings, so generated text cannot hide the key.
+# - An event is dropped only if it has usage and no choices, and the client did not request it.
 #
-# What the client receives does not depend on where TCP cut the stream.
+# The client's bytes therefore do not depend on TCP's segmentation.
 #
-# `StreamPassing` writes pieces within the callback that brings them, without a task that wakes for each.
-# While the client does not read, pieces stay in the bounded buffer of the response, and TCP slows the engine
-# down.
+# `StreamPassing` writes pieces in the callback that delivers them, without waking a task for each. While the
+# client does not read, pieces stay in the response's bounded buffer, and TCP slows the engine down.
 #
-# Token counts and times are read from these fields, and from nothing else:
+# Token counts and times are read from these fields only:
 #
 # | answers to           | prompt          | output              | of the prompt, from a cache           |
 # |----------------------|-----------------|---------------------|---------------------------------------|
@@ -170,13 +168,13 @@ class AnswerAssembly:
 # | embeddings, scores   | `prompt_tokens` |                     |                                       |
 # | Cohere's embeddings  | `input_tokens`  |                     |                                       |
 #
-# Messages count what was read from a cache, and what was written to one, beside `input_tokens`.
-# Cohere's have no `usage`: their count is among the units billed, in `meta`.
-# The times are vLLM's `metrics`, which it tells when it is started with `enable_per_request_metrics`.
+# Messages count tokens read from and written to a cache separately from `input_tokens`.
+# Cohere's have no `usage`; their count is among the billed units in `meta`.
+# Times are from vLLM's `metrics`, which needs `enable_per_request_metrics`.
 
 
 NO_TIMES = msgspec.Raw()
-# What is longer is no time of a request.
+# Larger values are not plausible times of a request.
 _LONGEST_MS = 1e9
 
 
@@ -197,10 +195,9 @@ class RawUsage(msgspec.Struct, gc=False):
     cache_creation_input_tokens: int | None = None
 
     def counted(self, before: Usage | None = None) -> Usage | None:
-        """The counts in one form; None when the engine gave none.
+        """Return the counts in a common form; None if the engine sent none.
 
-        Args:
-            before: what an earlier event said; Anthropic's last one may count the output alone.
+        Anthropic's last event may count only the output; other counts are then those of `before`.
         """
         prompt = self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens
         output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
@@ -227,14 +224,14 @@ _times_decoder = msgspec.json.Decoder(_RawTimes)
 
 
 def engine_times_of(metrics: msgspec.Raw) -> EngineTimes | None:
-    """What a `metrics` object says; None where there is none, or it is another engine's."""
+    """Parse a `metrics` object; None if it is absent or from another kind of engine."""
     if metrics is NO_TIMES:
         return None
     try:
         told = _times_decoder.decode(metrics)
     except (ValueError, RecursionError):
         return None
-    # vLLM's first token counts from the turn of the request, without its wait.
+    # vLLM measures time to first token from the start of processing, without the queue time.
     found = (told.queue_time_ms, told.time_to_first_token_ms, told.generation_time_ms)
     times = EngineTimes(*(ms / 1e3 if ms is not None and 0 <= ms < _LONGEST_MS else None for ms in found))
     return None if times == EngineTimes() else times
@@ -254,7 +251,7 @@ _usage_decoder = msgspec.json.Decoder(_Envelope)
 
 
 def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
-    """Usage and times in a whole answer; None for what it has not, or when it is not JSON (audio, text)."""
+    """Return usage and times of a whole answer; each is None if absent, or if the answer is not JSON."""
     try:
         found = _usage_decoder.decode(body)
     except (ValueError, RecursionError):
@@ -264,14 +261,14 @@ def counts_of(body: bytes) -> tuple[Usage | None, EngineTimes | None]:
 
 
 def usage_of(body: bytes) -> Usage | None:
-    """The usage in a whole answer; None when it has none."""
+    """Return the usage of a whole answer; None if it has none."""
     return counts_of(body)[0]
 
 
 _EVENT_END = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"[^\r\n]+")
 _LONGEST_KIND = 80
-# An event longer than this is not a usage event, and is passed on in parts rather than held.
+# Longer events cannot be usage events, and are passed on in parts.
 _MAX_HELD_BYTES = 1024 * 1024
 
 
@@ -287,7 +284,7 @@ class _EngineError(msgspec.Struct):
 
     @property
     def is_engines(self) -> bool:
-        """OpenAI's errors have a status as their code, Anthropic's only a type."""
+        """True for a fault of the engine. OpenAI's errors have a status as code, Anthropic's only a type."""
         refused = isinstance(self.code, int) and 400 <= self.code < 500
         return not refused and self.type not in _REFUSALS
 
@@ -297,14 +294,14 @@ class _StreamEvent(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
     usage: RawUsage | None = None
     error: _EngineError | str | None = None
-    # A text in an error, and in Anthropic's first event the message that begins.
+    # In errors a text, and in Anthropic's first event the message that begins.
     message: str | _Response | None = None
     response: _Response | None = None
     metrics: msgspec.Raw = NO_TIMES
 
     @property
     def counted(self) -> RawUsage | None:
-        """The counts, wherever this API puts them."""
+        """Usage, from the field in which the API has it."""
         if self.usage is not None:
             return self.usage
         whole = self.response or self.message
@@ -312,27 +309,27 @@ class _StreamEvent(msgspec.Struct):
 
     @property
     def times(self) -> EngineTimes | None:
-        """What the engine tells of the time inside it, beside the counts."""
+        """Stage times reported next to the usage."""
         return engine_times_of(self.metrics if self.response is None else self.response.metrics)
 
 
 _stream_decoder = msgspec.json.Decoder(_StreamEvent)
 _FAILED_EVENTS = frozenset({"response.failed", "error"})
-# Anthropic's types of what is the client's own fault.
+# Anthropic's error types for faults of the client.
 _REFUSALS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
 
 
 class StreamScanner:
-    """One stream on its way to the client.
+    """Scanner of one stream on its way to the client.
 
     Args:
-        hide_usage: leave out the event that carries only usage.
+        hide_usage: drop the event that carries only usage.
 
     Attributes:
-        usage: the engine's last count, None until it gives one.
-        times: what the engine tells of the time inside it, with its last count; None where it does not.
-        error: what the engine reported as an error inside the stream, None when all went well.
-        error_is_engines: the error is a fault of the engine, not of the request.
+        usage: last usage from the engine; None before the first.
+        times: stage times that came with it; None if the engine reports none.
+        error: error message from inside the stream; None without an error.
+        error_is_engines: the error is the engine's fault, not the request's.
     """
 
     __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "times", "usage")
@@ -346,14 +343,14 @@ class StreamScanner:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the engine; returns those that may go to the client now."""
+        """Add bytes from the engine, and return those that may be sent to the client now."""
         if not self._held:
             if data.endswith((b"\n\n", b"\n\r\n")):
                 return self._inspected(data)
             end = _last_end(data, 0)
             self._held += data[end:]
             return self._inspected(data[:end]) if end else self._relieved()
-        # Only the new bytes, and the few before them that may begin the event's end, are searched.
+        # Search only the new bytes and the few before them that may begin the end of an event.
         searched_from = max(0, len(self._held) - 2)
         self._held += data
         end = _last_end(self._held, searched_from)
@@ -364,16 +361,16 @@ class StreamScanner:
         return self._inspected(whole)
 
     def flush(self) -> bytes:
-        """The engine's stream is complete; returns what was still held."""
+        """End the stream, and return the remaining bytes."""
         rest = bytes(self._held)
         self._held.clear()
         return self._inspected(rest) if rest else rest
 
     def _relieved(self) -> bytes:
-        """Nothing, or the beginning of an event too long to be held."""
+        """Return the beginning of an event that is too long to buffer; otherwise empty."""
         if len(self._held) <= _MAX_HELD_BYTES:
             return b""
-        # The last bytes stay: they may begin the event's end.
+        # The last two bytes may begin the end of the event.
         part = bytes(memoryview(self._held)[:-2])
         del self._held[:-2]
         return part
@@ -384,7 +381,7 @@ class StreamScanner:
         return b"".join([event for event in _split(events) if not self._is_hidden(event)])
 
     def _is_hidden(self, event: bytes) -> bool:
-        """Note what an event says of usage and errors; True when the client must not see it."""
+        """Record usage and errors of an event, and return whether to hide it from the client."""
         if b'"usage"' not in event and b'"error"' not in event:
             return False
         data = b"\n".join(line[5:].lstrip(b" ") for line in _LINE.findall(event) if line.startswith(b"data:"))
@@ -414,9 +411,9 @@ class StreamScanner:
 
 
 class Announcements:
-    """The events that only say that an answer is being worked on.
+    """Matcher for events that announce an answer before any output.
 
-    They begin with their type, as a line of its own or as the first field of their data.
+    An event's type is on its first line or in the first field of its data.
     """
 
     __slots__ = ("_pattern", "types")
@@ -429,7 +426,7 @@ class Announcements:
         )
 
     def are_all(self, events: bytes) -> bool:
-        """Whether there are events, and no others than these."""
+        """Return whether there are events, and all of them are announcements."""
         search = self._pattern.search
         if search(events, 0, _LONGEST_KIND) is None:
             return False
@@ -437,16 +434,16 @@ class Announcements:
 
 
 def _last_end(data: bytes | bytearray, start: int) -> int:
-    """Position after the last empty line at or after `start`; 0 when there is none."""
+    """Return the position after the last empty line at or after `start`; 0 if there is none."""
     plain = data.rfind(b"\n\n", start)
     with_return = data.rfind(b"\n\r\n", start)
     return max(plain + 2 if plain >= 0 else 0, with_return + 3 if with_return >= 0 else 0)
 
 
 def _split(events: bytes) -> Iterator[bytes]:
-    """Single events with the empty line that ends each; empty lines before an event come by themselves.
+    """Yield single events with their final empty line; empty lines before an event are separate.
 
-    Those are apart so that the bytes that go on do not depend on which event they happened to arrive with.
+    This keeps the bytes that are passed on independent of the event with which they arrived.
     """
     position = 0
     while position < len(events):
@@ -464,13 +461,10 @@ def _split(events: bytes) -> Iterator[bytes]:
 async def first_events(
     response: UpstreamResponse, scanner: StreamScanner, announced: Announcements | None
 ) -> bytes:
-    """The events up to the first that tells of work done; others say that the request has been read.
+    """Return the events up to the first that has output.
 
-    Some APIs begin every stream with those. Passed on at once they would commit the client to this engine
-    before the prefill, and count as its first token.
-
-    Args:
-        announced: the events with which this API begins; None where the first one tells of work.
+    Some APIs begin every stream with announcements. Passed on at once, they would commit the client to this
+    engine before the prefill, and would count as its first token.
     """
     events = await next_events(response, scanner)
     while announced is not None and announced.are_all(events) and not response.at_end:
@@ -479,7 +473,7 @@ async def first_events(
 
 
 async def next_events(response: UpstreamResponse, scanner: StreamScanner) -> bytes:
-    """The next events for the client; empty only at the end of the stream."""
+    """Return the next events for the client; empty only at the end of the stream."""
     while True:
         events = scanner.feed(await response.next())
         if response.at_end:
@@ -489,25 +483,21 @@ async def next_events(response: UpstreamResponse, scanner: StreamScanner) -> byt
 
 
 def engine_failure(scanner: StreamScanner) -> UpstreamError:
-    """The error that an engine reported inside its stream."""
+    """Return the error that an engine reported inside its stream."""
     said = scanner.error or ""
     kind = DispatchFailure.LOST if is_dead(said) else DispatchFailure.ENGINE_ERROR
     return UpstreamError(kind, f"the engine failed: {said}")
 
 
 def stream_outcome(scanner: StreamScanner) -> Outcome:
-    """How a request ended whose stream is complete."""
+    """Return the outcome of a request whose stream is complete."""
     if scanner.error is None:
         return Outcome.COMPLETED
     return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
 
 
 class StreamPassing:
-    """One stream whose first events have been taken; use once.
-
-    Args:
-        gaps: where the time between two pieces is counted.
-    """
+    """Passing of a stream whose first events have been read; `gaps` records inter-token times. Single use."""
 
     __slots__ = ("_client", "_fault", "_gaps", "_has_room", "_last_at", "_response", "_scanner")
 
@@ -523,15 +513,14 @@ class StreamPassing:
         self._fault: Exception | None = None
 
     async def run(self, events: bytes) -> bytes:
-        """Pass on `events` and all that comes, but for what comes with the stream's end or break.
+        """Pass on `events` and all further ones, except those that arrive with the end or failure.
 
         Returns:
-            The last events. They are here as soon as the engine has ended, also when the client has not read
-            all that it was sent before.
+            The last events, as soon as the engine has ended, even if the client is still reading.
 
         Raises:
             ClientGone: the client does not read.
-            OSError: it has gone.
+            OSError: the client has disconnected.
         """
         response, client = self._response, self._client
         client.on_room = self._go_on
@@ -553,7 +542,7 @@ class StreamPassing:
         return response.waiter()
 
     def _take(self) -> None:
-        """Pieces have come."""
+        """Record the gap, and pass on the pieces that have arrived."""
         now = monotonic()
         self._gaps.observe(now - self._last_at)
         self._last_at = now
@@ -566,7 +555,7 @@ class StreamPassing:
             events = self._scanner.feed(self._response.take())
             if events:
                 self._has_room = self._client.pass_on(events)
-        except Exception as error:  # noqa: BLE001 - the task that serves the request hears of it
+        except Exception as error:  # noqa: BLE001 - raised in the task that serves the request
             self._fault = error
             self._response.close()
 

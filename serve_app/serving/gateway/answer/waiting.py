@@ -1,14 +1,12 @@
-"""Messages in a stream whose request waits: comments that keep the connection alive, and queue updates.
+"""Messages in a stream whose request is queued: keep-alive comments and queue updates.
 
-Server-sent events have comments, lines that begin with a colon, which every client ignores. With the first
-one the answer has begun: its status is 200 and its headers tell nothing of the dispatch, which is not known
-yet. So the first comes only after an interval in which most requests are dispatched or refused.
+Server-sent events allow comments, lines that begin with a colon, which clients ignore. The first one starts
+the answer: its status is 200, and its headers cannot describe the dispatch, which is not known yet. It is
+therefore sent only after an interval in which most requests are dispatched or refused.
 
-Queue updates for clients that ask with `x-ewsjf-queue`.
-
-Its first update comes a moment after it began to wait, so requests that are dispatched or refused at once
-keep the status and headers of their answer, and cost nothing. The scheduler decides when there is news.
-Nothing is said twice: while no scheduler is there, that is said instead of what the last one expected.
+Queue updates are for clients that subscribe with `x-ewsjf-queue`. The first one follows after a short delay,
+so that requests that are dispatched or refused at once have their own status and headers, at no cost. The
+scheduler decides when there is news. While it is disconnected, the client is notified of that instead.
 """
 
 import asyncio
@@ -29,14 +27,14 @@ _HEADERS: HeaderList = [
 
 
 class QueuedComments:
-    """The comments of one stream.
+    """Comments of one stream.
 
     Args:
-        interval_s: until the first, and between them, of silence; 0 for none.
-        headers: of the answer, besides its type.
+        interval_s: time before the first, and silence between them; 0 disables them.
+        headers: headers of the answer, besides its type.
 
     Attributes:
-        begun: one has been sent, so the answer has begun.
+        begun: a comment was sent, so the answer has begun.
     """
 
     __slots__ = ("_headers", "_interval_s", "_next", "_send", "_sending", "_stopped", "_timer", "begun")
@@ -52,26 +50,26 @@ class QueuedComments:
         self.begun = False
 
     def start(self) -> None:
-        """Begin to count the time."""
+        """Start the timer of the first comment."""
         self._arm()
 
     def on_grant(self) -> None:
-        """The request waits no more, for now; comments go on until its answer begins."""
+        """Handle a grant. Comments continue until the answer begins."""
 
     async def stop(self) -> None:
-        """Send no more; returns when none is under way."""
+        """Stop sending, and wait for a comment in progress."""
         self.cancel()
         if self._sending is not None:
             await asyncio.wait([self._sending])
 
     def cancel(self) -> None:
-        """Begin no more."""
+        """Start no further comments."""
         self._stopped, self._next = True, None
         if self._timer is not None:
             self._timer.cancel()
 
     def say(self, piece: bytes) -> None:
-        """Send a comment or an event; while the one before is on its way, only the newest is kept."""
+        """Send a comment or an event; while one is in progress, only the newest is queued."""
         if self._stopped:
             return
         if self._sending is not None:
@@ -92,7 +90,7 @@ class QueuedComments:
                 await self._send({"type": "http.response.body", "body": following, "more_body": True})
                 following, self._next = self._next, None
         except (OSError, ClientGone):
-            # The client has gone; its request's watch hears of it.
+            # The client has disconnected, which `DisconnectWatch` handles.
             return
         self._sending = None
         if not self._stopped:
@@ -104,32 +102,28 @@ class QueuedComments:
 
 
 ASK_AFTER_S = 0.25
-"""Most requests are dispatched or refused by then."""
+"""Delay of the subscription; most requests are dispatched or refused by then."""
 
 
 class QueueForm(enum.StrEnum):
-    """How a client wants to be told."""
+    """Format of queue updates."""
 
     COMMENTS = "comments"
-    """Comments, which every client of server-sent events ignores."""
+    """Comments, which all clients of server-sent events ignore."""
     EVENTS = "events"
-    """Events named `ewsjf.queue`, for clients that know them."""
+    """Events named `ewsjf.queue`, for clients that support them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What a client is told, and by whom.
-
-    Attributes:
-        ask: has the scheduler tell from now on.
-    """
+    """Format of a stream's queue updates, and `ask`, which subscribes a callback at the scheduler."""
 
     form: QueueForm
     ask: Callable[[Callable[[RequestOutlook | None], None]], None]
 
 
 class QueueUpdates(QueuedComments):
-    """The updates of one stream, and comments where it would be silent for too long."""
+    """Queue updates of one stream, with comments during longer silence."""
 
     __slots__ = ("_asking", "_telling")
 
@@ -139,17 +133,17 @@ class QueueUpdates(QueuedComments):
         self._asking: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to count the time until the first update."""
+        """Start the timers of the first comment and of the subscription."""
         super().start()
         self._asking = asyncio.get_running_loop().call_later(ASK_AFTER_S, self._telling.ask, self._on_outlook)
 
     def on_grant(self) -> None:
-        """The request waits no more: whoever was told that it does is told that, too."""
+        """Send `started` if the client was notified of waiting."""
         if self.begun:
             self.say(_written(self._telling.form, "started", None))
 
     def cancel(self) -> None:
-        """Begin no more, and ask no more."""
+        """Start no further messages, and cancel a pending subscription."""
         super().cancel()
         if self._asking is not None:
             self._asking.cancel()

@@ -1,7 +1,6 @@
-"""The page for admins at `/dashboard`: what all schedulers do now, live, and a form to send a request.
+"""The admin dashboard at `/dashboard`: a live view of all schedulers, and a form to send a request.
 
-`pages` serves the files of `static`, says what browsers may do with them, and draws up one picture a second
-for all who watch.
+`pages` serves the files of `static` with security headers, and renders a frame per second for all watchers.
 """
 
 from serve_app.serving.gateway.dashboard.pages import DASHBOARD_PATH, EVENTS_PATH, Dashboard

@@ -1,11 +1,11 @@
-"""The dashboard: files, which hold no data and are open to all, and events, which need an admin's key.
+"""The dashboard: static files, which are public and hold no data, and events, which need an admin key.
 
 GET   /dashboard          the page
-GET   /dashboard/FILE     its style and its modules
+GET   /dashboard/FILE     its style and modules
 GET   /dashboard/events   frames as server-sent events
 
-The page asks for the key and sends it in the header `Authorization`, as all clients do. No cookie is set: a
-cookie would come along with requests that another site's page has a browser send.
+The page prompts for the key and sends it in the `Authorization` header. Cookies are avoided, because a
+browser would also attach them to requests made by other sites.
 """
 
 import asyncio
@@ -34,21 +34,21 @@ from serve_app.serving.gateway.request.reader import RequestReader
 logger = logging.getLogger("ray.serve")
 
 INTERVAL_S = 1.0
-# A scheduler that is being replaced must not hold up the picture of the others.
+# A scheduler that is being replaced must not delay the data of the others.
 _ANSWER_TIMEOUT_S = 2.0
 
 
 class Frames:
-    """Draws up the frames; a context manager around each one's watching.
+    """Renderer of frames, shared by all watchers; a context manager around each watcher.
 
     Args:
         views: by model.
-        gateway_id: told in each frame, since each gateway has watchers of its own.
-        interval_s: between two frames.
+        gateway_id: included in each frame, because each gateway has its own watchers.
+        interval_s: time between two frames, in seconds.
 
     Attributes:
-        watchers: browsers that watch now.
-        drawn: frames so far.
+        watchers: number of browsers that watch.
+        drawn: number of rendered frames.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Frames:
     def __enter__(self) -> Self:
         self.watchers += 1
         if self._drawing is None and not self._closed:
-            # In an empty context: Ray Serve cancels what a request has started with the request.
+            # In an empty context, because Ray Serve cancels a request's tasks with the request.
             self._drawing = asyncio.get_running_loop().create_task(
                 self._draw(), context=contextvars.Context()
             )
@@ -82,13 +82,13 @@ class Frames:
             self._stop()
 
     async def next(self) -> bytes | None:
-        """The next frame, as JSON; None when there will be no more."""
+        """Wait for the next frame, and return it as JSON; None after `close`."""
         if not self._closed:
             await self._is_new.wait()
         return None if self._closed else self._latest
 
     def close(self) -> None:
-        """Draw up no more; whoever watches hears of it."""
+        """Stop rendering, and wake all watchers."""
         self._closed = True
         self._stop()
         self._is_new.set()
@@ -105,7 +105,7 @@ class Frames:
             try:
                 self._latest = await self._frame()
             except Exception:
-                # Those who watch see that nothing comes, and the log says why.
+                # Watchers receive no frame, and the log has the reason.
                 logger.exception("event=dashboard_fault")
             else:
                 self.drawn += 1
@@ -136,7 +136,7 @@ class Frames:
 
 DASHBOARD_PATH = "/dashboard"
 EVENTS_PATH = f"{DASHBOARD_PATH}/events"
-# Of one gateway. They share a frame, so each costs the writing of it.
+# Watchers of one gateway share each frame, so a further one costs only its transmission.
 MOST_WATCHERS = 20
 
 STATIC_FOLDER = Path(__file__).with_name("static")
@@ -147,7 +147,7 @@ _TYPES = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, and no text that becomes markup: a tenant names itself as it likes.
+# No foreign or inline code, and no markup from text, because tenants choose their names.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -159,13 +159,13 @@ _HEADERS: HeaderList = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
-    # Another version of the application may serve other files under the same names.
+    # Another version may serve other files under the same names.
     (b"cache-control", b"no-cache"),
 ]
 _STREAM_HEADERS: HeaderList = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    # Reverse proxies hold streams back otherwise.
+    # Without this, reverse proxies buffer streams.
     (b"x-accel-buffering", b"no"),
 ]
 
@@ -173,11 +173,7 @@ Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
 class Dashboard:
-    """Serves the page, its files and its events.
-
-    Args:
-        most_watchers: browsers that may watch at once.
-    """
+    """The page, its files, and its events for at most `most_watchers` browsers."""
 
     def __init__(self, frames: Frames, reader: RequestReader, most_watchers: int = MOST_WATCHERS) -> None:
         self._frames = frames
@@ -186,7 +182,7 @@ class Dashboard:
 
     @property
     def routes(self) -> Mapping[str, tuple[str, Handler]]:
-        """Method and handler of each path."""
+        """The method and the handler of each path."""
         files = sorted(path for path in STATIC_FOLDER.iterdir() if path.suffix in _TYPES)
         served: dict[str, tuple[str, Handler]] = {
             f"{DASHBOARD_PATH}/{path.name}": ("GET", partial(_send_file, _File(path))) for path in files
@@ -209,7 +205,7 @@ class Dashboard:
             with incoming.watch(), self._frames:
                 await self._send_frames(incoming)
         except (ClientGone, OSError):
-            # The end of every watching.
+            # The usual end of a stream.
             return
 
     async def _send_frames(self, incoming: IncomingRequest) -> None:
@@ -222,7 +218,7 @@ class Dashboard:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _is_still_admin(self, incoming: IncomingRequest) -> bool:
-        """Whether the key that the stream was opened with is valid: one may be revoked meanwhile."""
+        """Return whether the stream's key is still valid; it may have been revoked since."""
         try:
             self._reader.authenticate(incoming).check_admin()
         except RequestRefused:
@@ -231,7 +227,7 @@ class Dashboard:
 
 
 class _File:
-    """One file of the page, as it is sent."""
+    """A static file with its response headers."""
 
     def __init__(self, path: Path) -> None:
         self.content = path.read_bytes()
@@ -248,5 +244,5 @@ async def _send_file(file: _File, incoming: IncomingRequest) -> None:
 
 
 async def _redirect(incoming: IncomingRequest) -> None:
-    """The page names its files relative to its own path, so that it works under any prefix."""
+    """Redirect to the path without a slash, because the page refers to its files by relative paths."""
     await send_body(incoming.send, 308, [(b"location", b"../dashboard")], b"")

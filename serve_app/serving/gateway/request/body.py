@@ -1,18 +1,18 @@
-"""Limits on bodies: on their structure before they are parsed, and on the memory that all of them take.
+"""Limits on the structure of bodies, checked before parsing, and on their total memory.
 
-A parser makes an object of every `{}` and every `""`. Two MiB of them become a gigabyte and seconds of work,
-during which a gateway serves nobody else. What is legitimate in large bodies is long text, media, and token
-ids, which are cheap; so the limits are on numbers of objects, of strings and of elements.
+A parser creates an object for every `{}` and every `""`: 2 MiB of them become a gigabyte and block the
+gateway for seconds. Legitimate large bodies consist of long texts, media and token ids, which are cheap. The
+limits therefore apply to the numbers of objects, strings and elements.
 
-Counting takes time linear in the size, and is exact only where it must be. Brackets, quotes and commas of all
-the bytes are no fewer than those outside strings, and numpy counts them with vector instructions. What a body
-is too short for is not counted. Only when there are too many are the strings taken out. Depth needs no pass:
-the parsers give up at a few hundred levels.
+Counting is linear in the size, and exact only near the limits. First numpy counts brackets, quotes and commas
+in all bytes, an upper bound for those outside strings; bodies too short for a limit are not counted. Only if
+a bound exceeds its limit are strings removed and the rest counted. Depth needs no check, because parsers stop
+at a few hundred levels.
 
-A body is held from its first byte until it cannot be sent again: an answer has begun, or the request is over.
-Many large ones may wait in the queue at once, so their sum is bounded. Whoever sends one more is told with
-503 when the budget will have room, by the rate at which bodies are released. Small bodies may fill the last
-quarter of the budget, so that a few clients with large ones do not shut everybody out.
+A body stays in memory until it cannot be sent again: its answer has begun, or the request is over. Many large
+bodies may be queued at once, so their total is bounded. Beyond it, requests are refused with 503 and a
+`Retry-After` from the rate at which bodies are released. The last quarter of the budget is reserved for small
+bodies, so that a few clients with large ones do not lock others out.
 """
 
 import asyncio
@@ -23,32 +23,28 @@ from serve_app.core.routing.rate import DecayingRate
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.responses import RequestRefused
 
-# Objects and arrays. A message with a tool call has five, a tool's definition some twenty.
+# Objects and arrays. A message with a tool call has five, a tool's definition about twenty.
 MAX_CONTAINERS = 50_000
-# Texts, and the names of fields.
+# Texts and field names.
 MAX_STRINGS = 250_000
-# A prompt of token ids has an element for each; contexts end at a million or two.
+# A prompt of token ids has one element per token; contexts end at one or two million.
 MAX_ELEMENTS = 2_500_000
-# Below this many bytes no body can have so many elements that its parsing is noticed: some 5 ms.
+# Smaller bodies are not checked; parsing them takes 5 ms at most.
 UNCHECKED_BYTES = 64 * 1024
 
-# Of a body that is little but long texts: brackets, quotes and commas, in texts or not.
-# Half a mebibyte that has so many, of empty messages for the most part, is read in 3 ms.
+# Limit on brackets, quotes and commas for a body that is mostly long texts. Half a MiB with this many, mostly
+# in empty messages, is parsed in 3 ms.
 _PLAIN_SIGNS = 10_000
 
 _STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[{,")
-# Counted at a time, so that what is found of them stays in the processor's cache.
+# Counted in chunks, so that intermediate results stay in the processor's cache.
 _COUNTED_BYTES = 256 * 1024
-# Sets the one bit in which `[` and `{` differ.
+# Sets the one bit that differs between `[` and `{`.
 _BRACKETS = 0x20
 
 
 def check_structure(body: bytes) -> None:
-    """Refuse a body that would take long to parse.
-
-    Raises:
-        RequestRefused: it has too many objects, strings or elements.
-    """
+    """Raise `RequestRefused` for too many objects, strings or elements, which would take long to parse."""
     if len(body) <= UNCHECKED_BYTES:
         return
     # A string has two quotes, and elements have a comma between them.
@@ -69,13 +65,13 @@ def check_structure(body: bytes) -> None:
 
 
 def is_plain(body: bytes) -> bool:
-    """Return whether a body is little but long texts, which take a nanosecond or two for each byte."""
+    """Return whether a body is mostly long texts, which take one or two nanoseconds per byte to parse."""
     signs = _count(body, ord("{"), _BRACKETS)
     return signs + _count(body, ord('"')) + _count(body, ord(",")) <= _PLAIN_SIGNS
 
 
 def _count(body: bytes, byte: int, bits: int = 0) -> int:
-    """Count the bytes that equal one once some bits are set in them."""
+    """Count the bytes that equal `byte` after setting `bits` in them."""
     data = np.frombuffer(body, np.uint8)
     found = 0
     for start in range(0, len(data), _COUNTED_BYTES):
@@ -85,9 +81,9 @@ def _count(body: bytes, byte: int, bits: int = 0) -> int:
 
 
 def _outside_strings(body: bytes) -> bytes:
-    """The opening brackets and the commas of a body that are not part of a string."""
+    """Return the opening brackets and commas of a body that are outside strings."""
     if b"\\" in body:
-        # In this order: what remains before a quote then is one backslash, or none.
+        # This order leaves at most one backslash before a quote.
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     pieces = body.split(b'"')[::2]
     return b"".join(pieces).translate(None, _STRUCTURE)
@@ -103,7 +99,7 @@ def _too_many(what: str, limit: int) -> RequestRefused:
 
 # -- memory -----------------------------------------------------------------------------------------------
 
-# A body up to here is small; texts of ordinary chats are.
+# Limit of a small body, as ordinary chats have.
 _SMALL_BYTES = 256 * 1024
 _SHARE_OF_LARGE = 0.75
 _RATE_S = 10.0
@@ -111,11 +107,11 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 
 class HeldBody:
-    """One body.
+    """One request body in memory.
 
     Attributes:
-        data: its bytes; empty once it was released.
-        whole_at: when its last byte had come, on the monotonic clock.
+        data: its bytes; empty after release.
+        whole_at: arrival of its last byte, on the monotonic clock.
     """
 
     __slots__ = ("_budget", "_held_bytes", "data", "whole_at")
@@ -127,10 +123,10 @@ class HeldBody:
         self.whole_at = 0.0
 
     def grow(self, size: int) -> None:
-        """Hold more bytes, which have arrived.
+        """Reserve memory for bytes that have arrived.
 
         Raises:
-            RequestRefused: the budget has no room for that.
+            RequestRefused: the budget is exhausted.
         """
         self._budget.take(size, total=self._held_bytes + size)
         self._held_bytes += size
@@ -142,11 +138,11 @@ class HeldBody:
 
 
 class BodyBudget:
-    """The memory for bodies of one gateway.
+    """Memory budget for the bodies of one gateway.
 
     Attributes:
-        held_bytes: of all bodies held now.
-        max_bytes: what they may take together.
+        held_bytes: total of all bodies in memory.
+        max_bytes: limit of the total.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -158,10 +154,10 @@ class BodyBudget:
         return f"<BodyBudget {self.held_bytes:,} of {self.max_bytes:,} bytes>"
 
     def take(self, size: int, *, total: int) -> None:
-        """Hold so many bytes more, of a body that has `total` with them.
+        """Reserve `size` bytes for a body of `total` bytes so far.
 
         Raises:
-            RequestRefused: there is no room.
+            RequestRefused: the budget is exhausted.
         """
         limit = self.max_bytes if total <= _SMALL_BYTES else int(self.max_bytes * _SHARE_OF_LARGE)
         if self.held_bytes + size > limit:
@@ -176,7 +172,7 @@ class BodyBudget:
         self.held_bytes += size
 
     def give_back(self, size: int) -> None:
-        """Hold so many bytes less."""
+        """Release `size` bytes."""
         if not size:
             return
         self.held_bytes -= size

@@ -1,16 +1,15 @@
-"""The endpoints that engines answer: what is read of a request, and how its answer is treated.
+"""Endpoints that engines answer: the fields read from each request, and the treatment of its answer.
 
-A line of the tables at the end says of a scheduled endpoint:
-- the fields that are looked at, and what is made of them: the size of the prompt, from which its tokens are
-  estimated, and the limit of the output, which with it decides the pool;
-- the events that begin a stream before any token, so that none of them counts as the first;
-- the API in which errors are told.
+For each scheduled endpoint, the tables at the end define:
+- the fields that are read, for the size of the prompt and the output limit; together they decide the pool;
+- the events that begin a stream before any token, so that they do not count as the first token;
+- the API whose error format is used.
 
-Models that score, rank, pool or transcribe read their input in pieces of limited length, each a sequence of
-its own in the engine. For them the bytes of the body say enough (`ByteEstimate`).
+Models that score, rank, pool or transcribe split their input into pieces of limited length, each a sequence
+of the engine. For these, the size of the body is a sufficient estimate (`ByteEstimate`).
 
-Token counts are read of all answers in one way (`answer.stream`). Others cost an engine next to nothing and
-go to any replica: of them only the model is read.
+Token counts are read from all answers in the same way (`answer.stream`). Unscheduled endpoints cost an engine
+next to nothing and use any replica; only the model is read from their bodies.
 """
 
 import math
@@ -63,22 +62,22 @@ _MAX_NAME_BYTES = 1_000
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a body that scheduling and forwarding need.
+    """Fields of a body that scheduling and forwarding need.
 
     Attributes:
-        spec: what it asks of an engine.
-        asks_usage: this endpoint's streams give usage only on demand.
-        shows_usage: the client asked for that usage itself, so it is not hidden from it.
-        may_be_assembled: the client wants the answer in one piece, and a stream of it would say as much.
-        has_stream_options: the body carries `stream_options`, which must be kept.
-        priority: vLLM's field, lower is sooner; None when the body has none.
-        user: the end user that the body names.
-        opening: how the prompt begins; empty for embeddings.
-        keeps_responses: what it asks for may be kept by its engine, and referred to later.
-        previous_response: id of the response that it goes on from.
-        background: its engine is to work on after its answer.
-        names_response: it gives its response a name, which some engines take.
-        measure: of which the shape of its prompt was made; None where nothing else is asked of that.
+        spec: work requested from an engine.
+        asks_usage: streams of this endpoint report usage only on request.
+        shows_usage: the client requested usage itself, so it is not hidden.
+        may_be_assembled: the client wants one piece, and a stream carries the same information.
+        has_stream_options: the body has `stream_options`, which must be preserved.
+        priority: vLLM's field, lower is sooner; None if absent.
+        user: end user named in the body.
+        opening: beginning of the prompt; empty for embeddings.
+        keeps_responses: the engine may store the response, and later requests may refer to it.
+        previous_response: id of the response that this request continues.
+        background: the engine continues after its answer.
+        names_response: the client names its response, which some engines accept.
+        measure: source of the prompt's shape; None if not needed later.
     """
 
     spec: RequestSpec
@@ -98,28 +97,28 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BodyParser:
-    """Parses the bodies of one endpoint.
+    """Parser for the bodies of one endpoint.
 
     Args:
-        body_type: the fields that are looked at.
-        read: makes the facts of them.
+        body_type: fields to decode.
+        read: converts the decoded fields.
     """
 
     def __init__(self, body_type: type[BodyFields], read: Callable[[Any], ParsedBody]) -> None:
-        # Not strict, as vLLM is not: it takes 5.0 and "5" for 5, and "true" for true.
+        # Not strict, like vLLM: 5.0 and "5" are accepted for 5, and "true" for true.
         self._decoder = msgspec.json.Decoder(body_type, strict=False)
         self._body_type = body_type
         self._read = read
 
     def parse(self, body: bytes) -> ParsedBody:
-        """Return the facts of a body.
+        """Parse a body.
 
         Raises:
             RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
         """
         parsed = self._read(_decode(self._decoder, body))
         shape = parsed.spec.shape
-        # Only messages are written into a template, together with what else a body has.
+        # Only chat messages are rendered through a template, which may use further fields of the body.
         if not shape.messages:
             return parsed
         try:
@@ -136,7 +135,7 @@ def parse_model(body: bytes) -> str:
     """Return the model that a body names.
 
     Raises:
-        RequestRefused: the body is not JSON or names none.
+        RequestRefused: the body is not JSON or names no model.
     """
     return _decode(_model_decoder, body).model
 
@@ -145,10 +144,10 @@ _model_decoder = msgspec.json.Decoder(ModelOnly)
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The fields of a body.
+    """Decode the fields of a body.
 
     Raises:
-        RequestRefused: it is not JSON, or a field is missing or of the wrong type.
+        RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
     """
     try:
         return decoder.decode(body)
@@ -173,7 +172,7 @@ def _nested_too_deeply() -> RequestRefused:
 
 
 def _field_refused(found: str) -> RequestRefused:
-    """Name the field and the remedy, from msgspec's "Expected `int`, got `str` - at `$.n`"."""
+    """Convert msgspec's "Expected `int`, got `str` - at `$.n`" to a refusal with field and remedy."""
     what, at, place = found.partition(" - at `$")
     param = place.rstrip("`").removeprefix(".") if at else None
     if what.startswith("Object missing required field `"):
@@ -227,7 +226,7 @@ def _read_completion(body: CompletionFields) -> ParsedBody:
 
 
 def _read_responses(body: ResponsesFields) -> ParsedBody:
-    """Only the new input counts: the length of the conversation that an engine has kept is unknown here."""
+    """Parse a Responses body. Only the new input counts; the length of a stored conversation is unknown."""
     measure = PromptMeasure()
     return _parsed(
         body,
@@ -260,7 +259,7 @@ def _read_messages(body: MessagesFields) -> ParsedBody:
 
 
 def _read_embedding(body: EmbeddingFields) -> ParsedBody:
-    """Nothing is generated, so the prompts alone decide the pool."""
+    """Parse an embedding body. Nothing is generated, so the prompts alone decide the pool."""
     if body.input is None and body.messages is None:
         raise _missing("input")
     shape = embedding_shape(body)
@@ -301,12 +300,12 @@ def _missing(name: str) -> RequestRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteEstimate:
-    """Size of a request by the bytes of its body.
+    """Size of a request, estimated from the bytes of its body.
 
     Attributes:
-        bytes_per_piece: of what becomes one sequence.
-        prompt_tokens: of each sequence; None to estimate them from the bytes, as those of JSON.
-        output_tokens: the most that each sequence generates.
+        bytes_per_piece: bytes of the body that become one sequence.
+        prompt_tokens: per sequence; None to estimate them from the bytes, as JSON.
+        output_tokens: maximum output per sequence.
     """
 
     bytes_per_piece: int
@@ -314,7 +313,7 @@ class ByteEstimate:
     output_tokens: int = 0
 
     def spec(self, model: str, size: int) -> RequestSpec:
-        """Return the estimated work of a request with a body of so many bytes."""
+        """Return the estimated work of a request with a body of `size` bytes."""
         pieces = max(1, math.ceil(size / self.bytes_per_piece))
         exact = None if self.prompt_tokens is None else pieces * self.prompt_tokens
         shape = PromptShape(
@@ -325,10 +324,10 @@ class ByteEstimate:
         )
 
 
-# Texts of common rerankers and embedders have 512 tokens at most.
+# Common rerankers and embedders accept at most 512 tokens per text.
 TEXTS = ByteEstimate(bytes_per_piece=2_000)
-# Thirty seconds at 32 kbit/s, less than most sounds have, so that the estimate rather errs high. Speech has
-# about four tokens to the second. The prompt is the marks that name language and task.
+# Thirty seconds at 32 kbit/s, a low bitrate, so that the estimate errs high. Speech has about four tokens per
+# second. The prompt consists of the markers for language and task.
 AUDIO = ByteEstimate(bytes_per_piece=120_000, prompt_tokens=4, output_tokens=120)
 
 
@@ -341,10 +340,10 @@ def _read_sized(body: bytes) -> ParsedBody:
 
 
 def read_form(body: bytes, content_type: bytes) -> ParsedBody:
-    """Read the model that a form names; the size follows from the bytes of the form.
+    """Read the model from a form, and estimate the work from the form's size.
 
     Raises:
-        RequestRefused: it is no form, names no model, or names one in a way that servers read differently.
+        RequestRefused: the body is no form, names no model, or is ambiguous between servers.
     """
     return ParsedBody(spec=AUDIO.spec(_model_of(body, content_type), len(body)))
 
@@ -354,7 +353,7 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise _no_form("content-type must be multipart/form-data with a boundary")
-    # Servers decode the names of fields by it, so that a field would have another name there.
+    # Servers decode field names with this charset, so another one could change the name of a field.
     charset = options.get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8"):
         raise _no_form(f"its charset must be utf-8 or left out, got {charset[:40].decode('latin-1')!r}")
@@ -378,7 +377,7 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     if not reader.ended:
         raise _no_form("the form does not end")
     if len(reader.models) > 1:
-        # Some servers take the first of two fields, others the last.
+        # Some servers use the first of two fields, others the last.
         raise RequestRefused(Outcome.REJECTED_INVALID, "model is given twice: send it once", param="model")
     if not reader.models or not reader.models[0]:
         raise RequestRefused(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
@@ -386,9 +385,9 @@ def _model_of(body: bytes, content_type: bytes) -> str:
 
 
 class _ModelReader:
-    """Collects the values of the field `model` in a form.
+    """Collector of the values of the field `model` in a form.
 
-    The parser is python-multipart's, with which Starlette, and so vLLM, reads the same bodies.
+    It uses python-multipart, the parser that Starlette, and therefore vLLM, applies to the same bodies.
     """
 
     def __init__(self) -> None:
@@ -444,11 +443,11 @@ _MESSAGES_BEGIN = Announcements("message_start", "ping")
 
 @dataclass(frozen=True, slots=True)
 class ModelRoute:
-    """One path.
+    """An endpoint whose requests name a model.
 
     Attributes:
-        summary: what its answer is.
-        fields: of the body, as far as they are looked at.
+        summary: description of the answer.
+        fields: fields that are read from the body.
     """
 
     summary: str
@@ -458,11 +457,11 @@ class ModelRoute:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRoute(ModelRoute):
-    """One whose requests are scheduled.
+    """A scheduled endpoint with JSON bodies.
 
     Attributes:
-        parse: makes of a body what scheduling needs; raises `RequestRefused`.
-        announced: the events with which a stream begins before its first token, if there are any.
+        parse: parses a body; raises `RequestRefused`.
+        announced: events that begin a stream before its first token, if any.
     """
 
     parse: Callable[[bytes], ParsedBody]
@@ -471,10 +470,9 @@ class ScheduledRoute(ModelRoute):
 
 @dataclass(frozen=True, slots=True)
 class FormRoute(ModelRoute):
-    """One whose requests are scheduled and come as forms with a file; they reach the engine unchanged.
+    """A scheduled endpoint for forms with a file, which are passed to the engine unchanged.
 
-    Attributes:
-        parse: makes of a body and its content type what scheduling needs; raises `RequestRefused`.
+    `parse` needs the body and its content type, and raises `RequestRefused`.
     """
 
     parse: Callable[[bytes, bytes], ParsedBody]
@@ -519,13 +517,13 @@ FORMS: Mapping[str, FormRoute] = {
     "/v1/audio/translations": FormRoute("the text of a sound in English", FormFields, OPENAI, read_form),
 }
 
-# Of these any replica is asked, of the model that the body names.
+# Any replica of the model in the body answers these.
 UNSCHEDULED: Mapping[str, ModelRoute] = {
     "/tokenize": ModelRoute("the tokens of a text or a chat", ModelOnly, OPENAI),
     "/detokenize": ModelRoute("the text of tokens", ModelOnly, OPENAI),
     "/v1/messages/count_tokens": ModelRoute("the length of a conversation", CountTokensFields, ANTHROPIC),
 }
-# Likewise, of the model that the query names, or the first one.
+# Any replica of the model in the query string answers these, or of the first model.
 QUESTIONS: Mapping[str, str] = {
     "/version": "the version of a model's engines",
     "/tokenizer_info": "how a model's tokenizer is set up",
@@ -533,6 +531,6 @@ QUESTIONS: Mapping[str, str] = {
 
 
 def api_of(path: str) -> ClientApi:
-    """The API of a path, also of one that is not there."""
+    """Return the API of a path; unknown paths use OpenAI's."""
     endpoint = SCHEDULED.get(path) or UNSCHEDULED.get(path)
     return OPENAI if endpoint is None else endpoint.api

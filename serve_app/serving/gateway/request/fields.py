@@ -1,26 +1,26 @@
-"""The fields of each endpoint's request body that the gateway looks at; msgspec skips all others.
+"""Fields that the gateway reads from each endpoint's body; msgspec skips all others.
 
-A wrong type here is an error that the engine would find as well; everything that is not named here is the
-engine's to check. Where JSON gives a key twice the last one counts, as it does in the engines.
+A wrong type here would also be an error in the engine. All other checks are left to the engine. For duplicate
+keys the last value counts, as in the engines.
 """
 
 from typing import Annotated
 
 import msgspec
 
-# Wider numbers are nonsense, and would not fit the control channel's frames.
+# Wider numbers are invalid, and would not fit the frames of the control channel.
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 TokenLimit = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-# As wide as vLLM's: some clients write a time in nanoseconds.
+# As wide as vLLM's, because some clients send a time in nanoseconds.
 EnginePriority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 ABSENT = msgspec.Raw()
-# OpenAI's and vLLM's own default for completions, and for them alone.
+# Default of OpenAI and vLLM for completions only.
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
 class PartFields(msgspec.Struct, gc=False):
-    """A piece of a message's content. What has no text is an image, a sound or a file."""
+    """Part of a message's content. Parts without text are images, audio or files."""
 
     type: str | None = None
     text: str | None = None
@@ -37,7 +37,7 @@ class PartFields(msgspec.Struct, gc=False):
 
     @property
     def media(self) -> tuple[msgspec.Raw, ...]:
-        """The fields of media, which stand in place of a text."""
+        """Media fields, which replace the text."""
         images, sounds = (self.image_url, self.image_embeds), (self.input_audio, self.audio_url)
         return (*images, *sounds, self.audio_embeds, self.video_url, self.file, self.file_data)
 
@@ -57,7 +57,7 @@ class MessageFields(msgspec.Struct, gc=False):
 
     @property
     def is_plain(self) -> bool:
-        """True if it has nothing but a role and content, as most have."""
+        """True if there is only a role and content, as in most messages."""
         return (
             self.tool_calls is ABSENT
             and self.function_call is ABSENT
@@ -93,22 +93,22 @@ class BodyFields(msgspec.Struct):
 
 
 class GenerationFields(BodyFields):
-    """Fields of all endpoints of OpenAI that generate text."""
+    """Fields of all OpenAI endpoints that generate text."""
 
     stream: bool | None = None
     cache_salt: str | None = None
-    # What engines refuse or leave out in streams.
+    # Fields that engines reject or omit in streams.
     prompt_logprobs: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT
     best_of: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     return_token_ids: msgspec.Raw = ABSENT
-    # With it, prompts' ids and logprobs come in one of the two alone.
+    # With `echo`, ids and logprobs of the prompt appear in only one of the two forms.
     echo: msgspec.Raw = ABSENT
 
     @property
     def may_be_assembled(self) -> bool:
-        """True if a stream of its answer says as much as the answer in one piece."""
+        """True if a stream of the answer carries the same information as the answer in one piece."""
         others = (self.prompt_logprobs, self.use_beam_search, self.best_of, self.kv_transfer_params)
         return all(field is ABSENT for field in (*others, self.return_token_ids, self.echo))
 
@@ -130,12 +130,12 @@ class ChatFields(GenerationFields, kw_only=True):
 
     @property
     def may_be_assembled(self) -> bool:
-        """As below; tool calls are read out of a stream otherwise than out of a finished text."""
+        """See `GenerationFields`. Tool calls are parsed differently in a stream than in a finished text."""
         others = (self.tools, self.functions, self.audio, self.modalities)
         return super().may_be_assembled and all(field is ABSENT for field in others)
 
 
-# Texts, or token ids: of one prompt, or of several.
+# Texts or token ids, of one prompt or of several.
 Prompt = str | list[str | int | list[int]]
 
 
@@ -181,7 +181,7 @@ class ModelOnly(msgspec.Struct):
 
 
 class BlockFields(msgspec.Struct, gc=False):
-    """A block of a message: text, thinking, a tool's call or its result. Others are media."""
+    """Block of a message: text, thinking, a tool call or its result. Other blocks are media."""
 
     type: str | None = None
     name: str | None = None
@@ -204,7 +204,7 @@ class TurnFields(msgspec.Struct, gc=False):
 
 
 class MetadataFields(msgspec.Struct):
-    """The end user that a client names."""
+    """End user named by the client."""
 
     user_id: str | None = None
 
@@ -230,7 +230,7 @@ class CountTokensFields(ModelOnly):
 
 
 class FormFields(msgspec.Struct):
-    """A form with a file; the gateway reads the model that it names."""
+    """Form with a file; the gateway reads only the model's name."""
 
     file: bytes
     model: str

@@ -1,4 +1,4 @@
-"""Headers, both ways: what a client may ask for, what goes on to the replica, what is returned."""
+"""Headers: requests' options, headers forwarded to replicas, and headers returned to clients."""
 
 import math
 import re
@@ -18,17 +18,17 @@ from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 
 RECEIPT_HEADER = b"x-ewsjf-receipt"
-"""Asks for where the time of the request went, and tells it."""
+"""Requests the receipt of the request; also the name of the header that returns it."""
 
 QUEUE_HEADER = b"x-ewsjf-queue"
-"""Asks to be told of the queue while the request waits; see `answer.waiting.queue_updates`."""
+"""Subscribes to queue updates while the request waits; see `answer.waiting.QueueUpdates`."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 
 _UNFIT_FOR_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
 
-# They speak of one connection, not of the message (RFC 9110, 7.6.1).
+# Hop-by-hop headers: they apply to one connection, not to the message (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -42,29 +42,28 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Of what a client sends, only this is for engines. Whatever else it sends says who it is, or would steer an
-# engine past the scheduler (`x-data-parallel-rank`). Traces go on through the engine: the client's own, or
-# with the gateway's span in its place.
+# Only these client headers are for engines. Others identify the client, or would steer an engine past the
+# scheduler (`x-data-parallel-rank`). Trace headers are the client's, or name the gateway's span.
 _FORWARDED_TRACED = frozenset({b"accept", b"content-type", b"user-agent"})
 _FORWARDED = _FORWARDED_TRACED | {b"traceparent", b"tracestate"}
-# The server in front writes its own date and server; the length is written anew with the body.
+# The server in front writes its own date and server, and the length is recomputed with the body.
 _NOT_RETURNED = _HOP_BY_HOP | {
     *(b"content-length", b"date", b"server", b"x-request-id"),
     # An engine's limits are those of the gateway's own key there.
     *(name.encode() for name in RATE_LIMIT_HEADERS),
-    # vLLM lets every page in unless it is told otherwise; here `gateway.cors` decides.
+    # vLLM allows every origin by default; here `gateway.cors` decides.
     *(b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-expose-headers"),
 }
 
-# Of a request that was not scheduled, while only a part of them is.
+# Marks a request that bypassed scheduling while only a share of the traffic is scheduled.
 _PASSED = ((b"x-scheduled", b"no"),)
 
 _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 
-# OpenAI's tiers, as far as they say how urgent a request is.
+# OpenAI's service tiers as priority classes; None states no class.
 _TIER_CLASS: dict[str, PriorityClass | None] = {
     "auto": None,
-    # Anthropic's word for no use of capacity that was bought for priority.
+    # Anthropic's tier without priority capacity.
     "standard_only": PriorityClass.DEFAULT,
     "default": PriorityClass.DEFAULT,
     "scale": PriorityClass.DEFAULT,
@@ -74,7 +73,7 @@ _TIER_CLASS: dict[str, PriorityClass | None] = {
 
 
 def request_id(given: bytes | None, fallback: str) -> str:
-    """The client's own request id with unfit characters replaced, or the gateway's when it gave none."""
+    """Return the client's request id with invalid characters replaced, or `fallback` if it sent none."""
     if not given:
         return fallback
     return _UNFIT_FOR_ID.sub(b"_", given[:MAX_REQUEST_ID_CHARACTERS]).decode("ascii")
@@ -83,15 +82,15 @@ def request_id(given: bytes | None, fallback: str) -> str:
 def requested_class(
     header: bytes | None, service_tier: str | None, priority: int | None
 ) -> tuple[PriorityClass, str] | None:
-    """The class that a request asks for, and the place where it does; None when it asks for none.
+    """Return the requested class and its source, from the first source that states one; None if none does.
 
     Args:
-        header: value of `x-priority`; the first of the three places that says something counts.
-        service_tier: OpenAI's field of the body; `auto` says nothing.
-        priority: vLLM's field of the body; 0, which is its default, says nothing.
+        header: value of `x-priority`.
+        service_tier: OpenAI's field of the body; `auto` states no class.
+        priority: vLLM's field of the body; 0, its default, states no class.
 
     Raises:
-        RequestRefused: a value is no class.
+        RequestRefused: a value is not a class.
     """
     if header is not None:
         return _class_of_header(header), "x-priority"
@@ -99,7 +98,7 @@ def requested_class(
     if tier_class is not None:
         return tier_class, "service_tier"
     if priority:
-        # Lower is sooner, on a scale that each client makes up: a number tells only its side of 0.
+        # Lower is sooner, but each client uses its own scale, so only the sign is meaningful.
         return PriorityClass.INTERACTIVE if priority < 0 else PriorityClass.BATCH, "priority"
     return None
 
@@ -119,10 +118,10 @@ def _class_of_tier(service_tier: str) -> PriorityClass | None:
 
 
 def queue_timeout_s(header: bytes | None) -> float | None:
-    """Return how long a request may wait in the queue (`x-queue-timeout-s`).
+    """Return the queue timeout of a request (`x-queue-timeout-s`), in seconds; None if absent.
 
     Raises:
-        RequestRefused: it is not a positive number of seconds.
+        RequestRefused: it is not a positive number of seconds, or too large.
     """
     if header is None:
         return None
@@ -138,10 +137,10 @@ def queue_timeout_s(header: bytes | None) -> float | None:
 
 
 def no_wait(header: bytes | None) -> bool:
-    """Return whether a request is to be refused rather than queued (`x-queue: no-wait`).
+    """Return whether to refuse a request instead of queueing it (`x-queue: no-wait`).
 
     Raises:
-        RequestRefused: the header says something else.
+        RequestRefused: the header has another value.
     """
     if header is None:
         return False
@@ -151,10 +150,10 @@ def no_wait(header: bytes | None) -> bool:
 
 
 def queue_form(header: bytes | None) -> QueueForm | None:
-    """Return the format of queue updates (`x-ewsjf-queue`); None where the client does not subscribe.
+    """Return the format of queue updates (`x-ewsjf-queue`); None if the client does not subscribe.
 
     Raises:
-        RequestRefused: the header says something else.
+        RequestRefused: the header has another value.
     """
     if header is None:
         return None
@@ -167,20 +166,16 @@ def queue_form(header: bytes | None) -> QueueForm | None:
 
 
 def refuse_encoded_body(encoding: bytes | None) -> None:
-    """Refuse a compressed body, which the gateway could not read.
-
-    Raises:
-        RequestRefused: `content-encoding` is anything but identity.
-    """
+    """Raise `RequestRefused` for a compressed body, which the gateway cannot parse."""
     if encoding and encoding.strip().lower() != b"identity":
         raise _bad_value("content-encoding", encoding.decode("latin-1"), "no compression of request bodies")
 
 
 def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The content type of a body that is read by it; empty where there is none.
+    """Return the content type of a body; empty if there is none.
 
     Raises:
-        RequestRefused: there are two, and an engine might read the body by the other one.
+        RequestRefused: there are two, and the engine might use the other one.
     """
     given = [value for name, value in raw if name == b"content-type"]
     if len(given) > 1:
@@ -193,10 +188,10 @@ def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
 def forwarded(
     raw: Iterable[tuple[bytes, bytes]], headers: Mapping[bytes, bytes], *, is_traced: bool = False
 ) -> bytes:
-    """The lines of a client's headers that go on to the replica, each with its line end.
+    """Return the header lines that are forwarded to a replica, each with its line end.
 
     Args:
-        is_traced: each attempt to serve the request tells the replica of a span of its own.
+        is_traced: omit the client's trace headers, because each attempt adds the gateway's own span.
 
     Raises:
         RequestRefused: a header contains a line break.
@@ -215,12 +210,9 @@ def forwarded(
 def upstream_head(
     incoming: IncomingRequest, forwarded: bytes, address: ReplicaAddress, body_bytes: int
 ) -> bytes:
-    """Request line and headers for a replica, with the empty line after them.
+    """Return request line and headers for a replica, including the empty line.
 
-    The id is the gateway's own: an engine names its request by it, and clients may well use one twice.
-
-    Args:
-        forwarded: lines of the client's headers that go on, from `forwarded()`.
+    The request id is the gateway's, because engines name requests by it and clients may repeat theirs.
     """
     lines = (
         f"{incoming.method} {address.path}{incoming.path} HTTP/1.1\r\n{_host_and_credentials(address)}"
@@ -230,7 +222,7 @@ def upstream_head(
 
 
 def engine_head(address: ReplicaAddress, path: str) -> bytes:
-    """Request line and headers of a GET of the gateway's own."""
+    """Return request line and headers of a GET that the gateway sends itself."""
     lines = f"GET {address.path}{path} HTTP/1.1\r\n{_host_and_credentials(address)}\r\n"
     return lines.encode("latin-1")
 
@@ -245,12 +237,12 @@ def _host_and_credentials(address: ReplicaAddress) -> str:
 
 
 def returned(raw: HeaderList) -> HeaderList:
-    """The headers of a replica's answer that go on to the client."""
+    """Return the headers of a replica's answer that are passed to the client."""
     return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
 
 
 def describing(dispatch: Dispatch) -> HeaderList:
-    """Return the headers that describe how a request was scheduled."""
+    """Return the headers that describe the dispatch of a request."""
     return [
         (b"x-queue-wait-ms", b"%.1f" % (dispatch.queue_wait_s * 1000)),
         (b"x-pool", dispatch.pool.encode("latin-1", "replace")),

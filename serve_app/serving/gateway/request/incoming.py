@@ -1,8 +1,8 @@
-"""A request as it comes in, the job that is made of it, and the fields that are added to its body.
+"""An incoming request, the job built from it, and the fields added to its body.
 
-Fields are spliced into a JSON body without parsing and writing it again: appended before the closing brace.
-Where the body has one already there are then two, and JSON readers take the last (Python's, pydantic's and
-msgspec's do), so the rest of the body reaches the engine byte by byte as the client wrote it.
+Fields are spliced into a JSON body before its closing brace, without re-encoding. A field that the body has
+already then occurs twice, and JSON readers use the last one (Python's, pydantic's and msgspec's do). All
+other bytes reach the engine as the client wrote them.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTra
 
 
 class IncomingRequest(msgspec.Struct, frozen=True):
-    """A request of which only the head has been looked at.
+    """A request of which only the head has been parsed.
 
     Attributes:
-        api: in which it is answered.
-        request_id: the gateway's own, unique among all gateways.
-        client_request_id: the client's, or the gateway's when it sent none.
-        arrived_at: on the monotonic clock, in seconds.
-        trace: records its stages.
+        api: API in which it is answered.
+        request_id: the gateway's id, unique among all gateways.
+        client_request_id: the client's id, or the gateway's if it sent none.
+        arrived_at: seconds on the monotonic clock.
+        trace: recorder of its stages.
     """
 
     scope: Scope
@@ -48,33 +48,33 @@ class IncomingRequest(msgspec.Struct, frozen=True):
 
     @property
     def method(self) -> str:
-        """With which an engine is asked: for what HEAD would say it has to be asked with GET."""
+        """HTTP method towards the engine. HEAD is sent as GET, because its headers depend on the answer."""
         return "POST" if self.scope["method"] == "POST" else "GET"
 
     @property
     def id_of_client(self) -> str:
-        """The id that the client gave it; empty where it gave none."""
+        """Id that the client sent; empty if it sent none."""
         return "" if self.client_request_id == self.request_id else self.client_request_id
 
     @property
     def id_headers(self) -> HeaderList:
-        """The headers with the id of the request."""
+        """Headers that return the id of the request."""
         return self.api.id_headers(self.client_request_id)
 
     def watch(self) -> DisconnectWatch:
-        """A watch for the client's end, to be entered once the body has been read."""
+        """Return a watch for disconnects, to be entered once the body has been read."""
         return DisconnectWatch(self.send.exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTerms:
-    """The terms on which an engine keeps a response.
+    """Conditions under which an engine stores a response.
 
     Attributes:
-        owner: the tenant whose response it will be.
-        previous: id of the response that it goes on from.
-        background: the engine works on after its answer, or after its client has left.
-        is_named: its client gives it a name, which must be replaced: it might be another tenant's.
+        owner: tenant that owns the response.
+        previous: id of the response that it continues.
+        background: the engine continues after its answer, or after a disconnect.
+        is_named: the client chose an id, which is replaced because it might be another tenant's.
     """
 
     owner: str
@@ -84,18 +84,17 @@ class ResponseTerms:
 
 
 class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was read and checked, with all that is needed to serve it.
+    """A checked request with everything needed to serve it.
 
     Attributes:
-        forwarded: lines of the client's headers for the engine.
-        body: as the engine gets it, but for what a grant brings. It is released as soon as it cannot be sent
-            again.
-        hide_usage: the client did not ask for the usage event that ends the stream.
-        assembles: the engine streams, and the client wants the answer in one piece.
-        announced: the events with which a stream begins before its first token.
-        response: for the Responses API.
-        is_form: the body is a form, to which nothing can be added.
-        queue_form: format of queue updates; None where its client does not subscribe.
+        forwarded: client header lines for the engine.
+        body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
+        hide_usage: the client did not request the usage event that ends the stream.
+        assembles: the engine streams, but the client wants one piece.
+        announced: events that begin a stream before its first token.
+        response: terms of a stored response; None for other APIs.
+        is_form: the body is a form, to which no fields can be added.
+        queue_form: format of queue updates; None if the client does not subscribe.
     """
 
     incoming: IncomingRequest
@@ -110,11 +109,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
     queue_form: QueueForm | None = None
 
     def body_for(self, grant: Grant, response_id: str | None) -> bytes:
-        """The body with what this grant brings; the very same bytes where that is nothing.
-
-        Args:
-            response_id: the id that the response gets; None where the engine names it.
-        """
+        """Return the body with the fields of a grant and, unless the engine chooses it, the response id."""
         fields = []
         if grant.dispatch.engine_priority is not None and not self.is_form:
             fields.append(priority_field(grant.dispatch.engine_priority))
@@ -125,13 +120,13 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
 
 # -- splicing ---------------------------------------------------------------------------------------------
 
-# What vLLM takes a body without the field for, and the only value that every engine accepts.
+# vLLM's default for bodies without the field, and the only value that every engine accepts.
 NO_PRIORITY = 0
 
 _WITH_USAGE = b'"stream_options":{"include_usage":true}'
 
 
-# Makes a stream of an answer that was wanted in one piece, for the gateway to assemble.
+# Requests a stream for an answer that the gateway assembles.
 AS_STREAM = b'"stream":true,' + _WITH_USAGE
 
 
@@ -143,10 +138,10 @@ _options_decoder = msgspec.json.Decoder(_OptionsOnly)
 
 
 def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
-    """The field that asks an engine for a stream's usage; keeps the client's other stream options.
+    """Return the field that requests usage in a stream, with the client's other stream options.
 
-    But for `continuous_usage_stats`: without `include_usage`, which the client left out, it does nothing, and
-    with it every event would carry usage that nobody asked for.
+    `continuous_usage_stats` is removed. Without `include_usage`, which the client omitted, it has no effect;
+    with it, every event would carry usage.
     """
     if not has_stream_options:
         return _WITH_USAGE
@@ -157,25 +152,25 @@ def usage_field(body: bytes, *, has_stream_options: bool) -> bytes:
 
 
 def priority_field(value: int) -> bytes:
-    """The field that an engine with priority scheduling orders by; lower is served first."""
+    """Return the field by which an engine with priority scheduling orders requests; lower is sooner."""
     return b'"priority":%d' % value
 
 
 def salt_field(salt: str) -> bytes:
-    """The field that keeps a request's blocks apart in an engine's prefix cache."""
+    """Return the field that separates a request's blocks in an engine's prefix cache."""
     return b'"cache_salt":' + msgspec.json.encode(salt)
 
 
 def response_id_field(response_id: str) -> bytes:
-    """The field by which vLLM names a response; a client's own would let it overwrite another's."""
+    """Return the field by which vLLM names a response; a client's own could overwrite another response."""
     return b'"request_id":' + msgspec.json.encode(response_id)
 
 
 def append_fields(body: bytes, fields: list[bytes]) -> bytes:
-    """A JSON object with more fields at its end.
+    """Return a JSON object with fields appended.
 
     Args:
-        body: an object with at least one field, checked by the parser before.
+        body: an object with at least one field, as checked by the parser.
         fields: each as `"name":value`.
 
     Raises:
@@ -184,7 +179,7 @@ def append_fields(body: bytes, fields: list[bytes]) -> bytes:
     if not fields:
         return body
     end = len(body) - 1
-    # White space may follow the object. Stepping back copies nothing, unlike rstrip.
+    # Skip trailing white space by index, because rstrip would copy the body.
     while end >= 0 and body[end] in b" \t\r\n":
         end -= 1
     if end < 0 or body[end] != ord("}"):

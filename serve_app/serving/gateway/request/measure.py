@@ -1,13 +1,13 @@
-"""The measuring of a prompt in a body: size and kind of text, without a tokenizer.
+"""Measurement of the prompt in a body: size and kind of text, without a tokenizer.
 
-Only text counts as text: images, sounds and files are counted as items, and tool definitions, documents and
-response schemas are measured as the raw JSON that they arrive as. Token ids are exact.
+Images, audio and files are counted as items. Tool definitions, documents and response schemas are measured by
+the bytes of their raw JSON. Token ids are exact.
 
-Chat templates are handed whole messages, and names for them beside: what a field adds to a prompt is known to
-the engine alone. So every other field counts, by the bytes of its JSON, unless it is known to be inert
-(`uncounted_bytes`). To look at all fields costs two more passes over the body. They are taken only where much
-of the body is unexplained: more than the quotes, names and escapes that belong to what was measured. Media do
-not count as part of a body there, and one of ASCII alone counts as if its texts were written in UTF-8.
+Chat templates receive whole messages and further fields, and only the engine knows what a field adds to a
+prompt. So every other field counts by the bytes of its JSON unless it is known to be inert
+(`uncounted_bytes`). That takes two more passes over the body, which run only if much of the body is
+unexplained: more than the quotes, names and escapes around the measured parts. Media are excluded from that
+comparison, and an ASCII-only body is compared as if its texts were in UTF-8.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,28 +34,28 @@ from serve_app.serving.gateway.request.fields import (
     ResponsesFields,
 )
 
-# A character of JSON in ASCII alone, such as \u00e9; one beyond the first 65,536 takes two.
+# Length of an escaped character in ASCII-only JSON, such as \u00e9; above U+FFFF there are two.
 _ESCAPED_BYTES = 6
-# Bytes of UTF-8: those of other characters, and the first of each of these.
+# Thresholds of UTF-8 bytes: non-ASCII characters, and the first byte of each.
 _NON_ASCII, _FIRST = 0x80, 0xC0
 
 
 class Utf8:
-    """The UTF-8 of those texts of one body that were asked for. The body must outlive it.
+    """Cache of the UTF-8 of one body's texts. The body must outlive it.
 
-    Each is made at most once, for the size of the prompt and for hashes of its beginning. ASCII is not made
-    here: its size is known without, and to copy it costs next to nothing. Other characters cost about as much
-    to encode as they did to decode.
+    Each text is encoded at most once, for the size of the prompt and for the hashes of its beginning. ASCII
+    texts are not cached, because their size is known and a copy is cheap. Encoding other characters costs
+    about as much as decoding them did.
     """
 
     __slots__ = ("_made",)
 
     def __init__(self) -> None:
-        # By identity: it is told without looking at the text, and all texts live as long as their body.
+        # Keyed by identity, which needs no hash of the text and is safe while the body lives.
         self._made: dict[int, bytes] = {}
 
     def of(self, text: str) -> bytes:
-        """A text in UTF-8."""
+        """Return a text in UTF-8."""
         if text.isascii():
             return text.encode()
         made = self._made.get(id(text))
@@ -64,7 +64,7 @@ class Utf8:
         return made
 
     def escape_bytes(self) -> int:
-        """By how much these texts are longer in JSON of ASCII alone, at least."""
+        """Return a lower bound of the bytes that ASCII-only JSON adds to the cached texts."""
         longer = 0
         for made in self._made.values():
             data = np.frombuffer(made, np.uint8)
@@ -73,12 +73,12 @@ class Utf8:
         return longer
 
     def known(self, text: str) -> str | bytes:
-        """A text in UTF-8 where that was made before, or else as it is."""
+        """Return the UTF-8 of a text if it is cached, otherwise the text."""
         return self._made.get(id(text), text)
 
 
 _NULL = b"null"
-# Templates write roles; those that there are belong to what a message adds to a prompt.
+# Templates render roles; roles of ordinary length are part of the overhead of a message.
 _ROLE_CHARACTERS = 32
 _MEDIA_TYPES = frozenset(
     {
@@ -90,12 +90,12 @@ _MEDIA_TYPES = frozenset(
 
 
 class PromptMeasure:
-    """Collects the pieces of one prompt.
+    """Accumulator for the parts of one prompt.
 
     Attributes:
-        texts: what the model reads as text.
-        utf8: of the texts, as far as it has been made.
-        media_bytes: of the JSON of images, sounds and files, as far as that is known.
+        texts: texts that the model reads.
+        utf8: cached UTF-8 of the texts.
+        media_bytes: bytes of the JSON of images, audio and files, as far as known.
     """
 
     __slots__ = ("media_bytes", "media_items", "texts", "tool_bytes", "utf8")
@@ -107,7 +107,7 @@ class PromptMeasure:
         self.tool_bytes = 0
 
     def add_content(self, content: Content) -> None:
-        """A text, or parts."""
+        """Add a text or a list of parts."""
         if content is None:
             return
         if isinstance(content, str):
@@ -117,11 +117,11 @@ class PromptMeasure:
                 self.add_part(part)
 
     def add_part(self, part: str | PartFields) -> None:
-        """A text, or something else."""
+        """Add a text or another part."""
         if isinstance(part, str):
             self.texts.append(part)
             return
-        # All that is there: which of them an engine reads depends on a type that clients choose.
+        # All texts count, because the engine selects by a type that clients choose.
         texts = [text for text in (part.text, part.refusal, part.thinking) if text is not None]
         self.texts += texts
         if not texts or part.type in _MEDIA_TYPES:
@@ -138,7 +138,7 @@ class PromptMeasure:
                 self.tool_bytes += len(view)
 
     def add_text(self, *pieces: msgspec.Raw) -> None:
-        """Count a text as such, and anything else by the bytes of its JSON."""
+        """Count strings as text, and other values by the bytes of their JSON."""
         for piece in pieces:
             if bytes(memoryview(piece)[:1]) == b'"':
                 self.texts.append(msgspec.json.decode(piece, type=str))
@@ -146,7 +146,7 @@ class PromptMeasure:
                 self.add_raw(piece)
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
-        """Messages of a chat."""
+        """Add the messages of a chat."""
         for message in messages:
             if message.role is not None and len(message.role) > _ROLE_CHARACTERS:
                 self.texts.append(message.role)
@@ -156,7 +156,7 @@ class PromptMeasure:
                 self.add_raw(message.tool_calls, message.function_call)
 
     def add_items(self, items: Iterable[InputItem]) -> None:
-        """Items of a Responses input."""
+        """Add the items of a Responses input."""
         for item in items:
             if item.role is not None and len(item.role) > _ROLE_CHARACTERS:
                 self.texts.append(item.role)
@@ -170,11 +170,11 @@ class PromptMeasure:
             self.add_content(list(item.summary) if item.summary else None)
 
     def unread_bytes(self, body: bytes) -> int:
-        """Bytes of a body that are certainly no text: media, and escapes of a body of ASCII alone."""
+        """Return the bytes of a body that are certainly no text: media, and escapes of an ASCII-only body."""
         return self.media_bytes + (self.utf8.escape_bytes() if body.isascii() else 0)
 
     def shape(self, *, messages: int = 0, prompts: int = 1, prompt_tokens: int | None = None) -> PromptShape:
-        """All that was collected."""
+        """Return the shape of all added parts."""
         text: str | bytes = "".join(self.texts)
         if not text.isascii():
             text = b"".join([self.utf8.of(each) for each in self.texts])
@@ -190,14 +190,14 @@ class PromptMeasure:
 
 
 def chat_shape(body: ChatFields, measure: PromptMeasure) -> PromptShape:
-    """The prompt of a chat completion."""
+    """Return the shape of a chat completion's prompt."""
     measure.add_messages(body.messages)
     measure.add_raw(body.tools, body.functions, body.documents, body.response_format)
     return measure.shape(messages=len(body.messages))
 
 
 def completion_shape(body: CompletionFields) -> PromptShape:
-    """The prompt or prompts of a completion."""
+    """Return the shape of a completion's prompt or prompts."""
     measure = PromptMeasure()
     if body.suffix:
         measure.texts.append(body.suffix)
@@ -208,7 +208,7 @@ def completion_shape(body: CompletionFields) -> PromptShape:
 
 
 def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShape:
-    """The input of a Responses request; its items are its messages."""
+    """Return the shape of a Responses input; its items count as messages."""
     messages = 1
     if isinstance(body.input, str):
         measure.texts.append(body.input)
@@ -223,7 +223,7 @@ def responses_shape(body: ResponsesFields, measure: PromptMeasure) -> PromptShap
 
 
 def embedding_shape(body: EmbeddingFields) -> PromptShape:
-    """The text or texts of an embedding."""
+    """Return the shape of an embedding's text or texts."""
     measure = PromptMeasure()
     if body.messages is not None:
         measure.add_messages(body.messages)
@@ -232,7 +232,7 @@ def embedding_shape(body: EmbeddingFields) -> PromptShape:
 
 
 def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
-    """One text, several texts, the ids of one prompt, or the ids of several."""
+    """Return the shape of one text, several texts, or the token ids of one or several prompts."""
     if isinstance(prompt, str):
         measure.texts.append(prompt)
         return measure.shape()
@@ -250,16 +250,15 @@ def _prompts_shape(measure: PromptMeasure, prompt: Prompt) -> PromptShape:
 
 # -- Anthropic's Messages ---------------------------------------------------------------------------------
 
-# vLLM makes a chat of them: the system text first, tool results as messages of their own, thinking as
-# reasoning. A system text that begins with this differs from request to request. vLLM leaves it out, and so
-# do sizes and hashes here.
+# vLLM converts Messages to a chat: the system text first, tool results as separate messages, thinking as
+# reasoning. A system text with this prefix differs between requests; vLLM drops it, and so does this module.
 _BILLING = "x-anthropic-billing-header"
 _MEDIA = frozenset({"image", "document"})
 _MAY_BE_EMPTY = frozenset({"redacted_thinking", "tool_result", "tool_reference"})
 
 
 def messages_shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
-    """The conversation of one of Anthropic's Messages."""
+    """Return the shape of a conversation in Anthropic's Messages API."""
     results = 0
     for block in blocks_of(body.system):
         _add_block(measure, block)
@@ -272,7 +271,7 @@ def messages_shape(body: MessagesFields, measure: PromptMeasure) -> PromptShape:
 
 
 def _add_block(measure: PromptMeasure, block: BlockFields) -> None:
-    """All that is there: which of it an engine reads depends on a type that clients choose."""
+    """Add all parts of a block, because the engine selects by a type that clients choose."""
     texts = [text for text in (block.text, block.thinking) if text is not None]
     measure.texts += texts
     measure.add_content(block.content)
@@ -284,7 +283,7 @@ def _add_block(measure: PromptMeasure, block: BlockFields) -> None:
 
 
 def blocks_of(content: Blocks | None) -> Iterator[BlockFields]:
-    """The blocks of a message that belong to its prompt."""
+    """Yield the blocks of a message that belong to its prompt."""
     if isinstance(content, str):
         content = [BlockFields(type="text", text=content)]
     for block in content or ():
@@ -294,13 +293,13 @@ def blocks_of(content: Blocks | None) -> Iterator[BlockFields]:
 
 # -- uncounted fields -------------------------------------------------------------------------------------
 
-# What is unexplained in an ordinary body: settings of one request, `role` and quotes of each message, escapes
-# of line ends and quotes in code. What hides below adds an eighth to a prompt at most.
+# Unexplained bytes of an ordinary body: sampling settings, `role` and quotes of each message, escapes of line
+# ends and quotes in code. Below these limits, undetected fields add at most an eighth to a prompt.
 _ORDINARY_BYTES = 512
 _MESSAGE_BYTES = 64
 _ORDINARY_SHARE = 8
 
-# They set how an engine works, or name something. What a body's type decodes is measured, or inert as well.
+# Fields that configure an engine or name something. Fields of the body's type are measured or inert as well.
 _INERT_NAMES = """
     model stream stream_options user safety_identifier service_tier priority cache_salt prompt_cache_key
     prompt_cache_retention metadata store include background previous_response_id truncation request_id
@@ -321,7 +320,7 @@ _INERT_NAMES = """
     enable_response_messages chat_template_content_format
 """
 _INERT = frozenset(_INERT_NAMES.split())
-# `encrypted_content` is for the server that wrote it. Some templates write the ids of tool calls.
+# `encrypted_content` is for the server that wrote it. Some templates write ids of tool calls, so these count.
 _INERT_IN_MESSAGES = frozenset(["type", "status", "audio", "encrypted_content"])
 _INERT_IN = {
     "messages": _INERT_IN_MESSAGES | frozenset(MessageFields.__struct_fields__),
@@ -336,11 +335,11 @@ _messages_decoder = msgspec.json.Decoder(list[_Fields])
 def uncounted_bytes(
     body: bytes, shape: PromptShape, body_type: type[BodyFields], measure: PromptMeasure | None
 ) -> int:
-    """Bytes of the fields of a request that its shape does not have.
+    """Return the bytes of a request's fields that its shape does not include.
 
     Args:
-        body: parsed before as `body_type`, so known to be an object.
-        measure: of which its shape was made.
+        body: an object that was parsed as `body_type`.
+        measure: source of the shape.
     """
     explained = shape.text_bytes + shape.tool_bytes + _MESSAGE_BYTES * shape.messages + _ORDINARY_BYTES
     if _is_ordinary(len(body), explained):
@@ -367,5 +366,5 @@ def _objects(value: msgspec.Raw) -> Iterable[_Fields]:
     try:
         return _messages_decoder.decode(value)
     except msgspec.ValidationError:
-        # A text, or texts or token ids, which an embedding has in place of items.
+        # An embedding may have texts or token ids in place of items.
         return ()

@@ -1,13 +1,13 @@
-"""Prefix hashes: which prompts begin alike, told from their leading blocks without a tokenizer.
+"""Prefix hashes: identify prompts with a common beginning by leading blocks, without a tokenizer.
 
-The text of a prompt is put together in the order in which chat templates write it: tool definitions, then the
-messages with their roles, instructions first. It is cut at the places of `routing.prefix_blocks`, and each
-hash covers everything before its end. A request that goes on where another ended has that one's hashes and
-more. A last block that is not full has no hash: it would match nothing but its own repetition.
+The text of a prompt is joined in the order of chat templates: tool definitions, then the messages with their
+roles, instructions first. It is cut at the ends of `core.routing.prefix`, and each hash covers all text
+before its end. A request that continues another one has the hashes of that one and more. A partial last block
+has no hash, because only a repetition would match it.
 
-What a hash covers besides: the model's name (an adapter has a cache of its own), the kind of prompt, the
-client's `cache_salt`, and the tenant where settings ask for it. An image or a sound ends the comparison: its
-content is not looked at. All gateways compute the same hashes, and a hash tells nothing of the text.
+A hash also covers the model's name (an adapter has its own cache), the kind of prompt, the client's
+`cache_salt`, and the tenant if configured. An image or audio ends the comparison, because its content is not
+read. All gateways compute the same hashes, and a hash reveals nothing of the text.
 """
 
 from array import array
@@ -37,7 +37,7 @@ from serve_app.serving.gateway.request.measure import Utf8, blocks_of
 _ID_BYTES = 8
 _LEAST_BYTES, _MOST_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))
 _NULL = b"null"
-# What stands before a message; most have one of these roles.
+# Separators before messages of the common roles.
 _HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user", "assistant", "tool")}
 
 
@@ -45,21 +45,22 @@ _HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user
 class PrefixSettings:
     """Prefix hashes that the gateway sends to the scheduler."""
 
-    # Costs some 20 microseconds for 10 kB of text. Without it, requests are sent by load alone.
+    # Send hashes of prompt prefixes to the scheduler. Costs about 20 microseconds per 10 kB of text; without
+    # it, requests are placed by load alone.
     enabled: Annotated[bool, INTERNAL] = True
-    # Whoever shares a prefix cache can find out by the time to the first token whether somebody else has sent
-    # a text before. With this, tenants share nothing: neither here nor in the engines, which get a
-    # `cache_salt` (vLLM knows it, other servers may refuse it). It costs the hits on what tenants have in
-    # common.
+    # Isolate tenants in prefix caches. Clients that share a cache can infer from the time to first token
+    # whether another one has sent a text before. With this setting tenants share nothing, neither here nor in
+    # the engines, which receive a `cache_salt` (supported by vLLM, maybe rejected by other servers). It costs
+    # the cache hits on text that tenants have in common.
     per_tenant: bool = False
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The beginning of a prompt, as references into its parsed body; nothing is copied before it is hashed.
+    """Beginning of a prompt, as references into its parsed body; copied only when it is hashed.
 
     Attributes:
         kind: prompts of different kinds never match.
-        pieces: text in the order in which the model reads it.
+        pieces: texts in the order in which the model reads them.
         ids: the prompt as token ids, instead of text.
         salt: the client's `cache_salt`.
     """
@@ -74,15 +75,14 @@ NO_OPENING = Opening(b"")
 
 
 def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[int, ...]:
-    """Hashes of the leading blocks, each 64 bits, longest last; empty when not even one block is full.
+    """Return the 64-bit hashes of the leading blocks, longest last; empty if no block is full.
 
-    Args:
-        tenant: whose prompts these are kept apart for; empty for everybody's.
+    Hashes are isolated by tenant, unless it is empty.
     """
     if opening.ids:
         try:
             data = array("q", opening.ids).tobytes()
-        except (OverflowError, TypeError):  # no ids of any vocabulary; the engine will say so
+        except (OverflowError, TypeError):  # ids outside any vocabulary; the engine will refuse them
             return ()
         return _block_hashes(data, _ID_BYTES, _key(opening.kind, model, opening.salt, tenant))
     data = _joined(opening.pieces)
@@ -91,7 +91,7 @@ def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[in
     return _block_hashes(data, BYTES_PER_TOKEN, _key(opening.kind, model, opening.salt, tenant))
 
 
-# Of most requests all four are as in one shortly before.
+# Most requests repeat the arguments of a recent one.
 @lru_cache(maxsize=256)
 def _key(kind: bytes, *names: str) -> bytes:
     """Return the key that separates the hashes of different kinds, models, salts and tenants."""
@@ -103,7 +103,7 @@ def _told_apart(*parts: bytes) -> bytes:
 
 
 def engine_salt(tenant: str, client_salt: str) -> str:
-    """The `cache_salt` that keeps a tenant's blocks apart in an engine; no client can ask for another's."""
+    """Return the `cache_salt` that isolates a tenant in an engine; clients cannot reproduce another's."""
     both = _told_apart(tenant.encode(), client_salt.encode())
     return blake2b(both, digest_size=16).hexdigest()
 
@@ -117,7 +117,7 @@ def chat_opening(body: ChatFields, utf8: Utf8 | None = None) -> Opening:
 
 
 def completion_opening(body: CompletionFields) -> Opening:
-    """Return the beginning of a completion's prompt; several prompts have no common beginning."""
+    """Return the beginning of a completion's prompt; several prompts have none in common."""
     prompt: object = body.prompt
     salt = body.cache_salt or ""
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -132,7 +132,7 @@ def completion_opening(body: CompletionFields) -> Opening:
 def responses_opening(body: ResponsesFields, utf8: Utf8 | None = None) -> Opening:
     """Return the beginning of a Responses request's input."""
     if body.previous_response_id:
-        # It begins with what an engine has kept, which is not known here.
+        # It begins with the conversation stored by the engine, which is unknown here.
         return Opening(b"responses", salt=body.cache_salt or "")
     pieces = OpeningPieces(utf8)
     pieces.add_raw(body.tools)
@@ -148,7 +148,7 @@ def responses_opening(body: ResponsesFields, utf8: Utf8 | None = None) -> Openin
 
 
 def messages_opening(body: MessagesFields, utf8: Utf8) -> Opening:
-    """Return the beginning of a conversation of Anthropic's Messages."""
+    """Return the beginning of a conversation in Anthropic's Messages API."""
     pieces = OpeningPieces(utf8)
     pieces.add_raw(body.tools)
     pieces.add("system", _parts_of(blocks_of(body.system)))
@@ -162,16 +162,12 @@ def messages_opening(body: MessagesFields, utf8: Utf8) -> Opening:
 
 
 def _parts_of(blocks: Iterable[BlockFields]) -> Content:
-    """Blocks as parts of a chat's message; what has no text is media, which ends a comparison."""
+    """Convert blocks to the parts of a chat message; blocks without text end the comparison as media."""
     return [PartFields(text=block.text, thinking=block.thinking) for block in blocks if block.input is ABSENT]
 
 
 class OpeningPieces:
-    """Collects the text of a prompt up to the first thing that is no text.
-
-    Args:
-        utf8: of the same body, where some of its texts have been encoded already.
-    """
+    """Accumulator for the text of a prompt, up to the first part that is not text."""
 
     __slots__ = ("_ended", "_utf8", "found")
 
@@ -181,7 +177,7 @@ class OpeningPieces:
         self._ended = False
 
     def add_messages(self, messages: Iterable[MessageFields]) -> None:
-        """Messages of a chat."""
+        """Add the messages of a chat."""
         for message in messages:
             if message.is_plain:
                 self.add(message.role or "", message.content)
@@ -193,7 +189,7 @@ class OpeningPieces:
                 return
 
     def add(self, role: str, content: Content) -> None:
-        """A message: its role tells where the one before it has ended."""
+        """Add a message; its role also marks the end of the previous one."""
         if content is None or self._ended:
             return
         self.found.append(_HEADS.get(role) or f"\0{role}\0")
@@ -205,7 +201,7 @@ class OpeningPieces:
             self.found.append(self._utf8.known(text))
 
     def add_raw(self, *values: msgspec.Raw) -> None:
-        """Definitions, by the bytes of their JSON."""
+        """Add definitions by the bytes of their JSON."""
         for value in values:
             if value is ABSENT:
                 continue
@@ -219,11 +215,11 @@ def _text_of(part: PartFields) -> str | None:
 
 
 def _joined(pieces: Iterable[str | bytes]) -> bytes:
-    """UTF-8 of the pieces, at least as far as blocks reach."""
+    """Return the UTF-8 of the pieces, at least up to the last block end."""
     encoded: list[bytes] = []
     size = 0
     for piece in pieces:
-        # A character has one byte at least.
+        # A character has at least one byte.
         data = piece if isinstance(piece, bytes) else piece[:_MOST_BYTES].encode()
         encoded.append(data)
         size += len(data)

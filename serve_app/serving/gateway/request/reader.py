@@ -1,4 +1,4 @@
-"""The request reader: checks a body, makes a submission of it, and resolves the model's name."""
+"""Request reader: checks bodies, builds submissions and resolves model names."""
 
 import asyncio
 import itertools
@@ -36,12 +36,12 @@ from serve_app.serving.gateway.tracing.request_trace import UNTRACED, RequestTra
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A served name, and its model or adapter.
+    """A served name, resolved to its model or adapter.
 
     Attributes:
-        name: as clients write it.
-        model: the model itself, or the one that the adapter belongs to.
-        adapter: the same name where it is an adapter's; else None.
+        name: name in requests.
+        model: the model, or the base model of an adapter.
+        adapter: the name if it is an adapter's; otherwise None.
     """
 
     name: str
@@ -50,7 +50,7 @@ class FoundModel:
     adapter: str | None = None
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
-        """The open replicas that serve it."""
+        """Return the open replicas that serve the name."""
         replicas = self.scheduler.replicas()
         if self.adapter is None:
             return replicas
@@ -58,7 +58,7 @@ class FoundModel:
         return tuple(each for each in replicas if each.replica_id in holders)
 
     def described(self) -> dict[str, object]:
-        """Its entry in the list of models."""
+        """Return its entry in the list of models."""
         described: dict[str, object] = {
             "id": self.name,
             "object": "model",
@@ -73,12 +73,7 @@ class FoundModel:
 
 
 class ServedModels:
-    """All names as they stand now.
-
-    Args:
-        models: those that are configured.
-        schedulers: of each, by name.
-    """
+    """Look-up of served names, including adapters that are loaded now."""
 
     def __init__(self, models: tuple[ServedModel, ...], schedulers: Mapping[str, SchedulerClient]) -> None:
         self._models = {model.name: FoundModel(model.name, model, schedulers[model.name]) for model in models}
@@ -90,8 +85,7 @@ class ServedModels:
         """Return the model or adapter of a name.
 
         Raises:
-            RequestRefused: it is not served, or not to this caller; says which ones are, of those that the
-                caller may use.
+            RequestRefused: it is not served, or not to this caller; the message lists the allowed ones.
         """
         found = self._models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if found is None:
@@ -109,7 +103,7 @@ class ServedModels:
         return [found for found in self._all() if caller.may_use(found.name)]
 
     def first(self, caller: Caller) -> str:
-        """The first name that a caller may use; the very first where there is none."""
+        """Return the first name that a caller may use, or the first of all if there is none."""
         usable = self.usable(caller)
         return usable[0].name if usable else next(iter(self._models))
 
@@ -126,24 +120,17 @@ class ServedModels:
                     yield FoundModel(adapter, found.model, found.scheduler, adapter)
 
 
-# Longer bodies are checked and parsed on a thread. Below, the change of threads costs more than the 5 ms at
-# most for which a body of this length occupies the event loop.
+# Longer bodies are checked and parsed on a thread. For shorter ones, changing threads costs more than the
+# 5 ms at most for which they block the event loop.
 _LARGE_BODY_BYTES = 256 * 1024
-# The same of bodies that are little but long texts. Their memory is dearer on a thread, too.
+# The limit for bodies that mostly consist of long texts; these also cost more memory on a thread.
 _LARGE_TEXT_BYTES = 512 * 1024
-# Of a body that arrives in pieces, those of this length are kept as they are until the last one is there.
+# Pieces of this length are stored as they arrive; shorter ones are joined.
 _OWN_PIECE_BYTES = 4 * 1024
 
 
 class RequestReader:
-    """Reads and checks requests before a scheduler sees them.
-
-    Args:
-        tracer: of requests; None for no traces.
-
-    Attributes:
-        bodies: the memory for bodies.
-    """
+    """Reader and validator of requests, before a scheduler sees them."""
 
     def __init__(
         self,
@@ -159,15 +146,14 @@ class RequestReader:
         self._tracer = tracer
         self._numbers = itertools.count(1)
         self.bodies = BodyBudget(settings.max_held_body_bytes)
-        # Threads take turns, so more of them make nothing faster; one large body after the other does not
-        # hold up the event loop.
+        # One thread: the GIL makes more no faster, and the event loop is not blocked.
         self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
 
     def change(self, settings: GatewaySettings) -> None:
-        """Read what arrives from now on by other settings of the same models.
+        """Apply other settings of the same models to requests that arrive from now on.
 
         Raises:
-            SettingsError: a key cannot be read; then the settings of before hold.
+            SettingsError: a key cannot be read; the previous settings stay in force.
         """
         keyring, before = _keyring(settings), self._keyring
         self._settings, self._keyring = settings, keyring
@@ -177,7 +163,7 @@ class RequestReader:
     def incoming(
         self, scope: Scope, receive: Receive, send: ClientStream, path: str, now: float
     ) -> IncomingRequest:
-        """Name a request that has just arrived, and note when."""
+        """Create an incoming request with its ids and arrival time."""
         headers = dict(scope["headers"])
         own = f"{self._gateway_id}-{next(self._numbers)}"
         return IncomingRequest(
@@ -194,7 +180,7 @@ class RequestReader:
         )
 
     def authenticate(self, incoming: IncomingRequest) -> Caller:
-        """Return the caller.
+        """Return the caller of a request.
 
         Raises:
             RequestRefused: the key is missing or not valid.
@@ -202,7 +188,7 @@ class RequestReader:
         return self.caller(incoming.headers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Return the caller by the headers of a request.
+        """Return the caller that the headers of a request identify.
 
         Raises:
             RequestRefused: the key is missing or not valid.
@@ -210,11 +196,11 @@ class RequestReader:
         return self._keyring.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
 
     async def body(self, incoming: IncomingRequest) -> HeldBody:
-        """The whole body, to be released by the caller.
+        """Receive the whole body; the caller must release it.
 
         Raises:
-            RequestRefused: it is longer than allowed, or compressed, or there is no memory for it now.
-            ClientGone: the client left before it was complete.
+            RequestRefused: it is too long, too slow or compressed, or the memory budget is exhausted.
+            ClientGone: the client disconnected before it was complete.
         """
         limit = self._settings.max_body_bytes
         heads.refuse_encoded_body(incoming.headers.get(b"content-encoding"))
@@ -261,8 +247,8 @@ class RequestReader:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
-            RequestRefused: it cannot be served as it is.
-            ClientGone: the client left before it was complete.
+            RequestRefused: it is invalid or not allowed.
+            ClientGone: the client disconnected before it was complete.
         """
         caller = self.authenticate(incoming)
         held = await self.body(incoming)
@@ -277,12 +263,12 @@ class RequestReader:
             raise
 
     def close(self) -> None:
-        """End the threads for large bodies."""
+        """Stop the thread for large bodies and the watch of the key file."""
         self._large_bodies.shutdown(wait=False, cancel_futures=True)
         self._keyring.close()
 
     def _job_of(self, incoming: IncomingRequest, caller: Caller, held: HeldBody) -> ForwardJob:
-        """Check a body, and make the job of it; also called on a thread of its own."""
+        """Check a body and build its job; for large bodies, this runs on a thread."""
         body, form = held.data, FORMS.get(incoming.path)
         if form is not None:
             parsed, announced = form.parse(body, heads.content_type(incoming.scope["headers"])), None
@@ -294,14 +280,14 @@ class RequestReader:
         settings = self._settings.prefix
         submission = _submission(incoming, caller, parsed, settings)
         if found.adapter is not None:
-            # Prefixes were hashed under the adapter's name: it has a cache of its own.
+            # Prefixes are hashed under the adapter's name, because an adapter has its own cache.
             spec = replace(submission.spec, model=found.model.name, adapter=found.adapter)
             submission = replace(submission, spec=spec)
         fields = _fields(parsed, body)
         assembles = self._settings.assemble_answers and parsed.may_be_assembled
         if assembles:
             fields.append(AS_STREAM)
-            # To the scheduler it is a stream: its first token is heard.
+            # The scheduler treats it as a stream, because its first token is observed.
             submission = replace(submission, spec=replace(submission.spec, streamed=True))
         if settings.per_tenant and parsed.opening is not NO_OPENING:
             fields.append(salt_field(engine_salt(submission.tenant, parsed.opening.salt)))
@@ -313,7 +299,7 @@ class RequestReader:
             body=held,
             hide_usage=parsed.asks_usage and not parsed.shows_usage,
             assembles=assembles,
-            # Whoever lets work go on in the background wants to know its id at once.
+            # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
             response=self._response(incoming, caller, parsed),
             is_form=form is not None,
@@ -321,10 +307,10 @@ class RequestReader:
         )
 
     def owner(self, incoming: IncomingRequest, caller: Caller) -> str:
-        """The tenant that owns kept responses; the end user that a body names makes no difference.
+        """Return the tenant that owns stored responses; the end user in the body is ignored.
 
         Raises:
-            RequestRefused: as for every request of that tenant.
+            RequestRefused: the caller may not act for the tenant.
         """
         return caller.tenant(incoming.headers.get(b"x-tenant"), None)
 
@@ -341,7 +327,7 @@ class RequestReader:
         )
 
     def forwarded(self, incoming: IncomingRequest) -> bytes:
-        """The lines of the client's headers that go on to a replica.
+        """Return the client's header lines that are forwarded to a replica.
 
         Raises:
             RequestRefused: a header contains a line break.
@@ -354,7 +340,7 @@ class RequestReader:
 
 
 def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
-    """Keep one more piece of a body; small ones together, as each by itself takes many times its length."""
+    """Append a piece of a body; short pieces are joined, because each object takes many times its length."""
     if len(piece) >= _OWN_PIECE_BYTES:
         pieces.append(piece)
     elif pieces and isinstance(pieces[-1], bytearray):
@@ -364,13 +350,13 @@ def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
 
 
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
-    """Fields that the engine must get and the client did not write."""
+    """Return fields that the engine needs and the client did not send."""
     fields: list[bytes] = []
     if parsed.spec.streamed and parsed.asks_usage and not parsed.shows_usage:
         fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
     if parsed.priority:
-        # It has been read as the request's class. An engine refuses it unless it schedules by priority, and
-        # there it would pass the requests of others, so no client's own number reaches one.
+        # The priority was read as the request's class. Engines refuse the field unless they schedule by
+        # priority, and there it would overtake other requests, so the client's number is never forwarded.
         fields.append(priority_field(NO_PRIORITY))
     return fields
 

@@ -1,6 +1,6 @@
-"""Traces of requests by OpenTelemetry, for those that its sampler takes.
+"""OpenTelemetry traces of requests that are sampled.
 
-`request_trace` is what a gateway does for every request, which is nothing. It reads what a client says of its
-own trace, and finds the tracer. `tracer` decides which requests are sampled and draws up their spans under
-the names of `names`. Only `tracer` needs OpenTelemetry, and is imported where `gateway.tracing` asks for it.
+`request_trace` has the no-op trace of requests that are not sampled, parses the client's trace context and
+creates the tracer. `tracer` samples requests and creates their spans, with the names in `names`. Only
+`tracer` needs OpenTelemetry; it is imported only if `gateway.tracing` is set.
 """

@@ -1,13 +1,13 @@
-"""The names of spans and of what they tell: OpenTelemetry's conventions where it has them, else our own.
+"""Names of spans and attributes: OpenTelemetry's conventions where they exist, otherwise `ewsjf.` names.
 
-The conventions for generative AI have left OpenTelemetry's Python package, which still has their names but
-marks all of them as deprecated. So they stand here, and a test compares them while the package has them.
-Nothing that a client or an engine has written is among them but names: of models, tenants and requests.
+OpenTelemetry's Python package marks the conventions for generative AI as deprecated since they moved, so they
+are defined here; a test compares them as long as the package has them. Of the values that clients or engines
+choose, only names of models, tenants and requests are recorded.
 """
 
 from collections.abc import Mapping
 
-# For generative AI.
+# Generative AI.
 OPERATION_NAME = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
 REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
@@ -18,7 +18,7 @@ RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 
-# For HTTP and errors.
+# HTTP and errors.
 ERROR_TYPE = "error.type"
 HTTP_REQUEST_METHOD = "http.request.method"
 HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
@@ -26,7 +26,7 @@ HTTP_ROUTE = "http.route"
 SERVER_ADDRESS = "server.address"
 SERVER_PORT = "server.port"
 
-# Ours.
+# Of this project.
 ATTEMPT = "ewsjf.attempt"
 CLASS = "ewsjf.class"
 ESTIMATED_TOKENS = "ewsjf.estimated_tokens"
@@ -41,13 +41,13 @@ TENANT = "ewsjf.tenant"
 PROVIDER = "ewsjf"
 SCOPE = "ewsjf.gateway"
 
-# Spans below that of the request, and an event.
+# Child spans of the request, and an event.
 QUEUE_SPAN = "ewsjf.queue"
 PLACE_SPAN = "ewsjf.place"
 FORWARD_SPAN = "ewsjf.forward"
 FIRST_CHUNK_EVENT = "ewsjf.first_chunk"
 
-# What each scheduled path does; the conventions have no word for the last ones.
+# Operation of each scheduled path; the conventions do not define the last ones.
 OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",

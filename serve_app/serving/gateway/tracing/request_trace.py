@@ -1,4 +1,4 @@
-"""The interface of a request's trace, and the setup of the tracer."""
+"""Interface of a request's trace, and the creation of the tracer."""
 
 import os
 import re
@@ -14,79 +14,62 @@ from serve_app.serving.channel.scheduler_client import Grant
 
 
 class RequestTrace:
-    """The trace of a request that is not sampled.
-
-    Attributes:
-        trace_id: 32 hexadecimal digits; empty for a request that is not sampled.
-    """
+    """No-op trace of a request that is not sampled; the base of sampled ones, which have a `trace_id`."""
 
     __slots__ = ()
 
     trace_id: str = ""
 
     def queued(self, submission: Submission) -> None:
-        """It goes to its scheduler."""
+        """Record the submission to the scheduler."""
 
     def granted(self, grant: Grant, attempt: int) -> None:
-        """It has been given a place on a replica, and is sent there."""
+        """Record a grant, and begin an attempt on its replica."""
 
     def headers(self) -> bytes:
-        """Lines for the engine, so that its spans stand below that of the present attempt."""
+        """Return header lines that make the engine's spans children of the current attempt."""
         return b""
 
     def put_back(self, failure: DispatchFailure) -> None:
-        """The replica has not answered it: it goes back to its queue."""
+        """Record a failed attempt, after which the request is queued again."""
 
     def forwarded(self, outcome: Outcome) -> None:
-        """The engine has finished with it."""
+        """Record the end in the engine."""
 
     def ended(self, record: RequestRecord, status: int) -> None:
-        """It has reached its outcome.
-
-        Args:
-            status: of HTTP, as the client got it.
-        """
+        """Record the outcome and the HTTP status sent to the client."""
 
 
 UNTRACED = RequestTrace()
 
 
 class RequestTracer(Protocol):
-    """Decides which requests are sampled."""
+    """Sampler of requests."""
 
     def begin(
         self, scope: Scope, path: str, headers: Mapping[bytes, bytes], arrived_at: float
     ) -> RequestTrace:
-        """The trace of a request that has just arrived; `UNTRACED` if it is not sampled.
-
-        Args:
-            arrived_at: on the monotonic clock, in seconds.
-        """
+        """Return the trace of a request that arrived at a monotonic time; `UNTRACED` if it is not sampled."""
         ...
 
     def unsampled_parent(self) -> bytes:
-        """A line that tells an engine of a trace that nobody keeps."""
+        """Return a header line with an unsampled parent, so that the engine does not start its own trace."""
         ...
 
     def close(self, within_s: float) -> None:
-        """Send what is left; blocks for so long at most."""
+        """Export the remaining spans; block for at most `within_s` seconds."""
         ...
 
 
 _SAMPLED = 0x01
-# A later version may have more behind a further hyphen; version ff is none.
+# Later versions may append fields after a further hyphen; version ff is invalid.
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _NO_TRACE = b"0" * 32
 _NO_SPAN = b"0" * 16
 
 
 class TraceParent(NamedTuple):
-    """The span from which a request comes.
-
-    Attributes:
-        trace_id: 32 hexadecimal digits.
-        span_id: 16 hexadecimal digits.
-    """
+    """Trace context of the caller's span; ids are hexadecimal."""
 
     trace_id: bytes
     span_id: bytes
@@ -94,33 +77,33 @@ class TraceParent(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether whoever sent it keeps the trace."""
+        """True if the caller samples the trace."""
         return bool(self.flags & _SAMPLED)
 
 
 def trace_parent(headers: Mapping[bytes, bytes]) -> TraceParent | None:
-    """The parent that a request names; None where it names none, or one that cannot be."""
+    """Parse the `traceparent` header; None if it is absent or invalid."""
     given = headers.get(b"traceparent")
     if given is None:
         return None
     found = _TRACEPARENT.fullmatch(given)
     if found is None or found[1] == _NO_TRACE or found[2] == _NO_SPAN:
         return None
-    # Version 00 has nothing behind its flags.
+    # Version 00 ends with its flags.
     if given.startswith(b"00") and len(given) != 55:
         return None
     return TraceParent(found[1], found[2], int(found[3], 16))
 
 
-# The standard ways to switch tracing off from outside.
+# Standard variables that disable tracing.
 _OFF = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
 
 
 def made_tracer(gateway_id: str) -> RequestTracer | None:
-    """The tracer that the environment describes; None where it switches tracing off.
+    """Create the tracer that the environment configures; None if it disables tracing.
 
     Raises:
-        SettingsError: OpenTelemetry is not installed, or the environment asks for what it has not.
+        SettingsError: OpenTelemetry is not installed, or the configuration is not supported.
     """
     if any(os.environ.get(name, "").strip().lower() == value for name, value in _OFF.items()):
         return None
@@ -136,11 +119,7 @@ def made_tracer(gateway_id: str) -> RequestTracer | None:
 
 
 def check_tracing() -> None:
-    """Refuse what `made_tracer` would refuse.
-
-    Raises:
-        SettingsError: see there.
-    """
+    """Raise `SettingsError` if a tracer cannot be created."""
     tracer = made_tracer("check")
     if tracer is not None:
         tracer.close(0.0)

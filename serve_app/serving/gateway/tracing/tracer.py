@@ -1,21 +1,20 @@
-"""The tracer of a gateway: sampling decisions, the spans of sampled requests, and their export.
+"""Tracer of a gateway: sampling decisions, spans of sampled requests, and their export.
 
-OpenTelemetry's own sampler decides, as `OTEL_TRACES_SAMPLER` says. Each of those that the variable may name
-takes the trace ids below a bound, or does as the request's parent says. The bound is found out once. So a
-request that is not sampled costs a random number and a comparison, and nothing is built for it. Its engine is
-told, too: an engine that hears of no parent would begin a trace of its own.
+OpenTelemetry's sampler, as configured by `OTEL_TRACES_SAMPLER`, decides. All of its standard samplers accept
+the trace ids below a bound, or follow the parent's decision. The bound is determined once at the start, so a
+request that is not sampled costs a random number and a comparison, and allocates nothing. Its engine receives
+an unsampled parent, because without a parent it would start its own trace.
 
-The spans of a request:
+Spans of a request:
 
-    chat MODEL            arrival to conclusion; the client's span is its parent
-      ewsjf.queue         in the scheduler's queue; one more after each put-back
-      ewsjf.place         from the decision to its arrival here
-      ewsjf.forward       on a replica; the engine's spans stand below it
+    chat MODEL            arrival to conclusion; child of the client's span
+      ewsjf.queue         in the scheduler's queue; a further one after each put-back
+      ewsjf.place         from the decision to its arrival at the gateway
+      ewsjf.forward       on a replica; parent of the engine's spans
 
-Spans tell lengths, places and outcomes. Why a request failed may repeat its prompt, so that is left out. They
-go to an OTLP collector, as the standard variables of the environment name it. OpenTelemetry's batch processor
-sends them on a thread of its own; when a collector is slow or gone, it drops the ones that its queue cannot
-hold. Requests never wait for it.
+Spans have lengths, places and outcomes. Failure messages are omitted, because they may quote the prompt.
+OpenTelemetry's batch processor exports spans over OTLP on its own thread, as the standard environment
+variables configure. Spans that exceed its queue are dropped if the collector is slow; requests never wait.
 """
 
 import logging
@@ -60,12 +59,12 @@ _ERROR = Status(StatusCode.ERROR)
 
 
 class SampledTrace(RequestTrace):
-    """Draws up the spans of one request, on the clock of the event loop.
+    """Spans of one sampled request, on the event loop's clock.
 
     Args:
-        root: the span of the request, which has begun.
-        operation: what it does, in the conventions' words.
-        ahead_ns: what the clock of the day is ahead of the monotonic one.
+        root: span of the request, which has begun.
+        operation: name of the operation in the conventions.
+        ahead_ns: difference of the wall clock and the monotonic clock, in nanoseconds.
     """
 
     __slots__ = (
@@ -87,13 +86,13 @@ class SampledTrace(RequestTrace):
         self._ahead_ns = ahead_ns
         self._below = set_span_in_context(root)
         self._forward: Span | None = None
-        # When it was handed to its scheduler for the first time, and when its present wait began.
+        # Time of the first submission, and the start of the current wait.
         self._queued_at = 0.0
         self._since: float | None = None
         self.trace_id = f"{root.get_span_context().trace_id:032x}"
 
     def queued(self, submission: Submission) -> None:
-        """It goes to its scheduler."""
+        """Record the submission to the scheduler."""
         self._queued_at = self._since = time.monotonic()
         spec, root = submission.spec, self._root
         model = spec.adapter or spec.model
@@ -111,10 +110,10 @@ class SampledTrace(RequestTrace):
         root.set_attributes(told)
 
     def granted(self, grant: Grant, attempt: int) -> None:
-        """It has been given a place on a replica, and is sent there."""
+        """Record a grant, and begin an attempt on its replica."""
         now, dispatch = time.monotonic(), grant.dispatch
         since = now if self._since is None else self._since
-        # The scheduler's clock is another one; the difference of two of its times is as good here.
+        # The scheduler has another clock, so only its wait, a difference, is used.
         decided_at = min(max(self._queued_at + dispatch.queue_wait_s, since), now)
         self._add(names.QUEUE_SPAN, since, decided_at, {names.LENGTH_QUEUE: dispatch.length_queue})
         self._add(names.PLACE_SPAN, decided_at, now, _placement(dispatch))
@@ -134,19 +133,19 @@ class SampledTrace(RequestTrace):
         )
 
     def headers(self) -> bytes:
-        """Lines for the engine, so that its spans stand below that of the present attempt."""
+        """Return header lines that make the engine's spans children of the current attempt."""
         context = (self._forward or self._root).get_span_context()
         line = b"traceparent: 00-%032x-%016x-%02x\r\n" % (
             context.trace_id,
             context.span_id,
             context.trace_flags,
         )
-        # What is left of a client's own has been matched character by character.
+        # OpenTelemetry has validated the client's state, so it contains no line breaks.
         state = context.trace_state.to_header().encode()
         return line + b"tracestate: " + state + b"\r\n" if state else line
 
     def put_back(self, failure: DispatchFailure) -> None:
-        """The replica has not answered it: it goes back to its queue."""
+        """Record a failed attempt, after which the request is queued again."""
         self._since = time.monotonic()
         if self._forward is not None:
             self._forward.set_attributes({names.PUT_BACK: failure.value, names.ERROR_TYPE: failure.value})
@@ -154,7 +153,7 @@ class SampledTrace(RequestTrace):
             self._end_forward()
 
     def forwarded(self, outcome: Outcome) -> None:
-        """The engine has finished with it."""
+        """Record the end in the engine."""
         if self._forward is not None:
             self._forward.set_attribute(names.OUTCOME, outcome.value)
             if outcome is Outcome.FAILED:
@@ -162,7 +161,7 @@ class SampledTrace(RequestTrace):
             self._end_forward()
 
     def ended(self, record: RequestRecord, status: int) -> None:
-        """It has reached its outcome."""
+        """Record the outcome, and end the request's span."""
         if self._since is not None:
             self._add(names.QUEUE_SPAN, self._since, time.monotonic(), {names.OUTCOME: record.outcome.value})
         root = self._root
@@ -180,7 +179,7 @@ class SampledTrace(RequestTrace):
         if not record.completed:
             told[names.ERROR_TYPE] = record.outcome.value
         root.set_attributes(told)
-        # What a client has done wrong is no error of the server's span.
+        # By convention, a client's error is no error of the server span.
         if status >= 500 or record.outcome is Outcome.FAILED:
             root.set_status(_ERROR)
         root.end(self._epoch_ns(time.monotonic()))
@@ -211,24 +210,19 @@ def _placement(dispatch: Dispatch) -> dict[str, Any]:
 
 _SERVICE = "ewsjf-gateway"
 _ROOT = Context()
-# Of a trace id, those by which samplers decide.
+# The bits of a trace id by which samplers decide.
 _LOW_BITS = (1 << 64) - 1
 
 
 class GatewayTracer:
-    """Begins the traces of a gateway's requests.
-
-    Args:
-        gateway_id: names this process among others of the service.
-        exporter: takes spans away, on a thread of its own.
-    """
+    """Creator of the traces of a gateway's requests; the exporter runs on its own thread."""
 
     def __init__(self, gateway_id: str, exporter: SpanExporter) -> None:
         self._ids = _ChosenIds()
         self._provider = TracerProvider(
             resource=_resource(gateway_id),
             id_generator=self._ids,
-            # The gateway ends it itself, and does not wait for a collector that is gone.
+            # `close` shuts the provider down without waiting for an unreachable collector.
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -239,11 +233,7 @@ class GatewayTracer:
     def begin(
         self, scope: Scope, path: str, headers: Mapping[bytes, bytes], arrived_at: float
     ) -> RequestTrace:
-        """The trace of a request that has just arrived, if it is sampled.
-
-        Args:
-            arrived_at: on the monotonic clock, in seconds.
-        """
+        """Return the trace of a request that arrived at a monotonic time; `UNTRACED` if it is not sampled."""
         operation = names.OPERATIONS.get(path)
         if operation is None:
             return UNTRACED
@@ -257,7 +247,7 @@ class GatewayTracer:
         if trace_id & _LOW_BITS >= self._bound and not (self._follows_parents and parent is not None):
             return UNTRACED
         self._ids.trace_id = trace_id
-        # Both clocks are read at the same moment; from here on only the monotonic one is.
+        # The offset is fixed here; all later times are from the monotonic clock.
         ahead_ns = time.time_ns() - int(time.monotonic() * NANOSECONDS)
         root = self._tracer.start_span(
             operation,
@@ -276,19 +266,19 @@ class GatewayTracer:
         return SampledTrace(self._tracer, root, operation, ahead_ns)
 
     def unsampled_parent(self) -> bytes:
-        """A line that tells an engine of a trace that nobody keeps."""
+        """Return a header line with an unsampled parent, so that the engine does not start its own trace."""
         trace_id, span_id = random.getrandbits(128) or 1, random.getrandbits(64) or 1
         return b"traceparent: 00-%032x-%016x-00\r\n" % (trace_id, span_id)
 
     def close(self, within_s: float) -> None:
-        """Send what is left; blocks for so long at most, also when the collector is gone."""
+        """Export the remaining spans; block for at most `within_s` seconds, even without a collector."""
         ending = threading.Thread(target=self._provider.shutdown, name="end of tracing", daemon=True)
         ending.start()
         ending.join(within_s)
 
 
 class _ChosenIds(RandomIdGenerator):
-    """Gives the next trace the id for which the sampler has been asked."""
+    """Generator of trace ids that returns the id on which the sampler decided."""
 
     def __init__(self) -> None:
         self.trace_id = 0
@@ -298,7 +288,7 @@ class _ChosenIds(RandomIdGenerator):
 
 
 def _bound(sampler: Sampler) -> int:
-    """The least number, of the low bits of a trace id, that a sampler does not take without a parent."""
+    """Return the least value of a trace id's low bits that a sampler rejects without a parent."""
     least, most = 0, _LOW_BITS + 1
     while least < most:
         middle = (least + most) // 2
@@ -322,7 +312,7 @@ def _remote(parent: TraceParent, scope: Scope) -> Context:
 
 
 def _resource(gateway_id: str) -> Resource:
-    """What the spans say of their process; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` count more."""
+    """Return the resource of the spans; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` override it."""
     found = Resource.create({SERVICE_INSTANCE_ID: gateway_id})
     if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: _SERVICE}))
@@ -335,10 +325,10 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def otlp_exporter() -> SpanExporter:
-    """The exporter that the environment asks for; OTLP over HTTP where it says nothing.
+    """Create the exporter that the environment configures; OTLP over HTTP by default.
 
     Raises:
-        SettingsError: it asks for a protocol that is not there.
+        SettingsError: the configured protocol is not supported.
         ImportError: its package is not installed.
     """
     variable = next((name for name in _PROTOCOLS if os.environ.get(name)), "")
@@ -357,17 +347,17 @@ def otlp_exporter() -> SpanExporter:
 
 
 class WatchedExporter(SpanExporter):
-    """Tells the log once when a collector cannot be reached, and once when it can again."""
+    """Exporter that logs once when the collector becomes unreachable, and once when it recovers."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._lost = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans; on the processor's thread."""
+        """Export spans; runs on the processor's thread."""
         try:
             result = self._exporter.export(spans)
-        except Exception as error:  # noqa: BLE001 - whatever it is, requests have nothing to do with it
+        except Exception as error:  # noqa: BLE001 - tracing must not affect requests
             result, reason = SpanExportResult.FAILURE, repr(error)
         else:
             reason = "the collector has not taken them"
@@ -382,9 +372,9 @@ class WatchedExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Send nothing any more."""
+        """Shut the exporter down."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send what it holds."""
+        """Export buffered spans."""
         return self._exporter.force_flush(timeout_millis)
