@@ -61,7 +61,7 @@ def application_of(settings: AppSettings) -> Application:
         SettingsError: two deployments would have the same name, or vLLM is installed here and rejects the
             arguments of an engine.
     """
-    _refuse_shared_names(settings)
+    _reject_shared_names(settings)
     schedulers = {model.name: _scheduler(model, settings) for model in settings.models}
     pools = {
         name: _pool(model.name, pool, settings.channel, schedulers[model.name])
@@ -227,7 +227,7 @@ def _deployment_name(kind: str, model: str) -> str:
     return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
 
 
-def _refuse_shared_names(settings: AppSettings) -> None:
+def _reject_shared_names(settings: AppSettings) -> None:
     names = [
         _deployment_name(kind, model.name) for model in settings.models for kind in ("scheduler", "tuner")
     ]

@@ -42,7 +42,7 @@ class BrowserPage:
 
     Attributes:
         requests: addresses that it asked for, its own first.
-        problems: errors of scripts, and what a policy of the page refused.
+        problems: errors of scripts, and what a policy of the page rejected.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:

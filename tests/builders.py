@@ -213,7 +213,7 @@ def the_conclusion(commands: Sequence[Command]) -> Conclusion:
 
 
 def retry_after_s(commands: Sequence[Command]) -> float:
-    """What the client of the one refused request is told."""
+    """What the client of the one rejected request is told."""
     told = the_conclusion(commands).retry_after_s
     assert told is not None
     return told

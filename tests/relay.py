@@ -16,7 +16,7 @@ class Relay:
             the network is whole again, as TCP sees to it.
         mute_up: what clients send is lost for ever, and nobody is told.
         mute_down: the same for what the server sends.
-        refuses: new connections are reset at once.
+        rejects: new connections are reset at once.
         accepted: connections so far.
     """
 
@@ -30,7 +30,7 @@ class Relay:
         self.delay_s = 0.0
         self.mute_up = False
         self.mute_down = False
-        self.refuses = False
+        self.rejects = False
         self.accepted = 0
 
     @property
@@ -64,7 +64,7 @@ class Relay:
     def heal(self) -> None:
         """Be an ordinary network again. What passes nothing any more stays so: such connections break."""
         muted = self.mute_up or self.mute_down
-        self.delay_s, self.refuses, self.partitioned = 0.0, False, False
+        self.delay_s, self.rejects, self.partitioned = 0.0, False, False
         if muted:
             self.cut()
 
@@ -77,7 +77,7 @@ class Relay:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        if self.refuses:
+        if self.rejects:
             writer.transport.abort()
             return
         await self._whole.wait()

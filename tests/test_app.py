@@ -166,7 +166,7 @@ def test_the_same_settings_build_the_same_application() -> None:
     assert first == pickled()
 
 
-def test_model_names_with_equal_deployment_names_are_refused() -> None:
+def test_model_names_with_equal_deployment_names_are_rejected() -> None:
     models = [{"name": name, "pools": [emulated("long")]} for name in ("a/b", "a b")]
     with pytest.raises(SettingsError, match="long-a-b"):
         application_of(settings(*models))

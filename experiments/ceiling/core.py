@@ -143,7 +143,7 @@ class Engines:
         self._at(first_at, ev.FirstToken(command.request_id))
 
     def drop(self, request_id: str) -> None:
-        """The scheduler refused it."""
+        """The scheduler rejected it."""
         self._live.pop(request_id, None)
 
     def _next_arrival(self) -> None:
@@ -202,7 +202,7 @@ class Costs:
 
     spent_ns: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in KINDS.values()})
     waits_s: list[float] = field(default_factory=list)
-    refused: int = 0
+    rejected: int = 0
     span_s: float = 0.0
 
     @property
@@ -259,7 +259,7 @@ class CorePlay:
                 costs.waits_s.append(command.queue_wait_s)
                 self._engines.dispatch(command, now)
             elif isinstance(command, Conclude) and not command.dispatched:
-                costs.refused += 1
+                costs.rejected += 1
                 self._engines.drop(command.request_id)
 
 

@@ -104,7 +104,7 @@ def _figures(costs: Costs) -> dict[str, Any]:
         "events_us": {kind: Distribution.of(us).as_json() for kind, us in spent_us.items() if us},
         "requests": costs.requests,
         "span_s": costs.span_s,
-        "refused": costs.refused,
+        "rejected": costs.rejected,
         "longest_wait_s": max(costs.waits_s, default=0.0),
     }
 

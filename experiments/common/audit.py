@@ -14,7 +14,7 @@ import httpx
 
 ENDS = (
     "answered",
-    "refused with a reason",
+    "rejected with a reason",
     "ended with an error event",
     "connection broken before an answer",
     "connection broken in mid-answer",
@@ -26,7 +26,13 @@ ENDS = (
 
 
 SUMMARY = (
-    *("requests", "answered once", "refused with a reason", "ended with an error event", "connection broken"),
+    *(
+        "requests",
+        "answered once",
+        "rejected with a reason",
+        "ended with an error event",
+        "connection broken",
+    ),
     "lost, doubled, cut without a sign, or swapped",
 )
 """Headings of a short account; see `summary`."""
@@ -114,7 +120,7 @@ async def asked(
             headers={"x-request-id": name, **headers},
         ) as response:
             if response.status_code != 200:
-                return _refusal(response.status_code, await response.aread())
+                return _rejection(response.status_code, await response.aread())
             begun = True
             swapped = response.headers.get("x-request-id") != name
             async for line in response.aiter_lines():
@@ -215,11 +221,11 @@ def account(ended: Iterable[Ended]) -> dict[str, int]:
 def summary(figures: Mapping[str, Any]) -> list[str]:
     """The figures of a row, with `sent`, `ends` and `answered_twice`, under the headings of `SUMMARY`."""
     ends = figures["ends"]
-    answered, refused, told, before, midway, *never = (ends[end] for end in ENDS)
+    answered, rejected, told, before, midway, *never = (ends[end] for end in ENDS)
     counts = (
         figures["sent"],
         answered,
-        refused,
+        rejected,
         told,
         before + midway,
         sum(never) + figures["answered_twice"],
@@ -227,8 +233,8 @@ def summary(figures: Mapping[str, Any]) -> list[str]:
     return [f"{count:,}" for count in counts]
 
 
-def _refusal(status: int, content: bytes) -> tuple[str, str]:
-    """A refusal has a reason that a client can read."""
+def _rejection(status: int, content: bytes) -> tuple[str, str]:
+    """A rejection has a reason that a client can read."""
     try:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):

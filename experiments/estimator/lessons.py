@@ -81,7 +81,7 @@ def figures_of(judged: Sequence[Judged]) -> Mapping[str, float]:
         "median": statistics.median(errors),
         "p95": errors[int(0.95 * len(errors))],
         "under": sum(item.upper < item.true for item in judged) / len(judged),
-        "refused_wrongly": sum(item.least > item.true for item in judged) / len(judged),
+        "rejected_wrongly": sum(item.least > item.true for item in judged) / len(judged),
         "prompts": float(len(judged)),
     }
     for mix in ("uniform", *_MIXES):

@@ -1,1 +1,1 @@
-"""One pool against two under KV pressure: preemptions, refusals and tails, simulated."""
+"""One pool against two under KV pressure: preemptions, rejections and tails, simulated."""

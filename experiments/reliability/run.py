@@ -1,4 +1,4 @@
-"""Do two pools preempt and refuse less than one pool of as many GPUs, under KV pressure?
+"""Do two pools preempt and reject less than one pool of as many GPUs, under KV pressure?
 
 Fleets of as many GPUs meet the same requests at the same times. Each is played with a mere router, which
 sends every request on at once, and behind the gateway, which holds requests back until an engine's KV cache
@@ -136,9 +136,9 @@ def _played(run: RunSettings) -> dict[str, Any]:
         "preempted_short": _preempted(short),
         "preempted_long": _preempted(long),
         "preemptions_per_request": sum(one.preemptions for one in records) / len(records),
-        # What no engine of the fleet can hold is left out of the play, and would be refused. An answer that
+        # What no engine of the fleet can hold is left out of the play, and would be rejected. An answer that
         # ends at the context is clipped.
-        "refused_ratio": (result.workload.dropped + sum(not one.completed for one in result.records))
+        "rejected_ratio": (result.workload.dropped + sum(not one.completed for one in result.records))
         / offered,
         "clipped_ratio": result.workload.clipped / offered,
         "short_ttft_p99_s": summary.ttft_s.short.p99,

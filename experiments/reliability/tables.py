@@ -9,7 +9,7 @@ from experiments.common.tables import Table, markdown, plus_minus
 _COLUMNS = (
     ("short preempted, per mille", "preempted_short", 1, 1_000),
     ("long preempted, per mille", "preempted_long", 1, 1_000),
-    ("refused, per mille", "refused_ratio", 2, 1_000),
+    ("rejected, per mille", "rejected_ratio", 2, 1_000),
     ("answers cut, per mille", "clipped_ratio", 2, 1_000),
     ("short TTFT p99, s", "short_ttft_p99_s", 2, 1),
     ("long p99, s", "long_ttft_p99_s", 2, 1),

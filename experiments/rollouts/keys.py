@@ -13,7 +13,7 @@ from serve_app.lab.bench.connection import BenchError
 
 # Gateways look at the file every two seconds; a busy machine is given more.
 _KNOWN_AFTER_S = 5.0
-_REFUSED_WITHIN_S = 30.0
+_REJECTED_WITHIN_S = 30.0
 
 
 @dataclass(slots=True)
@@ -23,12 +23,12 @@ class RotatedKey:
     Attributes:
         path: of the file that gateways read.
         secret: what clients send now; empty while they need none.
-        refused_after_s: how long after its revocation each old key was refused for the first time.
+        rejected_after_s: how long after its revocation each old key was rejected for the first time.
     """
 
     path: Path
     secret: str = ""
-    refused_after_s: list[float] = field(default_factory=list)
+    rejected_after_s: list[float] = field(default_factory=list)
 
     def create(self) -> None:
         """Add a key to the file; clients use it from now on."""
@@ -53,10 +53,10 @@ class RotatedKey:
         await asyncio.to_thread(old.revoke)
         revoked_at = time.monotonic()
         while (await http.get("/v1/models", headers=before)).status_code != 401:
-            if time.monotonic() > revoked_at + _REFUSED_WITHIN_S:
-                raise BenchError(f"a revoked key is taken after {_REFUSED_WITHIN_S:.0f} s")
+            if time.monotonic() > revoked_at + _REJECTED_WITHIN_S:
+                raise BenchError(f"a revoked key is taken after {_REJECTED_WITHIN_S:.0f} s")
             await asyncio.sleep(0.1)
-        self.refused_after_s.append(time.monotonic() - revoked_at)
+        self.rejected_after_s.append(time.monotonic() - revoked_at)
 
     def revoke(self) -> None:
         """Revoke this key."""

@@ -159,7 +159,7 @@ def figures_of(
         "during_s": _percentiles(during),
         "during_at_gateways_s": _shares([at_gateway[one.name] for one in during if one.name in at_gateway]),
         "client_late_s": _shares(played.traffic.late_s),
-        "refused_after_s": played.key.refused_after_s,
+        "rejected_after_s": played.key.rejected_after_s,
         "took_s": played.complete_at - played.changed_at,
         "replaced": sorted(name for name, pids in before.items() if not set(pids) & set(after.get(name, ()))),
         "processes": {name: [len(pids), len(after.get(name, ()))] for name, pids in before.items()},

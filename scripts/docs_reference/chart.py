@@ -20,7 +20,7 @@ _INTRODUCTION = """
 Values of the Helm chart in `configs/helm`. [Kubernetes](../kubernetes.md) tells how it is installed.
 
 - `[]` stands for each entry of a list. A list that you give replaces the default one as a whole.
-- A key that is unknown, or a value of another type, is refused by Helm before anything is made.
+- A key that is unknown, or a value of another type, is rejected by Helm before anything is made.
 - Below `application` stand the settings of the [configuration reference](configuration.md), as in a file
   under `args`.
 """

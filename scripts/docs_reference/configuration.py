@@ -25,7 +25,7 @@ whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a smal
 - Where a text says None, write `null` in YAML.
 - Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
   share between 0 and 1.
-- A key that is unknown or out of range is refused when the file is read. The message has the full path and,
+- A key that is unknown or out of range is rejected when the file is read. The message has the full path and,
   for unknown keys, the nearest known one.
 """
 

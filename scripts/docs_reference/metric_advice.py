@@ -9,7 +9,7 @@ METRIC_ADVICE = {
     ),
     "ewsjf_gateway_judged_requests_total": "What the former is a share of: the SLO attainment.",
     "ewsjf_gateway_held_body_bytes": (
-        "Near `max_held_body_bytes` large requests are refused with 503: raise it, or add gateways."
+        "Near `max_held_body_bytes` large requests are rejected with 503: raise it, or add gateways."
     ),
     "ewsjf_gateway_in_flight_requests": (
         "Divide by the number of gateways; uneven numbers mean long-lived connections of few clients."
@@ -30,7 +30,7 @@ METRIC_ADVICE = {
         "the log lines with `outcome=failed`."
     ),
     "ewsjf_gateway_slo_violations_total": (
-        "`ttft`: queue or prefill; `tpot`: engines are too full; `refused` and `expired`: capacity; "
+        "`ttft`: queue or prefill; `tpot`: engines are too full; `rejected` and `expired`: capacity; "
         "`failed`: engines; `abandoned`: clients gave up."
     ),
     "ewsjf_gateway_time_per_output_token_seconds": (
@@ -112,11 +112,11 @@ METRIC_ADVICE = {
         "`other_tenants` weights, `own_requests` nothing but a slower client."
     ),
     "ewsjf_queue_wait_prediction_error_absolute_mean_seconds": (
-        "Large against the waits: deadlines refuse too much or too little; it settles within minutes "
+        "Large against the waits: deadlines reject too much or too little; it settles within minutes "
         "after a change of replicas."
     ),
     "ewsjf_queue_wait_prediction_error_mean_seconds": (
-        "Above 0 for long: clients are refused that would have been served in time."
+        "Above 0 for long: clients are rejected that would have been served in time."
     ),
     "ewsjf_queue_wait_prediction_error_seconds": "Its spread says how far a deadline can be trusted.",
     "ewsjf_queue_wait_seconds": "By pool: the one that waits needs replicas, or spilling.",

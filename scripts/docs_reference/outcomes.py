@@ -7,7 +7,7 @@ from docs_reference.markdown import code, document, sentence, table
 from docs_reference.source_text import field_comments
 from serve_app.errors import HTTP_STATUS, Outcome
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 
 _INTRODUCTION = """
 # Outcomes and HTTP statuses
@@ -51,13 +51,13 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     phrase = _UNOFFICIAL.get(status) or HTTPStatus(status).phrase
     if outcome is Outcome.COMPLETED:
         return code(outcome), f"{status} {phrase}", "", "", ""
-    refusal = RequestRefused(outcome, "")
-    error = json.loads(OPENAI.error(refusal))["error"]
+    rejection = RequestRejected(outcome, "")
+    error = json.loads(OPENAI.error(rejection))["error"]
     given = (error["type"], error["code"])
-    anthropic = json.loads(ANTHROPIC.error(refusal))["error"]["type"]
+    anthropic = json.loads(ANTHROPIC.error(rejection))["error"]["type"]
     return (
         code(outcome),
         f"{status} {phrase}",
         *(code(value) if value else "null" for value in given),
-        f"{ANTHROPIC.status(refusal)} {code(anthropic)}",
+        f"{ANTHROPIC.status(rejection)} {code(anthropic)}",
     )

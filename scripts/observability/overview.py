@@ -43,7 +43,7 @@ OVERVIEW = Dashboard(
                 ),
                 _stat(
                     "Not served",
-                    "Share of requests that were refused for lack of capacity, expired or failed.",
+                    "Share of requests that were rejected for lack of capacity, expired or failed.",
                     "percentunit",
                     f"{_NOT_SERVED} / {_ALL} or 0 * {_ALL}",
                 ),
@@ -67,7 +67,7 @@ OVERVIEW = Dashboard(
             (
                 line(
                     "Requests by outcome",
-                    "How requests end. What is refused or fails shows here first.",
+                    "How requests end. What is rejected or fails shows here first.",
                     "reqps",
                     (rate("ewsjf_gateway_requests_total", "outcome"), "{{outcome}}"),
                     stacked=True,

@@ -41,7 +41,7 @@ SATURATION = Dashboard(
                 ),
                 line(
                     "Expected returns",
-                    "Refused requests whose return is expected.",
+                    "Rejected requests whose return is expected.",
                     "short",
                     (gauge("ewsjf_retry_reservations", "model"), "{{model}}"),
                 ),
@@ -52,7 +52,7 @@ SATURATION = Dashboard(
             (
                 line(
                     "Requests not served",
-                    "Refused, expired or failed, by outcome.",
+                    "Rejected, expired or failed, by outcome.",
                     "reqps",
                     (
                         rate(f"{GATEWAY}requests_total", "outcome", ',outcome!~"completed|cancelled"'),
@@ -128,7 +128,7 @@ SATURATION = Dashboard(
                 ),
                 line(
                     "Bodies held",
-                    "Request bodies in memory; past max_held_body_bytes, requests are refused.",
+                    "Request bodies in memory; past max_held_body_bytes, requests are rejected.",
                     "bytes",
                     ("sum by (gateway) (ewsjf_gateway_held_body_bytes)", "{{gateway}}"),
                 ),

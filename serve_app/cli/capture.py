@@ -21,7 +21,7 @@ def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
     answer = answer_of(url, "/debug/capture", api_key_for(url, args.api_key))
     if not answer.is_success:
-        hint = ": give --api-key with a key that has `admin`" if answer.is_refused else ""
+        hint = ": give --api-key with a key that has `admin`" if answer.is_rejected else ""
         raise CaptureError(f"the application answered {answer}{hint}")
     lines = answer.body
     count = lines.count(b"\n")

@@ -65,7 +65,7 @@ class Inspection:
         queues: one document per model from `/debug/queue`; empty if access is denied.
         samples: samples of `/metrics`.
         clock_skew_s: seconds by which the application's clock is ahead of this machine's; None if unknown.
-        refusal: response of a debug page that could not be read; None if all were read.
+        rejection: response of a debug page that could not be read; None if all were read.
     """
 
     health: HttpAnswer
@@ -74,7 +74,7 @@ class Inspection:
     queues: tuple[Document, ...] = ()
     samples: tuple[Sample, ...] = ()
     clock_skew_s: float | None = None
-    refusal: HttpAnswer | None = None
+    rejection: HttpAnswer | None = None
 
     def total(self, name: str, model: str, **labels: str) -> float:
         """Return the sum over a metric's samples with these labels."""
@@ -93,7 +93,7 @@ def inspect(url: str, api_key: str | None) -> Inspection:
     """
     health, ready = (request(f"{url}{path}") for path in ("/health", "/ready"))
     status, queue = (request(f"{url}{path}", api_key) for path in ("/debug/status", "/debug/queue"))
-    refused = next((answer for answer in (status, queue) if answer.status != 200), None)
+    rejected = next((answer for answer in (status, queue) if answer.status != 200), None)
     return Inspection(
         health=health,
         ready=ready,
@@ -101,7 +101,7 @@ def inspect(url: str, api_key: str | None) -> Inspection:
         queues=_models(queue),
         samples=_samples(request(f"{url}/metrics", api_key)),
         clock_skew_s=_skew_s(health),
-        refusal=refused,
+        rejection=rejected,
     )
 
 
@@ -187,7 +187,7 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
     if document.get("status") == "stopping":
         yield Trouble(
             Severity.DOWN,
-            "the application is stopping: it refuses new requests and lets open answers end",
+            "the application is stopping: it rejects new requests and lets open answers end",
             "wait for it to end, then start it anew",
         )
     for model in document.get("models_without_replica", ()):
@@ -195,7 +195,7 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
         where = f"see the logs in {mine.folder}" if mine is not None else "see the logs of its replicas"
         yield Trouble(
             Severity.DOWN,
-            f"model {model} has no replica, so its requests are refused with 503"
+            f"model {model} has no replica, so its requests are rejected with 503"
             + (f"; the last error of an engine: {cause}" if cause else ""),
             f"wait while an engine starts; if none comes, {where}",
         )
@@ -214,9 +214,9 @@ def _cause(model: str, mine: Instance) -> str:
     return next(filter(None, causes), "")
 
 
-def refused(seen: Inspection) -> Iterator[Trouble]:
+def rejected(seen: Inspection) -> Iterator[Trouble]:
     """Yield a finding if the debug pages could not be read."""
-    answer = seen.refusal
+    answer = seen.rejection
     if answer is None:
         return
     if answer.status in {401, 403}:
@@ -338,10 +338,10 @@ def queue_length(queue: Document) -> Iterator[Trouble]:
     if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
         return
     full = queue["waiting"] >= limit
-    refused = "requests are refused with 429" if full else "beyond that requests are refused with 429"
+    rejected = "requests are rejected with 429" if full else "beyond that requests are rejected with 429"
     yield Trouble(
         Severity.DEGRADED if full else Severity.RISK,
-        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests wait, {refused}",
+        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests wait, {rejected}",
         "add replicas (`plan` says how many) or lower the load; a longer queue only waits longer",
     )
 
@@ -409,13 +409,13 @@ _OUTCOMES = (
     (
         "rejected_queue_full",
         0.01,
-        "were refused because the queue was full (429)",
+        "were rejected because the queue was full (429)",
         "add replicas (`plan` says how many); clients should come again after Retry-After",
     ),
     (
         "rejected_no_replica",
         0.0,
-        "were refused because no replica was alive (503)",
+        "were rejected because no replica was alive (503)",
         "see why engines ended in their logs; a second replica covers for the first",
     ),
 )
@@ -499,7 +499,7 @@ def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Tro
 
 def _inside(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
     yield from unready(seen, mine)
-    yield from refused(seen)
+    yield from rejected(seen)
     try:
         for model in seen.status:
             yield from scheduler(model)

@@ -143,12 +143,12 @@ def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
 
 
 def _why(answer: HttpAnswer, request_id: str) -> str:
-    if answer.is_refused:
+    if answer.is_rejected:
         return "receipts need a key with `admin`: give --api-key"
     if answer.status == 404:
         return (
             f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
-            "last 20,000 requests, and not across a restart of the scheduler; what a gateway refuses by "
+            "last 20,000 requests, and not across a restart of the scheduler; what a gateway rejects by "
             "itself (its body, key or model) has none: its answer and its line in the log say why"
         )
     if answer.status == 409:

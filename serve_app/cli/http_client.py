@@ -39,7 +39,7 @@ class HttpAnswer:
         return self.status // 100 == 2
 
     @property
-    def is_refused(self) -> bool:
+    def is_rejected(self) -> bool:
         """True if the API key is missing or insufficient: 401 or 403."""
         return self.status in (401, 403)
 

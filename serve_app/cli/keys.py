@@ -182,7 +182,7 @@ def _revoke(path: Path, key_id: str | None) -> int:
 
     read_keys(path)
     changed_keys(path, revoke)
-    say(f"key {key_id} is revoked; gateways refuse it within seconds")
+    say(f"key {key_id} is revoked; gateways reject it within seconds")
     return 0
 
 

@@ -135,7 +135,7 @@ def ask(
     address = url.rstrip("/") + path
     answer = answer_of(url, path, api_key, method, content)
     if not answer.is_success:
-        hint = f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if answer.is_refused else ""
+        hint = f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if answer.is_rejected else ""
         raise StatusError(f"{address} answered {answer}{hint}")
     document = answer.document()
     if document is None or not isinstance(document.get("models"), list):
@@ -213,7 +213,7 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
     """Yield context limits learned from rejections, for replicas that do not report one."""
     for name, replica in sorted(replicas.items()):
         if learned := replica.get("learned_context_tokens"):
-            yield f"  {name} does not tell its context limit; learned from refusals: {learned:,} tokens"
+            yield f"  {name} does not tell its context limit; learned from rejections: {learned:,} tokens"
 
 
 def _told(figure: float | None, form: str = "") -> str:

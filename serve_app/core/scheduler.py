@@ -52,7 +52,7 @@ from serve_app.core.routing.pools import PoolRouter
 from serve_app.core.routing.prefill_cost import PrefillCosts
 from serve_app.core.routing.prefix import PrefixAffinity
 from serve_app.core.routing.replica_state import Hold
-from serve_app.core.routing.request_routing import ContextLearning, Refused, RequestRouting, Rerouting
+from serve_app.core.routing.request_routing import ContextLearning, Rejections, RequestRouting, Rerouting
 from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import Request
@@ -220,15 +220,15 @@ class Scheduler:
             # It may still fit now, because the queued requests may wait for another pool.
             self._dispatch(now)
             if scheduled.queued:
-                self._refuse_waiting(scheduled, self.admission.deny(scheduled, denial, now))
+                self._reject_waiting(scheduled, self.admission.deny(scheduled, denial, now))
 
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
-        pools, refusal = self._routing.route(request, estimate, now)
-        if refusal := self.admission.refuse(request, estimate, refusal, now):
-            if refusal.outcome is Outcome.REJECTED_NO_REPLICA:
+        pools, rejection = self._routing.route(request, estimate, now)
+        if rejection := self.admission.reject(request, estimate, rejection, now):
+            if rejection.outcome is Outcome.REJECTED_NO_REPLICA:
                 self.arrived.add(pools, request, estimate)
-            self._conclude(request, refusal)
+            self._conclude(request, rejection)
             return None
         self._sequence += 1
         scheduled = ScheduledRequest(request, estimate, self._sequence, pools, expires_at=request.expires_at)
@@ -295,7 +295,7 @@ class Scheduler:
         if scheduled is None or scheduled.replica_id != event.replica_id:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
-            self._on_contexts_learned(self._contexts.on_refusal(scheduled, event.stated_context), now)
+            self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
         note_attempt(scheduled, now)
         note_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=False)
@@ -312,11 +312,11 @@ class Scheduler:
         """Queue a put-back request again, as `note_put_back` has recorded."""
         # Route it again, because an engine may have rejected it as too long, and pools may have changed
         # since.
-        scheduled.pools, refusal = self._routing.route_again(scheduled, now)
-        if refusal:
-            if refusal.outcome is Outcome.REJECTED_TOO_LONG and message:
-                refusal = replace(refusal, message=message)
-            self._conclude(scheduled.request, refusal, dispatched=True)
+        scheduled.pools, rejection = self._routing.route_again(scheduled, now)
+        if rejection:
+            if rejection.outcome is Outcome.REJECTED_TOO_LONG and message:
+                rejection = replace(rejection, message=message)
+            self._conclude(scheduled.request, rejection, dispatched=True)
             return
         prompt_tokens, scheduled.prediction = scheduled.estimate.expected_prompt_tokens, None
         scheduled.cached_tokens = self.affinity.cached_tokens(scheduled.request, prompt_tokens)
@@ -325,19 +325,19 @@ class Scheduler:
     def _on_contexts_learned(self, learned: list[cmd.ContextLearned], now: float) -> None:
         if learned:
             self._commands += learned
-            self._refuse_all(self._rerouting.all_waiting(now))
+            self._reject_all(self._rerouting.all_waiting(now))
 
     # Events about replicas
 
     def _on_replica_join(self, event: ev.ReplicaJoined, now: float) -> None:
         self.ledger.join(event.spec, now)
         self.affinity.join(event.spec)
-        self._refuse_all(self._rerouting.on_fleet_change(now))
+        self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_replica_loss(self, event: ev.ReplicaLost, now: float) -> None:
         self.ledger.lose(event.replica_id, now)
         self.affinity.lose(event.replica_id)
-        self._refuse_all(self._rerouting.on_fleet_change(now))
+        self._reject_all(self._rerouting.on_fleet_change(now))
 
     def _on_report(self, event: ev.ReplicaReported, now: float) -> None:
         if self.ledger.report(event.replica_id, event.report, now):
@@ -349,7 +349,7 @@ class Scheduler:
         self.admission.outages.observe(self.ledger.has_alive, now)
         if (moved := self.router.adapt(self.ledger, now)) is not None:
             self._commands.append(moved)
-            self._refuse_all(self._rerouting.all_waiting(now))
+            self._reject_all(self._rerouting.all_waiting(now))
 
     # Time
 
@@ -360,7 +360,7 @@ class Scheduler:
         self._prefills.end_overdue(now)
         self.admission.predictor.drain.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
-            self._refuse_all(self._rerouting.all_waiting(now))
+            self._reject_all(self._rerouting.all_waiting(now))
             self._routing.forget_overdue(now)
         if not self.queue.waiting:
             return
@@ -426,14 +426,14 @@ class Scheduler:
         else:
             self.in_flight.release(scheduled, now, ran=True)
 
-    def _refuse_all(self, refused: Refused) -> None:
-        for scheduled, refusal in refused:
-            self._refuse_waiting(scheduled, refusal)
+    def _reject_all(self, rejected: Rejections) -> None:
+        for scheduled, rejection in rejected:
+            self._reject_waiting(scheduled, rejection)
 
-    def _refuse_waiting(self, scheduled: ScheduledRequest, refusal: Conclusion) -> None:
+    def _reject_waiting(self, scheduled: ScheduledRequest, rejection: Conclusion) -> None:
         self.queue.remove(scheduled)
         self._expiry.prune(len(self.queue))
-        self._conclude(scheduled.request, refusal)
+        self._conclude(scheduled.request, rejection)
 
     def _conclude(self, request: Request, conclusion: Conclusion, *, dispatched: bool = False) -> None:
         """Emit the outcome of a request. A request rejected on arrival is not in the table."""

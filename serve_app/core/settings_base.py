@@ -63,7 +63,7 @@ class Range:
         """Return the same range with a remedy in its message."""
         return replace(self, remedy=f": {remedy}")
 
-    def refusal(self, value: object) -> str:
+    def rejection(self, value: object) -> str:
         """Return the end of a message about a value outside, after the name of the setting."""
         return f"{self.words}, got {value}{self.remedy}"
 
@@ -175,7 +175,7 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
         for name, low, high, allowed in limits:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise SettingsError(f"{prefix}{name} {allowed.refusal(value)}")
+                raise SettingsError(f"{prefix}{name} {allowed.rejection(value)}")
         for name, known in choices:
             if getattr(self, name) not in known:
                 found = getattr(self, name)
@@ -375,7 +375,7 @@ class _Reader:
         allowed = setting.allowed
         if allowed is None or found is None or found is _FAULTY or allowed.low <= found <= allowed.high:
             return found
-        return self._fault(f"{path} {allowed.refusal(found)}")
+        return self._fault(f"{path} {allowed.rejection(found)}")
 
     def _value(self, value: Any, kind: Any, path: str) -> Any:
         """Create a value of a type."""

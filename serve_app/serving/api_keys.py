@@ -104,7 +104,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         default_class: class of requests that name none; None means `default`, or the highest class if that is
             lower.
         models: model names that it may use; empty for all.
-        expires_at, revoked_at: from then on, the key is refused.
+        expires_at, revoked_at: from then on, the key is rejected.
         admin: may view requests of all tenants, and freeze tuners.
         may_act_for_tenants: `x-tenant` of its requests is trusted.
     """

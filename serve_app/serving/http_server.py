@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol):
     """One connection: parses requests and runs them one after the other.
 
     A client may offer another protocol, as Java's HttpClient does with `Upgrade: h2c`. The parser then treats
-    what follows the head as that protocol, not a body. Offers are refused: the head is parsed again without.
+    what follows the head as that protocol, not a body. Offers are rejected: the head is parsed again without.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -297,13 +297,13 @@ class Connection(asyncio.Protocol):
             self.data_received(head + data[offer.args[0] :])
             return
         except httptools.HttpParserError:
-            self._refuse(400, "Invalid HTTP request received.")
+            self._reject(400, "Invalid HTTP request received.")
             return
         # The piece with a head's first byte (256 KiB at most) may begin with a body, so it does not count.
         if was_in_head and self._head_bytes >= 0:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(400, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+                self._reject(400, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
 
     def pause_writing(self) -> None:
         """Pause writing, because the write buffer is full."""
@@ -453,7 +453,7 @@ class Connection(asyncio.Protocol):
         elif self._overdue != since:
             self._overdue = since
         elif self._head_bytes >= 0:
-            self._refuse(408, "")
+            self._reject(408, "")
         else:
             self.transport.close()
 
@@ -464,7 +464,7 @@ class Connection(asyncio.Protocol):
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _reject(self, status: int, message: str) -> None:
         """Stop parsing, with an error response if possible; earlier requests are still answered."""
         self._parser = None
         last = self._last

@@ -29,7 +29,7 @@ from serve_app.errors import ServeAppError
 # - Writes are atomic: a document has a temporary name until it is renamed. Object stores write an object
 #   atomically, so they are written directly. Of two concurrent writers, the last one wins.
 # - A document that is truncated, altered, of another learner or of another version is not used. It is renamed
-#   to `*.refused`, replacing an earlier one, so that it can be inspected and the next start finds none. One
+#   to `*.rejected`, replacing an earlier one, so that it can be inspected and the next start finds none. One
 #   log line has the reason.
 # - An unreachable store raises `StateError`, and the caller decides what to do.
 #
@@ -52,7 +52,7 @@ class StateError(ServeAppError):
     """The store of learned state could not be read or written."""
 
 
-class _RefusedError(ValueError):
+class _RejectedError(ValueError):
     """A document that must not be used; the message has the reason."""
 
 
@@ -89,8 +89,8 @@ class StateStore:
             return None
         try:
             return self._opened(data)
-        except _RefusedError as exc:
-            self.refuse(str(exc))
+        except _RejectedError as exc:
+            self.reject(str(exc))
             return None
 
     def save(self, document: Mapping[str, Any]) -> bool:
@@ -119,16 +119,16 @@ class StateStore:
         self._kept_checksum = checksum
         return True
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Rename the stored document, because it cannot be used, and log the reason."""
         self._kept_checksum = ""
         logger.error(
-            "event=state_refused kind=%s name=%s path=%s reason=%r action=%r",
+            "event=state_rejected kind=%s name=%s path=%s reason=%r action=%r",
             self._kind,
             self._name,
             self.path,
             reason,
-            f"starts fresh; the file is kept as {self.path}.refused",
+            f"starts fresh; the file is kept as {self.path}.rejected",
         )
         try:
             self._reached("rename", self._set_aside)
@@ -148,18 +148,18 @@ class StateStore:
         try:
             envelope = json.loads(data)
         except (ValueError, RecursionError) as exc:
-            raise _RefusedError(f"no JSON, perhaps cut off: {exc}") from exc
+            raise _RejectedError(f"no JSON, perhaps cut off: {exc}") from exc
         if not isinstance(envelope, dict) or envelope.get("format") != _FORMAT:
-            raise _RefusedError(f"no {_FORMAT}")
+            raise _RejectedError(f"no {_FORMAT}")
         for key, ours in (("version", _VERSION), ("kind", self._kind), ("name", self._name)):
             if (theirs := envelope.get(key)) != ours:
-                raise _RefusedError(f"{key} is {theirs!r} where {ours!r} belongs")
+                raise _RejectedError(f"{key} is {theirs!r} where {ours!r} belongs")
         document = envelope.get("document")
         if not isinstance(document, dict):
-            raise _RefusedError("it holds no document")
+            raise _RejectedError("it holds no document")
         checksum = self._checksum(document)
         if envelope.get("checksum") != checksum:
-            raise _RefusedError(f"the checksum does not match: {envelope.get('checksum')} for {checksum}")
+            raise _RejectedError(f"the checksum does not match: {envelope.get('checksum')} for {checksum}")
         self._kept_checksum = checksum
         return document
 
@@ -203,7 +203,7 @@ class StateStore:
     def _set_aside(self) -> None:
         system, path = self._place()
         try:
-            system.mv(path, f"{path}.refused")
+            system.mv(path, f"{path}.rejected")
         except FileNotFoundError:
             # Another process has renamed it at the same time.
             return
@@ -373,10 +373,10 @@ class StateKeeper:
             self._task.cancel()
         await self.save(_LAST_SAVE_TIMEOUT_S)
 
-    def refused(self, reason: str) -> None:
+    def rejected(self, reason: str) -> None:
         """Rename a loaded state that cannot be used, without waiting."""
         self._failures["restore"].inc()
-        self._calls.begin(lambda: self._store.refuse(reason))
+        self._calls.begin(lambda: self._store.reject(reason))
 
     def exposition(self) -> str:
         """Return the metrics in the Prometheus text format."""

@@ -102,7 +102,7 @@ class Retune:
 class Act(StrEnum):
     """Kind of a decision."""
 
-    REFUSED = "refused"
+    REJECTED = "rejected"
     ADVISED = "advised"
     STARTED = "started"
     JUDGED = "judged"
@@ -177,14 +177,14 @@ class Rollout:
 
     def propose(self, candidate: Values, now: float, reason: str = "") -> list[Apply]:
         """Try a candidate that won in the twin; `reason` states how, for the audit."""
-        if refusal := self.why_not(now):
-            return self._note(now, Act.REFUSED, refusal, candidate)
+        if rejection := self.why_not(now):
+            return self._note(now, Act.REJECTED, rejection, candidate)
         try:
             step = self._space.step(self.incumbent, candidate, self._settings.max_step)
         except SettingsError as error:
-            return self._note(now, Act.REFUSED, str(error))
+            return self._note(now, Act.REJECTED, str(error))
         if step == self.incumbent:
-            return self._note(now, Act.REFUSED, "these values are in force", step)
+            return self._note(now, Act.REJECTED, "these values are in force", step)
         if self._settings.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)

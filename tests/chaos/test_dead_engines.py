@@ -60,7 +60,7 @@ def code_of(response: httpx.Response) -> str:
     return code
 
 
-async def test_a_burst_on_a_cold_application_is_refused_at_once(mortal: Mortal) -> None:
+async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal) -> None:
     """The first test of the application: it has seen no wait, and serves about five requests a second."""
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
         answers = await asyncio.gather(*(mortal.ask(http, 100, timeout_s=2.0) for _ in range(60)))
@@ -68,9 +68,9 @@ async def test_a_burst_on_a_cold_application_is_refused_at_once(mortal: Mortal) 
     assert set(ends) <= {200, 429, 504}
     assert ends[200] > 0
     assert ends[429] > 30, ends
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert {code_of(answer) for answer in refused} == {"deadline_unmeetable"}
-    told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in refused)
+    rejected = [answer for answer in answers if answer.status_code == 429]
+    assert {code_of(answer) for answer in rejected} == {"deadline_unmeetable"}
+    told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in rejected)
     # One after the other; all is over in about ten seconds.
     assert told[0] < told[len(told) // 2] < told[-1] < 30
 
@@ -106,10 +106,10 @@ async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None
             wait_for, lambda: httpx.get(f"{mortal.served.url}/ready").status_code == 503, 30, "not ready"
         )
         answers = await asyncio.gather(*waiting)
-        refused = [answer for answer in answers if answer.status_code == 503]
-        assert {code_of(answer) for answer in refused} == {"no_replica"}
-        assert refused
-        assert "no replica of demo is alive" in refused[0].json()["error"]["message"]
+        rejected = [answer for answer in answers if answer.status_code == 503]
+        assert {code_of(answer) for answer in rejected} == {"no_replica"}
+        assert rejected
+        assert "no replica of demo is alive" in rejected[0].json()["error"]["message"]
         # The others were in the engine, and were broken off by its death.
         assert {answer.status_code for answer in answers} <= {503, 500, 502}
 

@@ -33,7 +33,7 @@ OUTAGE_S = 1.8
 # Of an engine, where a fault makes silence; elsewhere a busy machine must not be taken for one.
 SILENCE_S = 2.0
 PATIENCE_S = 60.0
-BROKEN, REFUSED = "ended with an error event", "refused with a reason"
+BROKEN, REJECTED = "ended with an error event", "rejected with a reason"
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
@@ -105,8 +105,8 @@ async def test_a_bad_network_to_the_scheduler_costs_nothing_but_time() -> None:
     assert found == [(fault.__name__, {"answered": 30}, {1}) for fault in faults]
 
 
-async def refusing(relay: Relay) -> None:
-    relay.refuses = True
+async def rejecting(relay: Relay) -> None:
+    relay.rejects = True
     relay.cut()
 
 
@@ -130,15 +130,15 @@ async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
     """Streams that have begun end with an error event, silent ones with 504; the rest is sent elsewhere."""
     told = {
         slow: set[str](),
-        refusing: {BROKEN},
+        rejecting: {BROKEN},
         cut_once: {BROKEN},
-        black_hole: {BROKEN, REFUSED},
-        partition: {BROKEN, REFUSED},
+        black_hole: {BROKEN, REJECTED},
+        partition: {BROKEN, REJECTED},
     }
 
     async def played(fault: Callable[[Relay], Awaitable[None]], also: set[str]) -> None:
         engines = [MarkedEngine(token_delay_s=0.02) for _ in range(2)]
-        silence_s = SILENCE_S if REFUSED in also else PATIENCE_S
+        silence_s = SILENCE_S if REJECTED in also else PATIENCE_S
         async with bad_network(engines, silence_s) as fleet:
             sending = asyncio.create_task(answers(fleet, 30, over_s=OUTAGE_S))
             await asyncio.sleep(0.3)
@@ -147,7 +147,7 @@ async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
             ends = ends_of(ended)
             assert set(ends) <= {"answered", *also}, (fault, ends)
             assert ends["answered"] >= 10, (fault, ends)
-            assert all("504: the engine gave no answer in time" in one.detail for one in refused(ended))
+            assert all("504: the engine gave no answer in time" in one.detail for one in rejected(ended))
             # What is silent is not computed again; what a dead connection took may be, and was not heard.
             assert max(computed(engines).values()) <= 2
             await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
@@ -166,8 +166,8 @@ async def serves_again(fleet: Fleet, engine: MarkedEngine) -> None:
         ends = ends_of(await answers(fleet, 5, 0.2, label=f"later{rounds}."))
 
 
-def refused(ended: Sequence[Ended]) -> list[Ended]:
-    return [one for one in ended if one.end == REFUSED]
+def rejected(ended: Sequence[Ended]) -> list[Ended]:
+    return [one for one in ended if one.end == REJECTED]
 
 
 async def campaign(seed: int, seconds: float) -> None:
@@ -179,7 +179,7 @@ async def campaign(seed: int, seconds: float) -> None:
         breaking = asyncio.create_task(break_on(rng, [wire_of(fleet), *fleet.relays]))
         ended = await sending
         breaking.cancel()
-        wrong = [one for one in ended if one.end not in {"answered", BROKEN, REFUSED}]
+        wrong = [one for one in ended if one.end not in {"answered", BROKEN, REJECTED}]
         assert wrong == []
         assert ends_of(ended)["answered"] > len(ended) / 2, Counter(one.detail for one in ended)
         for relay in (wire_of(fleet), *fleet.relays):
@@ -194,15 +194,15 @@ async def campaign(seed: int, seconds: float) -> None:
 async def break_on(rng: random.Random, relays: Sequence[Relay]) -> None:
     while True:
         relay = rng.choice(relays)
-        match rng.choice(("delay", "cut", "partition", "refuse", "mute")):
+        match rng.choice(("delay", "cut", "partition", "reject", "mute")):
             case "delay":
                 relay.delay_s = rng.uniform(0, 0.05)
             case "cut":
                 relay.cut()
             case "partition":
                 relay.partitioned = True
-            case "refuse":
-                await refusing(relay)
+            case "reject":
+                await rejecting(relay)
             case "mute":
                 relay.mute_up, relay.mute_down = rng.choice([(True, True), (True, False), (False, True)])
         await asyncio.sleep(rng.uniform(0.02, 1.0))

@@ -24,7 +24,7 @@ from serve_app.lab.bench.connection import BenchError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 GATEWAYS, ENGINES = ["g1", "g2"], ["e1", "e2", "e3"]
-ANSWERED, REFUSED, EVENT, BEFORE, MIDWAY, _, WRONG, LOST = ENDS
+ANSWERED, REJECTED, EVENT, BEFORE, MIDWAY, _, WRONG, LOST = ENDS
 LIMITS = httpx.Limits(max_connections=None)
 TOKENS = 300
 WHOLE_S = 240.0
@@ -135,7 +135,7 @@ async def whole(http: httpx.AsyncClient, name: str, tokens: int) -> tuple[str, s
     except httpx.TransportError as exc:
         return BEFORE, repr(exc)
     if answer.status_code != 200:
-        return REFUSED, f"{answer.status_code}: {answer.text}"
+        return REJECTED, f"{answer.status_code}: {answer.text}"
     found = answer.json()["usage"]["completion_tokens"]
     return (ANSWERED, "") if found == tokens else (WRONG, f"{found} tokens")
 

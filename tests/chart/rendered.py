@@ -30,7 +30,7 @@ def install(values: Mapping[str, Any], name: str = "ewsjf") -> Mapping[str, Any]
     """What `helm install --dry-run` says, with the objects under `manifest`; values are validated, too.
 
     Raises:
-        HelmError: values that the chart refuses.
+        HelmError: values that the chart rejects.
     """
     library = helm()
     # Nothing is asked of a cluster, and none is there.
@@ -45,7 +45,7 @@ def render(values: Mapping[str, Any], name: str = "ewsjf") -> list[Object]:
     """The objects that an installation makes.
 
     Raises:
-        HelmError: values that the chart refuses.
+        HelmError: values that the chart rejects.
     """
     return [each for each in yaml.safe_load_all(install(values, name)["manifest"]) if each is not None]
 

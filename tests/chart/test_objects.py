@@ -233,7 +233,7 @@ def test_pods_may_discover_endpoints_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["a", "a-release-of-a-long-name-of-53-letters-that-helm-takes-x"[:53]])
 def test_names_leave_room_for_what_kuberay_appends(name: str) -> None:
     objects = render(EVERYTHING, name)
-    # KubeRay refuses longer ones.
+    # KubeRay rejects longer ones.
     assert len(only(objects, "RayService")["metadata"]["name"]) <= 47
     for each in objects:
         assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", each["metadata"]["name"])

@@ -1,4 +1,4 @@
-"""Values of the chart: what is refused, and in which words."""
+"""Values of the chart: what is rejected, and in which words."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ CONFIGS = CHART.parent
         ),
     ],
 )
-def test_a_typo_is_refused_by_its_name(values: dict[str, Any], words: str) -> None:
+def test_a_typo_is_rejected_by_its_name(values: dict[str, Any], words: str) -> None:
     with pytest.raises(helm().HelmError, match=words):
         render(values)
 
@@ -69,11 +69,11 @@ def _pool(**resources: Any) -> dict[str, Any]:
         ({"num_gpus": 1, "accelerator_type": "H100"}, "with accelerator_type:H100"),
     ],
 )
-def test_a_pool_that_no_node_can_hold_is_refused(resources: dict[str, Any], words: str) -> None:
+def test_a_pool_that_no_node_can_hold_is_rejected(resources: dict[str, Any], words: str) -> None:
     with pytest.raises(helm().HelmError, match=rf"pool short of m: no group of workers .*{words}"):
         render(_pool(**resources))
 
 
-def test_pools_that_nodes_can_hold_are_not_refused() -> None:
+def test_pools_that_nodes_can_hold_are_not_rejected() -> None:
     assert render(_pool(num_gpus=8, num_cpus=64, custom={"group_gpu": 0.001}))
     assert render({**_pool(num_cpus=2), "workers": []}), "an engine on the head's CPUs"

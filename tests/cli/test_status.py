@@ -134,7 +134,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "12.3",
         "25%",
         "stale",
-        "l1 does not tell its context limit; learned from refusals: 8,192 tokens",
+        "l1 does not tell its context limit; learned from rejections: 8,192 tokens",
         "t1",
         "others go first",
         "2 more",
@@ -158,13 +158,15 @@ def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE, "costs": COSTS}
 
 
-def test_a_key_without_admin_is_refused_with_the_remedy(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_without_admin_is_rejected_with_the_remedy(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", "--url", url, "--api-key", "k2"]) == 2
     assert "401" in (message := capsys.readouterr().err)
     assert "admin" in message
 
 
-def test_an_address_without_a_gateway_is_refused(url: str) -> None:
+def test_an_address_without_a_gateway_is_rejected(url: str) -> None:
     with pytest.raises(StatusError, match="not a gateway of this project"):
         ask(f"{url}/other", "/debug/status", "k1")
     with pytest.raises(StatusError, match="http://"):

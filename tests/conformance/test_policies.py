@@ -62,6 +62,6 @@ def test_fcfs_dispatches_in_the_order_of_arrival() -> None:
     assert dispatched == sorted(time for time in dispatched if time is not None)
 
 
-def test_an_unknown_policy_is_refused_with_the_names_of_all() -> None:
+def test_an_unknown_policy_is_rejected_with_the_names_of_all() -> None:
     with pytest.raises(ValueError, match="unknown policy 'lifo': choose one of ewsjf, "):
         make_policy("lifo")

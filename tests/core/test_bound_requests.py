@@ -59,9 +59,9 @@ def test_when_its_replica_stays_away_it_is_told_what_is_gone_and_sent_nowhere_el
     assert dispatched(driver.report("s2", after_s=GRACE_S - 0.5)) == []
     commands = driver.feed(Woke(), after_s=0.5)
     assert concluded(commands) == [("waits", "rejected_unknown_response")]
-    refusal = the_conclusion(commands)
-    assert "kept by replica s1 alone, which is gone: send the whole conversation" in refusal.message
-    assert refusal.retry_after_s is None
+    rejection = the_conclusion(commands)
+    assert "kept by replica s1 alone, which is gone: send the whole conversation" in rejection.message
+    assert rejection.retry_after_s is None
 
 
 def test_a_new_scheduler_waits_for_the_replica_to_register() -> None:
@@ -81,9 +81,9 @@ def test_a_replica_that_only_runs_what_an_earlier_scheduler_sent_it_is_waited_fo
 def test_it_is_too_long_by_the_limit_of_its_own_replica() -> None:
     driver = one_replica("s1", limits={"max_model_len": 500})
     driver.join("s2", "only", max_model_len=4_000)
-    refusal = the_conclusion(driver.arrive("r", prompt_tokens=900, bound_to="s1"))
-    assert refusal.outcome is Outcome.REJECTED_TOO_LONG
-    assert "maximum context length is 500 tokens" in refusal.message
+    rejection = the_conclusion(driver.arrive("r", prompt_tokens=900, bound_to="s1"))
+    assert rejection.outcome is Outcome.REJECTED_TOO_LONG
+    assert "maximum context length is 500 tokens" in rejection.message
 
 
 def test_traffic_that_is_not_scheduled_is_bound_as_well() -> None:

@@ -1,4 +1,4 @@
-"""Pools of engines that do not tell their context limit: refusals teach it, at the level of events."""
+"""Pools of engines that do not tell their context limit: rejections teach it, at the level of events."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def arrive(driver: ManualDriver, request_id: str, prompt_tokens: int, **fields: 
     return replica_id
 
 
-def refuse(driver: ManualDriver, request_id: str, stated: int | None = None) -> list[Command]:
+def reject(driver: ManualDriver, request_id: str, stated: int | None = None) -> list[Command]:
     replica_id = driver.find(request_id).replica_id
     assert replica_id is not None
     failed = DispatchFailed(request_id, replica_id, DispatchFailure.TOO_LONG, "too long", stated)
@@ -44,7 +44,7 @@ def learned(commands: list[Command]) -> list[tuple[str, int | None]]:
 def test_a_stated_limit_routes_from_then_on_and_is_told_once() -> None:
     driver = fleet()
     assert arrive(driver, "a", 5_000) == "s1"
-    commands = refuse(driver, "a", 4_096)
+    commands = reject(driver, "a", 4_096)
     assert learned(commands) == [("s1", 4_096)]
     assert dispatched(commands) == [("a", "l1")]
     assert learned(complete(driver, "a", 5_000)) == []
@@ -56,7 +56,7 @@ def test_a_stated_limit_routes_from_then_on_and_is_told_once() -> None:
 def test_without_a_number_the_request_still_finds_the_longer_pool_and_its_length_is_the_bound() -> None:
     driver = fleet()
     arrive(driver, "a", 5_000)
-    commands = refuse(driver, "a")
+    commands = reject(driver, "a")
     assert learned(commands) == [("s1", 5_009)]
     assert dispatched(commands) == [("a", "l1")]
     assert learned(complete(driver, "a", 5_000)) == []
@@ -69,7 +69,7 @@ def test_a_count_from_the_longer_pool_corrects_an_estimate() -> None:
     # Numbers have far fewer bytes per token than was assumed: 4,000 bytes are 3,900 tokens.
     shape = PromptShape(text_bytes=4_000)
     assert arrive(driver, "a", 0, shape=shape) == "s1"
-    ((_, estimated),) = learned(refuse(driver, "a"))
+    ((_, estimated),) = learned(reject(driver, "a"))
     assert estimated is not None
     assert estimated < 2_000
     assert learned(complete(driver, "a", 3_900)) == [("s1", 3_909)]
@@ -78,18 +78,18 @@ def test_a_count_from_the_longer_pool_corrects_an_estimate() -> None:
 def test_a_limit_that_is_told_is_never_changed() -> None:
     driver = fleet(short=8_000)
     arrive(driver, "a", 5_000)
-    commands = refuse(driver, "a", 4_096)
+    commands = reject(driver, "a", 4_096)
     assert learned(commands) == []
     assert driver.scheduler.ledger["s1"].context_limit == 8_000
     assert dispatched(commands) == [("a", "l1")]
     assert arrive(driver, "b", 5_000) == "s1"
 
 
-def test_nothing_is_refused_by_what_was_only_learned() -> None:
+def test_nothing_is_rejected_by_what_was_only_learned() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
     driver.join("s1", "only", max_model_len=UNTOLD_CONTEXT, kv_tokens=None)
     arrive(driver, "a", 5_000)
-    commands = refuse(driver, "a", 4_096)
+    commands = reject(driver, "a", 4_096)
     assert learned(commands) == [("s1", 4_096)]
     (end,) = (each.conclusion for each in commands if isinstance(each, Conclude))
     assert (end.outcome, end.message) == (Outcome.REJECTED_TOO_LONG, "too long")
@@ -101,8 +101,8 @@ def test_nothing_is_refused_by_what_was_only_learned() -> None:
 def test_two_pools_that_both_tell_nothing_are_tried_one_after_the_other() -> None:
     driver = fleet(long=UNTOLD_CONTEXT)
     assert arrive(driver, "a", 5_000) == "s1"
-    assert dispatched(refuse(driver, "a", 4_096)) == [("a", "l1")]
-    commands = refuse(driver, "a", 4_608)
+    assert dispatched(reject(driver, "a", 4_096)) == [("a", "l1")]
+    commands = reject(driver, "a", 4_608)
     assert concluded(commands) == [("a", "rejected_too_long")]
     assert driver.scheduler.router.route(
         request(prompt_tokens=4_500), driver.scheduler.estimator.estimate(request(prompt_tokens=4_500))
@@ -112,7 +112,7 @@ def test_two_pools_that_both_tell_nothing_are_tried_one_after_the_other() -> Non
 def test_it_is_kept_until_the_replica_joins_anew() -> None:
     driver = fleet()
     arrive(driver, "a", 5_000)
-    refuse(driver, "a", 4_096)
+    reject(driver, "a", 4_096)
     assert driver.scheduler.ledger.context_limit("short") == 4_096
     assert driver.scheduler.ledger.contexts.told("short") == UNTOLD_CONTEXT
     driver.join("s1", "short", max_model_len=UNTOLD_CONTEXT, kv_tokens=None)
@@ -130,7 +130,7 @@ def test_an_adapter_that_is_loaded_does_not_end_what_was_learned_of_its_engine()
     limits = {"max_model_len": UNTOLD_CONTEXT, "kv_tokens": None, "max_num_seqs": None}
     driver.join("s1", "short", **limits)
     arrive(driver, "a", 5_000)
-    refuse(driver, "a", 4_096)
+    reject(driver, "a", 4_096)
     limit = driver.scheduler.ledger["s1"].concurrency
     driver.join("s1", "short", **limits, adapters=("sql",))
     state = driver.scheduler.ledger["s1"]

@@ -111,7 +111,7 @@ def test_a_run_that_cannot_be_replayed_says_why() -> None:
         (['{"settings":{"modell":"m"}}'], "line 1 is no RunHeader of this version"),
     ],
 )
-def test_lines_of_another_format_are_refused_by_number(lines: list[str], words: str) -> None:
+def test_lines_of_another_format_are_rejected_by_number(lines: list[str], words: str) -> None:
     with pytest.raises(DecisionLogError, match=words):
         list(read_runs(lines))
 

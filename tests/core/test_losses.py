@@ -63,8 +63,8 @@ def test_a_request_that_the_short_engine_finds_too_long_is_sent_to_the_long_pool
     driver.arrive("r")
     assert dispatched(driver.feed(DispatchFailed("r", "s1", DispatchFailure.TOO_LONG))) == [("r", "l1")]
     message = "maximum context length is 4000"
-    refusal = the_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
-    assert (refusal.outcome, refusal.message) == (Outcome.REJECTED_TOO_LONG, message)
+    rejection = the_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
+    assert (rejection.outcome, rejection.message) == (Outcome.REJECTED_TOO_LONG, message)
 
 
 def test_a_lost_gateway_releases_what_waits_and_keeps_what_runs_charged(driver: ManualDriver) -> None:

@@ -65,7 +65,7 @@ def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list
 
 
 @pytest.mark.parametrize("failure", [BUSY, UNREACHABLE])
-def test_a_request_that_all_refuse_ends_with_its_budget_and_each_try_waits_longer(
+def test_a_request_that_all_reject_ends_with_its_budget_and_each_try_waits_longer(
     failure: DispatchFailure,
 ) -> None:
     driver = pool_of(3, max_put_backs=9)

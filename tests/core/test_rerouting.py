@@ -1,4 +1,4 @@
-"""Which waiting requests get other pools, or are refused, when a replica comes or goes."""
+"""Which waiting requests get other pools, or are rejected, when a replica comes or goes."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,9 @@ def test_all_are_routed_again_when_a_context_limit_changes(driver: ManualDriver)
     assert driver.find("a").pools == ("short", "long")
 
 
-def test_a_request_that_fits_no_pool_any_more_is_refused_and_the_others_wait_on(driver: ManualDriver) -> None:
+def test_a_request_that_fits_no_pool_any_more_is_rejected_and_the_others_wait_on(
+    driver: ManualDriver,
+) -> None:
     driver.arrive("a")
     driver.arrive("b", prompt_tokens=3_000)
     assert concluded(join(driver, "l2", "long", 2_000)) == [("b", "rejected_too_long")]
@@ -73,7 +75,7 @@ def test_while_a_request_is_particular_each_change_of_the_fleet_routes_again(dri
     assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
 
 
-def test_those_whose_pools_are_out_are_refused_when_the_grace_ends(driver: ManualDriver) -> None:
+def test_those_whose_pools_are_out_are_rejected_when_the_grace_ends(driver: ManualDriver) -> None:
     driver.arrive("long", prompt_tokens=2_000)
     driver.arrive("a")
     assert not concluded(driver.feed(ReplicaLost("l1")))

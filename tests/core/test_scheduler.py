@@ -1,4 +1,4 @@
-"""The scheduler by its events and commands: routing, dispatch, refusals and time."""
+"""The scheduler by its events and commands: routing, dispatch, rejections and time."""
 
 import pytest
 
@@ -162,23 +162,23 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
     assert dispatched(driver.arrive("e", prompt_tokens=100)) == [("e", "s1")]
 
 
-def test_too_long_for_every_pool_is_refused_with_numbers() -> None:
-    refusal = the_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
-    assert (refusal.outcome, refusal.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
-    assert "maximum context length is 4000 tokens. " in refusal.message
-    assert "estimated at 4,000 tokens and 1 are asked for as output" in refusal.message
-    assert "needs 4,001." in refusal.message
+def test_too_long_for_every_pool_is_rejected_with_numbers() -> None:
+    rejection = the_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
+    assert (rejection.outcome, rejection.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
+    assert "maximum context length is 4000 tokens. " in rejection.message
+    assert "estimated at 4,000 tokens and 1 are asked for as output" in rejection.message
+    assert "needs 4,001." in rejection.message
 
 
-def test_a_full_queue_refuses_with_a_retry_after() -> None:
+def test_a_full_queue_rejects_with_a_retry_after() -> None:
     driver = ManualDriver(max_waiting=2)
     driver.join("s1")
     fill(driver)
     driver.arrive("w1")
     driver.arrive("w2")
-    refused = driver.arrive("w3")
-    assert concluded(refused) == [("w3", "rejected_queue_full")]
-    assert 0 < retry_after_s(refused) <= 60
+    rejected = driver.arrive("w3")
+    assert concluded(rejected) == [("w3", "rejected_queue_full")]
+    assert 0 < retry_after_s(rejected) <= 60
 
 
 def test_retry_after_follows_the_measured_drain_rate() -> None:
@@ -193,17 +193,17 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
             driver.report(received=number + 2, waiting=3)
             running.append(f"r{number - 1}")
             driver.arrive(f"r{number}")
-        refused = driver.arrive("one too many")
-        assert concluded(refused) == [("one too many", "rejected_queue_full")]
-        return retry_after_s(refused)
+        rejected = driver.arrive("one too many")
+        assert concluded(rejected) == [("one too many", "rejected_queue_full")]
+        return retry_after_s(rejected)
 
     assert told_s(0.5) == pytest.approx(10 * told_s(5.0), rel=0.4)
 
 
-def test_an_unknown_model_is_refused_by_name() -> None:
-    refusal = the_conclusion(two_pools().arrive("r", model="other"))
-    assert refusal.outcome is Outcome.REJECTED_UNKNOWN_MODEL
-    assert "other" in refusal.message
+def test_an_unknown_model_is_rejected_by_name() -> None:
+    rejection = the_conclusion(two_pools().arrive("r", model="other"))
+    assert rejection.outcome is Outcome.REJECTED_UNKNOWN_MODEL
+    assert "other" in rejection.message
 
 
 def test_an_alias_is_served() -> None:
@@ -231,14 +231,14 @@ def test_expiry_is_before_dispatch_in_the_same_instant() -> None:
     assert dispatched(commands) == []
 
 
-def test_a_request_that_asks_not_to_wait_is_dispatched_or_refused_at_once() -> None:
+def test_a_request_that_asks_not_to_wait_is_dispatched_or_rejected_at_once() -> None:
     driver = two_pools()
     assert dispatched(driver.arrive("a", no_wait=True, **LONG)) == [("a", "l1")]
     driver.arrive("b", **LONG)
     driver.arrive("c", **LONG)
-    refusal = the_conclusion(driver.arrive("d", no_wait=True, **LONG))
-    assert refusal.outcome is Outcome.REJECTED_QUEUE_FULL
-    assert "asked not to wait" in refusal.message
+    rejection = the_conclusion(driver.arrive("d", no_wait=True, **LONG))
+    assert rejection.outcome is Outcome.REJECTED_QUEUE_FULL
+    assert "asked not to wait" in rejection.message
 
 
 def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
@@ -257,7 +257,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
     assert dispatched(driver.arrive("r")) == [("r", "l1")]
 
 
-def test_without_any_replica_requests_wait_and_are_refused_after_the_grace() -> None:
+def test_without_any_replica_requests_wait_and_are_rejected_after_the_grace() -> None:
     driver = ManualDriver(no_replica_grace_s=10.0)
     assert driver.arrive("r") == []
     assert driver.scheduler.next_wakeup() == 10.0

@@ -60,7 +60,7 @@ class Park(Garden):
             raise ValueError("more gates than beds")
 
 
-def refusal(make: type, **values: Any) -> str:
+def rejection(make: type, **values: Any) -> str:
     with pytest.raises(SettingsError) as caught:
         make(**values)
     return str(caught.value)
@@ -76,30 +76,30 @@ def test_settings_are_frozen_slotted_and_take_keywords_only() -> None:
     assert pickle.loads(pickle.dumps(garden)) == garden
 
 
-def test_a_value_out_of_range_is_refused_with_block_name_value_and_remedy() -> None:
-    assert refusal(Pump, rate=-1.0) == "pump.rate must be positive, got -1.0: 2 is usual"
-    assert refusal(Garden, name="a", beds=0) == "beds must be at least 1, got 0"
-    assert refusal(Garden, name="a", mode="damp") == "mode must be one of wet, dry, got 'damp'"
+def test_a_value_out_of_range_is_rejected_with_block_name_value_and_remedy() -> None:
+    assert rejection(Pump, rate=-1.0) == "pump.rate must be positive, got -1.0: 2 is usual"
+    assert rejection(Garden, name="a", beds=0) == "beds must be at least 1, got 0"
+    assert rejection(Garden, name="a", mode="damp") == "mode must be one of wet, dry, got 'damp'"
 
 
 def test_none_is_in_range_where_the_type_has_it() -> None:
     assert Garden(name="a", limit=None).limit is None
-    assert refusal(Garden, name="a", limit=1.0) == "limit must be at least 0 and below 1, got 1.0"
+    assert rejection(Garden, name="a", limit=1.0) == "limit must be at least 0 and below 1, got 1.0"
 
 
 def test_checks_of_two_settings_come_after_the_ranges() -> None:
     assert Garden(name="a", beds=20).beds == 20
     with pytest.raises(ValueError, match="a large garden has no limit"):
         Garden(name="a", beds=20, limit=0.5)
-    assert "below 1" in refusal(Garden, name="a", beds=20, limit=2.0)
+    assert "below 1" in rejection(Garden, name="a", beds=20, limit=2.0)
 
 
 def test_a_class_that_extends_another_keeps_its_checks() -> None:
     assert Park(name="a", beds=2, gates=2).limit == 0.75
-    assert refusal(Park, name="a", beds=0) == "beds must be at least 1, got 0"
-    assert refusal(Park, name="a", gates=-1) == "park.gates must not be negative, got -1"
-    assert refusal(Park, name="a", limit=0.25) == "park.limit must be at least 0.5, got 0.25"
-    assert refusal(Park, name="a", limit=1.0) == "limit must be at least 0 and below 1, got 1.0"
+    assert rejection(Park, name="a", beds=0) == "beds must be at least 1, got 0"
+    assert rejection(Park, name="a", gates=-1) == "park.gates must not be negative, got -1"
+    assert rejection(Park, name="a", limit=0.25) == "park.limit must be at least 0.5, got 0.25"
+    assert rejection(Park, name="a", limit=1.0) == "limit must be at least 0 and below 1, got 1.0"
     with pytest.raises(ValueError, match="a large garden"):
         Park(name="a", beds=20)
     with pytest.raises(ValueError, match="more gates than beds"):

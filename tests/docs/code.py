@@ -52,7 +52,7 @@ def check_yaml(text: str, mark: Mark) -> None:
     """Read settings by the classes that the application reads them with; other YAML needs a mark or a rule.
 
     Raises:
-        BlockError: it is no YAML, is refused, or nothing says what it is.
+        BlockError: it is no YAML, is rejected, or nothing says what it is.
     """
     try:
         contents = list(yaml.safe_load_all(text))

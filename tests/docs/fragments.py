@@ -38,7 +38,7 @@ def check_application(content: Mapping[str, Any]) -> None:
     """Read a whole Ray Serve configuration.
 
     Raises:
-        BlockError: our settings refuse it.
+        BlockError: our settings reject it.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serve.yaml"
@@ -58,7 +58,7 @@ def check_fragment(fragment: object, path: str) -> None:
     """Put a fragment where it belongs, `args` or a path below it such as `models[0].scheduler`, and read it.
 
     Raises:
-        BlockError: there is no such place, or the settings are refused.
+        BlockError: there is no such place, or the settings are rejected.
     """
     if not isinstance(fragment, Mapping):
         raise BlockError(f"settings must be a mapping, got {type(fragment).__name__}")

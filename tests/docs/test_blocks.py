@@ -104,7 +104,7 @@ def _run(block: CodeBlock, text: str, folder: Path) -> subprocess.CompletedProce
     if block.language == "console":
         extra = parse_mark(block.mark).detail
         lines = [f"{command} {extra}".strip() for command in shell.commands(text)]
-        # A request that is refused has failed.
+        # A request that is rejected has failed.
         functions = ["set -euo pipefail", 'curl() { command curl --fail-with-body "$@"; }']
         program = ["bash", "-c", "\n".join([*functions, *lines])]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -153,7 +153,7 @@ WRONG = {
     "an unknown setting": _fenced("yaml", "max_waitings: 3", "settings under models[0].scheduler"),
     "a setting out of range": _fenced("yaml", "state_interval_s: -1", "settings under args"),
     "a place that does not exist": _fenced("yaml", "name: x", "settings under models[4]"),
-    "a file of settings that is refused": _fenced("yaml", "applications: []"),
+    "a file of settings that is rejected": _fenced("yaml", "applications: []"),
     "a mark without its reason": _fenced("console", "$ launch", "parse"),
     "a mark that is none": _fenced("console", "$ ls", "ignore"),
     "a mark of another language": _fenced("yaml", "args: {}", "run"),

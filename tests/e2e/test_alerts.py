@@ -79,7 +79,7 @@ def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: 
             with contextlib.suppress(httpx.HTTPError):
                 async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
                     await answer.aread()
-                # Whoever is refused comes back at once, but not as fast as the machine can.
+                # Whoever is rejected comes back at once, but not as fast as the machine can.
                 if answer.status_code != 200:
                     await asyncio.sleep(0.2)
 
@@ -201,12 +201,12 @@ def in_order(watched: Watched) -> None:
 
 
 def too_many_requests(watched: Watched) -> None:
-    """More than one small engine takes: it preempts, refuses, lets others wait, and lets them expire."""
+    """More than one small engine takes: it preempts, rejects, lets others wait, and lets them expire."""
     url = watched.app.url
     with load(url, 60, max_tokens=800, ignore_eos=True):
         for name in ("OverCapacity", "PoolSaturated", "RequestsWaitLong", "TargetsMissed", "Preemptions"):
             watched.expect(name)
-    # Fewer than may wait: of a full queue, all would be refused before they can expire.
+    # Fewer than may wait: of a full queue, all would be rejected before they can expire.
     with (
         load(url, 30, max_tokens=800, ignore_eos=True),
         load(url, 4, {"x-queue-timeout-s": "0.4", "x-priority": "batch"}),

@@ -96,15 +96,15 @@ async def test_a_prompt_too_long_for_the_short_engine_is_answered_by_the_long_po
     assert int(raw.headers["x-estimated-tokens"]) < 100
 
 
-async def test_a_prompt_too_long_for_every_engine_is_refused_in_the_engines_words(
+async def test_a_prompt_too_long_for_every_engine_is_rejected_in_the_engines_words(
     client: openai.AsyncOpenAI,
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejected:
         await client.chat.completions.create(
             model="demo", messages=HELLO, max_tokens=5, extra_body={"ewsjf_prompt_tokens": 100_000}
         )
-    assert refused.value.code == "context_length_exceeded"
-    assert "maximum context length" in refused.value.message
+    assert rejected.value.code == "context_length_exceeded"
+    assert "maximum context length" in rejected.value.message
 
 
 async def test_an_answer_has_one_request_id_even_when_the_client_gave_none(app: Served) -> None:
@@ -126,7 +126,7 @@ async def test_errors_have_the_format_of_the_sdk(client: openai.AsyncOpenAI) -> 
         await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=-1)
 
 
-async def test_a_malformed_body_is_refused_by_the_gateway(app: Served) -> None:
+async def test_a_malformed_body_is_rejected_by_the_gateway(app: Served) -> None:
     async with httpx.AsyncClient() as http:
         answer = await http.post(f"{app.url}/v1/chat/completions", content=b"{not json")
     assert answer.status_code == 400
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_frees_its_engine_within_a_second(
     assert time.monotonic() - left_at < 2.5
 
 
-async def test_no_wait_is_refused_at_once_without_capacity(app: Served, client: openai.AsyncOpenAI) -> None:
+async def test_no_wait_is_rejected_at_once_without_capacity(app: Served, client: openai.AsyncOpenAI) -> None:
     """More long answers than the engines and their queues hold; then a request that must not wait."""
     load = [
         asyncio.create_task(
@@ -171,11 +171,11 @@ async def test_no_wait_is_refused_at_once_without_capacity(app: Served, client: 
     ]
     try:
         await wait_for_async(lambda: app.metric("ewsjf_requests_waiting") > 0, 15, "a queue")
-        with pytest.raises(openai.RateLimitError) as refused:
+        with pytest.raises(openai.RateLimitError) as rejected:
             await client.chat.completions.create(
                 model="demo", messages=HELLO, max_tokens=400, extra_headers={"x-queue": "no-wait"}
             )
-        assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert int(rejected.value.response.headers["retry-after"]) >= 1
         answers = await asyncio.gather(*load)
         assert all(answer.usage and answer.usage.completion_tokens == 400 for answer in answers)
     finally:

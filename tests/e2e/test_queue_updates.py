@@ -83,7 +83,7 @@ async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app:
     assert app.metric("ewsjf_queue_estimates_total", told="first") > before
 
 
-async def test_a_value_that_means_nothing_is_refused(app: Served) -> None:
+async def test_a_value_that_means_nothing_is_rejected(app: Served) -> None:
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
         body = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
         answer = await http.post("/v1/chat/completions", json=body, headers={"x-ewsjf-queue": "loud"})

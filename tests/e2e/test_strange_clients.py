@@ -66,7 +66,7 @@ def test_a_page_may_ask_and_read_the_answer(app: Served) -> None:
     assert {"x-pool", "x-request-id"} <= set(exposed.split(", "))
 
 
-def test_another_page_is_refused(app: Served) -> None:
+def test_another_page_is_rejected(app: Served) -> None:
     asking = {"origin": "https://evil.example.com", "access-control-request-method": "POST"}
     preflight = httpx.options(f"{app.url}{CHAT}", headers=asking, timeout=60)
     assert preflight.status_code == 400

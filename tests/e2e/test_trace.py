@@ -21,13 +21,13 @@ async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app:
         result = await OpenLoop(pool, factory, LoadSettings(timeout_s=100.0), lambda _: None).run(trace)
     finally:
         pool.close()
-    # A request longer than every context is refused by the engine, or by the gateway once the application has
-    # learned the length of such texts. It concludes like all others.
+    # A request longer than every context is rejected by the engine, or by the gateway once the application
+    # has learned the length of such texts. It concludes like all others.
     fits = [request for request in trace.requests if request.prompt_tokens + request.output_tokens <= 8_192]
     assert len({record.request_id for record in result.records}) == len(result.records) == REQUESTS
     completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]
-    refused = {Outcome.REJECTED_INVALID, Outcome.REJECTED_TOO_LONG}
-    lost = [record for record in result.records if record.outcome not in {Outcome.COMPLETED, *refused}]
+    rejected = {Outcome.REJECTED_INVALID, Outcome.REJECTED_TOO_LONG}
+    lost = [record for record in result.records if record.outcome not in {Outcome.COMPLETED, *rejected}]
     assert [record.detail for record in lost] == []
     assert len(completed) >= len(fits)
     await asyncio.to_thread(

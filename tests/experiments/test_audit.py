@@ -35,7 +35,7 @@ def stream(*parts: bytes, name: str | None = None, whole: bool = True) -> Script
     return script
 
 
-def refusal(status: int, body: bytes) -> Script:
+def rejection(status: int, body: bytes) -> Script:
     async def script(send: Send, _asked_as: str) -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
@@ -47,9 +47,9 @@ def refusal(status: int, body: bytes) -> Script:
     ("script", "end"),
     [
         (stream(USAGE, DONE), "answered"),
-        (refusal(503, b'{"error":{"message":"no replica"}}'), "refused with a reason"),
+        (rejection(503, b'{"error":{"message":"no replica"}}'), "rejected with a reason"),
         (stream(USAGE, ERROR), "ended with an error event"),
-        (refusal(503, b"<html>"), "connection broken before an answer"),
+        (rejection(503, b"<html>"), "connection broken before an answer"),
         (stream(USAGE), "cut without a sign"),
         (stream(USAGE, whole=False), "connection broken in mid-answer"),
         (stream(USAGE, DONE, DONE), "cut without a sign"),
@@ -89,7 +89,7 @@ def test_the_summary_adds_up_what_never_may_happen() -> None:
     assert dict(zip(SUMMARY, found, strict=True)) == {
         "requests": "1,045",
         "answered once": "10",
-        "refused with a reason": "2",
+        "rejected with a reason": "2",
         "ended with an error event": "3",
         "connection broken": "9",
         "lost, doubled, cut without a sign, or swapped": "22",

@@ -15,7 +15,7 @@ def test_each_kind_of_event_is_counted_and_a_backlog_stays_as_long_as_it_is() ->
     events, waiting = play(settings, Context(jobs=1))
     for row in (events, waiting):
         assert row.figures["requests"] == 300
-        assert row.figures["refused"] == 0
+        assert row.figures["rejected"] == 0
         for kind in ("arrival", "first token", "finish", "report"):
             assert row.figures["events_us"][kind]["mean"] > 0
     # Each arrival fills the place of one that was dispatched.

@@ -74,7 +74,7 @@ def test_a_case_can_choose_variants_and_profiles() -> None:
         ("3", "holds no mapping"),
     ],
 )
-def test_a_file_that_is_no_grid_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_grid_is_rejected_by_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=message):

@@ -70,7 +70,7 @@ def test_the_check_fails_when_a_table_and_its_rows_differ(
         ("<!-- table: dice/shares -->\n<!-- end table -->", "no experiment 'dice'"),
     ],
 )
-def test_a_comment_that_names_no_table_is_refused_with_its_line(
+def test_a_comment_that_names_no_table_is_rejected_with_its_line(
     text: str, message: str, page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page.write_text(text)
@@ -79,7 +79,7 @@ def test_a_comment_that_names_no_table_is_refused_with_its_line(
     assert page.read_text() == text
 
 
-def test_a_table_without_rows_is_refused(
+def test_a_table_without_rows_is_rejected(
     page: Path, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page.write_text(DOCUMENT.replace("shares", "fair"))

@@ -68,7 +68,7 @@ def test_a_search_arrives_when_its_leader_has_nearly_the_best_gain_of_all(
     assert figures.gain == gained[-1]
 
 
-def test_a_group_of_a_workload_that_there_is_not_is_refused() -> None:
+def test_a_group_of_a_workload_that_there_is_not_is_rejected() -> None:
     small = experiment()
     with pytest.raises(ValueError, match="no workload 'chats': there are paper-mix, azure"):
         replace(small, groups=(replace(small.groups[0], workloads=("chats",)),))

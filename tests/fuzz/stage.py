@@ -15,7 +15,7 @@ _EVENTS = b'data: {"choices":[]}\n\ndata: [DONE]\n\n'
 
 
 async def any_engine(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuses what is no JSON object as engines do, and answers the rest."""
+    """Rejects what is no JSON object as engines do, and answers the rest."""
     body = bytearray()
     while (message := await receive()).get("more_body"):
         body += message["body"]

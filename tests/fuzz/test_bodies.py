@@ -21,7 +21,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_malformed_bodies_are_refused_in_openais_shape_and_never_by_a_fault(
+async def test_malformed_bodies_are_rejected_in_openais_shape_and_never_by_a_fault(
     url: str, count: int
 ) -> None:
     bodies = itertools.islice(malformed(seed=count), count)

@@ -1,4 +1,4 @@
-"""Frames of the control channel with damage: each is read as messages, or refused as a whole."""
+"""Frames of the control channel with damage: each is read as messages, or rejected as a whole."""
 
 import random
 from typing import Any
@@ -24,10 +24,10 @@ _MESSAGES = [
 
 @pytest.mark.parametrize("decode", [decode_from_peer, decode_from_scheduler])
 @pytest.mark.parametrize("seed", range(4))
-def test_damage_is_read_or_refused_and_nothing_else(decode: Any, seed: int) -> None:
+def test_damage_is_read_or_rejected_and_nothing_else(decode: Any, seed: int) -> None:
     chance = random.Random(seed)
     whole = b"".join(encode_frames([message], _LIMIT) for message in _MESSAGES)
-    read = refused = 0
+    read = rejected = 0
     for _ in range(3_000):
         stream = bytearray(whole)
         for _ in range(chance.randint(1, 3)):
@@ -44,6 +44,6 @@ def test_damage_is_read_or_refused_and_nothing_else(decode: Any, seed: int) -> N
             for frame in reader.feed(bytes(stream)):
                 read += len(frame)
         except ChannelError:
-            refused += 1
-    assert refused > 300
+            rejected += 1
+    assert rejected > 300
     assert read > 300

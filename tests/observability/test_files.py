@@ -1,4 +1,4 @@
-"""Dashboards and alerts as files: what Grafana and Prometheus would refuse, and what a reader would miss."""
+"""Dashboards and alerts as files: what Grafana and Prometheus would reject, and what a reader would miss."""
 
 import json
 import re

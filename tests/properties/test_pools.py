@@ -4,7 +4,7 @@
   that are alike to the cheapest; when that has no capacity, to the next one that also holds it.
 - `sends_nowhere_that_does_not_fit`: never to another, whatever is full.
 - `two_pools_as_before`: two pools are served as they were when there could be no more.
-- `finds_the_pool_that_takes_it`: where contexts are not told, refusals lead to a pool that takes the request.
+- `finds_the_pool_that_takes_it`: without known contexts, rejections lead to a pool that accepts the request.
 """
 
 import math
@@ -136,7 +136,7 @@ def test_finds_the_pool_that_takes_it(
     places = sorted(range(len(limits)), key=lambda place: shown[place])
     limits, shown = [limits[place] for place in places], [shown[place] for place in places]
     driver = fleet(shown, [1.0] * len(limits), b_short_tokens=20_010)
-    refused = Counter[tuple[str, int]]()
+    rejected = Counter[tuple[str, int]]()
     for number, prompt_tokens in enumerate(prompts):
         request_id = f"r{number}"
         commands = driver.arrive(request_id, prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
@@ -148,7 +148,7 @@ def test_finds_the_pool_that_takes_it(
                 usage = Usage(prompt_tokens=prompt_tokens, output_tokens=OUTPUT)
                 commands = driver.feed(Finished(request_id, Outcome.COMPLETED, usage))
                 continue
-            refused[replica_id, prompt_tokens] += 1
+            rejected[replica_id, prompt_tokens] += 1
             failed = DispatchFailed(
                 request_id, replica_id, DispatchFailure.TOO_LONG, "", limit if states else None
             )
@@ -160,5 +160,5 @@ def test_finds_the_pool_that_takes_it(
         for place in range(len(limits)):
             driver.report(f"p{place}/1", received=None)
     if max(prompts) + OUTPUT <= max(limits):
-        # What a longer pool takes is refused once by each at most.
-        assert max(refused.values(), default=0) <= 1
+        # What a longer pool takes is rejected once by each at most.
+        assert max(rejected.values(), default=0) <= 1

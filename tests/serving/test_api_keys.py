@@ -112,7 +112,7 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, change: dict[str, Any
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "x", "version": 1, "keys": []}', "\xff"])
-def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_file_of_keys_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(KeysFileError, match=r"keys\.json"):

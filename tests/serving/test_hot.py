@@ -141,7 +141,7 @@ def test_the_table_of_the_documents_is_this_one() -> None:
     assert not missing
 
 
-def test_cold_and_unknown_names_are_refused_with_what_may_change() -> None:
+def test_cold_and_unknown_names_are_rejected_with_what_may_change() -> None:
     gateway = settings_of(ARGS).gateway
     with pytest.raises(SettingsError, match=r"'upstream', which cannot change .* set it in the args .* cors"):
         with_hot_gateway(gateway, {"upstream": {}})

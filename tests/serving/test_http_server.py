@@ -68,7 +68,7 @@ async def test_an_app_that_does_not_answer_ends_its_connection(app: ASGIApp, beg
 
 
 @pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
-async def test_a_head_that_cannot_be_is_refused(broken: bytes) -> None:
+async def test_a_head_that_cannot_be_is_rejected(broken: bytes) -> None:
     assert (await asked(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 

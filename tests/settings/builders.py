@@ -26,7 +26,7 @@ def parse(*models: dict[str, Any], **changes: Any) -> AppSettings:
     return settings_of({"models": list(models) or [model()], **changes})
 
 
-def refusal(*models: dict[str, Any], **changes: Any) -> str:
+def rejection(*models: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(SettingsError) as caught:
         parse(*models, **changes)
     return str(caught.value)

@@ -48,7 +48,7 @@ def test_the_launcher_takes_the_file(name: str) -> None:
     assert content["head_node_type"] in content["available_node_types"]
 
 
-def test_the_launcher_refuses_a_misspelt_key() -> None:
+def test_the_launcher_rejects_a_misspelt_key() -> None:
     with pytest.raises(Exception, match="setup_comands"):
         validate_config(prepare_config({**cluster(AWS), "setup_comands": []}))
 
@@ -103,7 +103,7 @@ def test_ray_starts_with_our_settings_the_keys_and_many_files(name: str, kind: s
     assert (checkout / "descriptors").read_text() == "-n 65536 "
     word, *arguments = (checkout / "arguments").read_text().splitlines()
     assert word == "start"
-    # Ray's own parser; it refuses what it does not know.
+    # Ray's own parser; it rejects what it does not know.
     options = ray_start.make_context("start", arguments).params
     assert options["head"] == (kind == "head")
     if kind == "worker":

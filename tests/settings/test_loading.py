@@ -10,7 +10,7 @@ from serve_app.errors import SettingsError
 from serve_app.settings.loading import load_settings, settings_of
 from serve_app.tuning import RefineAndPruneSettings, StrategicSettings
 from serve_app.tuning.settings import TunerSettings
-from tests.settings.builders import emulated, model, parse, pool, refusal
+from tests.settings.builders import emulated, model, parse, pool, rejection
 
 
 def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
@@ -50,7 +50,7 @@ def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
 def test_an_advanced_setting_belongs_under_advanced_in_its_block(
     changes: dict[str, Any], message: str
 ) -> None:
-    assert refusal(**changes) == message
+    assert rejection(**changes) == message
 
 
 def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
@@ -66,7 +66,7 @@ def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
 
 def test_what_is_wrong_with_an_advanced_setting_is_said_by_its_full_name() -> None:
     isolation = {"short_work_share": 2, "max_longest_prefills": "few"}
-    assert refusal(model(scheduler={"advanced": {"isolation": isolation}})).splitlines() == [
+    assert rejection(model(scheduler={"advanced": {"isolation": isolation}})).splitlines() == [
         "models[0].scheduler.advanced.isolation.short_work_share must be above 0 and below 1, got 2.0",
         "models[0].scheduler.advanced.isolation.max_longest_prefills must be a whole number, got 'few'",
     ]
@@ -94,21 +94,21 @@ def test_a_key_with_nothing_behind_it_is_a_block_of_defaults() -> None:
         ({"gateways": {1: 2}}, "gateways.1: unknown key"),
     ],
 )
-def test_an_unknown_key_is_refused_by_its_full_name(changes: dict[str, Any], message: str) -> None:
-    assert message in refusal(**changes)
+def test_an_unknown_key_is_rejected_by_its_full_name(changes: dict[str, Any], message: str) -> None:
+    assert message in rejection(**changes)
 
 
-def test_an_unknown_key_deep_in_a_model_is_refused_by_its_full_name() -> None:
+def test_an_unknown_key_deep_in_a_model_is_rejected_by_its_full_name() -> None:
     broken = model(pools=[pool("short", engine=emulated(max_model_length=1)), pool("long")])
-    assert refusal(broken) == (
+    assert rejection(broken) == (
         "models[0].pools[0].engine.emulated.max_model_length: unknown key; did you mean max_model_len?"
     )
     broken = model(scheduler={"backpressure": {"target_waitin": 1}})
-    assert "models[0].scheduler.backpressure.target_waitin: unknown key; did you mean" in refusal(broken)
+    assert "models[0].scheduler.backpressure.target_waitin: unknown key; did you mean" in rejection(broken)
 
 
 def test_all_faults_are_told_at_once() -> None:
-    told = refusal(gateway={"log_request": True}, advanced={"channel": {"zzz": 1}}, state_uri=4)
+    told = rejection(gateway={"log_request": True}, advanced={"channel": {"zzz": 1}}, state_uri=4)
     assert len(told.splitlines()) == 3
 
 
@@ -160,12 +160,12 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"scheduler": {"routing": {"pools": ["a"]}}}, "models[0].scheduler.routing.pools is not given here"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_its_place(changes: dict[str, Any], message: str) -> None:
-    assert message in refusal(model(**changes))
+def test_a_value_out_of_range_is_rejected_with_its_place(changes: dict[str, Any], message: str) -> None:
+    assert message in rejection(model(**changes))
 
 
 @pytest.mark.parametrize("args", [[], "demo", None, {"models": "demo"}, {"models": [1]}, {"models": []}, {}])
-def test_a_file_of_another_shape_is_refused_without_a_crash(args: Any) -> None:
+def test_a_file_of_another_shape_is_rejected_without_a_crash(args: Any) -> None:
     with pytest.raises(SettingsError):
         settings_of(args)
 
@@ -173,14 +173,14 @@ def test_a_file_of_another_shape_is_refused_without_a_crash(args: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["applications: []", "- 1", "applications: [{import_path: other:app}]", "a: ["]
 )
-def test_a_file_without_our_application_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_our_application_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=r"serve\.yaml"):
         load_settings(path)
 
 
-def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="none"):
         load_settings(tmp_path / "none.yaml")
 
@@ -189,5 +189,7 @@ def test_learned_state_is_kept_in_a_folder_that_every_actor_finds() -> None:
     assert parse().state_uri is None
     assert parse(state_uri="s3://bucket/folder").state_uri == "s3://bucket/folder"
     assert parse(state_uri="/var/lib/ewsjf").state_uri == "/var/lib/ewsjf"
-    assert "state_uri must be an absolute path or a URI, got 'state'" in refusal(state_uri="state")
-    assert refusal(advanced={"state_interval_s": 0}) == "advanced.state_interval_s must be positive, got 0.0"
+    assert "state_uri must be an absolute path or a URI, got 'state'" in rejection(state_uri="state")
+    assert (
+        rejection(advanced={"state_interval_s": 0}) == "advanced.state_interval_s must be positive, got 0.0"
+    )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.settings.builders import emulated, model, parse, pool, refusal
+from tests.settings.builders import emulated, model, parse, pool, rejection
 
 
 def test_a_component_is_told_what_the_model_says_once() -> None:
@@ -48,14 +48,14 @@ def test_a_vllm_engine_answers_under_the_names_of_its_model() -> None:
     assert engine.max_model_len == 4_096
 
 
-def test_pools_in_the_wrong_order_are_refused() -> None:
-    told = refusal(model(pools=[pool("long"), pool("short")]))
+def test_pools_in_the_wrong_order_are_rejected() -> None:
+    told = rejection(model(pools=[pool("long"), pool("short")]))
     assert "the pool with the shorter context comes first" in told
     assert "8,192" in told
 
 
-def test_a_token_budget_that_the_short_pool_cannot_hold_is_refused() -> None:
-    told = refusal(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
+def test_a_token_budget_that_the_short_pool_cannot_hold_is_rejected() -> None:
+    told = rejection(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
     assert "b_short_tokens of 4,000 exceeds what pool short holds (max_model_len 2,048)" in told
 
 
@@ -69,13 +69,13 @@ def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
 def test_engine_priority_wants_engines_that_schedule_by_it() -> None:
     ready = emulated(max_model_len=2_048, advanced={"scheduling_policy": "priority"})
     args = {"max_model_len": 4_096}
-    assert refusal(priority_model(ready, emulated(max_model_len=8_192))) == (
+    assert rejection(priority_model(ready, emulated(max_model_len=8_192))) == (
         "models[0].scheduler.engine_priority is enabled, but the engine of pool long does not schedule by "
         "priority: set models[0].pools[1].engine.emulated.advanced.scheduling_policy to priority"
     )
-    told = refusal(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
+    told = rejection(priority_model(ready, {"vllm": {"model": "/weights", "args": args}}))
     assert "set models[0].pools[1].engine.vllm.args.scheduling_policy to priority" in told
-    told = refusal(
+    told = rejection(
         priority_model(ready, {"vllm": {"model": "/w", "args": {**args, "scheduling_policy": "fcfs"}}})
     )
     assert "pool long does not schedule by priority" in told
@@ -138,24 +138,24 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
         (({}, {"advanced": {"cost": 0}}, {}), "cost must be a positive number, got 0"),
     ],
 )
-def test_boundaries_and_costs_that_do_not_go_together_are_refused(
+def test_boundaries_and_costs_that_do_not_go_together_are_rejected(
     changes: tuple[dict[str, Any], ...], told: str
 ) -> None:
-    assert told in refusal(model(pools=tiers(*changes)))
+    assert told in rejection(model(pools=tiers(*changes)))
 
 
 def test_every_pool_stands_after_those_of_shorter_contexts() -> None:
     small, middle, large = tiers()
-    told = refusal(model(pools=[small, large, middle]))
+    told = rejection(model(pools=[small, large, middle]))
     assert "max_model_len 16,384 in large before 8,192 in middle" in told
 
 
 def test_a_border_that_adapts_is_for_two_pools() -> None:
     scheduler = {"routing": {"advanced": {"adaptive_b_short": {"enabled": True}}}}
-    told = refusal(model(pools=tiers(), scheduler=scheduler))
+    told = rejection(model(pools=tiers(), scheduler=scheduler))
     assert "adaptive_b_short balances two pools, got small, middle, large" in told
 
 
-def test_two_models_with_one_name_are_refused() -> None:
-    assert "demo" in refusal(model(), model())
-    assert "gpt" in refusal(model(aliases=["gpt"]), model(name="other", aliases=["gpt"]))
+def test_two_models_with_one_name_are_rejected() -> None:
+    assert "demo" in rejection(model(), model())
+    assert "gpt" in rejection(model(aliases=["gpt"]), model(name="other", aliases=["gpt"]))

@@ -143,13 +143,13 @@ def test_too_few_requests_say_nothing() -> None:
 
 
 def test_what_no_order_could_change_is_not_judged() -> None:
-    refused = [
+    rejected = [
         served(0.1, outcome=outcome, first_token_at=None)
         for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_TOO_LONG, Outcome.REJECTED_RATE_LIMITED)
     ]
     left_at_once = served(0.0, outcome=Outcome.CANCELLED, first_token_at=None, finished_at=0.5)
     left_in_vain = served(0.0, outcome=Outcome.CANCELLED, first_token_at=None, finished_at=5.0)
-    found = reward_of([served(0.1), *refused, left_at_once, left_in_vain], SLO)
+    found = reward_of([served(0.1), *rejected, left_at_once, left_in_vain], SLO)
     assert found.requests == 2
     assert found.terms["attainment"] == 0.5
 
@@ -184,6 +184,6 @@ def test_a_reward_that_is_not_finite_is_none() -> None:
         {"min_requests": 0},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+def test_settings_that_mean_nothing_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ObjectiveSettings(**wrong)

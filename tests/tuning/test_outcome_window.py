@@ -70,7 +70,7 @@ def test_a_request_that_is_sent_again_waits_for_its_first_token_anew() -> None:
     assert record.prompt_tokens == 40
 
 
-def test_a_refusal_at_the_door_is_none() -> None:
+def test_a_rejection_at_the_door_is_none() -> None:
     driver = Watched()
     driver.arrive("r1", model="another")
     assert driver.window.take() == []

@@ -207,7 +207,7 @@ def test_a_loop_that_is_started_again_knows_what_was_tried() -> None:
     assert again.document()["studies"] == loop.document()["studies"]
 
 
-def test_a_broken_state_is_refused_and_the_loop_begins_without() -> None:
+def test_a_broken_state_is_rejected_and_the_loop_begins_without() -> None:
     again = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
     with pytest.raises(ValueError, match="learned state"):
         again.begin(CONFIGURED, 0.0, {"rollout": {"version": 99}, "studies": []})

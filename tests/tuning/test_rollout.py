@@ -105,7 +105,7 @@ def test_advice_changes_nothing() -> None:
 
 
 def test_off_takes_nothing() -> None:
-    assert acts(proposed(mode="off").rollout) == [Act.REFUSED]
+    assert acts(proposed(mode="off").rollout) == [Act.REJECTED]
 
 
 @pytest.mark.parametrize("second", [5, 15, 35])
@@ -167,7 +167,7 @@ def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
         ({"frozen": None}, "'frozen'"),
     ],
 )
-def test_a_broken_state_is_refused_as_a_whole(change: dict[str, object], message: str) -> None:
+def test_a_broken_state_is_rejected_as_a_whole(change: dict[str, object], message: str) -> None:
     rollout = Rollout(space(), CURRENT, ON)
     with pytest.raises(ValueError, match=message):
         rollout.restore({**Rollout(space(), CURRENT, ON).state(0.0), **change}, 0.0)
@@ -186,10 +186,10 @@ def test_a_step_from_settings_beyond_the_bounds_leads_inside() -> None:
 @pytest.mark.parametrize(
     "candidate", [{"a": 0.0}, {**BEST, "a": math.nan}, {**BEST, "b": math.inf}, CURRENT], ids=str
 )
-def test_a_candidate_that_is_none_is_refused(candidate: Values) -> None:
+def test_a_candidate_that_is_none_is_rejected(candidate: Values) -> None:
     rollout = Rollout(space(), CURRENT, ON)
     assert rollout.propose(candidate, 0.0) == []
-    assert acts(rollout) == [Act.REFUSED]
+    assert acts(rollout) == [Act.REJECTED]
 
 
 REWARD = st.one_of(

@@ -96,12 +96,12 @@ def test_a_current_value_beyond_the_bounds_is_kept() -> None:
         ({**CURRENT, "a": float("inf")}, "a must be a finite number"),
     ],
 )
-def test_values_that_are_none_are_refused(values: dict[str, float], message: str) -> None:
+def test_values_that_are_none_are_rejected(values: dict[str, float], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         space().checked(values)
 
 
-def test_parameters_that_contradict_themselves_are_refused() -> None:
+def test_parameters_that_contradict_themselves_are_rejected() -> None:
     with pytest.raises(ValueError, match="bounds must be in order"):
         Parameter(name="a", path="a", low=1.0, high=1.0)
     with pytest.raises(ValueError, match="above 0"):

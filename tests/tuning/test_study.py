@@ -130,7 +130,7 @@ def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
         ({"keep_ratio": 0.0}, "keep_ratio"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_settings_that_mean_nothing_are_rejected(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StudySettings(**wrong)  # type: ignore[arg-type]
 

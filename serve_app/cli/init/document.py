@@ -201,7 +201,7 @@ def _page(url: str, api_key: str | None) -> PageAnswer:
         answer = request(url, api_key)
     except NoAnswerError as exc:
         raise ServeAppError(f"{url} does not answer: {exc}") from exc
-    if answer.is_refused:
+    if answer.is_rejected:
         raise ServeAppError(f"{url} answered {answer}: name the variable with its key by --api-key-env")
     return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
 

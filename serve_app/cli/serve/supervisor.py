@@ -187,7 +187,7 @@ class Supervisor:
         assert self._host.stdin is not None
         began_at = time.monotonic()
         self._console.line(
-            f"Stopping: new requests are refused, open answers may end for {self._launch.drain_s:g} s."
+            f"Stopping: new requests are rejected, open answers may end for {self._launch.drain_s:g} s."
         )
         order = Stop(self._launch.drain_s, max(1.0, self._start_s))
         with contextlib.suppress(ConnectionError):

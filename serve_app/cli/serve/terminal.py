@@ -73,7 +73,7 @@ class LiveView:
             answer = request(f"{self._url}/metrics", self._api_key, timeout_s=_TIMEOUT_S)
         except NoAnswerError as exc:
             return f"{place}  does not answer: {exc}"
-        if answer.is_refused:
+        if answer.is_rejected:
             return f"{place}  its metrics need the key of an admin"
         if not answer.is_success:
             return f"{place}  answers {answer.status}"
@@ -130,8 +130,12 @@ def _traffic(before: _Look, now: _Look) -> str:
     passed_s = now.at - before.at
     # Counters restart at 0 when a scheduler is replaced.
     lately = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
-    refused = sum(count for name, count in lately.items() if name.startswith(("rejected", "expired")))
-    rates = ((sum(lately.values()), "requests"), (refused, "refused"), (lately.get("failed", 0.0), "failed"))
+    rejected = sum(count for name, count in lately.items() if name.startswith(("rejected", "expired")))
+    rates = (
+        (sum(lately.values()), "requests"),
+        (rejected, "rejected"),
+        (lately.get("failed", 0.0), "failed"),
+    )
     told = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
     for count, word in rates:
         if count or word == "requests":

@@ -1,7 +1,7 @@
 """Admission control: decides whether a request may queue, and when a rejected one should retry.
 
-A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`refuse`,
-`key_limits`), or no replica that could serve it is alive (`refuse_outage`, `outages`). A request that fits a
+A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`reject`,
+`key_limits`), or no replica that could serve it is alive (`reject_outage`, `outages`). A request that fits a
 replica is dispatched immediately, however full the queue is. These limits decide whether any other request
 may queue (`denial`):
 
@@ -100,17 +100,17 @@ class Admission:
         )
         self.keys = KeyAccounts()
 
-    def refuse(
+    def reject(
         self, request: Request, estimate: TokenEstimate, unroutable: Conclusion | None, now: float
     ) -> Conclusion | None:
         """Return the rejection for an unknown model, `unroutable` or a limit of the key, or None."""
         if request.spec.model in self._names:
-            return unroutable or self.keys.refuse(request, estimate, now)
+            return unroutable or self.keys.reject(request, estimate, now)
         names = ", ".join(sorted(self._names))
         message = f"model {request.spec.model!r} is not served here; served: {names}"
         return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
 
-    def refuse_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
+    def reject_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
         """Return the rejection if none of `pools` has a live replica, or None if the request may wait."""
         outages = self.outages
         if outages.deny(pools, now) or (request.submission.no_wait and outages.concern(pools)):

@@ -130,7 +130,7 @@ class KeyAccounts:
         account = self._accounts.get(key_id)
         return account.open_requests if account is not None else 0
 
-    def refuse(self, request: Request, estimate: TokenEstimate, now: float) -> Conclusion | None:
+    def reject(self, request: Request, estimate: TokenEstimate, now: float) -> Conclusion | None:
         """Return the rejection by the limit with the longest wait, or None if no limit is exceeded."""
         key = request.submission.key
         if key is None:
@@ -151,7 +151,7 @@ class KeyAccounts:
         wait_s, text = max(found, default=(0.0, ""), key=lambda one: one[0])
         if wait_s == 0:
             return None
-        return _refusal(text, wait_s)
+        return _rejection(text, wait_s)
 
     def on_admission(self, scheduled: ScheduledRequest, now: float) -> None:
         """Count a request that may queue or run."""
@@ -216,7 +216,7 @@ class KeyAccounts:
         return account
 
 
-def _refusal(text: str, wait_s: float) -> Conclusion:
+def _rejection(text: str, wait_s: float) -> Conclusion:
     if wait_s == math.inf:
         message = f"this API key has a limit of {text}, which is more than the limit: send a smaller request"
         return Conclusion(Outcome.REJECTED_RATE_LIMITED, message)

@@ -34,7 +34,7 @@ class Miss(enum.StrEnum):
     TPOT = "tpot"
     EXPIRED = "expired"
     """Its queue timeout ended."""
-    REFUSED = "refused"
+    REJECTED = "rejected"
     """It was rejected for lack of capacity or of a replica."""
     FAILED = "failed"
     """Its engine failed."""
@@ -124,7 +124,7 @@ class ClassTargets:
     def missed_by(self, record: RequestRecord) -> tuple[Miss, ...]:
         """Return the reasons why a request missed its targets; latencies as in `Slo.met_by`."""
         if not record.completed:
-            return (_MISSES.get(record.outcome, Miss.REFUSED),)
+            return (_MISSES.get(record.outcome, Miss.REJECTED),)
         target = self._of(record.priority)
         ttft_s = record.ttft_s
         misses: tuple[Miss, ...] = ()

@@ -233,10 +233,10 @@ class LearnedContext:
         """The longest request to send there if another engine could serve it; None for no limit."""
         if self._stated is not None:
             return self._stated
-        refused = [each for each in (self._estimated, self._counted) if each is not None]
-        return max(min(refused) - 1, self._served, 1) if refused else None
+        rejected = [each for each in (self._estimated, self._counted) if each is not None]
+        return max(min(rejected) - 1, self._served, 1) if rejected else None
 
-    def on_refusal(self, tokens: int, stated_tokens: int | None) -> None:
+    def on_rejection(self, tokens: int, stated_tokens: int | None) -> None:
         """Record a rejection as too long.
 
         Args:

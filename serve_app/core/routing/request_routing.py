@@ -57,7 +57,7 @@ class RequestRouting:
         pools = self._router.route(request, estimate, above_tokens=above_tokens)
         if not pools:
             return pools, too_long(request, estimate, self._router.longest_context())
-        return pools, self._admission.refuse_outage(request, pools, now)
+        return pools, self._admission.reject_outage(request, pools, now)
 
     def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
         """Return the route of a request that has been admitted."""
@@ -88,7 +88,7 @@ class RequestRouting:
             pool = "" if replica is None else replica.spec.pool
             pools = (pool,) if pool else self._router.order()[-1:]
             gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
-            return pools, self._admission.refuse_outage(request, pools, now) or gone
+            return pools, self._admission.reject_outage(request, pools, now) or gone
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         if pools[0] not in self._router.order():
@@ -97,7 +97,7 @@ class RequestRouting:
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
-        return pools, self._admission.refuse_outage(request, pools, now)
+        return pools, self._admission.reject_outage(request, pools, now)
 
     def _route_adapter(
         self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
@@ -111,7 +111,7 @@ class RequestRouting:
         if not holders:
             pools = routed or order[-1:]
             unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
-            return pools, self._admission.refuse_outage(request, pools, now) or unknown
+            return pools, self._admission.reject_outage(request, pools, now) or unknown
         self._missing_since.pop(missing, None)
         held = {state.spec.pool for state in holders}
         least = least_budget_tokens(request, estimate)
@@ -122,7 +122,7 @@ class RequestRouting:
         )
         if not pools:
             return pools, too_long(request, estimate, max(state.context_limit for state in holders))
-        return pools, self._admission.refuse_outage(request, pools, now)
+        return pools, self._admission.reject_outage(request, pools, now)
 
     def _is_overdue(self, missing: Destination, now: float) -> bool:
         return now >= self._missing_since.setdefault(missing, now) + self._grace_s
@@ -150,7 +150,7 @@ def _gone(replica_id: str) -> Conclusion:
 # so no request is routed again for it.
 
 
-Refused = Iterator[tuple[ScheduledRequest, Conclusion]]
+Rejections = Iterator[tuple[ScheduledRequest, Conclusion]]
 """Yields queued requests that no pool can serve any more; the caller removes each."""
 
 
@@ -169,17 +169,17 @@ class Rerouting:
     def __repr__(self) -> str:
         return f"<Rerouting {self._ledger.contexts}>"
 
-    def all_waiting(self, now: float) -> Refused:
+    def all_waiting(self, now: float) -> Rejections:
         """Route all queued requests, and yield the rejected ones."""
         self._routed_by = self._inputs()
         for scheduled in list(self._queue):
-            pools, refusal = self._routing.route_again(scheduled, now)
-            if refusal:
-                yield scheduled, refusal
+            pools, rejection = self._routing.route_again(scheduled, now)
+            if rejection:
+                yield scheduled, rejection
             elif pools != scheduled.pools:
                 self._queue.reroute(scheduled, pools)
 
-    def on_fleet_change(self, now: float) -> Refused:
+    def on_fleet_change(self, now: float) -> Rejections:
         """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
         self._outages.observe(self._ledger.has_alive, now)
         if self._queue.particular or self._inputs() != self._routed_by:
@@ -199,14 +199,14 @@ class ContextLearning:
     def __init__(self, ledger: ReplicaLedger) -> None:
         self._ledger = ledger
 
-    def on_refusal(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
+    def on_rejection(self, scheduled: ScheduledRequest, stated_tokens: int | None) -> list[ContextLearned]:
         """Learn from a rejection as too long by the replica of a request."""
         assert scheduled.replica_id is not None
         if (context := self._context(scheduled.replica_id)) is None:
             return []
         before = context.limit_tokens
         estimated = scheduled.estimate.prompt_tokens + _asked_output(scheduled)
-        context.on_refusal(estimated, stated_tokens)
+        context.on_rejection(estimated, stated_tokens)
         scheduled.too_long_for += (scheduled.replica_id,)
         return self._changed(scheduled.replica_id, context, before)
 

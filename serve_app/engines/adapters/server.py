@@ -135,7 +135,7 @@ _INSTEAD = {
     "running": "the size of its present batch: requests sent and not answered are counted instead",
     "kv_usage_ratio": "how full its KV cache is: only what requests are expected to need counts",
     "token_gaps": "the time per output token: it is measured from the answers that it streams",
-    "max_model_len": "its context limit (max_model_len): it is learned from what the server refuses",
+    "max_model_len": "its context limit (max_model_len): it is learned from what the server rejects",
     "kv_tokens": "the size of its KV cache (kv_tokens): the number of requests is the only limit",
     "max_num_seqs": "the size of its batch (max_num_seqs): it is learned while the server is busy",
 }
@@ -163,7 +163,7 @@ def whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def refused(path: str, answer: PageAnswer) -> EngineError:
+def rejected(path: str, answer: PageAnswer) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
         return EngineError(f"{path} answered {answer.status}: give the server's key as api_key")
@@ -192,7 +192,7 @@ class ControlPages:
         if path not in self._answers:
             answer = await self._get(path)
             if answer.status in (401, 403):
-                raise refused(path, answer)
+                raise rejected(path, answer)
             self._answers[path] = answer
         return self._answers[path]
 
@@ -219,7 +219,7 @@ class ControlPages:
         """
         answer = await self.answer(_MODELS)
         if answer.status != 200:
-            raise refused(_MODELS, answer)
+            raise rejected(_MODELS, answer)
         found = _parsed(answer.body)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(_has_id(entry) for entry in entries):

@@ -216,7 +216,9 @@ class EngineMetrics(Collector):
             "finished_reason",
         )
         rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused by a queue limit.", labels=["model_name", "reason"]
+            "vllm:admission_rejections",
+            "Requests that a queue limit rejected.",
+            labels=["model_name", "reason"],
         )
         rejections.add_metric([self._labels[0], "max_num_queued_reqs"], self._rejections)
         yield rejections

@@ -30,7 +30,7 @@ DEFAULT_ARGS: dict[str, Any] = {
 }
 
 # Arguments that an engine inside a replica cannot have, each with what to do instead.
-REFUSED_ARGS: dict[str, str] = {
+REJECTED_ARGS: dict[str, str] = {
     "model": "give it as `model`",
     "model_tag": "give it as `model`",
     "served_model_name": "give it as `served_model_names`",
@@ -65,10 +65,10 @@ def parse_arguments(
         SettingsError: an argument is unknown or its value is rejected; the message names it.
     """
 
-    def refuse(message: str) -> NoReturn:
-        raise SettingsError(f"{parser.prog} refuses its arguments: {message}")
+    def reject(message: str) -> NoReturn:
+        raise SettingsError(f"{parser.prog} rejects its arguments: {message}")
 
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = reject  # type: ignore[method-assign]
     actions = actions_of(parser)
     words = list(fixed)
     for name, value in {**DEFAULT_ARGS, **arguments}.items():

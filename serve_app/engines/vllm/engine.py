@@ -19,7 +19,7 @@ from serve_app.engines.adapters.vllm import kv_capacity_tokens
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.vllm.args import REFUSED_ARGS, Approval, parse_arguments
+from serve_app.engines.vllm.args import REJECTED_ARGS, Approval, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
 from serve_app.errors import EngineError, ServeAppError, SettingsError
@@ -74,7 +74,7 @@ class VllmEngineSettings:
         if not self.model:
             raise ValueError("model is empty: give the folder of the weights, or a name on the model hub")
         for name in self.args:
-            if remedy := REFUSED_ARGS.get(name):
+            if remedy := REJECTED_ARGS.get(name):
                 raise ValueError(f"args.{name} is not set here: {remedy}")
 
     def check(self) -> None:
@@ -285,7 +285,7 @@ def _prepare(args: argparse.Namespace) -> None:
     try:
         from_vllm("validate_parsed_serve_args")(args)
     except (ValueError, TypeError) as exc:
-        raise SettingsError(f"vLLM {version()} refuses its arguments: {exc}") from exc
+        raise SettingsError(f"vLLM {version()} rejects its arguments: {exc}") from exc
     if args.tool_parser_plugin:
         from_vllm("ToolParserManager").import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:

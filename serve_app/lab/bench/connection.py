@@ -140,7 +140,7 @@ class Answer:
     def on_complete(self, now: float) -> None:
         """Process the end of the HTTP message."""
         if self.status != 200:
-            self._refused(now)
+            self._rejected(now)
         elif self._stream:
             self._stream_ended(now)
         else:
@@ -165,7 +165,7 @@ class Answer:
         self._bytes = b"\n\n".join((*events[-1:], rest))
         return False
 
-    def _refused(self, now: float) -> None:
+    def _rejected(self, now: float) -> None:
         error = _event(b"data: " + self._bytes).error
         code = str(error.code or error.type or "") if error is not None else ""
         outcome = _OUTCOME_OF_CODE.get(code) or _OUTCOME_OF_STATUS.get(self.status, Outcome.FAILED)

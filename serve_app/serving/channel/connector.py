@@ -17,7 +17,7 @@ from serve_app.serving.channel.link import Link, decode_from_scheduler
 from serve_app.serving.channel.messages import (
     Bye,
     Hello,
-    Rejected,
+    PeerRejected,
     Role,
     SchedulerEndpoint,
     Welcome,
@@ -58,7 +58,7 @@ class Resident(Protocol):
 
 
 class Connector:
-    """Connection to the model's current scheduler; lower incarnations than the highest met are refused."""
+    """Connection to the model's current scheduler; lower incarnations than the highest met are rejected."""
 
     def __init__(
         self, role: Role, peer_id: str, locate: Locate, settings: ChannelSettings, resident: Resident
@@ -123,7 +123,7 @@ class Connector:
             self._resident.on_message(message)
         elif isinstance(message, Welcome):
             self._let_in(link, message)
-        elif isinstance(message, Rejected):
+        elif isinstance(message, PeerRejected):
             raise ChannelError(f"the scheduler rejects {self._role.value} {self._peer_id}: {message.reason}")
         else:
             raise ChannelError(f"a scheduler must say Welcome first, not {type(message).__name__}")
@@ -169,7 +169,7 @@ class Connector:
         # Not `wait_for`, which may drop a cancellation (Python 3.11), so that `close` would hang.
         async with asyncio.timeout(locate_s):
             endpoint = await self._locate()
-        self._refuse_older(endpoint.incarnation)
+        self._reject_older(endpoint.incarnation)
         version = common_version(endpoint.version)
         loop = asyncio.get_running_loop()
         self._lost.clear()
@@ -199,7 +199,7 @@ class Connector:
     def _let_in(self, link: Link, welcome: Welcome) -> None:
         """Handle a welcome synchronously, so that no message precedes the resident's first ones."""
         assert self._welcome is not None, "a link exists only after _connect has made the future"
-        self._refuse_older(welcome.incarnation)
+        self._reject_older(welcome.incarnation)
         self.highest_incarnation = welcome.incarnation
         self._up = True
         logger.info("event=scheduler_found peer=%s incarnation=%d", self._peer_id, welcome.incarnation)
@@ -207,7 +207,7 @@ class Connector:
         if not self._welcome.done():
             self._welcome.set_result(welcome)
 
-    def _refuse_older(self, incarnation: int) -> None:
+    def _reject_older(self, incarnation: int) -> None:
         if incarnation < self.highest_incarnation:
             raise ChannelError(
                 f"incarnation {incarnation} of the scheduler is superseded by {self.highest_incarnation}"

@@ -1,9 +1,9 @@
 """The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
 The rules are in `gateway_sessions`; this class is the authority on requests that they refer to. A request is
-pending from `acquire` until `finish`, a refusal or its cancellation. It waits (`answer` is pending) or runs
+pending from `acquire` until `finish`, a rejection or its cancellation. It waits (`answer` is pending) or runs
 (by its last grant). Without a scheduler, waiting requests wait on and running ones continue. Requests with
-no-wait are then refused, and queue timeouts are enforced here.
+no-wait are then rejected, and queue timeouts are enforced here.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from serve_app.serving.channel.messages import (
     PageRequest,
     PutBack,
     Question,
-    Refused,
+    Rejected,
     ReplicaTable,
     Role,
     Running,
@@ -48,7 +48,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
 AWAY_RETRY_AFTER_S = 2.0
-REFUSES_TO_WAIT = "the scheduler is away, and the request does not wait"
+REJECTS_TO_WAIT = "the scheduler is away, and the request does not wait"
 # More than any prompt has; bounds a submission far below the frame limit.
 _MAX_PREFIX_HASHES = 8192
 _MAX_NAME_CHARS = 4096
@@ -115,13 +115,13 @@ class PendingRequest:
             self.answer.set_result(answer)
 
 
-def refuse_away(text: str) -> Conclusion:
-    """Return the refusal while no scheduler is connected."""
+def reject_away(text: str) -> Conclusion:
+    """Return the rejection while no scheduler is connected."""
     return Conclusion(Outcome.REJECTED_NO_REPLICA, text, AWAY_RETRY_AFTER_S)
 
 
-def refuse_oversized(submission: Submission) -> Conclusion | None:
-    """Return the refusal of a request that exceeds the limits of a frame; None if it fits."""
+def reject_oversized(submission: Submission) -> Conclusion | None:
+    """Return the rejection of a request that exceeds the limits of a frame; None if it fits."""
     hashes = len(submission.prefix)
     name = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
     if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
@@ -133,10 +133,10 @@ def refuse_oversized(submission: Submission) -> Conclusion | None:
     return Conclusion(Outcome.REJECTED_INVALID, text)
 
 
-def refuse_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
-    """Return the refusal, without a scheduler, of no-wait requests and those over the limit; else None."""
+def reject_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
+    """Return the rejection, without a scheduler, of no-wait requests and those over the limit; else None."""
     if submission.no_wait:
-        return refuse_away(REFUSES_TO_WAIT)
+        return reject_away(REJECTS_TO_WAIT)
     if pending < limit:
         return None
     text = f"the scheduler is away, and {pending} requests wait for it at this gateway already"
@@ -228,11 +228,11 @@ class GatewayClient:
         self._connector.start()
 
     async def close(self) -> None:
-        """Refuse waiting requests, send `Bye` and stop; the scheduler releases running ones."""
+        """Reject waiting requests, send `Bye` and stop; the scheduler releases running ones."""
         self._closed = True
         for pending in list(self._pending.values()):
             if pending.waits:
-                self._refuse(pending, refuse_away(_CLOSING))
+                self._reject(pending, reject_away(_CLOSING))
         self._pending.clear()
         await self._connector.close()
 
@@ -250,9 +250,9 @@ class GatewayClient:
         request_id = submission.request_id
         if request_id in self._pending:
             raise ValueError(f"request id {request_id!r} is pending already: ids must be unique")
-        refusal = self._objection(submission)
-        if refusal is not None:
-            return refusal
+        rejection = self._objection(submission)
+        if rejection is not None:
+            return rejection
         now = self._loop.time()
         pending = PendingRequest(submission, now, self._loop.create_future(), client_request_id)
         self._pending[request_id] = pending
@@ -271,7 +271,7 @@ class GatewayClient:
         pending = self._pending.get(request_id)
         if pending is None or pending.replica_id != replica_id:
             if self._closed:
-                return refuse_away(_CLOSING)
+                return reject_away(_CLOSING)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
         pending.answer = self._loop.create_future()
         self._wait_again(pending, failure, message)
@@ -383,8 +383,8 @@ class GatewayClient:
         """Handle a message of the scheduler."""
         if isinstance(message, Granted):
             self._on_grant(message)
-        elif isinstance(message, Refused):
-            self._on_refusal(message)
+        elif isinstance(message, Rejected):
+            self._on_rejection(message)
         elif isinstance(message, Outlooks):
             self._on_outlooks(message)
         elif isinstance(message, ReplicaTable):
@@ -430,13 +430,13 @@ class GatewayClient:
         self._adapters = {adapter: frozenset(ids) for adapter, ids in holders.items()}
 
     def on_disconnected(self) -> None:
-        """Continue without a scheduler; no-wait requests are refused."""
+        """Continue without a scheduler; no-wait requests are rejected."""
         self._link = None
         for asked in self._questions.values():
             asked.fail("the scheduler was lost before it answered")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
-                self._refuse(pending, refuse_away(REFUSES_TO_WAIT))
+                self._reject(pending, reject_away(REJECTS_TO_WAIT))
             else:
                 self._ask_for_outlook(pending)
 
@@ -501,14 +501,14 @@ class GatewayClient:
             if pending is not None and pending.waits and pending.on_outlook is not None:
                 pending.on_outlook(outlook)
 
-    def _on_refusal(self, message: Refused) -> None:
+    def _on_rejection(self, message: Rejected) -> None:
         pending = self._pending.get(message.request_id)
         if pending is not None and pending.waits:
-            self._refuse(pending, message.conclusion)
+            self._reject(pending, message.conclusion)
 
-    def _refuse(self, pending: PendingRequest, refusal: Conclusion) -> None:
+    def _reject(self, pending: PendingRequest, rejection: Conclusion) -> None:
         del self._pending[pending.request_id]
-        pending.answer_with(refusal)
+        pending.answer_with(rejection)
 
     def _expire(self, pending: PendingRequest, now: float) -> None:
         waited_s = now - pending.born_at
@@ -517,7 +517,7 @@ class GatewayClient:
             self._link.send(Cancel(pending.request_id))
         why = "its turn did not come" if self._link is not None else "the scheduler is away"
         text = f"the request waited {waited_s:.1f} s in the queue and {why}"
-        self._refuse(pending, Conclusion(Outcome.EXPIRED, text, AWAY_RETRY_AFTER_S))
+        self._reject(pending, Conclusion(Outcome.EXPIRED, text, AWAY_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
@@ -525,10 +525,10 @@ class GatewayClient:
         return self._queue_timeouts_s.get(submission.priority, _OFFLINE_TIMEOUT_S)
 
     def _objection(self, submission: Submission) -> Conclusion | None:
-        """Return a refusal that needs no scheduler; None if there is none."""
+        """Return a rejection that needs no scheduler; None if there is none."""
         if self._closed:
-            return refuse_away(_CLOSING)
-        refusal = refuse_oversized(submission)
-        if refusal is None and self._link is None:
-            return refuse_alone(submission, len(self._pending), self._settings.max_waiting_offline)
-        return refusal
+            return reject_away(_CLOSING)
+        rejection = reject_oversized(submission)
+        if rejection is None and self._link is None:
+            return reject_alone(submission, len(self._pending), self._settings.max_waiting_offline)
+        return rejection

@@ -28,9 +28,9 @@ received,
 4.  *The gateway retains ends until the scheduler has acknowledged them* (`Link.acknowledged`), so that a
     finished request is not mistaken for one whose client disconnected. A repeated end refers to an unknown
     request and is ignored; request ids are never reused.
-5.  *A lost refusal needs no rule*: the request is unknown here and waits there. It arrives again with its
+5.  *A lost rejection needs no rule*: the request is unknown here and waits there. It arrives again with its
 true
-    age, and is refused again or admitted. The client receives one answer.
+    age, and is rejected again or admitted. The client receives one answer.
 6.  *A disconnected gateway keeps its requests for a grace period.* Grants issued in that time are lost ones
 by
     rule 2. Afterwards waiting requests are released. Running ones stay charged until reports of their engines
@@ -64,7 +64,7 @@ from serve_app.core.events import (
     ReplicaReported,
     Resumed,
 )
-from serve_app.engines.adapters.refusals import stated_context
+from serve_app.engines.adapters.rejections import stated_context
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.serving.channel.link import Link
@@ -81,7 +81,7 @@ from serve_app.serving.channel.messages import (
     PageRequest,
     PutBack,
     Question,
-    Refused,
+    Rejected,
     Running,
     Scrape,
     SnapshotEnd,
@@ -253,10 +253,10 @@ class GatewaySessions:
         record.gateway.tell(record.granted)
 
     def conclude(self, command: Conclude) -> GatewayRequest:
-        """Forget a request, and send the refusal of a waiting one; return its record."""
+        """Forget a request, and send the rejection of a waiting one; return its record."""
         record = self.book.pop(command.request_id)
         if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
-            record.gateway.tell(Refused(command.request_id, command.conclusion))
+            record.gateway.tell(Rejected(command.request_id, command.conclusion))
         return record
 
     def give_up(self, event: Event, message: str) -> None:
@@ -269,7 +269,7 @@ class GatewaySessions:
         )
         record = self.book.get(request_id)
         if record is not None and not record.runs:
-            record.gateway.tell(Refused(request_id, Conclusion(Outcome.FAILED, message)))
+            record.gateway.tell(Rejected(request_id, Conclusion(Outcome.FAILED, message)))
 
     def on_report(self, event: ReplicaReported) -> None:
         """Check with an engine's report whether requests of lost gateways have ended."""
@@ -308,7 +308,7 @@ class GatewaySessions:
             self._admit(gateway, message)
         elif record.gateway is not gateway:
             text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
-            gateway.tell(Refused(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
+            gateway.tell(Rejected(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
         elif record.runs:
             self._reconcile_grant(record, message)
 
@@ -373,7 +373,7 @@ class GatewaySessions:
         if record is None:
             # The gateway waits for an answer.
             text = f"request {message.request_id} is unknown to the scheduler"
-            gateway.tell(Refused(message.request_id, Conclusion(Outcome.FAILED, text)))
+            gateway.tell(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
         elif record.runs and record.grants == message.grant:
             self._take_back(record, message.request_id, message.failure, message.message)
 

@@ -148,7 +148,7 @@ class First(Message, frozen=True):
 class Finish(Message, frozen=True):
     """End of a granted request; `times` are for its receipt.
 
-    Also sent for requests that were refused or cancelled while they waited, which the scheduler has already
+    Also sent for requests that were rejected or cancelled while they waited, which the scheduler has already
     forgotten, to complete their receipts.
     """
 
@@ -165,7 +165,7 @@ class Cancel(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Subscribe to a waiting request's outlook, until it is granted or refused."""
+    """Subscribe to a waiting request's outlook, until it is granted or rejected."""
 
     request_id: str
 
@@ -213,7 +213,7 @@ class Welcome(Message, frozen=True):
     queue_timeouts_s: dict[PriorityClass, float]
 
 
-class Rejected(Message, frozen=True):
+class PeerRejected(Message, frozen=True):
     """The peer is rejected; the connection ends."""
 
     reason: str
@@ -245,7 +245,7 @@ class Granted(Message, frozen=True):
     dispatch: Dispatch
 
 
-class Refused(Message, frozen=True):
+class Rejected(Message, frozen=True):
     """The scheduler ended a waiting request."""
 
     request_id: str
@@ -295,8 +295,8 @@ FromGateway = (
 )
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
-ToGateway = ReplicaTable | Granted | Refused | Outlooks | Exposition | GatewayPage | PageRequest | Answer
-FromScheduler = Heartbeat | Welcome | Rejected | ToGateway
+ToGateway = ReplicaTable | Granted | Rejected | Outlooks | Exposition | GatewayPage | PageRequest | Answer
+FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}
 """Conversions of messages that differ in the previous version; empty before the second release."""

@@ -6,7 +6,7 @@ the scheduler that the peer has met.
 
 There is one writer at a time, even while two schedulers of a model are alive (a rolling update, a partition).
 Each scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
-met and refuse lower ones. A scheduler that learns of a higher one, from a peer or from the store of claims,
+met and reject lower ones. A scheduler that learns of a higher one, from a peer or from the store of claims,
 stops for good: it closes every connection, and its supervisor finds it unhealthy. A replica has one
 connection, so at most one scheduler reaches it at any time, first the older, then the newer. Grants of the
 two never overlap on a replica.
@@ -32,7 +32,15 @@ from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.serving.channel.gateway_sessions import GatewaySessions
 from serve_app.serving.channel.link import Link, decode_from_peer
-from serve_app.serving.channel.messages import OLDEST_VERSION, VERSION, Bye, Hello, Rejected, Role, Welcome
+from serve_app.serving.channel.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Bye,
+    Hello,
+    PeerRejected,
+    Role,
+    Welcome,
+)
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.listening import listening_socket
@@ -275,7 +283,7 @@ class ChannelServer:
         denial = self._objection(message)
         if denial:
             logger.warning("event=peer_rejected reason=%r", denial)
-            link.send(Rejected(denial))
+            link.send(PeerRejected(denial))
             link.close(denial)
             return
         self._listener.forget(link)

@@ -24,7 +24,13 @@ from urllib.parse import unquote
 import msgspec
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import JSON_TYPE, RequestRefused, encode, send_body, send_json
+from serve_app.serving.gateway.answer.responses import (
+    JSON_TYPE,
+    RequestRejected,
+    encode,
+    send_body,
+    send_json,
+)
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.tuning.counterfactuals.recording import named, request_of_tenant
@@ -51,7 +57,7 @@ class PoolWatcher:
 
     Attributes:
         described: returns a description of each endpoint.
-        change: performs `add` or `remove` for a URL; the answer has `error` if that was refused.
+        change: performs `add` or `remove` for a URL; the answer has `error` if that was rejected.
     """
 
     described: Callable[[], Awaitable[list[dict[str, object]]]]
@@ -86,7 +92,7 @@ class EndpointAdmin:
         try:
             asked = msgspec.json.decode(held.data, type=EndpointChange)
         except msgspec.DecodeError as exc:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_INVALID, f'the body must be like {{"url": "http://host:8000"}}: {exc}'
             ) from exc
         finally:
@@ -96,9 +102,9 @@ class EndpointAdmin:
             answer = await asyncio.wait_for(self._watchers[model, pool].change(action, asked.url), _TIMEOUT_S)
         except Exception as exc:
             message = f"the watcher of pool {pool} does not answer: {exc!r}; try again"
-            raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
+            raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
         if "error" in answer:
-            raise RequestRefused(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
+            raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
         await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
 
     def _chosen(self, asked: EndpointChange) -> tuple[str, str]:
@@ -111,7 +117,7 @@ class EndpointAdmin:
             return fitting[0]
         there = ", ".join(f"{pool} of {model}" for model, pool in self._watchers) or "none"
         what = "several pools fit: give model and pool" if fitting else "no such pool of endpoints"
-        raise RequestRefused(Outcome.REJECTED_INVALID, f"{what}; there are: {there}", param="pool")
+        raise RequestRejected(Outcome.REJECTED_INVALID, f"{what}; there are: {there}", param="pool")
 
 
 # Admin queries to schedulers, which a gateway forwards over the control channel.
@@ -139,13 +145,13 @@ async def ask(
     """Query the scheduler of one model.
 
     Raises:
-        RequestRefused: it does not answer.
+        RequestRejected: it does not answer.
     """
     try:
         return await asyncio.wait_for(views.ask(question, **arguments), within_s)
     except Exception as error:
         message = f"the scheduler of {model} does not answer: {error!r}; try again"
-        raise RequestRefused(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
+        raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
 
 
 Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
@@ -205,12 +211,12 @@ class ModeAdmin:
             asked = msgspec.json.decode(held.data, type=ModeChange)
         except msgspec.DecodeError as exc:
             message = f'the body must be like {{"active_share": 0.1}}, a share from 0 to 1: {exc}'
-            raise RequestRefused(Outcome.REJECTED_INVALID, message) from exc
+            raise RequestRejected(Outcome.REJECTED_INVALID, message) from exc
         finally:
             held.release()
         if asked.model is not None and asked.model not in self._views:
             known = ", ".join(self._views)
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_INVALID,
                 f"there is no model {asked.model!r}; there are: {known}",
                 param="model",
@@ -241,11 +247,11 @@ class Replays:
         """Replay a recording under other settings, and return the comparison.
 
         Raises:
-            RequestRefused: another replay is running, this one takes too long, or the recording is not
+            RequestRejected: another replay is running, this one takes too long, or the recording is not
                 replayable.
         """
         if self._is_busy:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
                 "this gateway replays another request now: ask again in some seconds",
                 retry_after_s=_RETRY_S,
@@ -256,7 +262,9 @@ class Replays:
         finally:
             self._is_busy = False
         if "error" in answer:
-            raise RequestRefused(Outcome.REJECTED_INVALID, answer["error"], code="not_replayable", status=409)
+            raise RequestRejected(
+                Outcome.REJECTED_INVALID, answer["error"], code="not_replayable", status=409
+            )
         return answer
 
     async def _run(self, recording: bytes) -> dict[str, Any]:
@@ -273,7 +281,7 @@ class Replays:
             async with asyncio.timeout(self._time_limit_s):
                 output, errors = await process.communicate(recording)
         except TimeoutError as error:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.FAILED,
                 f"the replay takes longer than {self._time_limit_s:g} s: `python -m serve_app explain ID "
                 "--what-if` replays where you call it, without a limit",
@@ -288,7 +296,7 @@ class Replays:
             found: dict[str, Any] = msgspec.json.decode(output, type=dict[str, Any])
         except msgspec.DecodeError as error:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.FAILED, f"the replay failed: {last}", code="replay_failed", status=500
             ) from error
         return found
@@ -335,7 +343,7 @@ RECORDING, WHAT_IF = "/recording", "/what-if"
 _RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
     "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
-    "requests, and not across a restart of the scheduler. What a gateway refuses by itself has none, since "
+    "requests, and not across a restart of the scheduler. What a gateway rejects by itself has none, since "
     "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
     "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
 )
@@ -380,7 +388,7 @@ class DebugPages:
         """Return the receipt of a request of any model, or its recording or what-if analysis.
 
         Raises:
-            RequestRefused: the caller is not an admin, or no scheduler has the request.
+            RequestRejected: the caller is not an admin, or no scheduler has the request.
         """
         self._reader.authenticate(incoming).check_admin()
         name = incoming.path.removeprefix(RECEIPTS_PATH)
@@ -393,7 +401,7 @@ class DebugPages:
             if "request_id" in found:
                 await send_json(incoming.send, 200, encode(found), [])
                 return
-        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+        raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the recording around a request, or its what-if analysis."""
@@ -407,8 +415,8 @@ class DebugPages:
                 await send_json(incoming.send, 200, encode(told), [])
                 return
             if "request_id" in await ask(model, views, "receipt", request_id=request_id):
-                raise RequestRefused(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
-        raise RequestRefused(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+                raise RequestRejected(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
+        raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _capture(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
@@ -424,7 +432,7 @@ class DebugPages:
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
             # A partial table would be indistinguishable from a complete one.
             message = "; ".join(errors)
-            raise RequestRefused(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
+            raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
 
     async def _show(self, question: Question, incoming: IncomingRequest) -> None:

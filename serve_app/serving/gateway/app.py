@@ -28,10 +28,10 @@ from serve_app.serving.gateway.admin import (
     SchedulerViews,
 )
 from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
-from serve_app.serving.gateway.answer.client_api import send_refusal
+from serve_app.serving.gateway.answer.client_api import send_rejection
 from serve_app.serving.gateway.answer.responses import (
-    MethodRefused,
-    RequestRefused,
+    MethodRejected,
+    RequestRejected,
     encode,
     send_body,
     send_json,
@@ -124,7 +124,7 @@ class Gateway:
         self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
-        # `Retry-After` of refusals, in seconds, once the application stops.
+        # `Retry-After` of rejections, in seconds, once the application stops.
         self._stops_for_s: float | None = None
         self._debug = DebugPages(self._views, self._reader)
         self._routes = self._routing_table(watchers or {})
@@ -193,11 +193,11 @@ class Gateway:
         return len(self._calls)
 
     async def drain(self, drain_s: float, retry_after_s: float) -> int:
-        """Refuse new requests and wait until open ones end.
+        """Reject new requests and wait until open ones end.
 
         Args:
             drain_s: grace period; requests that are still open after it end with an error.
-            retry_after_s: `Retry-After` of the refusals.
+            retry_after_s: `Retry-After` of the rejections.
 
         Returns:
             The number of requests that were ended with an error.
@@ -253,10 +253,10 @@ class Gateway:
         try:
             handler = self._route(path, scope["method"])
             await handler(incoming)
-        except RequestRefused as refusal:
-            self._conclude_unscheduled(incoming, refusal.outcome, refusal.status, refusal.message)
+        except RequestRejected as rejection:
+            self._conclude_unscheduled(incoming, rejection.outcome, rejection.status, rejection.message)
             with contextlib.suppress(ClientGone):
-                await send_refusal(incoming.api, timed, refusal, incoming.id_headers)
+                await send_rejection(incoming.api, timed, rejection, incoming.id_headers)
         except ClientGone as gone:
             self._conclude_unscheduled(incoming, Outcome.CANCELLED, 0, str(gone))
         finally:
@@ -271,12 +271,12 @@ class Gateway:
         elif route is None and (kept := method_of(path)) is not None:
             route = (kept, self._stored.serve)
         if route is None:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
             )
         allowed, handler = route
         if ("GET" if method == "HEAD" else method) not in allowed.split(", "):
-            raise MethodRefused(method, path, allowed)
+            raise MethodRejected(method, path, allowed)
         return handler
 
     async def _scheduled(self, incoming: IncomingRequest) -> None:
@@ -290,7 +290,7 @@ class Gateway:
             # The gateway may have begun to stop while the body arrived.
             self._check_stopping()
             job = self._stored.bound(job)
-        except RequestRefused:
+        except RequestRejected:
             job.body.release()
             raise
         call = ScheduledCall(job, self._services, self._schedulers[job.submission.spec.model])

@@ -1,7 +1,7 @@
 """Cross-origin resource sharing (CORS): web pages that may call the gateway from a browser.
 
 Before a request with a key or a JSON body, browsers send a preflight without a key. Starlette's middleware
-decides; refused preflights get the gateway's error format.
+decides; rejected preflights get the gateway's error format.
 """
 
 from starlette.datastructures import Headers
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from serve_app.core.settings_base import settings
 from serve_app.errors import Outcome, SettingsError
-from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRefused
+from serve_app.serving.gateway.answer.responses import RATE_LIMIT_HEADERS, RequestRejected
 
 ANY_ORIGIN = "*"
 
@@ -78,13 +78,13 @@ class _Cors(CORSMiddleware):
         own = {name: value for name, value in found.headers.items() if not name.startswith("content-")}
         if found.status_code == 200:
             return Response(status_code=204, headers=own)
-        refusal = RequestRefused(
+        rejection = RequestRejected(
             Outcome.REJECTED_INVALID,
             f"{bytes(found.body).decode()}: {request_headers['origin'][:200]!r} is not allowed to do this; "
             "see gateway.cors",
-            code="cors_refused",
+            code="cors_rejected",
         )
-        return Response(refusal.body(), found.status_code, own, media_type="application/json")
+        return Response(rejection.body(), found.status_code, own, media_type="application/json")
 
 
 def _is_origin(text: str) -> bool:

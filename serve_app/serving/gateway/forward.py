@@ -26,15 +26,15 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.scheduler_client import Grant, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone
-from serve_app.serving.gateway.answer.client_api import send_refusal
+from serve_app.serving.gateway.answer.client_api import send_rejection
 from serve_app.serving.gateway.answer.engine_answer import failure_of, outcome_of
 from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     STOPPING_CODE,
     EngineTimedOut,
     HeaderList,
-    RequestRefused,
-    as_refusal,
+    RequestRejected,
+    as_rejection,
     send_body,
     stopping,
 )
@@ -129,9 +129,9 @@ class ScheduledCall:
             self._start_comments()
             with self._watch:
                 await self._serve()
-        except RequestRefused as refusal:
-            self._settle(refusal.outcome, detail=refusal.message)
-            await self._answer(refusal)
+        except RequestRejected as rejection:
+            self._settle(rejection.outcome, detail=rejection.message)
+            await self._answer(rejection)
         except (ClientGone, OSError) as gone:
             # Servers may also report a disconnect as an OSError from `send`.
             if not self._goes_on():
@@ -143,7 +143,7 @@ class ScheduledCall:
             logger.exception("event=gateway_fault request_id=%s", self._job.submission.request_id)
             self._settle(Outcome.FAILED, detail=repr(error))
             await self._answer(
-                RequestRefused(Outcome.FAILED, "the gateway failed; its log says why", status=500)
+                RequestRejected(Outcome.FAILED, "the gateway failed; its log says why", status=500)
             )
         finally:
             if self._comments is not None:
@@ -177,10 +177,10 @@ class ScheduledCall:
         """End the request because the application stops, with an error event if the answer has begun."""
         if self._started:
             message = "the server stopped in the middle of this answer, which is incomplete"
-            refusal = RequestRefused(Outcome.FAILED, message, code=STOPPING_CODE)
+            rejection = RequestRejected(Outcome.FAILED, message, code=STOPPING_CODE)
         else:
-            refusal = stopping(retry_after_s)
-        self._watch.fire(refusal)
+            rejection = stopping(retry_after_s)
+        self._watch.fire(rejection)
 
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
@@ -207,13 +207,13 @@ class ScheduledCall:
             answer = await self._scheduler.put_back(
                 submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
             )
-        raise as_refusal(answer, failure)
+        raise as_rejection(answer, failure)
 
     def _accept(self, grant: Grant) -> None:
         self._owed = self._grant = grant
         bound_to = self._job.submission.bound_to
         if bound_to not in (None, grant.dispatch.replica_id):
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
                 "this request refers to what one replica keeps, and the scheduler is of a release that knows "
                 "no such requests: upgrade it",
@@ -357,7 +357,7 @@ class ScheduledCall:
         """Settle a stream that broke after its first byte, and return the error event that ends it."""
         self._settle(Outcome.FAILED, scanner.usage, detail=str(error))
         message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
-        return self._job.incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
+        return self._job.incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
 
     @property
     def _wants_receipt(self) -> bool:
@@ -370,13 +370,13 @@ class ScheduledCall:
         receipt = self._times.receipt_header(dispatch) if self._wants_receipt else []
         return [*returned(response.headers), *own, *describing(dispatch), *receipt]
 
-    async def _answer(self, refusal: RequestRefused) -> None:
+    async def _answer(self, rejection: RequestRejected) -> None:
         """Send an error to the client, in its open stream or, if nothing was sent, as the answer."""
         if await self._has_commented() and not self._started:
             self._started = self._streams = True
         if self._streams:
             self._streams = False
-            await self._end_stream(refusal)
+            await self._end_stream(rejection)
         if self._started:
             return
         self._started = True
@@ -384,13 +384,13 @@ class ScheduledCall:
         incoming = self._job.incoming
         headers = [*incoming.id_headers, (b"x-queue-wait-ms", b"%.1f" % (waited_s * 1000))]
         try:
-            await send_refusal(incoming.api, self._send, refusal, headers)
+            await send_rejection(incoming.api, self._send, rejection, headers)
         except (OSError, ClientGone):
-            # The client disconnected during the refusal, which remains the outcome.
+            # The client disconnected during the rejection, which remains the outcome.
             self._detail = f"{self._detail} (client gone)"
 
-    async def _end_stream(self, refusal: RequestRefused) -> None:
-        event = self._job.incoming.api.error_event(refusal)
+    async def _end_stream(self, rejection: RequestRejected) -> None:
+        event = self._job.incoming.api.error_event(rejection)
         with contextlib.suppress(OSError, ClientGone):
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 

@@ -39,7 +39,7 @@ from serve_app.serving.api_keys import (
     parsed_hash,
     read_keys,
 )
-from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRefused
+from serve_app.serving.gateway.answer.responses import ForbiddenError, RequestRejected
 
 logger = logging.getLogger("ray.serve")
 
@@ -175,11 +175,11 @@ class Caller:
         or `x-tenant` if the key may act for tenants.
 
         Raises:
-            RequestRefused: the tenant's name is malformed, or the key may not act for it.
+            RequestRejected: the tenant's name is malformed, or the key may not act for it.
         """
         named = None if header is None else header.decode("latin-1")
         if named is not None and not is_tenant_name(named):
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_INVALID,
                 f"x-tenant: {named[:MAX_TENANT_CHARACTERS]!r} is not a tenant name: use 1 to "
                 f"{MAX_TENANT_CHARACTERS} printable ASCII characters without spaces",
@@ -197,12 +197,12 @@ class Caller:
         return named
 
     def check_admin(self) -> None:
-        """Raise `RequestRefused` unless the caller is an admin."""
+        """Raise `RequestRejected` unless the caller is an admin."""
         if self.is_admin:
             return
         if self.key is not None:
             raise ForbiddenError("this API key may not look at the queue: use one with admin: true")
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_UNAUTHORISED,
             "this needs an admin's key: send Authorization: Bearer KEY with a key that has admin: true, "
             f"or with the application's own ({ADMIN_KEY_VARIABLE}), which `status` and `doctor` find by "
@@ -282,7 +282,7 @@ class FileKeys:
         """Return the caller that a key identifies; None if the file has no such key.
 
         Raises:
-            RequestRefused: the key has expired or was revoked; raised only for the complete secret.
+            RequestRejected: the key has expired or was revoked; raised only for the complete secret.
         """
         key_id = id_of(secret)
         entry = None if key_id is None else self._entries.get(key_id)
@@ -370,7 +370,7 @@ class Keyring:
             api_key: value of `x-api-key`, as Anthropic's clients send it; used only without a bearer token.
 
         Raises:
-            RequestRefused: keys are configured, and the request has none, an unknown one or an invalid one.
+            RequestRejected: keys are configured, and the request has none, an unknown one or an invalid one.
         """
         if not self._asks and ((authorization is None and api_key is None) or not self._admins):
             return _ANYONE
@@ -388,7 +388,7 @@ class Keyring:
             )
         else:
             message = "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key"
-        raise RequestRefused(Outcome.REJECTED_UNAUTHORISED, message)
+        raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
 
     def _caller_with(self, secret: bytes) -> Caller | None:
         found = self._file_keys.caller(secret) if self._file_keys is not None else None
@@ -416,7 +416,7 @@ class _FileKey:
         for word, since in (("was revoked", self.revoked_at), ("has expired", self.expires_at)):
             if since is not None and since <= now:
                 day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(since))
-                raise RequestRefused(
+                raise RequestRejected(
                     Outcome.REJECTED_UNAUTHORISED, f"this API key {word} ({day}): ask for a new one"
                 )
 

@@ -14,7 +14,7 @@ from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions
 from serve_app.serving.access import most_connections
-from serve_app.serving.gateway.answer.responses import RequestRefused, send_json
+from serve_app.serving.gateway.answer.responses import RequestRejected, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket
 
@@ -117,14 +117,14 @@ class MountedGateway:
 
 
 async def _refuse_connection(_: Scope, __: Receive, send: Send) -> None:
-    refused = RequestRefused(
+    rejected = RequestRejected(
         Outcome.REJECTED_QUEUE_FULL,
         "This gateway has as many connections as it may have: try again, or use fewer connections.",
         code="too_many_connections",
         status=503,
         retry_after_s=_RETRY_AFTER_S,
     )
-    await send_json(send, refused.status, refused.body(), [(b"connection", b"close"), *refused.headers()])
+    await send_json(send, rejected.status, rejected.body(), [(b"connection", b"close"), *rejected.headers()])
 
 
 def _tls_of(options: HttpOptions) -> ssl.SSLContext | None:

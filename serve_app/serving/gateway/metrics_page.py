@@ -26,7 +26,7 @@ from serve_app.serving.cached_page import CachedPage
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.responses import (
     ForbiddenError,
-    RequestRefused,
+    RequestRejected,
     encode,
     send_body,
     send_json,
@@ -149,7 +149,7 @@ class MetricsEndpoint:
     Args:
         key: key of the scraper.
         asks_for_keys: whether callers need keys at all.
-        authenticate: returns the caller for the headers of a request; raises `RequestRefused`.
+        authenticate: returns the caller for the headers of a request; raises `RequestRejected`.
 
     Raises:
         SettingsError: the scraper's key cannot be read.
@@ -186,7 +186,7 @@ class MetricsEndpoint:
         self._asks_for_keys = asks_for_keys
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise `RequestRefused` without the scraper's key or an admin's, if keys are configured."""
+        """Raise `RequestRejected` without the scraper's key or an admin's, if keys are configured."""
         if self._digest is None and not self._asks_for_keys:
             return
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
@@ -257,7 +257,7 @@ class _Page:
 
 
 class EnginePages:
-    """The `/metrics/engines` endpoint; `check` raises `RequestRefused` for headers without access."""
+    """The `/metrics/engines` endpoint; `check` raises `RequestRejected` for headers without access."""
 
     def __init__(
         self,
@@ -270,13 +270,13 @@ class EnginePages:
         self._models = {id(scheduler): model for model, scheduler in reversed([*schedulers.items()])}
         self._schedulers = {id(scheduler): scheduler for scheduler in schedulers.values()}
         self._check = check
-        self._pages: dict[str, asyncio.Task[_Page | RequestRefused]] = {}
+        self._pages: dict[str, asyncio.Task[_Page | RequestRejected]] = {}
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Return the targets, or the metrics of the replica named by `?replica=`.
 
         Raises:
-            RequestRefused: access is denied, the replica is unknown, or it does not answer.
+            RequestRejected: access is denied, the replica is unknown, or it does not answer.
         """
         self._check(incoming.headers)
         asked = parse_qs(incoming.scope["query_string"].decode("latin-1")).get("replica")
@@ -306,7 +306,7 @@ class EnginePages:
             address = next((one for _, one in self._replicas() if one.replica_id == replica_id), None)
             if address is None:
                 message = f"there is no replica {replica_id[:200]}: ask {ENGINES_PATH} again"
-                raise RequestRefused(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
+                raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
             loop = asyncio.get_running_loop()
             # In an empty context, because Ray Serve cancels a request's tasks with the request.
             fetching = loop.create_task(self._fetched(address), context=contextvars.Context())
@@ -315,12 +315,12 @@ class EnginePages:
             )
             self._pages[replica_id] = fetching
         found = await asyncio.shield(fetching)
-        if isinstance(found, RequestRefused):
+        if isinstance(found, RequestRejected):
             # A new exception each time, because a raised one keeps its traceback.
-            raise RequestRefused(found.outcome, found.message, status=found.status)
+            raise RequestRejected(found.outcome, found.message, status=found.status)
         return found
 
-    async def _fetched(self, address: ReplicaAddress) -> _Page | RequestRefused:
+    async def _fetched(self, address: ReplicaAddress) -> _Page | RequestRejected:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 response = await self._upstream.send(address.server, engine_head(address, "/metrics"), b"")
@@ -330,8 +330,8 @@ class EnginePages:
                     response.close()
         except (UpstreamError, TimeoutError) as error:
             reason = f"replica {address.replica_id} gave no metrics: {error or 'it took too long'}"
-            return RequestRefused(Outcome.FAILED, reason, status=502)
+            return RequestRejected(Outcome.FAILED, reason, status=502)
         if response.status != 200:
             reason = f"replica {address.replica_id} answered {response.status} to a scrape"
-            return RequestRefused(Outcome.FAILED, reason, status=502)
+            return RequestRejected(Outcome.FAILED, reason, status=502)
         return _Page(response.header(_CONTENT_TYPE), text)

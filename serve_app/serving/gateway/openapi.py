@@ -61,7 +61,7 @@ _ACTIONS: Mapping[str, str] = {
     "/debug/tuner/freeze": "stop the tuner; for admins",
     "/debug/tuner/thaw": "let the tuner continue; for admins",
 }
-_REFUSALS: Mapping[str, str] = {
+_REJECTIONS: Mapping[str, str] = {
     "400": "the request is invalid, or too long for every pool",
     "401": "a key is missing, unknown, expired or revoked",
     "403": "the key may not do this",
@@ -192,7 +192,7 @@ def _model_in(place: str, *, required: bool) -> Schema:
 
 def _operation(summary: str, api: ClientApi = OPENAI, **more: object) -> Schema:
     answers: Schema = {"200": {"description": "the answer"}}
-    for status, reason in _REFUSALS.items():
+    for status, reason in _REJECTIONS.items():
         schema = {"$ref": f"#/components/schemas/{_ERROR_NAMES[api]}"}
         answers[status] = {"description": reason, "content": {_JSON: {"schema": schema}}}
     return {"summary": summary, **more, "responses": answers}

@@ -4,7 +4,7 @@ Writing lines one by one would cost about as much as the rest of a small request
 caller, a check for rotation, a write. Lines of a batch share that cost and the timestamp of the write. A
 process that is killed loses the last batch.
 
-Completed requests are always logged. Under overload most requests are refused, with thousands of equal lines
+Completed requests are always logged. Under overload most requests are rejected, with thousands of equal lines
 per second. So for each other outcome a few lines per second are written, and the rest is counted in one line,
 `event=log_suppressed`.
 
@@ -38,7 +38,7 @@ class ConcludedRequest:
 
     Attributes:
         record: timestamps on the gateway's clock, and counts.
-        model: empty if the request was refused before its model was known.
+        model: empty if the request was rejected before its model was known.
         endpoint: its path, or `-` for an unknown path.
         key_id: public id of its API key; empty without a key.
         attempts: dispatches to replicas.
@@ -169,7 +169,7 @@ _INTERVAL_S = 0.2
 # Batch size that is written without waiting for the timer.
 _MOST_LINES = 1_000
 # Lines per second of each outcome other than `completed`.
-MOST_REFUSED_LINES = 10
+MOST_REJECTED_LINES = 10
 _SECOND_S = 1.0
 # Placeholder message: shows where a handler's format puts the message.
 _PLACE = "\x00"
@@ -199,7 +199,7 @@ class RequestLog:
             self._in_this_second[outcome] += 1
             if self._second is None:
                 self._second = _later(_SECOND_S, self._end_second)
-            if self._in_this_second[outcome] > MOST_REFUSED_LINES:
+            if self._in_this_second[outcome] > MOST_REJECTED_LINES:
                 return
         self._lines.append(concluded)
         if len(self._lines) >= _MOST_LINES:
@@ -212,7 +212,7 @@ class RequestLog:
         if self._second is not None:
             self._second.cancel()
             self._second = None
-        missing = Counter({name: count - MOST_REFUSED_LINES for name, count in self._in_this_second.items()})
+        missing = Counter({name: count - MOST_REJECTED_LINES for name, count in self._in_this_second.items()})
         self._in_this_second.clear()
         if missing := +missing:
             self._lines.append(missing)

@@ -71,7 +71,7 @@ class WrittenGateway:
     metrics_key: Annotated[MetricsKey | None, ADVANCED] = None
     # Largest request body. OpenAI accepts about 50 MB of images per request; a million tokens are a tenth.
     max_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 64 * MEBIBYTE
-    # Total bytes of bodies in memory; beyond it, requests are refused with 503. A body is held until its
+    # Total bytes of bodies in memory; beyond it, requests are rejected with 503. A body is held until its
     # answer begins, because it may have to be sent again. Parsing needs about twice its length.
     max_held_body_bytes: Annotated[int, at_least(1_024), ADVANCED] = 1_024 * MEBIBYTE
     # Request a stream from the engine for chat and text completions that clients want in one piece, and
@@ -86,8 +86,7 @@ class WrittenGateway:
     # Minimum rate of a body after `body_grace_s`. At this rate 64 MiB take more than two hours.
     least_body_bytes_per_s: Annotated[float, POSITIVE, INTERNAL] = 8_192.0
     # Interval of `: queued` comments in streams that wait, so that no proxy closes a silent connection; many
-    # do after 60 s. The first comment starts the answer with status 200, so later refusals are error events.
-    # 0 disables them.
+    # do after 60 s. The first comment sends status 200, so later rejections are error events. 0 disables it.
     queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
     # Log a line per concluded request on logger `ray.serve`; costs as much as a scheduling decision.
     log_requests: Annotated[bool, ADVANCED] = True

@@ -1,4 +1,4 @@
-"""Stored responses: requests that refer to one are sent to the replica that has it, or refused."""
+"""Stored responses: requests that refer to one are sent to the replica that has it, or rejected."""
 
 import asyncio
 import contextvars
@@ -18,7 +18,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.engine_answer import failure_of
-from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
 from serve_app.serving.gateway.answer.stream import usage_of
 from serve_app.serving.gateway.keys import Caller
 from serve_app.serving.gateway.request.headers import engine_head, returned, upstream_head
@@ -152,7 +152,7 @@ class StoredResponses:
         Other jobs are returned unchanged.
 
         Raises:
-            RequestRefused: no replica stores the response for this tenant.
+            RequestRejected: no replica stores the response for this tenant.
         """
         if job.response is None or job.response.previous is None:
             return job
@@ -167,7 +167,7 @@ class StoredResponses:
         """Forward the retrieval or cancellation of a response.
 
         Raises:
-            RequestRefused: no replica stores it for this tenant, or the replica does not answer.
+            RequestRejected: no replica stores it for this tenant, or the replica does not answer.
         """
         caller = self._reader.authenticate(incoming)
         owner = self._reader.owner(incoming, caller)
@@ -196,12 +196,12 @@ class StoredResponses:
         if found is not None:
             return found
         if not known:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
                 "no replica is known yet, so none can be asked for this response: try again",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_UNKNOWN_RESPONSE,
             f"Response with id '{response_id[:200]}' not found: it was never kept, or is another tenant's, "
             "or the replica that kept it is gone. Send the whole conversation instead",
@@ -220,7 +220,7 @@ class StoredResponses:
         except EngineSilentError as error:
             raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
         except UpstreamError as error:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
                 f"the replica that keeps this response does not answer: {error}; try again",
                 retry_after_s=_RETRY_AFTER_S,
@@ -253,7 +253,7 @@ async def _stream(
             events = await response.next()
         except UpstreamError as error:
             message = f"the engine stopped in the middle of these events: {error}"
-            events = incoming.api.error_event(RequestRefused(Outcome.FAILED, message))
+            events = incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
             break
     await incoming.send({"type": "http.response.body", "body": events, "more_body": False})
 

@@ -118,7 +118,7 @@ class Telemetry:
             "Requests that came back from a replica before their first byte.",
             ("gateway", "model", "failure"),
         )
-        text = "Requests with latency targets to keep: all but those refused for what they are."
+        text = "Requests with latency targets to keep: all but those rejected for what they are."
         self.judged = self._counter("judged_requests", text, labels)
         text = "Requests that completed within the latency targets of their class."
         self.good = self._counter("good_requests", text, labels)

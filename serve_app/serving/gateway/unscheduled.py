@@ -6,7 +6,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.engine_answer import failure_of
-from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRefused, send_body
+from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
 from serve_app.serving.gateway.request.headers import returned, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream import (
@@ -35,7 +35,7 @@ class AnyReplica:
         """Send a request to one of `replicas`, and its answer to the client.
 
         Raises:
-            RequestRefused: no replica answers.
+            RequestRejected: no replica answers.
         """
         response, answer = await self._ask(replicas, incoming, forwarded, body)
         headers = [*returned(response.headers), *incoming.id_headers]
@@ -55,7 +55,7 @@ class AnyReplica:
                 raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
             except UpstreamError as error:
                 failure = str(error)
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_NO_REPLICA,
             f"no replica answers: {failure}; try again",
             retry_after_s=_RETRY_AFTER_S,

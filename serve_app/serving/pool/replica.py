@@ -4,7 +4,7 @@ Life cycle:
 
 - Start: start the engine (a minute or more for a real one), listen, register with the scheduler.
 - Serve: report the load about five times per second, and answer Ray's health checks.
-- Drain: notify the scheduler, refuse new requests, wait for open answers up to a limit, stop the engine.
+- Drain: notify the scheduler, reject new requests, wait for open answers up to a limit, stop the engine.
 
 The classes do not depend on Ray; `deployment` wraps them in a Serve deployment.
 """
@@ -66,9 +66,9 @@ class ReplicaGuard:
         return f"ReplicaGuard({state}, received={self.received}, open_requests={self.open_requests})"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one HTTP request, or refuse it."""
+        """Forward one HTTP request, or reject it."""
         require_http(scope)
-        # Refusals do not read the body; the server closes a connection whose body is still being sent.
+        # Rejections do not read the body; the server closes a connection whose body is still being sent.
         if not self._has_token(scope):
             text = b"the x-replica-token header is missing or wrong: send requests to the gateway"
             await send_response(send, 401, text, b"text/plain")

@@ -246,7 +246,7 @@ class Endpoint:
 
     Attributes:
         failure: why it receives no requests; empty while it does.
-        is_refused: it has answered, but cannot be used.
+        is_rejected: it has answered, but cannot be used.
     """
 
     def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
@@ -261,7 +261,7 @@ class Endpoint:
         self._progress: tuple[float | None, ...] | None = None
         self._identity: EndpointIdentity | None = None
         self._client: ReplicaClient | None = None
-        self.is_refused = False
+        self.is_rejected = False
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -313,7 +313,7 @@ class Endpoint:
                 await self._identify()
             except EngineError as exc:
                 self._note_failure(str(exc))
-                self.is_refused = not isinstance(exc, EndpointUnreachableError)
+                self.is_rejected = not isinstance(exc, EndpointUnreachableError)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._client = self._registered()

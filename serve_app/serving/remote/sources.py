@@ -53,14 +53,14 @@ class EndpointUrl:
         Raises:
             ValueError: it is not such a URL; the message quotes it.
         """
-        refusal = f"an endpoint's URL looks like http://host:8000, got {text!r}"
+        rejection = f"an endpoint's URL looks like http://host:8000, got {text!r}"
         try:
             parts = urlsplit(text.strip())
             port = parts.port
         except ValueError as exc:
-            raise ValueError(refusal) from exc
+            raise ValueError(rejection) from exc
         if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(refusal)
+            raise ValueError(rejection)
         if parts.username is not None or parts.password is not None:
             raise ValueError(
                 f"{parts.scheme}://{parts.hostname}: give credentials as api_key, not in the URL"
@@ -285,15 +285,15 @@ class KubernetesSource:
         parts = urlsplit(text)
         asked = parse_qs(parts.query)
         selector = asked.pop("selector", [""])[0]
-        refusal = (
+        rejection = (
             "Kubernetes endpoints look like kubernetes+http://service.namespace:8000 or "
             f"kubernetes+http://namespace:8000?selector=app=vllm, got {text!r}"
         )
         if parts.scheme not in ("http", "https") or not parts.hostname or asked or parts.fragment:
-            raise ValueError(refusal)
+            raise ValueError(rejection)
         first, _, second = parts.hostname.partition(".")
         if selector and (second or parts.port is None):
-            raise ValueError(refusal)
+            raise ValueError(rejection)
         return cls(
             scheme="https" if parts.scheme == "https" else "http",
             service="" if selector else first,
@@ -349,7 +349,7 @@ class KubernetesSource:
 
         Raises:
             _WatchExpiredError: the version to watch from is too old.
-            OSError: the API server refuses.
+            OSError: the API server rejects.
             UpstreamError: it does not answer.
         """
         server = EndpointUrl.parse(self.api.base_url())

@@ -281,8 +281,8 @@ class EndpointWatcher:
         deadline = loop.time() + self._settings.start_timeout_s
         while not any(endpoint.is_known for endpoint in self._endpoints.values()):
             asked = self._endpoints.values()
-            refused = bool(asked) and all(endpoint.is_refused for endpoint in asked)
-            if refused or loop.time() > deadline:
+            rejected = bool(asked) and all(endpoint.is_rejected for endpoint in asked)
+            if rejected or loop.time() > deadline:
                 raise EngineError(f"no endpoint can be used: {_reasons(self._endpoints.values())}")
             await asyncio.sleep(_START_POLL_S)
 

@@ -326,7 +326,7 @@ class SchedulerActor:
         if document is None:
             return
         if reason := denial(self._settings.scheduler, document) or self._denial_of_others(document):
-            self._keeper.refused(reason)
+            self._keeper.rejected(reason)
         else:
             self._learned = document
 

@@ -123,7 +123,7 @@ def core_figures(core: Scheduler) -> list[Figures]:
         ),
         figure(
             "ewsjf_retry_reservations",
-            "Refused requests whose return is expected.",
+            "Rejected requests whose return is expected.",
             len(admission.retry_reservations),
         ),
         figure(

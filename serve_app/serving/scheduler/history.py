@@ -93,7 +93,7 @@ class KnownRequest:
 
     @property
     def pool(self) -> str:
-        """Pool for which it waited last; empty if it was refused at once."""
+        """Pool for which it waited last; empty if it was rejected at once."""
         return self.attempts[-1].dispatch.pool if self.attempts else self.home
 
     @property

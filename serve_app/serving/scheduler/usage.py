@@ -215,7 +215,7 @@ class KeptUsage:
             try:
                 self.ledger.add_stored(document)
             except (ValueError, TypeError, AttributeError) as exc:
-                keeper.refused(str(exc))
+                keeper.rejected(str(exc))
         return True
 
     async def _try_again(self, keeper: StateKeeper) -> None:

@@ -165,7 +165,7 @@ class ParameterTuner:
         try:
             return loop, loop.begin(configured, observed.at, state)
         except ValueError as error:
-            logger.warning("event=tuner_state_refused model=%s reason=%r", self._model, str(error))
+            logger.warning("event=tuner_state_rejected model=%s reason=%r", self._model, str(error))
             return loop, []
 
     async def _in_thread(self, work: Work) -> Result:

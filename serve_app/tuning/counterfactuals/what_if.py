@@ -209,7 +209,7 @@ def _record(recorded: RecordedRequest) -> RequestRecord | None:
     )
 
 
-_REFUSED_IN_THE_REPLAY = "the replay refuses it"
+_REJECTED_IN_THE_REPLAY = "the replay rejects it"
 # Another order affects all requests. How much a wait depends on small delays is measured with engines that
 # are slightly faster and slower, by the error at which step times count as right.
 _OTHER_ENGINES = (0.97, 1.03)
@@ -336,7 +336,7 @@ def _check(recording: Recording) -> None:
     asked = recording.asked
     if asked.outcome is not None and asked.outcome.is_rejection:
         raise RecordingError(
-            f"{asked.client_id} was refused ({asked.outcome.value}) and has not waited: `explain` without "
+            f"{asked.client_id} was rejected ({asked.outcome.value}) and has not waited: `explain` without "
             "--what-if says why"
         )
     if asked.wait_s is None or asked.outcome is None:
@@ -383,7 +383,7 @@ def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedRepla
         "ttft": None,
     }
     if played.outcome.is_rejection:
-        return {**document, "note": f"{_REFUSED_IN_THE_REPLAY} ({played.outcome.value})"}
+        return {**document, "note": f"{_REJECTED_IN_THE_REPLAY} ({played.outcome.value})"}
     if played.outcome is Outcome.EXPIRED:
         document["note"] = "the replay lets it expire in the queue"
     assert asked.wait_s is not None, "_check has seen to it"

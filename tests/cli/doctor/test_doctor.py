@@ -189,11 +189,11 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     "saturated": (is_saturated, "risk: model demo: 7 requests wait, and all 2 replicas are full"),
     "failed": (concluded(Outcome.FAILED, 5), "5 of 105 requests failed in an engine"),
     "expired": (concluded(Outcome.EXPIRED, 5), "5 of 105 requests ended in the queue"),
-    "refused": (
+    "rejected": (
         concluded(Outcome.REJECTED_QUEUE_FULL, 5),
-        "5 of 105 requests were refused because the queue",
+        "5 of 105 requests were rejected because the queue",
     ),
-    "nobody alive": (concluded(Outcome.REJECTED_NO_REPLICA, 1), "1 of 101 requests were refused because no"),
+    "nobody alive": (concluded(Outcome.REJECTED_NO_REPLICA, 1), "1 of 101 requests were rejected because no"),
     "put back": (put_back, "5 of 100 dispatches came back"),
     "scheduler errors": (
         counts("ewsjf_scheduler_errors_total", 2),

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.serving.api_keys import read_keys
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import FileKeys
 
 CONFIG = """
@@ -52,7 +52,7 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
     keys._look()
-    with pytest.raises(RequestRefused, match="was revoked"):
+    with pytest.raises(RequestRejected, match="was revoked"):
         keys.caller(secret.encode())
     keys.close()
     assert [key.status() for key in read_keys(path)] == ["revoked"]

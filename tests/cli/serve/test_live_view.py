@@ -76,13 +76,13 @@ def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[flo
     page.counts |= {"completed": 1_010, "rejected_queue_full": 4}
     page.waits += [0.005] * 8 + [0.7] * 2
     assert view.text().splitlines()[1] == (
-        "4 running, 4 waiting, 7.0 requests/s, 2.0 refused/s, waits: half <= 0.01 s, 95% <= 1 s, 1014 so far"
+        "4 running, 4 waiting, 7.0 requests/s, 2.0 rejected/s, waits: half <= 0.01 s, 95% <= 1 s, 1014 so far"
     )
     for _ in range(5):
         clock[0] += 2.0
         page.counts["failed"] += 1
         told = view.text()
-    # The refusals were before the looks that count.
+    # The rejections were before the looks that count.
     assert "0.5 requests/s, 0.5 failed/s, 1019 so far" in told
 
 

@@ -38,7 +38,7 @@ async def _stream(session: aiohttp.ClientSession, url: str) -> str:
         return f"cut: {exc!r}"
     if answer.status != 200:
         assert int(answer.headers["retry-after"]) >= 1
-        return f"refused with {answer.status}"
+        return f"rejected with {answer.status}"
     if text.endswith("data: [DONE]\n\n"):
         return "complete"
     return "error event" if '"code":"shutting_down"' in text.splitlines()[-2] else f"cut: {text[-200:]}"
@@ -95,7 +95,7 @@ async def test_a_closed_terminal_lets_answers_end_and_leaves_nothing(tmp_path: P
         assert url in [instance.url for instance in running_instances()]
         ends = await ends_of_streams(url, 24, opened, "closed")
         assert sum(ends.values()) == 24
-        assert set(ends) <= {"complete", "error event", "refused with 503"}, ends
+        assert set(ends) <= {"complete", "error event", "rejected with 503"}, ends
         assert opened.ended(END_S) == 0
         assert opened.processes_left() == []
         assert listening((port,)) == []
@@ -116,7 +116,7 @@ async def test_no_stop_cuts_a_stream_without_an_error_event(tmp_path: Path, how:
         if drain_s > 100:
             assert ends == {"complete": 50}
         else:
-            assert set(ends) <= {"complete", "error event", "refused with 503"}, ends
+            assert set(ends) <= {"complete", "error event", "rejected with 503"}, ends
         assert opened.ended(END_S) == 0
         assert opened.processes_left() == []
         assert listening((port,)) == []

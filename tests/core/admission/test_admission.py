@@ -35,22 +35,22 @@ def finish_oldest(driver: ManualDriver) -> None:
     assert len(dispatched(driver.feed(Finished(oldest.request.request_id, Outcome.COMPLETED)))) == 1
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_on_arrival_with_a_retry_after() -> None:
+def test_a_deadline_that_cannot_be_met_is_rejected_on_arrival_with_a_retry_after() -> None:
     driver = settled()
     waiting = len(driver.scheduler.queue)
     assert waiting == 8
-    refusal = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
-    assert refusal.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
-    assert "may wait 4.0 s" in refusal.message
+    rejection = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
+    assert rejection.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
+    assert "may wait 4.0 s" in rejection.message
     # Eight seconds of work have to drain to four, less the margin.
-    assert refusal.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
+    assert rejection.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
     assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []
 
 
 def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None:
     driver = settled()
-    refused = driver.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0)
-    until, number = driver.now + retry_after_s(refused), 0
+    rejected = driver.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0)
+    until, number = driver.now + retry_after_s(rejected), 0
     while driver.now + 1.0 < until:
         finish_oldest(driver)
         number += 1
@@ -60,7 +60,7 @@ def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None
     assert driver.arrive("r1 again", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0) == []
 
 
-def test_a_full_queue_does_not_refuse_a_request_that_fits_a_replica_at_once() -> None:
+def test_a_full_queue_does_not_reject_a_request_that_fits_a_replica_at_once() -> None:
     driver = ManualDriver(max_waiting=1)
     driver.join("s1", "short", max_num_seqs=1)
     driver.join("l1", "long", max_model_len=4_000)
@@ -71,7 +71,7 @@ def test_a_full_queue_does_not_refuse_a_request_that_fits_a_replica_at_once() ->
     assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
 
 
-def test_a_heavy_tenant_is_refused_while_a_light_one_is_admitted() -> None:
+def test_a_heavy_tenant_is_rejected_while_a_light_one_is_admitted() -> None:
     driver = saturated(max_waiting=20)
     heavy = [driver.arrive(f"h{number}", tenant="heavy") for number in range(30)]
     assert sum(commands == [] for commands in heavy) == 15

@@ -34,7 +34,7 @@ def fleet(*, seats: int = 100, **changes: Any) -> ManualDriver:
     return one_replica(backpressure=backpressure, limits={"max_num_seqs": seats}, **changes)
 
 
-def refused(driver: ManualDriver, request_id: str, **fields: Any) -> Conclude:
+def rejected(driver: ManualDriver, request_id: str, **fields: Any) -> Conclude:
     (command,) = driver.arrive(request_id, **fields)
     assert isinstance(command, Conclude)
     return command
@@ -50,14 +50,14 @@ def finish(driver: ManualDriver, request_id: str, output_tokens: int = 10) -> No
     driver.feed(Finished(request_id, Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=output_tokens)))
 
 
-def test_requests_beyond_the_limit_of_a_minute_are_refused_with_the_limit_and_the_time() -> None:
+def test_requests_beyond_the_limit_of_a_minute_are_rejected_with_the_limit_and_the_time() -> None:
     driver = fleet()
     limited = key(requests_per_minute=2)
     assert granted(driver, "a", key=limited).rate_limits is not None
     driver.now = 10.0
     granted(driver, "b", key=limited)
     driver.now = 20.0
-    conclusion = refused(driver, "c", key=limited).conclusion
+    conclusion = rejected(driver, "c", key=limited).conclusion
     assert conclusion.outcome is Outcome.REJECTED_RATE_LIMITED
     assert "limit of 2 requests per minute" in conclusion.message
     assert conclusion.retry_after_s == 41.0
@@ -65,7 +65,7 @@ def test_requests_beyond_the_limit_of_a_minute_are_refused_with_the_limit_and_th
     granted(driver, "d", key=limited)
 
 
-def test_grants_and_refusals_say_how_the_limits_stand() -> None:
+def test_grants_and_rejections_say_how_the_limits_stand() -> None:
     driver = fleet()
     limited = key(requests_per_minute=2, tokens_per_minute=120)
     first = granted(driver, "a", key=limited).rate_limits
@@ -75,7 +75,7 @@ def test_grants_and_refusals_say_how_the_limits_stand() -> None:
     assert (first.requests.limit, first.requests.remaining, first.requests.reset_s) == (2, 1, 61.0)
     assert (first.tokens.limit, first.tokens.remaining) == (120, 70)
     granted(driver, "b", key=limited)
-    last = refused(driver, "c", key=limited).conclusion.rate_limits
+    last = rejected(driver, "c", key=limited).conclusion.rate_limits
     assert last is not None
     assert last.requests is not None
     assert last.requests.remaining == 0
@@ -85,7 +85,7 @@ def test_grants_and_refusals_say_how_the_limits_stand() -> None:
 def test_each_key_has_its_own_account_also_within_a_tenant() -> None:
     driver = fleet()
     granted(driver, "a", key=key("k1", requests_per_minute=1))
-    refused(driver, "b", key=key("k1", requests_per_minute=1))
+    rejected(driver, "b", key=key("k1", requests_per_minute=1))
     granted(driver, "c", key=key("k2", requests_per_minute=1))
     granted(driver, "d")
 
@@ -95,12 +95,12 @@ def test_tokens_are_charged_as_estimated_and_settled_as_counted() -> None:
     limited = key(tokens_per_minute=2 * TOKENS)
     granted(driver, "a", key=limited)
     granted(driver, "b", key=limited)
-    conclusion = refused(driver, "c", key=limited).conclusion
+    conclusion = rejected(driver, "c", key=limited).conclusion
     assert "limit of 100 tokens per minute: 100 are used and this request is estimated at 50" in (
         conclusion.message
     )
     finish(driver, "a", output_tokens=0)
-    refused(driver, "d", key=limited)
+    rejected(driver, "d", key=limited)
     finish(driver, "b", output_tokens=0)
     # 80 of 100 are used.
     granted(driver, "e", key=limited, prompt_tokens=10)
@@ -121,7 +121,7 @@ def test_what_an_engine_counts_beyond_the_estimate_is_charged_when_it_is_known()
 
 
 def test_a_request_larger_than_the_limit_is_told_never_to_come_again() -> None:
-    conclusion = refused(fleet(), "a", key=key(tokens_per_minute=TOKENS - 1)).conclusion
+    conclusion = rejected(fleet(), "a", key=key(tokens_per_minute=TOKENS - 1)).conclusion
     assert conclusion.retry_after_s is None
     assert "which is more than the limit" in conclusion.message
 
@@ -132,7 +132,7 @@ def test_a_limit_on_concurrent_requests_counts_those_that_wait() -> None:
     for name in "abcd":
         driver.arrive(name, key=limited)
     assert len(driver.scheduler.queue) == 3
-    conclusion = refused(driver, "e", key=limited).conclusion
+    conclusion = rejected(driver, "e", key=limited).conclusion
     assert "limit of 4 requests at once" in conclusion.message
     assert conclusion.retry_after_s == 1.0
     finish(driver, "a")
@@ -145,14 +145,14 @@ def test_a_limit_on_waiting_requests_leaves_those_that_run_alone() -> None:
     for name in "ab":
         driver.arrive(name, key=limited)
     assert len(driver.scheduler.queue) == 1
-    conclusion = refused(driver, "e", key=limited).conclusion
+    conclusion = rejected(driver, "e", key=limited).conclusion
     assert conclusion.outcome is Outcome.REJECTED_RATE_LIMITED
     assert "limit of 1 waiting requests" in conclusion.message
     assert not concluded(driver.arrive("f", key=key("k2", queued=1)))
 
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "concurrent"])
-def test_a_request_that_is_refused_for_another_reason_is_not_counted(limit: str) -> None:
+def test_a_request_that_is_rejected_for_another_reason_is_not_counted(limit: str) -> None:
     driver = fleet(seats=1, max_waiting=1)
     limited = key("k1", **{limit: TOKENS if limit == "tokens_per_minute" else 1})
     for name in "wxyz":
@@ -185,7 +185,7 @@ def test_an_answer_that_its_client_breaks_off_costs_the_estimate() -> None:
     limited = key(tokens_per_minute=TOKENS)
     granted(driver, "a", key=limited)
     driver.feed(Cancelled("a"))
-    refused(driver, "b", key=limited)
+    rejected(driver, "b", key=limited)
 
 
 def test_a_failed_request_costs_no_tokens() -> None:
@@ -205,7 +205,7 @@ def test_a_request_that_comes_back_is_counted_once() -> None:
     driver.join("r1", "only")
     assert driver.scheduler.admission.keys.open_requests("k1") == 1
     granted(driver, "b", key=limited)
-    refused(driver, "c", key=limited)
+    rejected(driver, "c", key=limited)
 
 
 def test_a_lost_gateway_frees_the_places_of_its_requests_as_they_end() -> None:
@@ -229,7 +229,7 @@ def test_a_new_scheduler_admits_what_the_former_one_had_admitted() -> None:
         assert not concluded(driver.arrive(f"old{number}", key=limited, arrived_at=900.0 + number))
     granted(driver, "new1", key=limited)
     granted(driver, "new2", key=limited)
-    refused(driver, "new3", key=limited)
+    rejected(driver, "new3", key=limited)
     assert driver.scheduler.admission.keys.open_requests("k1") == 8
 
 

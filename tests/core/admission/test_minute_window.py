@@ -53,7 +53,7 @@ def test_an_amount_older_than_a_minute_is_not_counted() -> None:
 
 
 @given(pauses)
-def test_no_minute_ever_admits_more_than_the_limit_and_no_refusal_is_longer_than_needed(
+def test_no_minute_ever_admits_more_than_the_limit_and_no_rejection_is_longer_than_needed(
     steps: list[tuple[float, int]],
 ) -> None:
     window = MinuteWindow()

@@ -30,7 +30,7 @@ def waiting_when_the_last_replica_dies() -> ManualDriver:
     return driver
 
 
-def test_a_request_that_waits_when_the_last_replica_dies_is_refused_after_the_grace() -> None:
+def test_a_request_that_waits_when_the_last_replica_dies_is_rejected_after_the_grace() -> None:
     driver = waiting_when_the_last_replica_dies()
     assert driver.scheduler.next_wakeup() == driver.now + GRACE_S
     commands = driver.feed(Woke(), after_s=GRACE_S)
@@ -44,7 +44,7 @@ def test_one_that_joins_within_the_grace_takes_it() -> None:
     assert dispatched(driver.join("r2", "only")) == [("waits", "r2")]
 
 
-def test_a_request_that_a_dead_replica_returns_late_is_refused_too() -> None:
+def test_a_request_that_a_dead_replica_returns_late_is_rejected_too() -> None:
     driver = waiting_when_the_last_replica_dies()
     driver.feed(Woke(), after_s=GRACE_S)
     commands = driver.feed(DispatchFailed("f0", "r1", DispatchFailure.LOST), after_s=1.0)
@@ -59,7 +59,7 @@ def test_a_request_whose_timeout_ends_within_the_grace_hears_of_the_outage() -> 
     assert concluded(commands) == [("r", "rejected_no_replica")]
 
 
-def test_one_that_does_not_wait_is_refused_at_once() -> None:
+def test_one_that_does_not_wait_is_rejected_at_once() -> None:
     driver = one_replica()
     driver.feed(ReplicaLost("r1"))
     assert concluded(driver.arrive("r", no_wait=True)) == [("r", "rejected_no_replica")]
@@ -72,13 +72,13 @@ def test_a_replica_that_drains_or_does_not_report_is_not_alive(draining: bool) -
         driver.report("r1", draining=True)
     else:
         driver.feed(Woke(), after_s=2.5)
-    refused = []
+    rejected = []
     driver.arrive("r", expires_at=driver.now + 300.0)
     for _ in range(10):
-        refused += (
+        rejected += (
             driver.report("r1", draining=True, after_s=0.5) if draining else driver.feed(Woke(), after_s=0.5)
         )
-    assert concluded(refused) == [("r", "rejected_no_replica")]
+    assert concluded(rejected) == [("r", "rejected_no_replica")]
 
 
 def test_a_replica_that_never_reports_is_not_alive() -> None:
@@ -88,14 +88,14 @@ def test_a_replica_that_never_reports_is_not_alive() -> None:
     assert concluded(driver.feed(Woke(), after_s=GRACE_S)) == [("r", "rejected_no_replica")]
 
 
-def test_a_request_that_fits_only_the_dead_pool_is_refused_and_others_are_served() -> None:
+def test_a_request_that_fits_only_the_dead_pool_is_rejected_and_others_are_served() -> None:
     driver = two_pools()
     driver.feed(ReplicaLost("l1"))
     driver.arrive("long", prompt_tokens=2_000)
     commands = [command for _ in range(12) for command in driver.report("s1", after_s=0.5)]
-    refusal = next(command for command in commands if isinstance(command, Conclude))
-    assert (refusal.request_id, refusal.conclusion.outcome) == ("long", Outcome.REJECTED_NO_REPLICA)
-    assert "no replica of m that can take this request is alive" in refusal.conclusion.message
+    rejection = next(command for command in commands if isinstance(command, Conclude))
+    assert (rejection.request_id, rejection.conclusion.outcome) == ("long", Outcome.REJECTED_NO_REPLICA)
+    assert "no replica of m that can take this request is alive" in rejection.conclusion.message
     assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
 
 
@@ -107,7 +107,7 @@ def test_a_request_at_home_in_the_dead_pool_spills() -> None:
     assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "l1")]
 
 
-def test_without_spill_it_is_refused() -> None:
+def test_without_spill_it_is_rejected() -> None:
     driver = two_pools(routing=RoutingSettings(b_short_tokens=500, spill=False))
     driver.feed(ReplicaLost("s1"))
     for _ in range(12):

@@ -91,7 +91,7 @@ def test_at_twice_the_capacity_retries_are_admitted_and_deadlines_are_met(
     assert len(played.simulation.scheduler.admission.retry_reservations) == 0
 
 
-def test_below_the_capacity_no_request_is_refused() -> None:
+def test_below_the_capacity_no_request_is_rejected() -> None:
     played = play(1, 0.9)
     assert played.count(Outcome.COMPLETED) == len(played.attempts), played
 

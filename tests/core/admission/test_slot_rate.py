@@ -30,7 +30,7 @@ def cold(*pools: str, spill: bool = True, **limits: Any) -> ManualDriver:
 
 
 def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
-    """The Retry-After of each refusal among requests of one instant."""
+    """The Retry-After of each rejection among requests of one instant."""
     told = []
     for number in range(count):
         usual = {"max_output_tokens": OUTPUT, "prompt_tokens": 1, "expires_at": driver.now + TIMEOUT_S}
@@ -41,7 +41,7 @@ def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
     return told
 
 
-def test_those_who_cannot_get_a_slot_before_their_deadline_are_refused_at_once() -> None:
+def test_those_who_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
     assert 100 - len(burst(cold(), 100)) == pytest.approx(ADMITTED, abs=2)
 
 
@@ -53,7 +53,7 @@ def test_each_is_told_when_those_before_it_have_gone() -> None:
 
 
 @pytest.mark.parametrize("count", [1, SLOTS, SLOTS + BEYOND_BATCH + int(TIMEOUT_S * PER_S) - 1])
-def test_an_idle_fleet_refuses_nothing_that_it_can_serve(count: int) -> None:
+def test_an_idle_fleet_rejects_nothing_that_it_can_serve(count: int) -> None:
     assert burst(cold(), count) == []
 
 
@@ -61,7 +61,7 @@ def test_requests_with_time_are_admitted() -> None:
     assert burst(cold(), 100, expires_at=60.0) == []
 
 
-def test_nothing_is_refused_where_the_pace_of_an_engine_is_unknown() -> None:
+def test_nothing_is_rejected_where_the_pace_of_an_engine_is_unknown() -> None:
     assert burst(cold(tpot_s=None), 100) == []
 
 
@@ -92,7 +92,7 @@ def test_lengths_that_nobody_knows_are_taken_low() -> None:
     assert stated == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S * SLOTS / (0.4 * 256 * TPOT_S), abs=2)
 
 
-def test_requests_without_output_are_never_refused_by_the_slots() -> None:
+def test_requests_without_output_are_never_rejected_by_the_slots() -> None:
     assert burst(cold(), 100, max_output_tokens=0) == []
 
 

@@ -105,11 +105,11 @@ def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
 def test_a_request_that_its_engine_did_not_take_pays_no_prompt() -> None:
     driver = steady()
     begun(driver, "answer")
-    driver.arrive("refused", tenant="refused", prompt_tokens=510)
-    failure = ev.DispatchFailed("refused", "r1", ev.DispatchFailure.UNREACHABLE)
+    driver.arrive("rejected", tenant="rejected", prompt_tokens=510)
+    failure = ev.DispatchFailed("rejected", "r1", ev.DispatchFailure.UNREACHABLE)
     driver.feed(failure, after_s=0.2)
 
-    assert used(driver).get("refused", 0.0) <= 0.1
+    assert used(driver).get("rejected", 0.0) <= 0.1
     finish(driver, "answer")
     assert sum(used(driver).values()) == pytest.approx(0.2)
 

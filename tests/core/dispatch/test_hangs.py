@@ -44,7 +44,7 @@ def test_an_engine_that_owes_answers_and_gives_no_sign_gets_nothing_more_and_tha
     assert dispatched(driver.arrive("c")) == []
 
 
-def test_nobody_is_refused_for_it_since_it_may_only_be_slow() -> None:
+def test_nobody_is_rejected_for_it_since_it_may_only_be_slow() -> None:
     driver = watched()
     let_hang(driver)
     driver.arrive("c")

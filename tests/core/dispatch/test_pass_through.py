@@ -91,11 +91,11 @@ def test_without_a_replica_that_lives_a_request_waits_like_any_other() -> None:
     assert driver.find("r").replica_id == "s1"
 
 
-def test_a_request_too_long_for_every_replica_is_refused_all_the_same() -> None:
+def test_a_request_too_long_for_every_replica_is_rejected_all_the_same() -> None:
     driver = fleet(0.0)
-    (refused,) = driver.arrive("r", prompt_tokens=10_000_000)
-    assert isinstance(refused, Conclude)
-    assert refused.conclusion.outcome is Outcome.REJECTED_TOO_LONG
+    (rejected,) = driver.arrive("r", prompt_tokens=10_000_000)
+    assert isinstance(rejected, Conclude)
+    assert rejected.conclusion.outcome is Outcome.REJECTED_TOO_LONG
 
 
 def test_one_that_a_replica_loses_is_tried_on_another() -> None:

@@ -67,7 +67,7 @@ def test_at_most_half_of_a_pool_is_suspended() -> None:
     assert len(suspended(driver)) == 2
 
 
-def test_a_busy_engine_is_suspended_when_it_refuses_three_in_a_row() -> None:
+def test_a_busy_engine_is_suspended_when_it_rejects_three_in_a_row() -> None:
     driver = fleet(1)
     for number in range(3):
         assert not suspended(driver)

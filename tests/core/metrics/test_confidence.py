@@ -24,7 +24,7 @@ def test_pairing_removes_what_the_seeds_share() -> None:
     assert difference.high < 0
 
 
-def test_unpaired_runs_are_refused() -> None:
+def test_unpaired_runs_are_rejected() -> None:
     with pytest.raises(ValueError, match="got 1 and 2 values"):
         paired_difference_95([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="at least one value"):

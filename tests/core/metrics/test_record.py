@@ -20,11 +20,11 @@ def test_ttft_counts_from_the_schedule_and_not_from_a_late_send() -> None:
 
 
 def test_a_request_that_no_engine_answered_has_no_ttft_tpot_or_queue_wait() -> None:
-    refused = record(
+    rejected = record(
         outcome=Outcome.REJECTED_QUEUE_FULL, dispatched_at=None, first_token_at=None, output_tokens=0
     )
-    assert (refused.ttft_s, refused.tpot_s, refused.queue_wait_s) == (None, None, None)
-    assert not refused.completed
+    assert (rejected.ttft_s, rejected.tpot_s, rejected.queue_wait_s) == (None, None, None)
+    assert not rejected.completed
 
 
 def test_one_token_has_no_time_per_further_token() -> None:

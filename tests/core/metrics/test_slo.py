@@ -22,14 +22,14 @@ def test_a_one_token_answer_is_judged_by_its_ttft_alone() -> None:
     assert Slo(ttft_s=2.0, tpot_s=0.001).met_by(record(output_tokens=1))
 
 
-def test_attainment_counts_refused_requests_as_missed() -> None:
+def test_attainment_counts_rejected_requests_as_missed() -> None:
     records = [record(), record(outcome=Outcome.REJECTED_QUEUE_FULL)]
     assert slo_attainment_ratio(records, Slo(tpot_s=1.0)) == 0.5
     assert slo_attainment_ratio([], Slo()) is None
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_that_nothing_can_keep_is_refused_by_name_and_value(limit: float) -> None:
+def test_a_limit_that_nothing_can_keep_is_rejected_by_name_and_value(limit: float) -> None:
     with pytest.raises(ValueError, match=rf"ttft_s must be positive, got {limit}"):
         Slo(ttft_s=limit)
 
@@ -65,8 +65,8 @@ def test_what_was_not_answered_misses_by_its_outcome() -> None:
         Outcome.EXPIRED: Miss.EXPIRED,
         Outcome.FAILED: Miss.FAILED,
         Outcome.CANCELLED: Miss.ABANDONED,
-        Outcome.REJECTED_QUEUE_FULL: Miss.REFUSED,
-        Outcome.REJECTED_NO_REPLICA: Miss.REFUSED,
+        Outcome.REJECTED_QUEUE_FULL: Miss.REJECTED,
+        Outcome.REJECTED_NO_REPLICA: Miss.REJECTED,
     }
     for outcome, kind in kinds.items():
         assert TARGETS.missed_by(class_record(outcome=outcome)) == (kind,)

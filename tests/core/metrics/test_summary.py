@@ -101,7 +101,7 @@ def test_a_run_in_which_nothing_completed_has_rates_of_zero_and_no_latencies() -
     assert summarise([]).as_json()["completed"] == 0
 
 
-def test_rules_that_make_no_sense_are_refused_with_their_value() -> None:
+def test_rules_that_make_no_sense_are_rejected_with_their_value() -> None:
     with pytest.raises(ValueError, match="short_at_tokens must be at least 1, got 0"):
         SummaryRules(short_at_tokens=0)
     with pytest.raises(ValueError, match="'a' must be positive, got 0"):
@@ -128,7 +128,7 @@ def test_an_empty_sample_has_no_figures_rather_than_zeros() -> None:
         percentile([], 50)
 
 
-def test_a_percent_out_of_range_is_refused() -> None:
+def test_a_percent_out_of_range_is_rejected() -> None:
     with pytest.raises(ValueError, match="got 101"):
         percentile([1.0], 101)
 

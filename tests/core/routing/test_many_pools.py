@@ -62,11 +62,11 @@ def test_of_pools_with_the_same_context_the_cheapest_is_home_wherever_it_is_list
     assert not_known.order() == ("fast", "cheap", "large")
 
 
-def test_a_refused_request_goes_to_a_longer_pool() -> None:
+def test_a_rejected_request_goes_to_a_longer_pool() -> None:
     route = router(TIERS).route
     assert route(estimated_request(), estimate(100), above_tokens=1_000) == ("middle", "large")
     assert route(estimated_request(), estimate(100), above_tokens=4_000) == ("large",)
-    # A pool before the one that refused it is not longer, even while it has no replica.
+    # A pool before the one that rejected it is not longer, even while it has no replica.
     left = router({"large": 16_000}, boundaries_tokens=(4_000,))
     assert left.route(estimated_request(), estimate(100), above_tokens=1_000) == ("large",)
     gone = router({"small": 1_000, "middle": 4_000})
@@ -90,7 +90,7 @@ def test_a_refused_request_goes_to_a_longer_pool() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(changes: dict[str, object], message: str) -> None:
+def test_settings_that_do_not_go_together_are_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RoutingSettings(**changes)  # type: ignore[arg-type]
 

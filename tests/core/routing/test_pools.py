@@ -51,7 +51,7 @@ def test_without_spill_there_is_one_pool_to_go_to() -> None:
     assert router(spill=False).route(estimated_request(), estimate(100)) == ("short",)
 
 
-def test_after_a_refusal_only_longer_pools_are_left() -> None:
+def test_after_a_rejection_only_longer_pools_are_left() -> None:
     assert router().route(estimated_request(), estimate(100), above_tokens=1_000) == ("long",)
     assert router().route(estimated_request(), estimate(100), above_tokens=4_000) == ()
 
@@ -62,7 +62,7 @@ def test_an_upper_estimate_above_every_limit_still_tries_the_longest_pool() -> N
     assert router().route(wanted, estimate(5_000, least=4_000)) == ()
 
 
-def test_max_tokens_above_every_limit_is_refused_as_vllm_does() -> None:
+def test_max_tokens_above_every_limit_is_rejected_as_vllm_does() -> None:
     assert least_budget_tokens(estimated_request(4_001), estimate(10)) == 4_001
     assert router().route(estimated_request(4_001), estimate(10, 4_001)) == ()
     assert router().route(estimated_request(4_000), estimate(10, 4_000)) == ("long",)

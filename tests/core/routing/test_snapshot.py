@@ -1,4 +1,4 @@
-"""Learned state: what was written is restored, and what is damaged is refused and changes nothing."""
+"""Learned state: what was written is restored, and what is damaged is rejected and changes nothing."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def lengths(**changes: object) -> dict[str, object]:
         *((name, None) for name in sorted(fresh())),
     ],
 )
-def test_a_damaged_state_is_refused_and_changes_nothing(name: str, change: dict[str, object] | None) -> None:
+def test_a_damaged_state_is_rejected_and_changes_nothing(name: str, change: dict[str, object] | None) -> None:
     learner = taught()[name]
     before = learner.state()
     with pytest.raises(ValueError, match=r"learned state|poetry"):

@@ -18,7 +18,7 @@ def test_an_idle_pool_shows_its_capacity() -> None:
     assert view.full_ratio == 0.0
 
 
-def test_work_is_counted_where_it_is_at_home_whether_it_waits_runs_or_was_refused() -> None:
+def test_work_is_counted_where_it_is_at_home_whether_it_waits_runs_or_was_rejected() -> None:
     driver = two_pools(max_waiting=3)
     for number in range(20):
         driver.arrive(f"r{number}", prompt_tokens=100)
@@ -86,7 +86,7 @@ def test_waits_that_another_replica_would_not_end_are_no_reason_for_one() -> Non
     assert observe(driver.scheduler, POOLS, 9.0)["short"].oldest_wait_s == 9.0
 
 
-def test_refusals_that_more_replicas_would_not_prevent_are_no_load() -> None:
+def test_rejections_that_more_replicas_would_not_prevent_are_no_load() -> None:
     driver = two_pools()
     terms = key(requests_per_minute=2)
     for number in range(50):

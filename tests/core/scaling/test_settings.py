@@ -11,7 +11,7 @@ from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSetti
         ({"initial_replicas": 3, "max_replicas": 2}, "got min 1, initial 3, max 2"),
     ],
 )
-def test_bounds_that_contradict_each_other_are_refused(bounds: dict[str, int], message: str) -> None:
+def test_bounds_that_contradict_each_other_are_rejected(bounds: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoscalingSettings(**bounds)
 
@@ -21,7 +21,7 @@ def test_a_pool_begins_with_its_minimum_unless_another_number_is_given() -> None
     assert AutoscalingSettings(min_replicas=0, initial_replicas=2, max_replicas=4).first_replicas == 2
 
 
-def test_a_budget_below_the_minimum_of_the_pools_is_refused() -> None:
+def test_a_budget_below_the_minimum_of_the_pools_is_rejected() -> None:
     pool = ScaledPool(autoscaling=AutoscalingSettings(min_replicas=2, max_replicas=4), gpus=4.0)
     assert ScalingSettings(pools={"long": pool}, gpu_budget=8).gpu_budget == 8
     with pytest.raises(ValueError, match="gpu_budget of 6 is below the 8 GPUs"):

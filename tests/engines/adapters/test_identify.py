@@ -21,7 +21,7 @@ def test_no_page_is_asked_for_twice() -> None:
     assert sorted(log) == sorted(set(log))
 
 
-def test_a_refused_key_is_named() -> None:
+def test_a_rejected_key_is_named() -> None:
     with pytest.raises(EngineError, match=r"/v1/models answered 401: give the server's key as api_key"):
         asyncio.run(identify(server({"/v1/models": 401})))
 

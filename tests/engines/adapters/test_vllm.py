@@ -71,7 +71,7 @@ def test_engine_cores_are_added_up_and_their_cache_usage_averaged() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>not found</html>", b"vllm:num_requests_running 1.0"])
-def test_text_that_is_not_from_vllm_is_refused(text: bytes) -> None:
+def test_text_that_is_not_from_vllm_is_rejected(text: bytes) -> None:
     with pytest.raises(EngineError, match="is it a vLLM server"):
         read(text)
 

@@ -398,12 +398,12 @@ async def test_the_engine_satisfies_the_protocol_and_returns_its_limits() -> Non
         ({"max_num_queued_reqs": -1}, "got -1"),
     ],
 )
-def test_settings_out_of_range_are_refused(values: dict[str, Any], complaint: str) -> None:
+def test_settings_out_of_range_are_rejected(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         EmulatedEngineSettings(**values)
 
 
-def test_contradictory_settings_are_refused_with_the_profile() -> None:
+def test_contradictory_settings_are_rejected_with_the_profile() -> None:
     with pytest.raises(SettingsError, match="profile laptop: max_model_len"):
         EmulatedEngine(EmulatedEngineSettings(max_model_len=100_000))
 

@@ -30,12 +30,12 @@ async def test_a_number_may_be_written_as_another_type(engine: Served, tokens: A
 
 
 @pytest.mark.parametrize("tokens", [3.5, "three", [3], {}])
-async def test_what_is_no_number_is_refused(engine: Served, tokens: Any) -> None:
+async def test_what_is_no_number_is_rejected(engine: Served, tokens: Any) -> None:
     answer = await engine.http.post("/v1/completions", json={"prompt": "x", "max_tokens": tokens})
     assert answer.status_code == 400
 
 
-async def test_bytes_that_are_no_text_are_refused_wherever_they_are(engine: Served) -> None:
+async def test_bytes_that_are_no_text_are_rejected_wherever_they_are(engine: Served) -> None:
     body = b'{"messages":[{"role":"user","content":"x"}],"tools":[{"fun\xe6ction":1}]}'
     headers = {"content-type": "application/json"}
     answer = await engine.http.post("/v1/chat/completions", content=body, headers=headers)
@@ -197,7 +197,7 @@ async def test_a_stream_counts_its_tokens_continuously_when_asked_to(engine: Ser
 @pytest.mark.parametrize(
     ("path", "ask"), [("chat/completions", {"messages": ASK}), ("completions", {"prompt": "x"})]
 )
-async def test_a_parameter_out_of_range_is_refused_with_its_value(
+async def test_a_parameter_out_of_range_is_rejected_with_its_value(
     engine: Served, path: str, ask: dict[str, Any], parameters: dict[str, Any], words: str
 ) -> None:
     answer = await engine.http.post(f"/v1/{path}", json={**ask, **parameters})
@@ -223,7 +223,7 @@ async def test_a_parameter_out_of_range_is_refused_with_its_value(
         ("completions", {"logprobs": 21}, "Requested sample logprobs of 21, which is greater than max allow"),
     ],
 )
-async def test_logprobs_out_of_range_are_refused(
+async def test_logprobs_out_of_range_are_rejected(
     engine: Served, path: str, parameters: dict[str, Any], words: str
 ) -> None:
     ask = {"messages": ASK} if path.startswith("chat") else {"prompt": "x"}

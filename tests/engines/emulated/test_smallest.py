@@ -158,7 +158,7 @@ def test_properties_keep_the_order_of_the_schema() -> None:
         ),
     ],
 )
-def test_a_schema_that_nothing_meets_is_refused_with_the_reason(schema: Any, why: str) -> None:
+def test_a_schema_that_nothing_meets_is_rejected_with_the_reason(schema: Any, why: str) -> None:
     with pytest.raises(UnsatisfiableError, match=why):
         smallest(schema)
 
@@ -219,7 +219,7 @@ def schemas() -> st.SearchStrategy[Any]:
 
 @settings(max_examples=150, deadline=None)
 @given(schema=schemas())
-def test_any_schema_gives_a_value_that_it_accepts_or_is_refused(schema: Any) -> None:
+def test_any_schema_gives_a_value_that_it_accepts_or_is_rejected(schema: Any) -> None:
     try:
         value = smallest(schema)
     except UnsatisfiableError:
@@ -251,6 +251,6 @@ def test_the_shortest_match_matches(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(a", "a{30000}", "(a{300}){300}", "[z-a]", "*", "(?>ab)"])
-def test_a_pattern_that_is_invalid_too_long_or_unknown_is_refused(pattern: str) -> None:
+def test_a_pattern_that_is_invalid_too_long_or_unknown_is_rejected(pattern: str) -> None:
     with pytest.raises(UnsatisfiableError):
         shortest_match(pattern)

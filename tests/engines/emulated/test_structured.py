@@ -42,7 +42,7 @@ async def test_responses_parse_into_a_pydantic_model_too(engine: Served) -> None
     assert isinstance(answer.output_parsed, Recipe)
 
 
-async def test_a_response_with_two_formats_is_refused(engine: Served) -> None:
+async def test_a_response_with_two_formats_is_rejected(engine: Served) -> None:
     two = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["a"]}}
     answer = await engine.http.post("/v1/responses", json={"model": "tiny", "input": "x", **two})
     assert answer.status_code == 400
@@ -140,7 +140,7 @@ async def test_json_that_max_tokens_cuts_ends_with_length(engine: Served) -> Non
         ({"structured_outputs": {"json": False}}, "validation error"),
     ],
 )
-async def test_a_constraint_that_cannot_be_met_is_refused(
+async def test_a_constraint_that_cannot_be_met_is_rejected(
     engine: Served, body: dict[str, Any], words: str
 ) -> None:
     answer = await engine.http.post("/v1/chat/completions", json={"messages": ASK, **body})

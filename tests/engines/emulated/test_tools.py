@@ -240,7 +240,7 @@ async def test_responses_call_the_function_too_whole_and_as_a_stream(engine: Ser
         ),
     ],
 )
-async def test_a_request_for_a_call_that_cannot_be_is_refused(
+async def test_a_request_for_a_call_that_cannot_be_is_rejected(
     engine: Served, body: dict[str, Any], words: str
 ) -> None:
     answer = await engine.http.post("/v1/chat/completions", json={"messages": QUESTION, **body})
@@ -248,7 +248,7 @@ async def test_a_request_for_a_call_that_cannot_be_is_refused(
     assert words in answer.json()["error"]["message"]
 
 
-async def test_responses_refuse_a_choice_without_its_tool(engine: Served) -> None:
+async def test_responses_reject_a_choice_without_its_tool(engine: Served) -> None:
     for choice in ("required", {"type": "function", "name": "x"}):
         with pytest.raises(openai.BadRequestError, match=r"Tool choice '(required|function)'"):
             await engine.sdk.responses.create(model="tiny", input="x", tool_choice=choice)  # type: ignore[call-overload]

@@ -237,7 +237,7 @@ def test_a_run_shows_its_progress_while_it_is_under_way() -> None:
     assert engine.output_tokens(only) == 46
 
 
-def test_sequences_that_can_never_run_are_refused() -> None:
+def test_sequences_that_can_never_run_are_rejected() -> None:
     engine = model(max_model_len=100, kv_tokens=1_600)
     with pytest.raises(ValueError, match="90 \\+ 11 tokens"):
         engine.add(sequence(prompt=90, output=11), 0.0)

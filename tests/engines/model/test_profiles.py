@@ -58,7 +58,7 @@ def test_a_saved_profile_is_read_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_by_its_fault(
+def test_a_file_that_is_no_profile_is_rejected_by_its_fault(
     tmp_path: Path, content: str, complaint: str
 ) -> None:
     path = tmp_path / "bad.yaml"

@@ -139,7 +139,7 @@ def test_the_papers_own_setup_does_not_fit() -> None:
     assert papers.model.weights_size / (2 * papers.gpu.bandwidth_per_s) > 0.034
 
 
-def test_what_does_not_fit_is_refused_with_the_sum() -> None:
+def test_what_does_not_fit_is_rejected_with_the_sum() -> None:
     with pytest.raises(
         SettingsError, match=r"1 GPUs would hold 141\.1 GB of weights.*offers 90% of 85\.0 GB"
     ):
@@ -206,7 +206,7 @@ def test_more_gpus_are_faster_but_less_than_in_proportion(gpu: str) -> None:
         assert 1 < few.step_s(**work) / many.step_s(**work) < 2
 
 
-def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
+def test_a_degree_that_does_not_divide_the_heads_is_rejected() -> None:
     with pytest.raises(ValueError, match="must divide the model's 64 attention heads, got 3"):
         setup(tensor_parallel=3)
 
@@ -226,7 +226,7 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         load_model("gpt")
 
 
-def test_figures_that_cannot_be_are_refused() -> None:
+def test_figures_that_cannot_be_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"compute_efficiency must be above 0 and at most 1, got 1\.5"):
         replace(load_gpu("a100"), compute_efficiency=1.5)
     with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):

@@ -13,7 +13,7 @@ from tests.engines.model.builders import names, sequence, settings
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_a_remedy(values: dict[str, int], complaint: str) -> None:
+def test_settings_that_cannot_work_are_rejected_with_a_remedy(values: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         settings(**values)
 

@@ -78,7 +78,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
         ({"prefill_base_s": 0.0, "prefill_per_token_s": 0.0}, "a prefill must take time"),
     ],
 )
-def test_coefficients_that_make_no_sense_are_refused(values: dict[str, float], complaint: str) -> None:
+def test_coefficients_that_make_no_sense_are_rejected(values: dict[str, float], complaint: str) -> None:
     good = {
         "decode_base_s": 0.01,
         "decode_per_sequence_s": 0.001,

@@ -1,4 +1,4 @@
-"""Requests on which the emulated engine has to agree with real vLLM: refusals, and the form of answers."""
+"""Requests on which the emulated engine has to agree with real vLLM: rejections, and the form of answers."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ ASK: dict[str, dict[str, Any]] = {
 }
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 
-# Parameters that both refuse in the same words.
-REFUSED: list[tuple[str, dict[str, Any]]] = [
+# Parameters that both reject in the same words.
+REJECTED: list[tuple[str, dict[str, Any]]] = [
     *((path, {name: value}) for path in (CHAT, TEXT) for name, value in (
         ("temperature", -0.5), ("temperature", 3.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -5),
         ("min_p", 2.0), ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0.0),

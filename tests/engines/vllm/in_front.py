@@ -22,7 +22,7 @@ class Heard:
     """What a client has got.
 
     Attributes:
-        end: `answered`, `error event`, `cut`, or the code of a refusal.
+        end: `answered`, `error event`, `cut`, or the code of a rejection.
         tokens: ids of tokens that came.
     """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.engines.vllm.args import REFUSED_ARGS, parse_arguments
+from serve_app.engines.vllm.args import REJECTED_ARGS, parse_arguments
 from serve_app.errors import SettingsError
 
 
@@ -77,14 +77,14 @@ def test_an_abbreviation_is_not_guessed(parser: argparse.ArgumentParser) -> None
         ("dtype", None, r"args\.dtype is empty: leave it out to keep the default 'auto'"),
     ],
 )
-def test_a_wrong_value_is_refused_by_the_name_of_its_argument(
+def test_a_wrong_value_is_rejected_by_the_name_of_its_argument(
     parser: argparse.ArgumentParser, name: str, value: Any, message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         parse_arguments(parser, {name: value})
 
 
-def test_a_refusal_neither_ends_the_process_nor_prints(
+def test_a_rejection_neither_ends_the_process_nor_prints(
     parser: argparse.ArgumentParser, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SettingsError):
@@ -92,5 +92,5 @@ def test_a_refusal_neither_ends_the_process_nor_prints(
     assert capfd.readouterr() == ("", "")
 
 
-def test_every_refused_argument_has_a_remedy() -> None:
-    assert all(REFUSED_ARGS.values())
+def test_every_rejected_argument_has_a_remedy() -> None:
+    assert all(REJECTED_ARGS.values())

@@ -7,7 +7,7 @@ from serve_app.engines.vllm.engine import VllmEngine, VllmEngineSettings
 from serve_app.errors import EngineError
 
 
-def test_arguments_that_the_replica_sets_are_refused() -> None:
+def test_arguments_that_the_replica_sets_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"args\.port is not set here: the replica serves the engine"):
         VllmEngineSettings(model="m", args={"port": 8000})
 
@@ -44,7 +44,7 @@ async def test_an_engine_without_vllm_raises_with_the_remedy() -> None:
         await engine.start()
 
 
-async def test_an_engine_that_was_not_started_refuses_every_call() -> None:
+async def test_an_engine_that_was_not_started_rejects_every_call() -> None:
     engine = VllmEngine(VllmEngineSettings(model="m"))
     with pytest.raises(EngineError, match=r"call start\(\) first"):
         _ = engine.app

@@ -77,7 +77,7 @@ class TestRankingEngine:
             ]
             assert found == [(item["index"], item["relevance_score"]) for item in expected["results"]]
 
-    async def test_a_text_that_is_too_long_is_refused_with_a_reason(self, ranking: Pair) -> None:
+    async def test_a_text_that_is_too_long_is_rejected_with_a_reason(self, ranking: Pair) -> None:
         _, front = ranking
         answer = await front.http.post("/rerank", json={"model": "m", **RANK, "documents": ["word " * 900]})
         assert answer.status_code == 400

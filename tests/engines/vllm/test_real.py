@@ -23,7 +23,7 @@ from tests.builders import request
 from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
-from tests.engines.vllm.conformance import ANSWERED, ASSEMBLED, REFUSED, answer, choice_form, without_ids
+from tests.engines.vllm.conformance import ANSWERED, ASSEMBLED, REJECTED, answer, choice_form, without_ids
 from tests.engines.vllm.in_front import Front, Heard, in_front_of
 from tests.engines.vllm.real import (
     ANSWER_TIMEOUT_S,
@@ -102,7 +102,7 @@ class TestTinyEngine:
             ("/v1/responses", {"input": "word " * 600}),
         ],
     )
-    async def test_a_prompt_that_is_too_long_is_refused_before_any_stream(
+    async def test_a_prompt_that_is_too_long_is_rejected_before_any_stream(
         self, tiny: Running, path: str, body: dict[str, Any], stream: bool
     ) -> None:
         answer = await tiny.post(path, **body, stream=stream)
@@ -111,7 +111,7 @@ class TestTinyEngine:
         assert error["param"] == "input_tokens"
         assert error["message"].startswith("This model's maximum context length is 512 tokens. However, your")
 
-    async def test_a_very_long_prompt_is_refused_by_its_characters(self, tiny: Running) -> None:
+    async def test_a_very_long_prompt_is_rejected_by_its_characters(self, tiny: Running) -> None:
         answer = await tiny.post("/v1/completions", prompt="word " * 100_000)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "input_text")
@@ -166,7 +166,7 @@ class TestTinyEngine:
             ({"compilation_config": "{"}, "--compilation-config"),
         ],
     )
-    async def test_the_parser_of_vllm_refuses_wrong_arguments(
+    async def test_the_parser_of_vllm_rejects_wrong_arguments(
         self, args: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(SettingsError, match=message):
@@ -190,9 +190,9 @@ class TestTinyEngine:
         }
         VllmEngineSettings(model="m", args=args).check()
 
-    async def test_the_emulated_engine_refuses_what_vllm_refuses_in_its_words(self, tiny: Running) -> None:
+    async def test_the_emulated_engine_rejects_what_vllm_rejects_in_its_words(self, tiny: Running) -> None:
         async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
-            for path, parameters in REFUSED:
+            for path, parameters in REJECTED:
                 real = await answer(tiny.client, path, parameters)
                 ours = await answer(emulated.http, path, parameters)
                 assert real.status_code == 400, (parameters, real.text)

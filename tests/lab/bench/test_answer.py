@@ -101,14 +101,16 @@ def test_an_answer_without_any_text_completes_without_a_first_token() -> None:
         (418, None, Outcome.FAILED),
     ],
 )
-def test_refusals_are_classified_by_code_and_status(status: int, code: str | None, outcome: Outcome) -> None:
+def test_rejections_are_classified_by_code_and_status(
+    status: int, code: str | None, outcome: Outcome
+) -> None:
     body = json.dumps({"error": {"message": "no", "type": "x", "param": None, "code": code}}).encode()
     read = answer(body[:10], body[10:], status=status)
     assert read.outcome is outcome
     assert f"HTTP {status}" in read.detail
 
 
-def test_a_refusal_that_is_no_json_is_still_a_refusal() -> None:
+def test_a_rejection_that_is_no_json_is_still_a_rejection() -> None:
     read = answer(b"<html>Bad gateway</html>", status=502)
     assert read.outcome is Outcome.FAILED
     assert "Bad gateway" in read.detail

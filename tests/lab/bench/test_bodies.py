@@ -80,7 +80,7 @@ def test_tenant_class_and_key_travel_as_headers() -> None:
     assert "x-priority" not in plain
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_settings_that_cannot_work_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"bytes_per_token must be from 0\.25 to 64"):
         BodySettings(model="m", bytes_per_token=0.1)
     with pytest.raises(ValueError, match="max_tokens must not be negative, got -1"):

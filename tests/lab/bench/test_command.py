@@ -99,7 +99,7 @@ def test_the_warm_up_is_sent_but_not_counted(url: str, trace: str, tmp_path: Pat
         (("--max-in-flight", "99999999"), "open files"),
     ],
 )
-def test_invalid_input_is_refused_in_one_line_with_the_value(
+def test_invalid_input_is_rejected_in_one_line_with_the_value(
     url: str, trace: str, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--url", url, "--trace", trace, *arguments) == 2

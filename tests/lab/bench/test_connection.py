@@ -19,6 +19,6 @@ def test_urls_are_read_with_and_without_the_api_path(url: str, expected: Target,
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://[::1"])
-def test_an_invalid_url_is_refused_with_the_value(url: str) -> None:
+def test_an_invalid_url_is_rejected_with_the_value(url: str) -> None:
     with pytest.raises(BenchError, match="URL"):
         Target.parse(url)

@@ -71,7 +71,7 @@ def test_without_a_split_two_thirds_are_fitted_and_limits_come_from_a_profile(
         ([*LIMITS, "--json", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
     ],
 )
-def test_invalid_input_is_refused_in_one_line(
+def test_invalid_input_is_rejected_in_one_line(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     out = tmp_path / "mine.yaml"
@@ -82,14 +82,14 @@ def test_invalid_input_is_refused_in_one_line(
     assert not out.exists()
 
 
-def test_a_profile_that_could_not_be_found_again_is_refused(
+def test_a_profile_that_could_not_be_found_again_is_rejected(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(rows, tmp_path / "mine.json", *LIMITS) == 2
     assert "must end in .yaml" in capsys.readouterr().err
 
 
-def test_too_few_measurements_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_measurements_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [measured_request()] * 12)
     assert calibrate(path, tmp_path / "mine.yaml", *LIMITS) == 2
     assert "cannot fit 8 of 12 readable requests" in capsys.readouterr().err

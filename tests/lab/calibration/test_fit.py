@@ -89,18 +89,18 @@ def test_the_start_is_right_to_a_factor() -> None:
         assert 0.5 < start[name] / asdict(TRUTH)[name] < 2.0
 
 
-def test_too_few_requests_are_refused() -> None:
+def test_too_few_requests_are_rejected() -> None:
     with pytest.raises(CalibrationError, match=rf"cannot fit 5 of 180 requests: at least {MIN_FITTED}"):
         fit_step_time(run("light"), 5, LIMITS)
 
 
-def test_measurements_that_show_no_decode_step_are_refused() -> None:
+def test_measurements_that_show_no_decode_step_are_rejected() -> None:
     only_prefills = [measured_request(output_tokens=1, last_token_at=10.5)] * 30
     with pytest.raises(CalibrationError, match="decode steps are not seen"):
         fit_step_time(only_prefills, 30, LIMITS)
 
 
-def test_measurements_that_show_no_prefill_are_refused() -> None:
+def test_measurements_that_show_no_prefill_are_rejected() -> None:
     no_prefills = [measured_request(scheduled_at=10.5)] * 30
     with pytest.raises(CalibrationError, match="prefills are not seen"):
         fit_step_time(no_prefills, 30, LIMITS)

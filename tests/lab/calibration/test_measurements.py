@@ -50,7 +50,7 @@ def test_a_row_that_cannot_be_read_is_counted_with_its_reason(tmp_path: Path, li
     assert measurements.skipped == {reason: 2}
 
 
-def test_a_file_without_one_readable_row_is_refused_with_its_reasons(tmp_path: Path) -> None:
+def test_a_file_without_one_readable_row_is_rejected_with_its_reasons(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("{\n[]\n")
     with pytest.raises(CalibrationError, match=r"no readable request: it is not JSON, it is not an object"):

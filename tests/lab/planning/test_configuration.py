@@ -87,7 +87,7 @@ def test_the_cheapest_fleet_is_written_and_one_pool_where_several_cost_the_same(
     assert best_fleet(result()) is None
 
 
-def test_pools_that_cannot_be_simulated_are_refused(tmp_path: Path) -> None:
+def test_pools_that_cannot_be_simulated_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("applications: []")
     with pytest.raises(ValueError, match="must hold one application"):

@@ -80,7 +80,7 @@ def test_a_gpu_without_cost_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["h100: 3", "h100: {usd_per_hour: 0, source: x, date: y}", "- 1"])
-def test_an_invalid_table_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_table_is_rejected(tmp_path: Path, text: str) -> None:
     costs = tmp_path / "costs.yaml"
     costs.write_text(text)
     with pytest.raises(SettingsError, match="not a table of GPU costs"):

@@ -136,7 +136,7 @@ def test_an_engine_without_prefill_cost_still_has_an_end() -> None:
     assert 0 < pool_model(CHAT, step_time=free).capacity_per_s < math.inf
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_what_makes_no_sense_is_rejected() -> None:
     with pytest.raises(ValueError, match="without requests"):
         pool_model(CHAT.split(1)[0])
 

@@ -121,11 +121,11 @@ def test_nothing_is_saved_where_nothing_runs_faster(share: float, rho: float) ->
 
 
 @pytest.mark.parametrize(("share", "rho"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.0)])
-def test_invalid_shares_and_paces_are_refused(share: float, rho: float) -> None:
+def test_invalid_shares_and_paces_are_rejected(share: float, rho: float) -> None:
     with pytest.raises(ValueError, match="got"):
         saving(share, rho)
 
 
-def test_work_that_exceeds_all_work_is_refused() -> None:
+def test_work_that_exceeds_all_work_is_rejected() -> None:
     with pytest.raises(ValueError, match="cannot take"):
         work_share(0.9, short_service_s=2.0, mean_service_s=1.0)

@@ -1,4 +1,4 @@
-"""Requests at one instant on idle engines: what is refused at once, and what that costs."""
+"""Requests at one instant on idle engines: what is rejected at once, and what that costs."""
 
 import random
 from collections import Counter
@@ -38,7 +38,7 @@ def requests(count: int, max_tokens: int | None, mean_output: float) -> list[Sim
 
 
 class UnstatedPlan(ReplicaPlan):
-    """An engine that does not state its pace, so that nothing is refused before a wait was seen."""
+    """An engine that does not state its pace, so that nothing is rejected before a wait was seen."""
 
     @property
     def spec(self) -> ReplicaSpec:
@@ -65,7 +65,7 @@ def ends(records: list[RequestRecord]) -> Counter[Outcome]:
 
 
 @pytest.mark.parametrize(("max_tokens", "mean_output"), [(200, 10_000.0), (None, 120.0), (1_000, 120.0)])
-def test_most_of_those_that_would_expire_are_refused_at_once_and_as_many_are_served(
+def test_most_of_those_that_would_expire_are_rejected_at_once_and_as_many_are_served(
     max_tokens: int | None, mean_output: float
 ) -> None:
     before = ends(play(requests(300, max_tokens, mean_output), UnstatedPlan))
@@ -75,10 +75,10 @@ def test_most_of_those_that_would_expire_are_refused_at_once_and_as_many_are_ser
     assert before[Outcome.REJECTED_DEADLINE_UNMEETABLE] == 0
     assert after[Outcome.EXPIRED] < before[Outcome.EXPIRED] / 2, after
     assert after[Outcome.COMPLETED] > 0.95 * before[Outcome.COMPLETED], (before, after)
-    refused = [record for record in records if record.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE]
-    assert {record.finished_at for record in refused} == {AT_S}
+    rejected = [record for record in records if record.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE]
+    assert {record.finished_at for record in rejected} == {AT_S}
 
 
-def test_a_burst_that_can_be_served_is_not_refused() -> None:
+def test_a_burst_that_can_be_served_is_not_rejected() -> None:
     records = play(requests(60, 100, 10_000.0))
     assert ends(records) == {Outcome.COMPLETED: 60}

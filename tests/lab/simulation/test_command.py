@@ -182,7 +182,7 @@ def test_a_single_seed_has_no_interval_and_the_oracle_is_marked() -> None:
         ("backpressure.target_waiting=-1", "simulate: backpressure.target_waiting must "),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_in_the_words_of_a_settings_file(
+def test_a_setting_that_cannot_be_is_rejected_in_the_words_of_a_settings_file(
     given: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate("--policy", "fcfs", "--rate", "5", "--set", given) == 2
@@ -254,7 +254,7 @@ def test_pools_may_have_contexts_and_profiles_of_their_own() -> None:
         ("--load 0.9", "required: --trace"),
     ],
 )
-def test_arguments_that_contradict_one_another_are_refused(
+def test_arguments_that_contradict_one_another_are_rejected(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

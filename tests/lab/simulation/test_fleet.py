@@ -77,7 +77,7 @@ def test_a_fleet_may_have_any_number_of_pools() -> None:
     assert (routing.boundaries_tokens, routing.costs) == ((3_000,), (1.0, 2.0, 1.0))
 
 
-def test_pools_that_are_not_in_the_order_of_their_contexts_are_refused() -> None:
+def test_pools_that_are_not_in_the_order_of_their_contexts_are_rejected() -> None:
     own = {"a": PoolChanges(engine=EngineChanges(max_model_len=4_096))}
     own["b"] = PoolChanges(engine=EngineChanges(max_model_len=2_048))
     fleet = FleetSettings(profile=LARGE, replicas={"a": 1, "b": 1}, by_pool=own)
@@ -87,6 +87,6 @@ def test_pools_that_are_not_in_the_order_of_their_contexts_are_refused() -> None
         FleetSettings(profile=LARGE, replicas={})
 
 
-def test_changes_of_a_pool_that_there_is_not_are_refused() -> None:
+def test_changes_of_a_pool_that_there_is_not_are_rejected() -> None:
     with pytest.raises(SettingsError, match="no pool 'short' to change"):
         FleetSettings(profile=LARGE, by_pool={"short": PoolChanges()})

@@ -110,7 +110,7 @@ def test_a_partition_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("{", "is no partition"),
     ],
 )
-def test_a_file_that_is_no_partition_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_partition_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "partition.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=message):

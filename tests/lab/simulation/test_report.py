@@ -105,7 +105,7 @@ def test_one_seed_is_not_called_better(tmp_path: Path) -> None:
     assert {row[1] for row in page.table("ewsjf against fcfs").texts[1:]} == {"no interval"}
 
 
-def test_a_place_where_no_report_can_be_is_refused_before_the_work(
+def test_a_place_where_no_report_can_be_is_rejected_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

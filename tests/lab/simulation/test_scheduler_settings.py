@@ -18,7 +18,7 @@ def test_one_weight_that_is_set_leaves_the_others_as_the_policy_has_them(
     assert settings.ewsjf.weights.over(default) == replace(default, a_u=0.5)
 
 
-def test_an_unknown_weight_or_an_impossible_one_is_refused() -> None:
+def test_an_unknown_weight_or_an_impossible_one_is_rejected() -> None:
     with pytest.raises(SettingsError, match="floor must be positive, got 0"):
         scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights.floor": 0.0})
     with pytest.raises(SettingsError, match="c_u"):

@@ -49,7 +49,7 @@ def test_dispatches_and_feedback_take_the_control_latency() -> None:
     assert end.now == pytest.approx(record.finished_at + 0.5)
 
 
-def test_overload_expires_or_refuses_requests_instead_of_losing_them() -> None:
+def test_overload_expires_or_rejects_requests_instead_of_losing_them() -> None:
     requests = mixed_requests(200, rate_per_s=200.0, seed=6, timeout_s=2.0)
     records = simulation().run(requests)
     outcomes = [record.outcome for record in records]

@@ -115,14 +115,14 @@ def test_merged_traces_have_the_size_and_rate_asked_for() -> None:
     assert trace.rate_per_s == pytest.approx(5.0, rel=0.01)
 
 
-def test_a_name_that_is_neither_a_file_nor_known_is_refused_with_the_names() -> None:
+def test_a_name_that_is_neither_a_file_nor_known_is_rejected_with_the_names() -> None:
     with pytest.raises(
         TraceError, match="no trace 'azur': give a file, or one of azure-code, azure-conv, lmsys"
     ):
         resolve(WorkloadSettings(trace="azur"))
 
 
-def test_contradictory_settings_are_refused() -> None:
+def test_contradictory_settings_are_rejected() -> None:
     with pytest.raises(TraceError, match="give requests or duration_s, not both"):
         WorkloadSettings(trace="lmsys", requests=5, duration_s=5)
     with pytest.raises(TraceError, match="rate_per_s must be positive, got -1"):

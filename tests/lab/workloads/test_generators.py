@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_arrivals_and_another_gives_others() -> Non
     assert not np.array_equal(once, process.sample(5, stream(7, "lengths")))
 
 
-def test_a_rate_of_zero_is_refused_with_its_value() -> None:
+def test_a_rate_of_zero_is_rejected_with_its_value() -> None:
     with pytest.raises(ValueError, match="rate_per_s must be positive, got 0"):
         GammaArrivals(rate_per_s=0)
     with pytest.raises(ValueError, match="off_s must be positive, got -1"):
@@ -122,7 +122,7 @@ def test_shares_are_read_by_count_by_exponent_and_by_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "many", "3:x", "a=", "a=-1", "=3", "a=nan", "0", "2:-1"])
-def test_shares_that_cannot_be_read_are_refused_with_the_text(text: str) -> None:
+def test_shares_that_cannot_be_read_are_rejected_with_the_text(text: str) -> None:
     with pytest.raises(TraceError, match=r"shares|tenants"):
         parse_shares(text)
 
@@ -135,14 +135,14 @@ def test_tenants_get_about_their_share_and_nothing_else_changes() -> None:
     assert [one.arrival_s for one in tenanted.requests] == [one.arrival_s for one in plain.requests]
 
 
-def test_priorities_are_drawn_by_share_and_unknown_classes_refused() -> None:
+def test_priorities_are_drawn_by_share_and_unknown_classes_rejected() -> None:
     drawn = assign_priorities(trace(*[0.0] * 50), {"batch": 1.0}, stream(0, "priorities"))
     assert {request.priority for request in drawn.requests} == {"batch"}
     with pytest.raises(TraceError, match="no priority class urgent: use interactive, default, batch"):
         assign_priorities(drawn, {"urgent": 1.0}, stream(0, "priorities"))
 
 
-def test_streams_are_reproducible_and_refuse_a_negative_seed() -> None:
+def test_streams_are_reproducible_and_reject_a_negative_seed() -> None:
     assert plain_stream(3, "x").random() == plain_stream(3, "x").random()
     assert plain_stream(3, "x").random() != plain_stream(3, "y").random()
     with pytest.raises(ValueError, match="got -1"):

@@ -81,7 +81,7 @@ class Wire(Relay):
 
     async def locate(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
         """Where the present scheduler is to be found, by way of this wire."""
-        if self.refuses:
+        if self.rejects:
             raise ConnectionError("the wire is down")
         return replace(self._world.endpoint(role), port=self.port)
 
@@ -222,8 +222,8 @@ async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Gra
     return answer
 
 
-async def refused(client: GatewayClient, request_id: str, **changes: Any) -> Conclusion:
-    """Ask for a turn, and be refused."""
+async def rejected(client: GatewayClient, request_id: str, **changes: Any) -> Conclusion:
+    """Ask for a turn, and be rejected."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Conclusion), answer
     return answer
@@ -267,8 +267,8 @@ class Stranger:
 
     def vanish(self) -> None:
         """Take nothing in any more, below TCP, as a host without power: the kernel acknowledges nothing."""
-        refuse_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(refuse_all))
+        reject_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+        program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject_all))
         sock = self._writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 

@@ -61,12 +61,12 @@ def test_messages_that_together_exceed_a_frame_are_split() -> None:
     assert [message for frame in frames for message in frame] == messages
 
 
-def test_a_single_message_beyond_the_limit_is_refused_by_name_and_size() -> None:
+def test_a_single_message_beyond_the_limit_is_rejected_by_name_and_size() -> None:
     with pytest.raises(ChannelError, match=r"Cancel message of .* bytes exceeds the frame limit \(max 100\)"):
         encode_frames([Cancel("x" * 200)], 100)
 
 
-def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
+def test_a_length_beyond_the_limit_is_rejected_before_its_bytes_come() -> None:
     with pytest.raises(ChannelError, match="exceeds the limit"):
         list(reader(100).feed(b"GET / HTTP/1.1\r\n"))
 
@@ -84,13 +84,13 @@ def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
     ],
     ids=["nothing", "no msgpack", "no list", "unknown name", "missing field", "wrong type", "rubbish"],
 )
-def test_bytes_that_are_no_messages_are_refused(body: bytes) -> None:
+def test_bytes_that_are_no_messages_are_rejected(body: bytes) -> None:
     with pytest.raises(ChannelError, match="holds no messages"):
         list(reader().feed(len(body).to_bytes(4, "big") + body))
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_refused_or_waits_for_more_but_never_passes(garbage: bytes) -> None:
+def test_garbage_is_rejected_or_waits_for_more_but_never_passes(garbage: bytes) -> None:
     try:
         read = list(reader(200).feed(garbage))
     except ChannelError:

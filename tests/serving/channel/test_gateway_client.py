@@ -7,7 +7,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.channel import gateway_client
 from serve_app.serving.channel.scheduler_client import Grant
-from tests.serving.channel.harness import Simulation, granted, refused, submission, until
+from tests.serving.channel.harness import Simulation, granted, rejected, submission, until
 
 
 async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_expires_at_the_gateway(
@@ -17,10 +17,10 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1", queue_timeout_s=0.5)))
     await until(lambda: len(world.live.core) == 1)
     world.kill()
-    refusal = await asyncio.wait_for(task, 10)
-    assert not isinstance(refusal, Grant)
-    assert refusal.outcome is Outcome.EXPIRED
-    assert "the scheduler is away" in refusal.message
+    rejection = await asyncio.wait_for(task, 10)
+    assert not isinstance(rejection, Grant)
+    assert rejection.outcome is Outcome.EXPIRED
+    assert "the scheduler is away" in rejection.message
     assert not gateway._pending
 
 
@@ -36,18 +36,18 @@ async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the
     assert isinstance(await asyncio.wait_for(task, 10), Grant)
 
 
-async def test_a_request_that_does_not_wait_is_refused_while_the_scheduler_is_away(
+async def test_a_request_that_does_not_wait_is_rejected_while_the_scheduler_is_away(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
     world.kill()
     await until(lambda: not gateway.is_connected)
-    refusal = await refused(gateway, "r1", no_wait=True)
-    assert refusal.outcome is Outcome.REJECTED_NO_REPLICA
-    assert refusal.retry_after_s is not None
+    rejection = await rejected(gateway, "r1", no_wait=True)
+    assert rejection.outcome is Outcome.REJECTED_NO_REPLICA
+    assert rejection.retry_after_s is not None
 
 
-async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away(world: Simulation) -> None:
+async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_away(world: Simulation) -> None:
     gateway = await world.gateway()
     world.kill()
     await until(lambda: not gateway.is_connected)
@@ -55,12 +55,12 @@ async def test_requests_beyond_the_limit_are_refused_while_the_scheduler_is_away
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(gateway.acquire(submission(f"r{n}"))) for n in range(limit)]
     await asyncio.sleep(0)
-    assert (await refused(gateway, "one more")).outcome is Outcome.REJECTED_QUEUE_FULL
+    assert (await rejected(gateway, "one more")).outcome is Outcome.REJECTED_QUEUE_FULL
     for task in tasks:
         task.cancel()
 
 
-async def test_a_lower_incarnation_is_refused_for_ever(world: Simulation) -> None:
+async def test_a_lower_incarnation_is_rejected_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.restart()
     await until(lambda: gateway.incarnation == 2 and gateway.is_connected)
@@ -73,12 +73,12 @@ async def test_a_lower_incarnation_is_refused_for_ever(world: Simulation) -> Non
     assert gateway.incarnation == 2
 
 
-async def test_a_refusal_carries_what_the_scheduler_said(world: Simulation) -> None:
+async def test_a_rejection_carries_what_the_scheduler_said(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
-    refusal = await refused(gateway, "r1", model="other")
-    assert refusal.outcome is Outcome.REJECTED_UNKNOWN_MODEL
-    assert "'other' is not served here" in refusal.message
+    rejection = await rejected(gateway, "r1", model="other")
+    assert rejection.outcome is Outcome.REJECTED_UNKNOWN_MODEL
+    assert "'other' is not served here" in rejection.message
 
 
 async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> None:
@@ -86,12 +86,12 @@ async def test_a_put_back_request_goes_to_another_replica(world: Simulation) -> 
     await world.replica("s1")
     await world.replica("s2")
     first = await granted(gateway, "r1")
-    second = await gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "refused")
+    second = await gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     assert isinstance(second, Grant)
     assert second.dispatch.replica_id != first.dispatch.replica_id
 
 
-async def test_a_request_that_fails_on_too_many_replicas_is_refused_after_its_put_back(
+async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_put_back(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
@@ -179,29 +179,29 @@ async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
     task.cancel()
 
 
-async def test_a_request_id_of_another_gateway_is_refused_and_the_other_keeps_it(world: Simulation) -> None:
+async def test_a_request_id_of_another_gateway_is_rejected_and_the_other_keeps_it(world: Simulation) -> None:
     first, second = await world.gateway("g1"), await world.gateway("g2")
     await world.replica("s1")
     await granted(first, "r1")
-    refusal = await refused(second, "r1")
-    assert refusal.outcome is Outcome.REJECTED_INVALID
-    assert "in use by gateway g1" in refusal.message
+    rejection = await rejected(second, "r1")
+    assert rejection.outcome is Outcome.REJECTED_INVALID
+    assert "in use by gateway g1" in rejection.message
     assert len(world.live.core) == 1
 
 
-async def test_a_gateway_that_closes_refuses_what_waits_and_what_comes(world: Simulation) -> None:
+async def test_a_gateway_that_closes_rejects_what_waits_and_what_comes(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await until(lambda: len(world.live.core) == 1)
     await gateway.close()
-    refusal = await task
-    assert not isinstance(refusal, Grant)
-    assert refusal.outcome is Outcome.REJECTED_NO_REPLICA
-    assert (await refused(gateway, "r2")).message == "this gateway is shutting down"
+    rejection = await task
+    assert not isinstance(rejection, Grant)
+    assert rejection.outcome is Outcome.REJECTED_NO_REPLICA
+    assert (await rejected(gateway, "r2")).message == "this gateway is shutting down"
 
 
-async def test_a_submission_too_large_for_a_frame_is_refused_here(world: Simulation) -> None:
+async def test_a_submission_too_large_for_a_frame_is_rejected_here(world: Simulation) -> None:
     gateway = await world.gateway()
-    assert (await refused(gateway, "r1", prefix=tuple(range(10_000)))).outcome is Outcome.REJECTED_INVALID
-    assert (await refused(gateway, "r2", tenant="t" * 5000)).outcome is Outcome.REJECTED_INVALID
+    assert (await rejected(gateway, "r1", prefix=tuple(range(10_000)))).outcome is Outcome.REJECTED_INVALID
+    assert (await rejected(gateway, "r2", tenant="t" * 5000)).outcome is Outcome.REJECTED_INVALID
     assert gateway.is_connected

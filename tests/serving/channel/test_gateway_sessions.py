@@ -16,7 +16,7 @@ from serve_app.serving.channel.messages import (
     Granted,
     Message,
     PutBack,
-    Refused,
+    Rejected,
     Running,
     SnapshotEnd,
     Submit,
@@ -184,7 +184,7 @@ async def test_a_grant_unseen_to_a_replica_that_left_is_put_back_and_granted_els
 
 async def test_running_here_and_waiting_there_with_all_grants_seen_is_a_put_back_that_was_lost() -> None:
     host, replica_id = running()
-    put_back = PutBack("r1", replica_id, DispatchFailure.UNREACHABLE, "refused", 1)
+    put_back = PutBack("r1", replica_id, DispatchFailure.UNREACHABLE, "rejected", 1)
     page = host.connect(waits(grants=1, put_back=put_back))
     assert host.names == ["DispatchFailed"]
     assert [grant.grant for grant in page.of(Granted)] == [2]
@@ -230,7 +230,7 @@ async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() 
     host = Host()
     page = host.connect()
     host.say(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
-    assert [(refusal.request_id, refusal.conclusion.outcome) for refusal in page.of(Refused)] == [
+    assert [(rejection.request_id, rejection.conclusion.outcome) for rejection in page.of(Rejected)] == [
         ("r1", Outcome.FAILED)
     ]
 

@@ -6,8 +6,8 @@ import pytest
 from serve_app.serving.channel.messages import (
     Cancel,
     Heartbeat,
+    PeerRejected,
     Register,
-    Rejected,
     ReplicaTable,
     Report,
     Role,
@@ -27,7 +27,7 @@ async def test_a_peer_with_the_secret_is_let_in_and_told_the_replicas(world: Sim
 async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), secret="guess"))
-    reason = (await stranger.hear(Rejected)).reason
+    reason = (await stranger.hear(PeerRejected)).reason
     assert "secret is wrong" in reason
     assert world.endpoint().secret not in reason
     assert await stranger.closed()
@@ -37,7 +37,7 @@ async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
     endpoint = world.endpoint(Role.REPLICA)
     stranger = await Stranger.at(endpoint)
     stranger.say(hello(endpoint, role=Role.GATEWAY))
-    assert "secret is wrong" in (await stranger.hear(Rejected)).reason
+    assert "secret is wrong" in (await stranger.hear(PeerRejected)).reason
     assert await stranger.closed()
 
 
@@ -45,7 +45,7 @@ async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(wor
     gateway = await world.gateway()
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), highest_incarnation=7))
-    assert "superseded by 7" in (await stranger.hear(Rejected)).reason
+    assert "superseded by 7" in (await stranger.hear(PeerRejected)).reason
     await until(lambda: world.ends == ["incarnation 1 is superseded by 7"])
     await until(lambda: not gateway.is_connected, "its peers are sent away")
     with pytest.raises(Exception, match="superseded by 7"):

@@ -144,7 +144,7 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Sim
     first = await granted(gateway, "r1")
     wire.mute_up = True
     task = asyncio.get_running_loop().create_task(
-        gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "refused")
+        gateway.put_back("r1", first.dispatch.replica_id, DispatchFailure.UNREACHABLE, "rejected")
     )
     await asyncio.sleep(0.05)
     assert world.live._gateways.book["r1"].grants == 1
@@ -188,11 +188,11 @@ async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(
     gateway = await world.gateway(wire=wire)
     task = ask(gateway, "r1")
     await until(lambda: len(world.live.core) == 1)
-    wire.refuses = True
+    wire.rejects = True
     wire.cut()
     await until(lambda: not gateway.is_connected)
     task.cancel()
-    wire.refuses = False
+    wire.rejects = False
     await until(lambda: gateway.is_connected and len(world.live.core) == 0)
     assert world.live._gateways.connected == 1
 
@@ -208,7 +208,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     await granted(other, "r3")
     ledger = world.live.core.ledger
     engine.report = replace(engine.report, received=3, running=3)
-    wire.refuses = True
+    wire.rejects = True
     wire.cut()
     await until(lambda: world.live._gateways.connected == 1)
     # As far as the engine tells it is at work on all three, however long that takes.
@@ -232,10 +232,10 @@ async def test_a_gateway_that_comes_back_late_finds_its_running_requests(world: 
     engine.report = replace(engine.report, received=1, running=1)
     waiting = [ask(gateway, f"w{number}") for number in range(100)]
     await until(lambda: len(world.live.core) == 101)
-    wire.refuses = True
+    wire.rejects = True
     wire.cut()
     await until(lambda: len(world.live.core) < 101)
-    wire.refuses = False
+    wire.rejects = False
     await until(lambda: len(world.live.core) == 101)
     assert world.live.core.find("r1") is not None
     gateway.finish("r1", Outcome.COMPLETED, USAGE)
@@ -272,12 +272,12 @@ async def test_a_glitch_of_a_replicas_channel_fails_none_of_its_requests(world: 
     wire = await world.wire()
     await world.replica("s1", wire=wire)
     await granted(gateway, "r1")
-    wire.refuses = True
+    wire.rejects = True
     wire.cut()
     await until(lambda: gateway.replicas() == ())
     waiting = ask(gateway, "r2")
     await until(lambda: len(world.live.core) == 2)
-    wire.refuses = False
+    wire.rejects = False
     assert isinstance(await answer_of(waiting), Grant)
     entry = world.live.core.find("r1")
     assert entry is not None
@@ -311,7 +311,7 @@ async def test_a_storm_of_reconnects_loses_nothing() -> None:
         await world.close()
 
 
-async def test_a_flood_is_refused_beyond_the_queue_and_leaves_nothing_behind(world: Simulation) -> None:
+async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(world: Simulation) -> None:
     gateway = await world.gateway()
     tasks = [ask(gateway, f"r{n}") for n in range(10_000)]
     settings = world.settings

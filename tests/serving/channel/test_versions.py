@@ -14,7 +14,7 @@ from serve_app.serving.channel.messages import (
     OLDEST_VERSION,
     VERSION,
     Message,
-    Rejected,
+    PeerRejected,
     ReplicaTable,
     SnapshotEnd,
     Submit,
@@ -66,7 +66,7 @@ async def test_what_waits_in_a_gateway_outlives_the_upgrade_of_the_scheduler(wor
 async def test_a_peer_of_another_version_is_rejected_with_the_remedy(world: Simulation, theirs: int) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), version=theirs))
-    reason = (await stranger.hear(Rejected)).reason
+    reason = (await stranger.hear(PeerRejected)).reason
     assert f"version {theirs} of the protocol, this scheduler {OLDEST_VERSION} to {VERSION}" in reason
     assert "upgrade by one version at a time" in reason
 

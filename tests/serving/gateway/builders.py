@@ -399,7 +399,7 @@ class FakeDispatcher:
         return [event[1] for event in self.events if event[0] == "finished"]
 
 
-def refusal(outcome: Outcome, message: str = "", retry_after_s: float | None = None) -> Conclusion:
+def rejection(outcome: Outcome, message: str = "", retry_after_s: float | None = None) -> Conclusion:
     return Conclusion(outcome, message, retry_after_s)
 
 

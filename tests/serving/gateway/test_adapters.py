@@ -98,9 +98,9 @@ async def test_adapters_come_and_go_without_a_restart(servers: Servers) -> None:
     assert (answer.status_code, answer.headers["x-replica"]) == (200, servers.name(2))
     await servers.tell(0, "unload", "sql")
     await until(lambda: servers.lists("both", "new"))
-    refused = await servers.ask("sql")
-    assert refused.status_code == 404
-    assert refused.json()["error"]["code"] == "model_not_found"
+    rejected = await servers.ask("sql")
+    assert rejected.status_code == 404
+    assert rejected.json()["error"]["code"] == "model_not_found"
 
 
 def test_a_key_names_the_adapters_that_it_may_use() -> None:

@@ -201,7 +201,7 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
         ("POST", "/tokenize", b"{}", {}, 400, None, "model is missing"),
     ],
 )
-async def test_refusals_speak_openais_language(
+async def test_rejections_speak_openais_language(
     method: str, path: str, content: bytes, headers: dict[str, str], status: int, code: str | None, words: str
 ) -> None:
     async with staged(max_body_bytes=2048) as stage:
@@ -356,6 +356,6 @@ def test_a_model_without_a_scheduler_stops_the_start() -> None:
         ({"models": (ServedModel(name="a"),), "max_body_bytes": 5}, "max_body_bytes"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_rejected_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         GatewaySettings(**fields)

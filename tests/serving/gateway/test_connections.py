@@ -122,12 +122,12 @@ async def test_such_a_request_may_come_in_pieces(stage: Stage) -> None:
     writer.close()
 
 
-async def test_a_tunnel_is_refused(stage: Stage) -> None:
+async def test_a_tunnel_is_rejected(stage: Stage) -> None:
     answer = await raw(stage.port, b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_refused_request_whose_body_does_not_come_ends_its_connection(
+async def test_a_rejected_request_whose_body_does_not_come_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "REST_OF_BODY_S", 0.3)
@@ -137,7 +137,7 @@ async def test_a_refused_request_whose_body_does_not_come_ends_its_connection(
         assert answer.startswith(b"HTTP/1.1 404 ")
 
 
-async def test_a_refused_request_whose_body_comes_later_keeps_its_connection() -> None:
+async def test_a_rejected_request_whose_body_comes_later_keeps_its_connection() -> None:
     async with serving(gateway(FakeDispatcher([]))) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")

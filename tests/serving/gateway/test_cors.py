@@ -44,9 +44,9 @@ async def test_a_preflight_is_answered_without_a_key() -> None:
         assert answer.headers["access-control-max-age"] == "600"
         assert "origin" in words(answer, "vary")
         # What the preflight allows still needs the key, and the page may read that it does.
-        refused = await stage.http.post(CHAT, json=chat(), headers={"origin": PAGE})
-        assert refused.status_code == 401
-        assert refused.headers["access-control-allow-origin"] == PAGE
+        rejected = await stage.http.post(CHAT, json=chat(), headers={"origin": PAGE})
+        assert rejected.status_code == 401
+        assert rejected.headers["access-control-allow-origin"] == PAGE
 
 
 @pytest.mark.parametrize("origins", [(PAGE, "https://other.example.com"), ("*",)])
@@ -108,7 +108,7 @@ async def test_what_an_engine_allows_pages_does_not_pass(origins: tuple[str, ...
 @pytest.mark.parametrize(
     ("path", "allow"), [(CHAT, "POST"), ("/v1/models", "GET, HEAD"), ("/health", "GET, HEAD")]
 )
-async def test_without_the_setting_a_preflight_is_refused_with_the_methods_there_are(
+async def test_without_the_setting_a_preflight_is_rejected_with_the_methods_there_are(
     stage: Stage, path: str, allow: str
 ) -> None:
     answer = await stage.http.options(path, headers=PREFLIGHT)
@@ -121,7 +121,7 @@ async def test_without_the_setting_a_preflight_is_refused_with_the_methods_there
     "origin",
     ["chat.example.com", "https://a.example.com/", "https://a.example.com/chat", "https://A.example.com", ""],
 )
-def test_what_no_browser_calls_an_origin_is_refused(origin: str) -> None:
+def test_what_no_browser_calls_an_origin_is_rejected(origin: str) -> None:
     with pytest.raises(SettingsError, match="allow_origins"):
         CorsSettings(allow_origins=(origin,))
 

@@ -21,11 +21,11 @@ async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(question:
     views = {"a": Answers(**{question: shown}), "b": Answers(**{question: silent})}
     async with looked_into(views) as http:
         first, second = (await http.get(f"/debug/{question}")).json()["models"]
-        refused = await http.get(f"/debug/{question}", headers=OTHER)
+        rejected = await http.get(f"/debug/{question}", headers=OTHER)
     assert first == {"model": "a", "waiting": 3}
     assert second["model"] == "b"
     assert "gone" in second["error"]
-    assert refused.json()["error"]["code"] == "not_allowed"
+    assert rejected.json()["error"]["code"] == "not_allowed"
 
 
 async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:

@@ -1,4 +1,4 @@
-"""A gateway that is told to stop: new requests are refused, open ones end, the rest hears of it."""
+"""A gateway that is told to stop: new requests are rejected, open ones end, the rest hears of it."""
 
 import asyncio
 import json
@@ -35,17 +35,17 @@ async def opened(stage: Stage, tokens: int, *, stream: bool) -> "asyncio.Task[ht
     return task
 
 
-async def test_open_answers_end_and_new_requests_are_refused(stage: Stage) -> None:
+async def test_open_answers_end_and_new_requests_are_rejected(stage: Stage) -> None:
     stage.engine.token_delay_s = 0.02
     stream = await opened(stage, 20, stream=True)
     whole = await opened(stage, 20, stream=False)
     draining = asyncio.create_task(stage.gateway.drain(30.0, 12.0))
     await asyncio.sleep(0)
     assert stage.gateway.open_requests == 2
-    refused = await stage.http.post(CHAT, json=body(1))
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "12"
-    assert refused.json()["error"]["code"] == "shutting_down"
+    rejected = await stage.http.post(CHAT, json=body(1))
+    assert rejected.status_code == 503
+    assert rejected.headers["retry-after"] == "12"
+    assert rejected.json()["error"]["code"] == "shutting_down"
     ready = await stage.http.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "stopping")
     assert (await stage.http.get("/health")).status_code == 200
@@ -71,7 +71,7 @@ async def test_what_is_open_at_the_deadline_ends_with_an_error(stage: Stage) -> 
     assert not stage.dispatcher.held
 
 
-async def test_requests_that_wait_for_their_turn_are_refused_at_the_deadline(stage: Stage) -> None:
+async def test_requests_that_wait_for_their_turn_are_rejected_at_the_deadline(stage: Stage) -> None:
     stage.dispatcher.gate.clear()
     waiting = asyncio.create_task(stage.http.post(CHAT, json=body(1)))
 

@@ -1,4 +1,4 @@
-"""Engines that refuse, fail or die, as clients see them: through HTTP, with a real scheduler behind."""
+"""Engines that reject, fail or die, as clients see them: through HTTP, with a real scheduler behind."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ def served_as_asgi(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-class Refusing(Engine):
+class Rejecting(Engine):
     """An engine that answers every request with one status."""
 
     def __init__(self, status: int) -> None:
@@ -52,8 +52,8 @@ async def ask(fleet: Fleet, content: str = "hello", **headers: str) -> Any:
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 503])
-async def test_a_request_that_every_engine_refuses_ends_by_its_deadline(status: int) -> None:
-    engines = [Refusing(status), Refusing(status)]
+async def test_a_request_that_every_engine_rejects_ends_by_its_deadline(status: int) -> None:
+    engines = [Rejecting(status), Rejecting(status)]
     async with fleet_of(engines) as fleet, asyncio.timeout(30):
         began = time.monotonic()
         answer = await ask(fleet, **{"x-queue-timeout-s": "2"})
@@ -65,8 +65,8 @@ async def test_a_request_that_every_engine_refuses_ends_by_its_deadline(status: 
         assert len(fleet.core) == 0
 
 
-async def test_a_request_that_every_engine_refuses_ends_by_its_budget() -> None:
-    engines = [Refusing(503), Refusing(503)]
+async def test_a_request_that_every_engine_rejects_ends_by_its_budget() -> None:
+    engines = [Rejecting(503), Rejecting(503)]
     settings = scheduler_settings(model=MODEL, max_put_backs=4)
     async with fleet_of(engines, settings=settings) as fleet, asyncio.timeout(30):
         answer = await ask(fleet)
@@ -76,7 +76,7 @@ async def test_a_request_that_every_engine_refuses_ends_by_its_budget() -> None:
 
 
 async def test_one_replica_with_a_wrong_key_costs_no_client_anything() -> None:
-    engines = [Refusing(401), Engine(), Engine()]
+    engines = [Rejecting(401), Engine(), Engine()]
     async with fleet_of(engines) as fleet:
         answers = await gathered(*(ask(fleet) for _ in range(40)))
         assert {answer.status_code for answer in answers} == {200}
@@ -109,7 +109,7 @@ async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> None:
-    engines = [Refusing(500), Engine()]
+    engines = [Rejecting(500), Engine()]
     async with fleet_of(engines) as fleet:
         answers = await gathered(*(fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(20)))
         answers += [await fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(3)]
@@ -120,7 +120,7 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
 async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
-    """It was computed once on each of three replicas, and then refused."""
+    """It was computed once on each of three replicas, and then rejected."""
     engines = [Engine(token_delay_s=60) for _ in range(3)]
     silent = UpstreamSettings(silence_timeout_s=0.5)
     async with fleet_of(engines, upstream=silent) as fleet:

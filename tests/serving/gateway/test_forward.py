@@ -1,4 +1,4 @@
-"""The life of a scheduled request: put-backs, refusals, breaks, clients that leave, servers that stop."""
+"""The life of a scheduled request: put-backs, rejections, breaks, clients that leave, servers that stop."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from .builders import (
     chat,
     error_json,
     eventually,
-    refusal,
+    rejection,
     replies,
     send_event,
     start_stream,
@@ -114,7 +114,7 @@ async def test_a_request_too_long_for_its_engine_goes_on_unseen(stage: Stage) ->
 async def test_where_nothing_longer_exists_the_client_hears_the_engines_own_words(stage: Stage) -> None:
     stage.engine.answers.append(replies(400, error_json(TOO_LONG, param="input_tokens")))
     stage.dispatcher.script.extend(
-        [stage.dispatcher.ports[0], refusal(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
+        [stage.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
     )
     with pytest.raises(openai.BadRequestError) as caught:
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
@@ -147,11 +147,11 @@ async def test_the_second_error_of_an_engine_is_passed_on_in_its_stream(stage: S
     assert stage.dispatcher.outcomes() == [Outcome.FAILED]
 
 
-async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_refusal(stage: Stage) -> None:
+async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_rejection(stage: Stage) -> None:
     port = stage.dispatcher.ports[0]
     dead = error_json("EngineCore encountered an issue. See stack trace", 500)
     stage.engine.answers.extend([replies(500, dead)] * 2)
-    stage.dispatcher.script.extend([port, port, refusal(Outcome.FAILED)])
+    stage.dispatcher.script.extend([port, port, rejection(Outcome.FAILED)])
     with pytest.raises(openai.InternalServerError) as caught:
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert caught.value.status_code == 502
@@ -160,7 +160,7 @@ async def test_an_engine_that_dies_each_time_ends_with_the_schedulers_refusal(st
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (404, True), (422, False), (501, False)])
-async def test_an_engines_refusal_of_the_request_itself_is_passed_on(
+async def test_an_engines_rejection_of_the_request_itself_is_passed_on(
     stage: Stage, status: int, stream: bool
 ) -> None:
     document = error_json("temperature must be positive", status)
@@ -181,10 +181,10 @@ async def test_an_engines_refusal_of_the_request_itself_is_passed_on(
         (Outcome.REJECTED_TOO_LONG, 400, openai.BadRequestError),
     ],
 )
-async def test_the_schedulers_refusals_reach_the_client_with_a_time_to_retry(
+async def test_the_schedulers_rejections_reach_the_client_with_a_time_to_retry(
     stage: Stage, outcome: Outcome, status: int, kind: type[openai.APIStatusError]
 ) -> None:
-    stage.dispatcher.script.append(refusal(outcome, "too much", 2.2))
+    stage.dispatcher.script.append(rejection(outcome, "too much", 2.2))
     with pytest.raises(kind) as caught:
         await stage.sdk.chat.completions.create(model=MODEL, messages=MESSAGES)
     response = caught.value.response

@@ -60,13 +60,13 @@ async def test_two_gateways_together_let_exactly_the_limit_through(stage: Stage)
     # As it stood at each grant; those that had to wait are granted when all have been counted.
     assert remaining <= set(range(LIMIT))
     assert min(remaining) == 0
-    refused = next(answer for answer in answers if answer.status_code == 429)
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-    assert f"limit of {LIMIT} requests per minute" in refused.json()["error"]["message"]
-    assert 1 <= int(refused.headers["retry-after"]) <= 61
-    assert refused.headers["x-ratelimit-limit-requests"] == str(LIMIT)
-    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
+    rejected = next(answer for answer in answers if answer.status_code == 429)
+    assert rejected.json()["error"]["code"] == "rate_limit_exceeded"
+    assert f"limit of {LIMIT} requests per minute" in rejected.json()["error"]["message"]
+    assert 1 <= int(rejected.headers["retry-after"]) <= 61
+    assert rejected.headers["x-ratelimit-limit-requests"] == str(LIMIT)
+    assert rejected.headers["x-ratelimit-remaining-requests"] == "0"
+    assert rejected.headers["x-ratelimit-reset-requests"].endswith("s")
 
 
 async def test_streams_carry_the_same_headers(stage: Stage) -> None:
@@ -77,7 +77,7 @@ async def test_streams_carry_the_same_headers(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("terms", [{"models": ("another",), "highest_class": PriorityClass.BATCH}])
-async def test_a_key_without_limits_has_no_such_headers_and_a_model_that_it_may_not_use_is_refused(
+async def test_a_key_without_limits_has_no_such_headers_and_a_model_that_it_may_not_use_is_rejected(
     stage: Stage,
 ) -> None:
     answer = await stage.ask(0)

@@ -13,7 +13,7 @@ import pytest
 from serve_app.errors import SettingsError
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeysFileError, changed_keys
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import ApiKey, FileKeys, Keyring
 from tests.serving.test_api_keys import record
 
@@ -69,14 +69,14 @@ def test_a_wrong_secret_with_a_known_id_is_nobodys(tmp_path: Path, watched: Make
 
 
 @pytest.mark.parametrize(("field", "words"), [("expires_at", "has expired"), ("revoked_at", "was revoked")])
-def test_an_ended_key_is_refused_with_its_reason(
+def test_an_ended_key_is_rejected_with_its_reason(
     tmp_path: Path, watched: MakeFileKeys, field: str, words: str
 ) -> None:
     path = tmp_path / "keys.json"
     found, secret = record(**{field: datetime.now(UTC) - timedelta(seconds=1)})
     changed_keys(path, lambda _: [found])
     keys = watched(path)
-    with pytest.raises(RequestRefused, match=words) as caught:
+    with pytest.raises(RequestRejected, match=words) as caught:
         keys.caller(secret.encode())
     assert caught.value.status == 401
     # Who has not the whole secret learns nothing of the key.
@@ -147,14 +147,14 @@ def test_keys_of_the_configuration_hold_beside_those_of_the_file(
     ring = Keyring([ApiKey(tenant="written", key="k1")], {}, watched(path))
     assert ring.caller(b"Bearer " + secret.encode()).tenant(None, None) == "of-file"
     assert ring.caller(b"Bearer k1").tenant(None, None) == "written"
-    with pytest.raises(RequestRefused, match="is not known here"):
+    with pytest.raises(RequestRejected, match="is not known here"):
         ring.caller(b"Bearer k2")
 
 
 def test_an_empty_file_lets_nobody_in(tmp_path: Path, watched: MakeFileKeys) -> None:
     path = tmp_path / "keys.json"
     changed_keys(path, lambda _: [])
-    with pytest.raises(RequestRefused, match="an API key is needed"):
+    with pytest.raises(RequestRejected, match="an API key is needed"):
         Keyring([], {}, watched(path)).caller(None)
 
 
@@ -175,7 +175,7 @@ def test_an_end_user_with_an_unfit_name_is_known_by_its_digest() -> None:
 
 @pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", b"Basic k1", b"k1"])
 def test_with_keys_only_they_come_in(header: bytes | None) -> None:
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         Keyring([ApiKey(tenant="a", key="k1")]).caller(header)
     assert caught.value.status == 401
 
@@ -185,15 +185,15 @@ def test_a_key_decides_whose_request_it_is() -> None:
     first, second = ring.caller(b"Bearer k1"), ring.caller(b"bearer k2")
     assert first.tenant(None, "anna") == "a"
     assert first.tenant(b"a", None) == "a"
-    with pytest.raises(RequestRefused, match="may not act for tenant b"):
+    with pytest.raises(RequestRejected, match="may not act for tenant b"):
         first.tenant(b"b", None)
     assert second.tenant(b"c", None) == "c"
     assert second.tenant(None, "anna") == "b"
 
 
 @pytest.mark.parametrize("name", [b"", b"a b", b"x" * 129, b"\xff", b"a\tb"])
-def test_a_malformed_tenant_is_refused(name: bytes) -> None:
-    with pytest.raises(RequestRefused, match="x-tenant"):
+def test_a_malformed_tenant_is_rejected(name: bytes) -> None:
+    with pytest.raises(RequestRejected, match="x-tenant"):
         Keyring(()).caller(None).tenant(name, None)
 
 
@@ -203,13 +203,13 @@ def test_a_key_may_be_held_to_some_classes() -> None:
     caller = ring.caller(b"Bearer k")
     assert caller.default_class is PriorityClass.BATCH
     caller.check_class(PriorityClass.DEFAULT, "x-priority")
-    with pytest.raises(RequestRefused, match=r"interactive .*it may use: default, batch"):
+    with pytest.raises(RequestRejected, match=r"interactive .*it may use: default, batch"):
         caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
 
 
 def test_only_an_admin_may_look_at_everybody() -> None:
     ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="ops", key="k2", admin=True)])
-    with pytest.raises(RequestRefused, match="use one with admin: true") as caught:
+    with pytest.raises(RequestRejected, match="use one with admin: true") as caught:
         ring.caller(b"Bearer k1").check_admin()
     assert caught.value.status in {401, 403}
     ring.caller(b"Bearer k2").check_admin()
@@ -247,7 +247,7 @@ def test_a_secret_is_not_shown() -> None:
         ),
     ],
 )
-def test_impossible_keys_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+def test_impossible_keys_are_rejected_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         ApiKey(**fields)
 
@@ -274,9 +274,9 @@ def test_without_keys_only_the_applications_own_key_makes_an_admin() -> None:
     for header in (None, b"Bearer none", b"Bearer", b"Basic own"):
         caller = ring.caller(header)
         assert caller.tenant(None, "anna") == "anna"
-        with pytest.raises(RequestRefused, match="admin: true") as caught:
+        with pytest.raises(RequestRejected, match="admin: true") as caught:
             caller.check_admin()
         assert caught.value.status == 401
     ring.caller(b"Bearer own").check_admin()
-    with pytest.raises(RequestRefused, match="EWSJF_ADMIN_KEY"):
+    with pytest.raises(RequestRejected, match="EWSJF_ADMIN_KEY"):
         Keyring((), {}).caller(b"Bearer own").check_admin()

@@ -21,14 +21,14 @@ def of_empty_messages(size_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-async def test_a_body_of_countless_objects_is_refused_before_it_is_parsed(stage: Stage, path: str) -> None:
+async def test_a_body_of_countless_objects_is_rejected_before_it_is_parsed(stage: Stage, path: str) -> None:
     answer = await stage.http.post(path, content=of_empty_messages(2 * 1024 * 1024), headers=HEAD)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "body_too_complex"
     assert stage.engine.bodies == []
 
 
-async def test_a_body_nested_without_end_is_refused(stage: Stage) -> None:
+async def test_a_body_nested_without_end_is_rejected(stage: Stage) -> None:
     nested = b'{"model":"%s","messages":[],"x":' % MODEL.encode() + b"[" * 40_000 + b"]" * 40_000 + b"}"
     answer = await stage.http.post(CHAT, content=nested, headers=HEAD)
     assert answer.status_code == 400
@@ -61,16 +61,16 @@ LARGE: Any = [{"role": "user", "content": "word " * 120_000}]  # 600 kB
 ONE_MIB = 1024 * 1024
 
 
-async def test_bodies_beyond_the_budget_are_refused_until_there_is_room() -> None:
+async def test_bodies_beyond_the_budget_are_rejected_until_there_is_room() -> None:
     async with staged(max_held_body_bytes=ONE_MIB) as stage:
         dispatcher = stage.dispatcher
         dispatcher.gate.clear()
         waiting = asyncio.ensure_future(stage.http.post(CHAT, json=chat(messages=LARGE)))
         await eventually(lambda: dispatcher.waiting == 1)
-        refused = await stage.http.post(CHAT, json=chat(messages=LARGE))
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "body_memory_full"
-        assert int(refused.headers["retry-after"]) >= 1
+        rejected = await stage.http.post(CHAT, json=chat(messages=LARGE))
+        assert rejected.status_code == 503
+        assert rejected.json()["error"]["code"] == "body_memory_full"
+        assert int(rejected.headers["retry-after"]) >= 1
         # Small ones are let in, into what large ones may not fill.
         small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
         await eventually(lambda: dispatcher.waiting == 6)

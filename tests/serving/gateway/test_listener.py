@@ -101,8 +101,8 @@ class Clients:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             return await asyncio.open_connection(HOST, self.port)
-        except OSError as refused:
-            self.failed.append(refused)
+        except OSError as rejected:
+            self.failed.append(rejected)
             raise
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -304,7 +304,7 @@ async def test_certificates_of_serve_are_shown(tmp_path: Path) -> None:
         assert b"HTTP/1.1 200" not in await raw(port, ASKED)
 
 
-async def test_an_address_that_somebody_else_has_is_refused_by_name() -> None:
+async def test_an_address_that_somebody_else_has_is_rejected_by_name() -> None:
     app = gateway(FakeDispatcher([1]))
     server = await asyncio.start_server(lambda *_: None, HOST, 0)
     port = server.sockets[0].getsockname()[1]
@@ -313,7 +313,7 @@ async def test_an_address_that_somebody_else_has_is_refused_by_name() -> None:
     server.close()
 
 
-def test_what_only_a_proxy_does_is_refused() -> None:
+def test_what_only_a_proxy_does_is_rejected() -> None:
     options = HTTPOptions(request_timeout_s=5.0)
     with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a proxy of Ray Serve: set"):
         GatewayListener(gateway(FakeDispatcher([1])), options, "/", "app")

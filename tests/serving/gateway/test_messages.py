@@ -23,7 +23,7 @@ from .builders import (
     FakeDispatcher,
     error_json,
     eventually,
-    refusal,
+    rejection,
     replies,
     send_event,
     start_stream,
@@ -258,10 +258,10 @@ async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: De
         (Outcome.FAILED, 502, "api_error"),
     ],
 )
-async def test_refusals_are_told_in_anthropics_words(
+async def test_rejections_are_told_in_anthropics_words(
     scripted: Desk, outcome: Outcome, status: int, kind: str
 ) -> None:
-    scripted.dispatcher.script.append(refusal(outcome, "not now", retry_after_s=2.0))
+    scripted.dispatcher.script.append(rejection(outcome, "not now", retry_after_s=2.0))
     with pytest.raises(anthropic.APIStatusError) as raised:
         await scripted.sdk.messages.create(**HELLO)
     answer = raised.value.response
@@ -281,7 +281,7 @@ async def test_refusals_are_told_in_anthropics_words(
         ({"messages": 5}, 400, "invalid_request_error", "messages"),
     ],
 )
-async def test_what_the_gateway_refuses_itself_is_told_likewise(
+async def test_what_the_gateway_rejects_itself_is_told_likewise(
     scripted: Desk, changes: dict[str, Any], status: int, kind: str, words: str
 ) -> None:
     answer = await scripted.http.post(PATH, json={**HELLO, **changes}, headers={"x-api-key": "k1"})
@@ -320,10 +320,10 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> N
     assert b"x-api-key" not in scripted.engine.heads[0]
 
 
-async def test_a_refusal_in_a_stream_that_waits_is_an_error_event() -> None:
+async def test_a_rejection_in_a_stream_that_waits_is_an_error_event() -> None:
     async for waiting in _desk(queued_comment_s=0.05):
         waiting.dispatcher.gate.clear()
-        waiting.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long"))
+        waiting.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}
         async with waiting.http.stream("POST", PATH, json=body) as answer:
             lines = []

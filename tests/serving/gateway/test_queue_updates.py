@@ -20,7 +20,7 @@ from .builders import (
     chat,
     error_json,
     eventually,
-    refusal,
+    rejection,
     replies,
     send_event,
     start_stream,
@@ -103,8 +103,8 @@ async def test_who_is_served_at_once_is_told_nothing_and_costs_the_scheduler_not
     assert stage.dispatcher.watching == {}
 
 
-async def test_who_is_refused_at_once_gets_the_true_status(stage: Stage) -> None:
-    stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 2.0))
+async def test_who_is_rejected_at_once_gets_the_true_status(stage: Stage) -> None:
+    stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 2.0))
     status, text = await streamed(stage, COMMENTS)
     assert status == 429
     assert json.loads(text)["error"]["message"] == "full"
@@ -112,7 +112,7 @@ async def test_who_is_refused_at_once_gets_the_true_status(stage: Stage) -> None
 
 async def test_who_waits_without_news_gets_the_true_status_as_well() -> None:
     async with queued() as stage:
-        stage.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+        stage.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long", 2.0))
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await eventually(lambda: bool(stage.dispatcher.watching))
         stage.dispatcher.gate.set()
@@ -120,9 +120,9 @@ async def test_who_waits_without_news_gets_the_true_status_as_well() -> None:
     assert status == 504
 
 
-async def test_a_refusal_after_news_is_an_error_event() -> None:
+async def test_a_rejection_after_news_is_an_error_event() -> None:
     async with queued() as stage:
-        stage.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+        stage.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long", 2.0))
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await tell(stage, 1)
         stage.dispatcher.gate.set()
@@ -166,7 +166,7 @@ async def test_who_does_not_ask_is_told_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", "", "comments, events"])
-async def test_a_value_that_is_none_of_the_two_is_refused(stage: Stage, value: str) -> None:
+async def test_a_value_that_is_none_of_the_two_is_rejected(stage: Stage, value: str) -> None:
     answer = await stage.http.post(CHAT, json=chat(stream=True), headers={"x-ewsjf-queue": value})
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.serving.gateway.admin import Replays
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.tuning.counterfactuals.recording import encode_recording, named, request_of_tenant
 from serve_app.tuning.counterfactuals.what_if import what_if
 from tests.serving.gateway.builders import MODEL, Answers, looked_into
@@ -67,16 +67,16 @@ async def test_what_cannot_be_replayed_is_said_in_the_error() -> None:
 
 async def test_a_replay_that_takes_too_long_is_ended() -> None:
     replays = Replays(time_limit_s=0.05)
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(RequestRejected) as rejected:
         await replays.what_if(encode_recording(RECORDING))
-    assert refused.value.status == 504
-    # The next one is not refused for it.
+    assert rejected.value.status == 504
+    # The next one is not rejected for it.
     assert (await Replays().what_if(encode_recording(RECORDING)))["changes"]
-    with pytest.raises(RequestRefused, match="longer than"):
+    with pytest.raises(RequestRejected, match="longer than"):
         await replays.what_if(encode_recording(RECORDING))
 
 
 async def test_a_replay_that_breaks_says_so() -> None:
-    with pytest.raises(RequestRefused, match="No module named") as refused:
+    with pytest.raises(RequestRejected, match="No module named") as rejected:
         await Replays(module="serve_app.no_such_module").what_if("{}")
-    assert refused.value.status == 500
+    assert rejected.value.status == 500

@@ -50,7 +50,7 @@ async def test_texts_are_scheduled_by_the_bytes_of_their_body(stage: Stage, path
     ("body", "words"),
     [(b"{", "not valid JSON"), (b"{}", "model is missing"), (b'{"model":5}', "model is inv")],
 )
-async def test_a_body_without_a_model_is_refused(stage: Stage, body: bytes, words: str) -> None:
+async def test_a_body_without_a_model_is_rejected(stage: Stage, body: bytes, words: str) -> None:
     answer = await stage.http.post("/rerank", content=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
@@ -85,18 +85,18 @@ async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
         ({f"f{n}": "x" for n in range(200)}, 400, "at most 100 fields"),
     ],
 )
-async def test_bad_forms_are_refused_by_field_and_remedy(
+async def test_bad_forms_are_rejected_by_field_and_remedy(
     stage: Stage, fields: dict[str, str], status: int, words: str
 ) -> None:
     body, content_type = form(b"x", **fields)
     headers = {"content-type": content_type.decode()}
-    refused = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
-    assert refused.status_code == status
-    assert words in refused.json()["error"]["message"]
+    rejected = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    assert rejected.status_code == status
+    assert words in rejected.json()["error"]["message"]
     assert stage.engine.bodies == []
 
 
-async def test_what_is_no_form_or_a_part_of_one_is_refused(stage: Stage) -> None:
+async def test_what_is_no_form_or_a_part_of_one_is_rejected(stage: Stage) -> None:
     body, content_type = form(b"x" * 100, model=MODEL)
     for broken, kind in (
         (body, b"application/json"),
@@ -107,9 +107,9 @@ async def test_what_is_no_form_or_a_part_of_one_is_refused(stage: Stage) -> None
         (body, b"multipart/form-data; boundary=another"),
     ):
         headers = {"content-type": kind.decode()}
-        refused = await stage.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
-        assert refused.status_code == 400, (broken[:40], kind)
-        assert "is no form" in refused.json()["error"]["message"]
+        rejected = await stage.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
+        assert rejected.status_code == 400, (broken[:40], kind)
+        assert "is no form" in rejected.json()["error"]["message"]
 
 
 def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
@@ -136,13 +136,13 @@ def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
         (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model is given twice"),
     ],
 )
-async def test_a_form_that_an_engine_might_read_otherwise_is_refused(
+async def test_a_form_that_an_engine_might_read_otherwise_is_rejected(
     stage: Stage, body: bytes, types: list[str], words: str
 ) -> None:
     headers = [("content-type", each) for each in types]
-    refused = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
-    assert refused.status_code == 400
-    assert words in refused.json()["error"]["message"]
+    rejected = await stage.http.post(AUDIO_PATHS[0], content=body, headers=headers)
+    assert rejected.status_code == 400
+    assert words in rejected.json()["error"]["message"]
     assert stage.engine.bodies == []
 
 

@@ -9,14 +9,14 @@ import pytest
 from serve_app.errors import Outcome
 from serve_app.serving import http_server
 
-from .builders import chat, error_json, eventually, refusal, replies
+from .builders import chat, error_json, eventually, rejection, replies
 from .conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.encode()
 
 
-async def test_a_body_that_does_not_come_is_refused_and_counts_as_in_flight() -> None:
+async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -> None:
     async with staged(body_grace_s=0.5, least_body_bytes_per_s=100_000.0) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD)
@@ -82,7 +82,7 @@ async def queued() -> AsyncIterator[Stage]:
 
 
 async def commented(stage: Stage) -> str:
-    """The text of a stream that is served or refused after some comments."""
+    """The text of a stream that is served or rejected after some comments."""
     reading = await waiting_stream(stage)
     stage.dispatcher.gate.set()
     text = await reading
@@ -102,8 +102,8 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer(queued: Sta
     assert queued.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
-async def test_a_refusal_after_comments_is_an_error_event(queued: Stage) -> None:
-    queued.dispatcher.script.append(refusal(Outcome.EXPIRED, "waited too long", 2.0))
+async def test_a_rejection_after_comments_is_an_error_event(queued: Stage) -> None:
+    queued.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long", 2.0))
     text = await commented(queued)
     assert json.loads(text.removeprefix("data: "))["error"]["code"] == "queue_timeout"
 

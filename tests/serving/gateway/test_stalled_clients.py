@@ -129,7 +129,7 @@ async def test_an_engine_lost_while_its_client_does_not_read_gives_its_place_bac
 
 @pytest.mark.parametrize("path", ["/v1/models", CHAT, "/nowhere"])
 async def test_no_send_may_take_for_ever(path: str) -> None:
-    """Documents, whole answers and refusals alike."""
+    """Documents, whole answers and rejections alike."""
     async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=0.3)) as stage:
 
         async def send(message: Any) -> None:

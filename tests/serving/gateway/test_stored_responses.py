@@ -216,9 +216,9 @@ async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}"))
         assert (await http.post(CREATE, json=ASKED)).json()["id"] == "r"
         dispatcher.script.append(elsewhere)
-        refused = await http.post(CREATE, json={**ASKED, "previous_response_id": "r"})
-        assert refused.status_code == 503
-        assert "the scheduler is of a release" in refused.json()["error"]["message"]
+        rejected = await http.post(CREATE, json={**ASKED, "previous_response_id": "r"})
+        assert rejected.status_code == 503
+        assert "the scheduler is of a release" in rejected.json()["error"]["message"]
         assert dispatcher.submissions[-1].bound_to == f"r{kept_at}"
         assert not engines[1].bodies
         assert not dispatcher.held
@@ -226,8 +226,8 @@ async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
 
 async def test_deleting_is_not_offered(fleet: Fleet) -> None:
     made = (await fleet.http.post(CREATE, json=ASKED)).json()["id"]
-    refused = await fleet.http.delete(f"{CREATE}/{made}")
-    assert refused.status_code == 405
+    rejected = await fleet.http.delete(f"{CREATE}/{made}")
+    assert rejected.status_code == 405
     assert (await fleet.http.get(f"{CREATE}/{made}/cancel")).status_code == 405
 
 

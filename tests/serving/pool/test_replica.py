@@ -103,8 +103,8 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
 
         stopping = asyncio.create_task(replica.stop())
         await until(lambda: not gateway.replicas())
-        refused = await http.post(url(grant), json=body(1))
-        assert (refused.status_code, refused.headers["x-replica-draining"]) == (503, "1")
+        rejected = await http.post(url(grant), json=body(1))
+        assert (rejected.status_code, rejected.headers["x-replica-draining"]) == (503, "1")
         assert not stopping.done()
 
         answer = await running

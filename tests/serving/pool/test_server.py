@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_is_seen_by_the_engine(
     assert guard.open_requests == 0
 
 
-async def test_a_draining_replica_refuses_new_work_and_lets_the_old_end(
+async def test_a_draining_replica_rejects_new_work_and_lets_the_old_end(
     client: aiohttp.ClientSession, engine: SlowStream, guard: ReplicaGuard
 ) -> None:
     async with client.post("/v1/completions", headers=HEADERS) as old:
@@ -148,7 +148,7 @@ async def test_stopping_cuts_a_stream_that_outlives_its_grace(
         server.check_health()
 
 
-async def test_a_port_that_is_taken_is_refused_with_its_number(guard: ReplicaGuard) -> None:
+async def test_a_port_that_is_taken_is_rejected_with_its_number(guard: ReplicaGuard) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=str(port)):
@@ -160,7 +160,7 @@ async def test_a_server_that_was_not_started_is_not_healthy(guard: ReplicaGuard)
         ReplicaServer(guard, "127.0.0.1", ReplicaServerSettings()).check_health()
 
 
-async def test_a_malformed_request_is_refused_and_the_server_continues(
+async def test_a_malformed_request_is_rejected_and_the_server_continues(
     server: ReplicaServer, client: aiohttp.ClientSession, engine: SlowStream
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -172,17 +172,17 @@ async def test_a_malformed_request_is_refused_and_the_server_continues(
         assert response.status == 200
 
 
-def test_an_empty_token_is_refused(engine: SlowStream) -> None:
+def test_an_empty_token_is_rejected(engine: SlowStream) -> None:
     with pytest.raises(ValueError, match="token"):
         ReplicaGuard(engine, "")
 
 
-def test_settings_out_of_range_are_refused() -> None:
+def test_settings_out_of_range_are_rejected() -> None:
     with pytest.raises(ValueError, match="70000"):
         ReplicaServerSettings(port=70_000)
 
 
-async def test_a_head_without_an_end_is_refused(server: ReplicaServer, engine: SlowStream) -> None:
+async def test_a_head_without_an_end_is_rejected(server: ReplicaServer, engine: SlowStream) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nlong: ")
 
@@ -200,7 +200,7 @@ async def test_a_head_without_an_end_is_refused(server: ReplicaServer, engine: S
     assert engine.paths == []
 
 
-async def test_many_short_headers_are_refused_as_well(server: ReplicaServer, engine: SlowStream) -> None:
+async def test_many_short_headers_are_rejected_as_well(server: ReplicaServer, engine: SlowStream) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 500_000)
     async with asyncio.timeout(30):

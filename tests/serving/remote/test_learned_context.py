@@ -1,11 +1,11 @@
-"""Endpoints that do not tell their context: over HTTP, their refusals teach it."""
+"""Endpoints that do not tell their context: over HTTP, their rejections teach it."""
 
 import asyncio
 import logging
 
 import pytest
 
-from tests.engines.adapters.recorded_refusals import CONTEXT, REFUSALS
+from tests.engines.adapters.recorded_rejections import CONTEXT, REJECTIONS
 from tests.engines.servers import serving
 from tests.serving.channel.harness import until
 from tests.serving.gateway.builders import MODEL, replies
@@ -20,14 +20,14 @@ def silent() -> VllmLike:
     return engine
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-async def test_a_refusal_goes_to_the_longer_pool_unseen_and_is_the_last(
+@pytest.mark.parametrize("name", REJECTIONS)
+async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status, refusal, stated = REFUSALS[name]
+    status, rejection, stated = REJECTIONS[name]
     small, large = silent(), VllmLike()
     large.models["data"][0]["max_model_len"] = 32_768
-    small.answers.append(replies(status, refusal))
+    small.answers.append(replies(status, rejection))
     caplog.set_level(logging.INFO, logger="ray.serve")
     async with serving(small) as one, serving(large) as two, watched(one, long=two) as fleet:
         await until(lambda: len(fleet.open()) == 2, "both serve")
@@ -51,9 +51,9 @@ async def test_a_refusal_goes_to_the_longer_pool_unseen_and_is_the_last(
 
 
 async def test_with_one_pool_the_client_hears_the_engines_own_words() -> None:
-    status, refusal, _ = REFUSALS["llama.cpp"]
+    status, rejection, _ = REJECTIONS["llama.cpp"]
     engine = silent()
-    engine.answers.extend([replies(status, refusal)] * 2)
+    engine.answers.extend([replies(status, rejection)] * 2)
     async with serving(engine) as url, watched(url) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         for _ in range(2):

@@ -16,7 +16,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters import EngineServer, PageAnswer, identify
-from serve_app.engines.adapters.refusals import stated_context
+from serve_app.engines.adapters.rejections import stated_context
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from tests.engines.servers import free_port
 from tests.serving.channel.harness import until
@@ -119,17 +119,17 @@ async def test_its_pages_tell_its_limits_and_its_load(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_its_refusal_is_understood_and_states_its_context(stream: bool) -> None:
+async def test_its_rejection_is_understood_and_states_its_context(stream: bool) -> None:
     async with llama_server() as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"model": MODEL, "prompt": "word " * 3_000, "max_tokens": 5, "stream": stream}
-        refused = await client.post("/v1/completions", json=body)
-    failure = failure_of(refused.status_code, [], refused.content)
-    assert failure is not None, refused.text
+        rejected = await client.post("/v1/completions", json=body)
+    failure = failure_of(rejected.status_code, [], rejected.content)
+    assert failure is not None, rejected.text
     assert failure.failure is DispatchFailure.TOO_LONG
     assert stated_context(str(failure)) == CONTEXT
 
 
-async def test_the_gateway_serves_it_and_refuses_what_it_would() -> None:
+async def test_the_gateway_serves_it_and_rejects_what_it_would() -> None:
     async with llama_server("--metrics") as url, watched(url, model=MODEL) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}

@@ -49,7 +49,7 @@ async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIter
         "kubernetes+http://svc:80?labels=a",
     ],
 )
-def test_a_source_of_no_known_form_is_refused_with_its_text(text: str) -> None:
+def test_a_source_of_no_known_form_is_rejected_with_its_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"got|known"):
         source_of(text)
 
@@ -142,7 +142,7 @@ class ApiServerDouble:
         self.asked: list[dict[str, str]] = []
         self.paths: set[str] = set()
         self.tokens: set[str] = set()
-        self.refuses = 0
+        self.rejects = 0
         self._watches: set[asyncio.Queue[str | None]] = set()
         (folder / "token").write_text("first")
         (folder / "namespace").write_text("models")
@@ -168,8 +168,8 @@ class ApiServerDouble:
         self.asked.append(dict(request.query))
         self.paths.add(request.path)
         self.tokens.add(request.headers["authorization"])
-        if self.refuses:
-            self.refuses -= 1
+        if self.rejects:
+            self.rejects -= 1
             return web.json_response({"message": "forbidden"}, status=403)
         if "watch" not in request.query:
             items = list(self.objects.values())
@@ -303,16 +303,16 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
         await until(lambda: told[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
 
 
-async def test_an_api_server_that_refuses_takes_nothing_away(
+async def test_an_api_server_that_rejects_takes_nothing_away(
     api: tuple[ApiServerDouble, ApiServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     async with followed(source_at("http://vllm", server)) as told:
         await until(lambda: double.watched)
-        double.refuses = 3
+        double.rejects = 3
         double.end_watches()
-        await until(lambda: not double.refuses and double.watched)
+        await until(lambda: not double.rejects and double.watched)
         assert all(each == {"http://10.0.0.1:8000"} for each in told)
     assert caplog.text.count("answered 403") == 1  # one reason is logged once
 

@@ -26,6 +26,6 @@ def test_what_is_no_url_is_named(text: str) -> None:
 
 
 def test_credentials_do_not_belong_in_a_url_and_are_not_repeated() -> None:
-    with pytest.raises(ValueError, match="api_key") as refused:
+    with pytest.raises(ValueError, match="api_key") as rejected:
         EndpointUrl.parse("http://user:secret@a:8000")
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(rejected.value)

@@ -153,7 +153,7 @@ async def test_a_start_without_any_endpoint_that_answers_says_why() -> None:
             await fleet.watcher.start()
 
 
-async def test_a_start_ends_at_once_when_every_endpoint_refuses() -> None:
+async def test_a_start_ends_at_once_when_every_endpoint_rejects() -> None:
     engine = VllmLike()
     engine.api_key = "secret"
     async with serving(engine) as url, watched(url, start=False, start_timeout_s=60.0) as fleet:
@@ -231,12 +231,12 @@ async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
     async with serving(engine) as url, watched(url) as fleet:
         engine.kv_usage, engine.others = 0.99, 5
         await until(lambda: "0.99" in str(fleet.world.live.status()["replicas"]), "the load is read")
-        refused = await fleet.http.post(
+        rejected = await fleet.http.post(
             "/v1/completions",
             json={"model": MODEL, "prompt": "hello"},
             headers={"x-queue-timeout-s": "0.5"},
         )
-        assert refused.status_code == 504, refused.text
+        assert rejected.status_code == 504, rejected.text
         engine.kv_usage = 0.0
         assert (await fleet.ask()).status_code == 200
         assert len(engine.bodies) == 1

@@ -134,7 +134,7 @@ async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
     assert (await actor.endpoint("gateway")).incarnation == 1
 
 
-async def test_a_setting_that_cannot_change_is_refused_by_name(cluster: Cluster) -> None:
+async def test_a_setting_that_cannot_change_is_rejected_by_name(cluster: Cluster) -> None:
     actor = cluster.actor()
     with pytest.raises(
         SettingsError, match=r"'model', .* what may change: .*max_waiting, no_replica_grace_s, .*policy"
@@ -206,7 +206,7 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     store.save({"estimator": {"version": 1}, "prefill_costs": {}})
     actor = cluster.actor(str(tmp_path))
     await actor.check_health()
-    await until(lambda: Path(f"{store.path}.refused").exists())
+    await until(lambda: Path(f"{store.path}.rejected").exists())
     assert "'b_short_tokens' should be a number from 1" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
@@ -268,7 +268,7 @@ async def test_a_state_of_a_release_that_kept_no_start_times_is_used_and_a_wrong
     store.save({**document, "scaling": {"start_s": {"short": -1}}})
     third = cluster.actor(str(tmp_path))
     await third.check_health()
-    await until(lambda: Path(f"{store.path}.refused").exists())
+    await until(lambda: Path(f"{store.path}.rejected").exists())
     assert shell_of(third).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 

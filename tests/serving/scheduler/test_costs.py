@@ -69,7 +69,7 @@ def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.M
         {"since": 1.0, "used": []},
     ],
 )
-def test_a_damaged_state_is_refused(broken: dict[str, object]) -> None:
+def test_a_damaged_state_is_rejected(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="learned state"):
         KeptCosts.restored({"costs": broken}, "costs")
 

@@ -26,6 +26,6 @@ def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path) -> None:
     assert json.loads(lines[-1]) == {"ended": "max_events reached"}
 
 
-def test_a_limit_below_one_is_refused() -> None:
+def test_a_limit_below_one_is_rejected() -> None:
     with pytest.raises((ValueError, ServeAppError), match="max_events must be at least 1, got 0"):
         DecisionLogSettings(path="x", max_events=0)

@@ -23,7 +23,7 @@ from tests.serving.channel.harness import (
     ReplicaDouble,
     Simulation,
     granted,
-    refused,
+    rejected,
     scheduler_settings,
     submission,
     until,
@@ -61,8 +61,8 @@ async def test_a_fault_of_the_core_fails_the_request_it_stumbled_over_and_saves_
     await until(lambda: len(live.core) == 5)
     break_core(world, Arrived, "poison")
     with caplog.at_level(logging.ERROR, "ray.serve"):
-        refusal = await refused(gateway, "poison")
-    assert refusal.outcome is Outcome.FAILED
+        rejection = await rejected(gateway, "poison")
+    assert rejection.outcome is Outcome.FAILED
     assert "event=core_failed" in caplog.text
     assert "Traceback" in caplog.text
     assert world.ends == ["the core failed on Arrived: ZeroDivisionError('a fault')"]
@@ -99,8 +99,8 @@ async def test_time_alone_expires_a_request(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     running = [await granted(gateway, f"r{n}") for n in range(3)]
-    refusal = await refused(gateway, "late", queue_timeout_s=0.2)
-    assert refusal.outcome is Outcome.EXPIRED
+    rejection = await rejected(gateway, "late", queue_timeout_s=0.2)
+    assert rejection.outcome is Outcome.EXPIRED
     assert len(world.live.core) == len(running)
 
 

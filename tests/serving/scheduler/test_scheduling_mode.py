@@ -73,7 +73,7 @@ async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("words", [["active", "--share", "150%"], ["off"]])
-def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
+def test_words_that_make_no_sense_are_rejected(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["mode", *words])
     assert ended.value.code == 2

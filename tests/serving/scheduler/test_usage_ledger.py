@@ -8,7 +8,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.scheduler.usage import KeptUsage, UsageLedger
 from tests.builders import key
-from tests.serving.channel.harness import FAST, Simulation, granted, refused, scheduler_settings, until
+from tests.serving.channel.harness import FAST, Simulation, granted, rejected, scheduler_settings, until
 
 DAY_S = 86_400.0
 
@@ -65,7 +65,7 @@ def test_a_state_that_was_taken_does_not_change_and_can_be_added_to_another_ledg
 
 
 @pytest.mark.parametrize("figures", [[1, 2, 3], [1, 2, 3, -1], [1, 2, 3, "4"]])
-def test_a_state_that_makes_no_sense_is_refused_as_a_whole(figures: list[object]) -> None:
+def test_a_state_that_makes_no_sense_is_rejected_as_a_whole(figures: list[object]) -> None:
     ledger = UsageLedger("m", Clock())
     good = [1, 1, 1, 1]
     with pytest.raises(ValueError, match="must be four counts"):
@@ -175,7 +175,7 @@ async def test_a_scheduler_counts_what_ended_in_an_engine_and_nothing_else() -> 
     gateway.finish("r2", Outcome.CANCELLED)
     await granted(gateway, "r3")
     gateway.finish("r3", Outcome.COMPLETED, usage)
-    await refused(gateway, "r4", model="unknown", key=key("k2"))
+    await rejected(gateway, "r4", model="unknown", key=key("k2"))
     await until(lambda: len(world.live.core) == 0, "all have ended")
     (row,) = ledger.rows()
     assert (row["key"], row["requests"], row["prompt_tokens"]) == ("k1", 2, 30)

@@ -12,7 +12,7 @@ from tests.serving.state import bucket
 from tests.serving.state.bucket import reached_by_this_process, served_bucket
 
 
-class Refuses(BaseHTTPRequestHandler):
+class Rejects(BaseHTTPRequestHandler):
     """Knows no method at all."""
 
 
@@ -50,7 +50,7 @@ class TakesAnythingSilently(TakesAnything):
     body = b""
 
 
-@pytest.mark.parametrize("stranger", [Refuses, SaysNothing, TakesAnything, TakesAnythingSilently])
+@pytest.mark.parametrize("stranger", [Rejects, SaysNothing, TakesAnything, TakesAnythingSilently])
 def test_a_bucket_is_served_beside_a_program_that_took_its_port(
     stranger: type[BaseHTTPRequestHandler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

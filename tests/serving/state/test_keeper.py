@@ -122,11 +122,11 @@ async def test_a_state_that_cannot_be_written_as_json_is_a_failure_and_no_crash(
     await kept.close()
 
 
-async def test_a_refused_state_is_set_aside_in_the_background(store: FlakyStore) -> None:
+async def test_a_rejected_state_is_set_aside_in_the_background(store: FlakyStore) -> None:
     kept = keeper(store, {"n": 1})
     await kept.save()
-    kept.refused("it makes no sense")
-    await until(lambda: Path(f"{store.path}.refused").exists())
+    kept.rejected("it makes no sense")
+    await until(lambda: Path(f"{store.path}.rejected").exists())
     assert await kept.load() is None
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="restore"}') == 1
 

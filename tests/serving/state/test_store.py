@@ -45,8 +45,8 @@ def files(uri: str) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in system.ls(path, detail=False))
 
 
-def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "state_refused" in record.getMessage()]
+def rejections(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "state_rejected" in record.getMessage()]
 
 
 def test_what_was_saved_is_loaded_by_another_one(uri: str) -> None:
@@ -95,14 +95,14 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
     whole = json.dumps(written(store)).encode()
     overwrite(store, whole[: int(share * len(whole))])
     assert StateStore(uri, "scheduler", "m").load() is None
-    assert len(refusals(caplog)) == 1
-    assert "cut off" in refusals(caplog)[0]
-    assert store.path in refusals(caplog)[0]
-    assert "starts fresh" in refusals(caplog)[0]
+    assert len(rejections(caplog)) == 1
+    assert "cut off" in rejections(caplog)[0]
+    assert store.path in rejections(caplog)[0]
+    assert "starts fresh" in rejections(caplog)[0]
     # The next start finds nothing, and what it saves is kept.
     assert StateStore(uri, "scheduler", "m").load() is None
-    assert len(refusals(caplog)) == 1
-    assert [name.endswith(".refused") for name in files(uri)] == [True]
+    assert len(rejections(caplog)) == 1
+    assert [name.endswith(".rejected") for name in files(uri)] == [True]
     StateStore(uri, "scheduler", "m").save(DOCUMENT)
     assert StateStore(uri, "scheduler", "m").load() == DOCUMENT
 
@@ -120,15 +120,15 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
         ({"checksum": "sha256:0"}, "checksum does not match"),
     ],
 )
-def test_a_document_of_another_learner_or_an_altered_one_is_refused(
+def test_a_document_of_another_learner_or_an_altered_one_is_rejected(
     tmp_path: Path, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "m")
     store.save({"n": 1})
     overwrite(store, json.dumps(written(store) | changes).encode())
     assert StateStore(str(tmp_path), "scheduler", "m").load() is None
-    assert reason in refusals(caplog)[0]
-    assert files(str(tmp_path)) == [f"{Path(store.path).name}.refused"]
+    assert reason in rejections(caplog)[0]
+    assert files(str(tmp_path)) == [f"{Path(store.path).name}.rejected"]
 
 
 @pytest.mark.parametrize("data", [b"[]", b"null", b"\xff\xfe", b'{"a":' * 100_000])
@@ -136,7 +136,7 @@ def test_anything_else_is_no_state(tmp_path: Path, data: bytes, caplog: pytest.L
     store = StateStore(str(tmp_path), "scheduler", "m")
     overwrite(store, data)
     assert store.load() is None
-    assert len(refusals(caplog)) == 1
+    assert len(rejections(caplog)) == 1
 
 
 def test_concurrent_writers_do_not_mix(uri: str) -> None:
@@ -197,7 +197,7 @@ def test_a_failed_write_leaves_the_old_document_and_no_temporary_file(
     assert store.save({"n": 2}), "a failed write is tried again"
 
 
-def test_a_refused_document_that_cannot_be_renamed_is_only_logged(
+def test_a_rejected_document_that_cannot_be_renamed_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

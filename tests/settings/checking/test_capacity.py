@@ -124,7 +124,7 @@ def test_the_command_warns_with_a_line_and_does_not_fail(
     assert capsys.readouterr() == (f"{path} is fine\n", "")
 
 
-def test_an_unknown_card_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_card_is_rejected_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "--gpu", "voodoo2", "configs/gpu_8x.yaml"])
     assert "there are no figures for 'voodoo2': use one of a100, h100" in capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_the_cards_of_this_machine_are_asked_for(
 def test_the_start_warns_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, context=600_000)
     asked = path.read_text().replace("num_gpus: 4.0}", "num_gpus: 4.0, accelerator_type: H100}")
-    # The same start is refused on any machine, so that nothing is started.
+    # The same start is rejected on any machine, so that nothing is started.
     path.write_text(asked.replace("http_options:", "http_option:"))
     assert main(["serve", str(path)]) == 2
     told = capsys.readouterr().err

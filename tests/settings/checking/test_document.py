@@ -13,7 +13,7 @@ def document(folder: Path, text: str) -> Document:
     return Document(path)
 
 
-def refusal(folder: Path, text: str) -> tuple[str, int | None]:
+def rejection(folder: Path, text: str) -> tuple[str, int | None]:
     with pytest.raises(UnreadableError) as caught:
         document(folder, text)
     return caught.value.mistake.message, caught.value.mistake.line
@@ -43,14 +43,14 @@ def test_a_key_that_stands_twice_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_a_slip_in_the_yaml_is_one_sentence_with_its_line(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "a:\n  b: 1\n\tc: 2\n") == (
+    assert rejection(tmp_path, "a:\n  b: 1\n\tc: 2\n") == (
         "is no YAML: found character '\\t' that cannot start any token: indent with spaces",
         3,
     )
-    message, line = refusal(tmp_path, "a: 1\n  b: 2\n")
+    message, line = rejection(tmp_path, "a: 1\n  b: 2\n")
     assert line == 2
     assert message.startswith("is no YAML: mapping values are not allowed here: is a line above indented")
-    assert refusal(tmp_path, "a: [1, 2\n")[1] is not None
+    assert rejection(tmp_path, "a: [1, 2\n")[1] is not None
 
 
 def test_a_missing_file_names_those_beside_it(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_missing_file_names_those_beside_it(tmp_path: Path) -> None:
         Document(tmp_path / "locla.yaml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UnreadableError, match="cannot be read"):

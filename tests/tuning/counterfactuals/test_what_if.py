@@ -133,7 +133,7 @@ def test_step_times_that_nobody_told_are_fitted() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (lambda each: replace(each, outcome=Outcome.REJECTED_QUEUE_FULL), "was refused"),
+        (lambda each: replace(each, outcome=Outcome.REJECTED_QUEUE_FULL), "was rejected"),
         (lambda each: replace(each, outcome=None, wait_s=None), "still under way"),
     ],
 )

@@ -19,7 +19,7 @@ from serve_app.serving.gateway.answer.responses import (
     JSON_TYPE,
     ErrorDetail,
     HeaderList,
-    RequestRefused,
+    RequestRejected,
     data_event,
     encode,
     send_json,
@@ -112,16 +112,16 @@ _ANTHROPIC_TYPES = {
 class ClientApi(Protocol):
     """An API that clients use."""
 
-    def status(self, refusal: RequestRefused) -> int:
-        """Return the HTTP status of a refusal."""
+    def status(self, rejection: RequestRejected) -> int:
+        """Return the HTTP status of a rejection."""
         ...
 
-    def error(self, refusal: RequestRefused) -> bytes:
-        """Return the body of a refusal."""
+    def error(self, rejection: RequestRejected) -> bytes:
+        """Return the body of a rejection."""
         ...
 
-    def error_event(self, refusal: RequestRefused) -> bytes:
-        """Return the refusal as a server-sent event, for a stream that has begun."""
+    def error_event(self, rejection: RequestRejected) -> bytes:
+        """Return the rejection as a server-sent event, for a stream that has begun."""
         ...
 
     def whole_event(self, status: int, body: bytes) -> bytes:
@@ -142,17 +142,17 @@ class ClientApi(Protocol):
 class OpenAIApi:
     """OpenAI's API."""
 
-    def status(self, refusal: RequestRefused) -> int:
-        """Return the refusal's HTTP status."""
-        return refusal.status
+    def status(self, rejection: RequestRejected) -> int:
+        """Return the rejection's HTTP status."""
+        return rejection.status
 
-    def error(self, refusal: RequestRefused) -> bytes:
-        """Return the refusal's body."""
-        return refusal.body()
+    def error(self, rejection: RequestRejected) -> bytes:
+        """Return the rejection's body."""
+        return rejection.body()
 
-    def error_event(self, refusal: RequestRefused) -> bytes:
+    def error_event(self, rejection: RequestRejected) -> bytes:
         """Return an unnamed event."""
-        return data_event(refusal.body())
+        return data_event(rejection.body())
 
     def whole_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors have the same form
         """Return an unnamed event."""
@@ -172,19 +172,19 @@ class OpenAIApi:
 class AnthropicApi:
     """Anthropic's API."""
 
-    def status(self, refusal: RequestRefused) -> int:
+    def status(self, rejection: RequestRejected) -> int:
         """Return the status; 529 instead of 429 for a full queue, as 429 is for the client's own limits."""
-        busy = refusal.outcome in _OVERLOADED and refusal.status == 429
-        return _OVERLOADED_STATUS if busy else refusal.status
+        busy = rejection.outcome in _OVERLOADED and rejection.status == 429
+        return _OVERLOADED_STATUS if busy else rejection.status
 
-    def error(self, refusal: RequestRefused) -> bytes:
+    def error(self, rejection: RequestRejected) -> bytes:
         """Return the error without param and code, which the API does not have."""
-        kind = "overloaded_error" if refusal.outcome in _OVERLOADED else _type_of(refusal.status)
-        return _error(kind, refusal.message)
+        kind = "overloaded_error" if rejection.outcome in _OVERLOADED else _type_of(rejection.status)
+        return _error(kind, rejection.message)
 
-    def error_event(self, refusal: RequestRefused) -> bytes:
+    def error_event(self, rejection: RequestRejected) -> bytes:
         """Return an event named `error`."""
-        return self.whole_event(400, self.error(refusal))
+        return self.whole_event(400, self.error(rejection))
 
     def whole_event(self, status: int, body: bytes) -> bytes:
         """Return an event, named `error` for errors."""
@@ -208,9 +208,9 @@ OPENAI = OpenAIApi()
 ANTHROPIC = AnthropicApi()
 
 
-async def send_refusal(api: ClientApi, send: Send, refusal: RequestRefused, headers: HeaderList) -> None:
+async def send_rejection(api: ClientApi, send: Send, rejection: RequestRejected, headers: HeaderList) -> None:
     """Send an error response."""
-    await send_json(send, api.status(refusal), api.error(refusal), [*refusal.headers(), *headers])
+    await send_json(send, api.status(rejection), api.error(rejection), [*rejection.headers(), *headers])
 
 
 def _type_of(status: int) -> str:

@@ -10,7 +10,7 @@
 | 504                                | a timeout, which a retry would not shorten: passed on             |
 | 5xx of an engine that is dead      | LOST: the request may have caused the failure                     |
 | other 5xx                          | ENGINE_ERROR the first time, passed on the second time            |
-| other 3xx, 4xx                     | the engine refused the request itself: passed on                  |
+| other 3xx, 4xx                     | the engine rejected the request itself: passed on                  |
 """
 
 import re
@@ -18,7 +18,7 @@ import re
 import msgspec
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.adapters.refusals import TYPE_OF_LLAMA_CPP, is_too_long
+from serve_app.engines.adapters.rejections import TYPE_OF_LLAMA_CPP, is_too_long
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.upstream import HeaderList, UpstreamError
 
@@ -32,7 +32,7 @@ class TooLongError(UpstreamError):
     """The engine's context limit, which it may report in a field, is below the request's length."""
 
     def __init__(self, message: str, param: str | None, context_tokens: int | None = None) -> None:
-        # The scheduler parses the limit from this message (`refusals`).
+        # The scheduler parses the limit from this message (`rejections`).
         named = f"{message} (n_ctx={context_tokens})" if context_tokens else message
         super().__init__(DispatchFailure.TOO_LONG, named)
         self.message = message

@@ -1,6 +1,6 @@
-"""Responses that the gateway writes itself: errors in OpenAI's shape, refusals, and small JSON documents.
+"""Responses that the gateway writes itself: errors in OpenAI's shape, rejections, and small JSON documents.
 
-Refusals by the scheduler or a stopping server become errors here, with `Retry-After` and rate-limit headers
+Rejections by the scheduler or a stopping server become errors here, with `Retry-After` and rate-limit headers
 under OpenAI's names.
 """
 
@@ -54,7 +54,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
 
-# Error code of requests that are refused or cut because the application stops.
+# Error code of requests that are rejected or cut because the application stops.
 STOPPING_CODE = "shutting_down"
 
 # Error code for an authenticated caller without permission: 403, where 401 is for unknown callers.
@@ -81,7 +81,7 @@ _TYPE_AND_CODE: dict[Outcome, tuple[str, str | None]] = {
 _encoder = msgspec.json.Encoder()
 
 
-class RequestRefused(ServeAppError):  # noqa: N818 - an outcome of requests, not an internal error
+class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, not an internal error
     """A request ends with an error response, before or instead of an engine's.
 
     Attributes:
@@ -138,14 +138,14 @@ class RequestRefused(ServeAppError):  # noqa: N818 - an outcome of requests, not
         ]
 
 
-class ForbiddenError(RequestRefused):
+class ForbiddenError(RequestRejected):
     """The caller is authenticated but lacks permission: 403, where 401 asks for another key."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code=NOT_ALLOWED_CODE)
 
 
-class EngineTimedOut(RequestRefused):
+class EngineTimedOut(RequestRejected):
     """An engine was silent for too long. Not retryable, as another engine would need as long."""
 
     may_retry = False
@@ -154,7 +154,7 @@ class EngineTimedOut(RequestRefused):
         super().__init__(Outcome.FAILED, message, code="engine_timeout", status=504)
 
 
-class MethodRefused(RequestRefused):
+class MethodRejected(RequestRejected):
     """A path was requested with a method other than the `allowed` ones."""
 
     def __init__(self, method: str, path: str, allowed: str) -> None:
@@ -199,27 +199,27 @@ def encode(document: object) -> bytes:
     return _encoder.encode(document)
 
 
-def stopping(retry_after_s: float) -> RequestRefused:
-    """Return the refusal of requests that arrive or wait while the application stops."""
-    return RequestRefused(
+def stopping(retry_after_s: float) -> RequestRejected:
+    """Return the rejection of requests that arrive or wait while the application stops."""
+    return RequestRejected(
         Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
     )
 
 
-def as_refusal(refusal: Conclusion, failure: UpstreamError | None) -> RequestRefused:
-    """Convert the scheduler's refusal; the engine's own message is used if it found the request too long."""
-    message, param = refusal.message, None
-    if refusal.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
+def as_rejection(rejection: Conclusion, failure: UpstreamError | None) -> RequestRejected:
+    """Convert the scheduler's rejection, with the engine's message if it found the request too long."""
+    message, param = rejection.message, None
+    if rejection.outcome is Outcome.REJECTED_TOO_LONG and isinstance(failure, TooLongError):
         message, param = failure.message, failure.param
-    elif refusal.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE:
+    elif rejection.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE:
         param = "previous_response_id"
     elif not message and failure is not None:
         message = str(failure)
-    found = RequestRefused(
-        refusal.outcome,
-        message or f"the request was refused: {refusal.outcome}",
+    found = RequestRejected(
+        rejection.outcome,
+        message or f"the request was rejected: {rejection.outcome}",
         param=param,
-        retry_after_s=refusal.retry_after_s,
+        retry_after_s=rejection.retry_after_s,
     )
-    found.rate_limits = refusal.rate_limits
+    found.rate_limits = rejection.rate_limits
     return found

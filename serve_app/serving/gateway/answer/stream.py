@@ -285,8 +285,8 @@ class _EngineError(msgspec.Struct):
     @property
     def is_engines(self) -> bool:
         """True for a fault of the engine. OpenAI's errors have a status as code, Anthropic's only a type."""
-        refused = isinstance(self.code, int) and 400 <= self.code < 500
-        return not refused and self.type not in _REFUSALS
+        rejected = isinstance(self.code, int) and 400 <= self.code < 500
+        return not rejected and self.type not in _REJECTIONS
 
 
 class _StreamEvent(msgspec.Struct):
@@ -316,7 +316,7 @@ class _StreamEvent(msgspec.Struct):
 _stream_decoder = msgspec.json.Decoder(_StreamEvent)
 _FAILED_EVENTS = frozenset({"response.failed", "error"})
 # Anthropic's error types for faults of the client.
-_REFUSALS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
+_REJECTIONS = frozenset({"invalid_request_error", "not_found_error", "request_too_large"})
 
 
 class StreamScanner:

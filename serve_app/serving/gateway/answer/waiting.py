@@ -2,10 +2,10 @@
 
 Server-sent events allow comments, lines that begin with a colon, which clients ignore. The first one starts
 the answer: its status is 200, and its headers cannot describe the dispatch, which is not known yet. It is
-therefore sent only after an interval in which most requests are dispatched or refused.
+therefore sent only after an interval in which most requests are dispatched or rejected.
 
 Queue updates are for clients that subscribe with `x-ewsjf-queue`. The first one follows after a short delay,
-so that requests that are dispatched or refused at once have their own status and headers, at no cost. The
+so that requests that are dispatched or rejected at once have their own status and headers, at no cost. The
 scheduler decides when there is news. While it is disconnected, the client is notified of that instead.
 """
 
@@ -102,7 +102,7 @@ class QueuedComments:
 
 
 ASK_AFTER_S = 0.25
-"""Delay of the subscription; most requests are dispatched or refused by then."""
+"""Delay of the subscription; most requests are dispatched or rejected by then."""
 
 
 class QueueForm(enum.StrEnum):

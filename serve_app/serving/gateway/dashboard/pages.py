@@ -23,7 +23,7 @@ from serve_app.serving.gateway.admin import SchedulerViews
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     HeaderList,
-    RequestRefused,
+    RequestRejected,
     data_event,
     encode,
     send_body,
@@ -200,7 +200,7 @@ class Dashboard:
             message = (
                 f"{self._most_watchers} browsers watch this gateway already: close one, or come back later"
             )
-            raise RequestRefused(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
+            raise RequestRejected(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
         try:
             with incoming.watch(), self._frames:
                 await self._send_frames(incoming)
@@ -221,7 +221,7 @@ class Dashboard:
         """Return whether the stream's key is still valid; it may have been revoked since."""
         try:
             self._reader.authenticate(incoming).check_admin()
-        except RequestRefused:
+        except RequestRejected:
             return False
         return True
 

@@ -10,7 +10,7 @@ a bound exceeds its limit are strings removed and the rest counted. Depth needs 
 at a few hundred levels.
 
 A body stays in memory until it cannot be sent again: its answer has begun, or the request is over. Many large
-bodies may be queued at once, so their total is bounded. Beyond it, requests are refused with 503 and a
+bodies may be queued at once, so their total is bounded. Beyond it, requests are rejected with 503 and a
 `Retry-After` from the rate at which bodies are released. The last quarter of the budget is reserved for small
 bodies, so that a few clients with large ones do not lock others out.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 
 # Objects and arrays. A message with a tool call has five, a tool's definition about twenty.
 MAX_CONTAINERS = 50_000
@@ -44,7 +44,7 @@ _BRACKETS = 0x20
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestRefused` for too many objects, strings or elements, which would take long to parse."""
+    """Raise `RequestRejected` for too many objects, strings or elements, which would take long to parse."""
     if len(body) <= UNCHECKED_BYTES:
         return
     # A string has two quotes, and elements have a comma between them.
@@ -89,8 +89,8 @@ def _outside_strings(body: bytes) -> bytes:
     return b"".join(pieces).translate(None, _STRUCTURE)
 
 
-def _too_many(what: str, limit: int) -> RequestRefused:
-    return RequestRefused(
+def _too_many(what: str, limit: int) -> RequestRejected:
+    return RequestRejected(
         Outcome.REJECTED_INVALID,
         f"the body has more than {limit:,} {what}: send fewer, or several requests",
         code="body_too_complex",
@@ -126,7 +126,7 @@ class HeldBody:
         """Reserve memory for bytes that have arrived.
 
         Raises:
-            RequestRefused: the budget is exhausted.
+            RequestRejected: the budget is exhausted.
         """
         self._budget.take(size, total=self._held_bytes + size)
         self._held_bytes += size
@@ -157,11 +157,11 @@ class BodyBudget:
         """Reserve `size` bytes for a body of `total` bytes so far.
 
         Raises:
-            RequestRefused: the budget is exhausted.
+            RequestRejected: the budget is exhausted.
         """
         limit = self.max_bytes if total <= _SMALL_BYTES else int(self.max_bytes * _SHARE_OF_LARGE)
         if self.held_bytes + size > limit:
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
                 f"this gateway holds {self.held_bytes:,} bytes of waiting requests and has no room for more: "
                 "try again, or raise gateway.max_held_body_bytes",

@@ -24,7 +24,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from serve_app.errors import Outcome
 from serve_app.request import PromptShape, RequestSpec
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.request.fields import (
     BodyFields,
@@ -114,7 +114,7 @@ class BodyParser:
         """Parse a body.
 
         Raises:
-            RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
+            RequestRejected: the body is not JSON, or a field is missing or of the wrong type.
         """
         parsed = self._read(_decode(self._decoder, body))
         shape = parsed.spec.shape
@@ -135,7 +135,7 @@ def parse_model(body: bytes) -> str:
     """Return the model that a body names.
 
     Raises:
-        RequestRefused: the body is not JSON or names no model.
+        RequestRejected: the body is not JSON or names no model.
     """
     return _decode(_model_decoder, body).model
 
@@ -147,32 +147,32 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Decode the fields of a body.
 
     Raises:
-        RequestRefused: the body is not JSON, or a field is missing or of the wrong type.
+        RequestRejected: the body is not JSON, or a field is missing or of the wrong type.
     """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise _field_refused(str(exc)) from exc
+        raise _field_rejected(str(exc)) from exc
     except UnicodeDecodeError as exc:
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_INVALID, f"the body is not UTF-8 ({exc.reason}): encode it as UTF-8"
         ) from exc
     except msgspec.DecodeError as exc:
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_INVALID, f"the body is not valid JSON: {exc}. Send one JSON object"
         ) from exc
     except RecursionError as exc:
         raise _nested_too_deeply() from exc
 
 
-def _nested_too_deeply() -> RequestRefused:
-    return RequestRefused(
+def _nested_too_deeply() -> RequestRejected:
+    return RequestRejected(
         Outcome.REJECTED_INVALID, "the body is nested too deeply: flatten it below a few hundred levels"
     )
 
 
-def _field_refused(found: str) -> RequestRefused:
-    """Convert msgspec's "Expected `int`, got `str` - at `$.n`" to a refusal with field and remedy."""
+def _field_rejected(found: str) -> RequestRejected:
+    """Convert msgspec's "Expected `int`, got `str` - at `$.n`" to a rejection with field and remedy."""
     what, at, place = found.partition(" - at `$")
     param = place.rstrip("`").removeprefix(".") if at else None
     if what.startswith("Object missing required field `"):
@@ -183,7 +183,7 @@ def _field_refused(found: str) -> RequestRefused:
         message = f"{param} is invalid: {what[0].lower()}{what[1:]}"
     else:
         message = f"the body is invalid: {what[0].lower()}{what[1:]}; send one JSON object"
-    return RequestRefused(Outcome.REJECTED_INVALID, message, param=param)
+    return RequestRejected(Outcome.REJECTED_INVALID, message, param=param)
 
 
 # -- readers ----------------------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ def _usage_terms(body: ChatFields | CompletionFields) -> dict[str, bool]:
     }
 
 
-def _missing(name: str) -> RequestRefused:
-    return RequestRefused(Outcome.REJECTED_INVALID, f"{name} is missing: add it to the request", param=name)
+def _missing(name: str) -> RequestRejected:
+    return RequestRejected(Outcome.REJECTED_INVALID, f"{name} is missing: add it to the request", param=name)
 
 
 # -- sizes by bytes ---------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
     """Read the model from a form, and estimate the work from the form's size.
 
     Raises:
-        RequestRefused: the body is no form, names no model, or is ambiguous between servers.
+        RequestRejected: the body is no form, names no model, or is ambiguous between servers.
     """
     return ParsedBody(spec=AUDIO.spec(_model_of(body, content_type), len(body)))
 
@@ -378,9 +378,9 @@ def _model_of(body: bytes, content_type: bytes) -> str:
         raise _no_form("the form does not end")
     if len(reader.models) > 1:
         # Some servers use the first of two fields, others the last.
-        raise RequestRefused(Outcome.REJECTED_INVALID, "model is given twice: send it once", param="model")
+        raise RequestRejected(Outcome.REJECTED_INVALID, "model is given twice: send it once", param="model")
     if not reader.models or not reader.models[0]:
-        raise RequestRefused(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
+        raise RequestRejected(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
     return reader.models[0].decode("utf-8", "replace")
 
 
@@ -429,8 +429,8 @@ class _ModelReader:
         self.ended = True
 
 
-def _no_form(problem: str) -> RequestRefused:
-    return RequestRefused(
+def _no_form(problem: str) -> RequestRejected:
+    return RequestRejected(
         Outcome.REJECTED_INVALID, f"the body is no form: {problem}. Send multipart/form-data"
     )
 
@@ -460,7 +460,7 @@ class ScheduledRoute(ModelRoute):
     """A scheduled endpoint with JSON bodies.
 
     Attributes:
-        parse: parses a body; raises `RequestRefused`.
+        parse: parses a body; raises `RequestRejected`.
         announced: events that begin a stream before its first token, if any.
     """
 
@@ -472,7 +472,7 @@ class ScheduledRoute(ModelRoute):
 class FormRoute(ModelRoute):
     """A scheduled endpoint for forms with a file, which are passed to the engine unchanged.
 
-    `parse` needs the body and its content type, and raises `RequestRefused`.
+    `parse` needs the body and its content type, and raises `RequestRejected`.
     """
 
     parse: Callable[[bytes, bytes], ParsedBody]

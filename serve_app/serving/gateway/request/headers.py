@@ -11,7 +11,7 @@ from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.responses import (
     RATE_LIMIT_HEADERS,
     HeaderList,
-    RequestRefused,
+    RequestRejected,
     rate_limit_headers,
 )
 from serve_app.serving.gateway.answer.waiting import QueueForm
@@ -90,7 +90,7 @@ def requested_class(
         priority: vLLM's field of the body; 0, its default, states no class.
 
     Raises:
-        RequestRefused: a value is not a class.
+        RequestRejected: a value is not a class.
     """
     if header is not None:
         return _class_of_header(header), "x-priority"
@@ -121,7 +121,7 @@ def queue_timeout_s(header: bytes | None) -> float | None:
     """Return the queue timeout of a request (`x-queue-timeout-s`), in seconds; None if absent.
 
     Raises:
-        RequestRefused: it is not a positive number of seconds, or too large.
+        RequestRejected: it is not a positive number of seconds, or too large.
     """
     if header is None:
         return None
@@ -137,10 +137,10 @@ def queue_timeout_s(header: bytes | None) -> float | None:
 
 
 def no_wait(header: bytes | None) -> bool:
-    """Return whether to refuse a request instead of queueing it (`x-queue: no-wait`).
+    """Return whether to reject a request instead of queueing it (`x-queue: no-wait`).
 
     Raises:
-        RequestRefused: the header has another value.
+        RequestRejected: the header has another value.
     """
     if header is None:
         return False
@@ -153,7 +153,7 @@ def queue_form(header: bytes | None) -> QueueForm | None:
     """Return the format of queue updates (`x-ewsjf-queue`); None if the client does not subscribe.
 
     Raises:
-        RequestRefused: the header has another value.
+        RequestRejected: the header has another value.
     """
     if header is None:
         return None
@@ -165,8 +165,8 @@ def queue_form(header: bytes | None) -> QueueForm | None:
         raise _bad_value(QUEUE_HEADER.decode(), asked, accepted) from None
 
 
-def refuse_encoded_body(encoding: bytes | None) -> None:
-    """Raise `RequestRefused` for a compressed body, which the gateway cannot parse."""
+def reject_encoded_body(encoding: bytes | None) -> None:
+    """Raise `RequestRejected` for a compressed body, which the gateway cannot parse."""
     if encoding and encoding.strip().lower() != b"identity":
         raise _bad_value("content-encoding", encoding.decode("latin-1"), "no compression of request bodies")
 
@@ -175,11 +175,11 @@ def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the content type of a body; empty if there is none.
 
     Raises:
-        RequestRefused: there are two, and the engine might use the other one.
+        RequestRejected: there are two, and the engine might use the other one.
     """
     given = [value for name, value in raw if name == b"content-type"]
     if len(given) > 1:
-        raise RequestRefused(
+        raise RequestRejected(
             Outcome.REJECTED_INVALID, "the request has the header content-type twice: send it once"
         )
     return given[0] if given else b""
@@ -194,7 +194,7 @@ def forwarded(
         is_traced: omit the client's trace headers, because each attempt adds the gateway's own span.
 
     Raises:
-        RequestRefused: a header contains a line break.
+        RequestRejected: a header contains a line break.
     """
     passed = _FORWARDED_TRACED if is_traced else _FORWARDED
     connection = headers.get(b"connection", b"").lower()
@@ -203,7 +203,7 @@ def forwarded(
     lines = [name + b": " + value + b"\r\n" for name, value in raw if name in passed]
     block = b"".join(lines)
     if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
-        raise RequestRefused(Outcome.REJECTED_INVALID, "a request header contains a line break: remove it")
+        raise RequestRejected(Outcome.REJECTED_INVALID, "a request header contains a line break: remove it")
     return block
 
 
@@ -254,8 +254,8 @@ def describing(dispatch: Dispatch) -> HeaderList:
     ]
 
 
-def _bad_value(name: str, value: str, accepted: str) -> RequestRefused:
+def _bad_value(name: str, value: str, accepted: str) -> RequestRejected:
     shown = value if len(value) <= 64 else value[:64] + "..."
-    return RequestRefused(
+    return RequestRejected(
         Outcome.REJECTED_INVALID, f"{name}: {shown!r} is not valid; accepted: {accepted}", param=name
     )

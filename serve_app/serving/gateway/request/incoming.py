@@ -17,7 +17,7 @@ from serve_app.request import Submission
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.gateway.answer.client import ClientStream, DisconnectWatch
 from serve_app.serving.gateway.answer.client_api import ClientApi
-from serve_app.serving.gateway.answer.responses import HeaderList, RequestRefused
+from serve_app.serving.gateway.answer.responses import HeaderList, RequestRejected
 from serve_app.serving.gateway.answer.stream import Announcements
 from serve_app.serving.gateway.answer.waiting import QueueForm
 from serve_app.serving.gateway.request.body import HeldBody
@@ -174,7 +174,7 @@ def append_fields(body: bytes, fields: list[bytes]) -> bytes:
         fields: each as `"name":value`.
 
     Raises:
-        RequestRefused: the body does not end with a brace.
+        RequestRejected: the body does not end with a brace.
     """
     if not fields:
         return body
@@ -183,5 +183,5 @@ def append_fields(body: bytes, fields: list[bytes]) -> bytes:
     while end >= 0 and body[end] in b" \t\r\n":
         end -= 1
     if end < 0 or body[end] != ord("}"):
-        raise RequestRefused(Outcome.REJECTED_INVALID, "the body must be one JSON object")
+        raise RequestRejected(Outcome.REJECTED_INVALID, "the body must be one JSON object")
     return b"".join((memoryview(body)[:end], b",", b",".join(fields), b"}"))

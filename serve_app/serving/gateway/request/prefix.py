@@ -82,7 +82,7 @@ def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[in
     if opening.ids:
         try:
             data = array("q", opening.ids).tobytes()
-        except (OverflowError, TypeError):  # ids outside any vocabulary; the engine will refuse them
+        except (OverflowError, TypeError):  # ids outside any vocabulary; the engine will reject them
             return ()
         return _block_hashes(data, _ID_BYTES, _key(opening.kind, model, opening.salt, tenant))
     data = _joined(opening.pieces)

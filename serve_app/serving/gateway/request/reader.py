@@ -13,7 +13,7 @@ from serve_app.errors import Outcome, SettingsError
 from serve_app.request import PriorityClass, Submission
 from serve_app.serving.channel.scheduler_client import ReplicaAddress, SchedulerClient
 from serve_app.serving.gateway.answer.client import ClientGone, ClientStream
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import Caller, FileKeys, Keyring
 from serve_app.serving.gateway.request import headers as heads
 from serve_app.serving.gateway.request.body import BodyBudget, HeldBody, check_structure, is_plain
@@ -85,12 +85,12 @@ class ServedModels:
         """Return the model or adapter of a name.
 
         Raises:
-            RequestRefused: it is not served, or not to this caller; the message lists the allowed ones.
+            RequestRejected: it is not served, or not to this caller; the message lists the allowed ones.
         """
         found = self._models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if found is None:
             served = ", ".join(sorted(each.name for each in self.usable(caller)))
-            raise RequestRefused(
+            raise RequestRejected(
                 Outcome.REJECTED_UNKNOWN_MODEL,
                 f"the model {name[:100]!r} is not served here; models: {served}",
                 param="model",
@@ -183,7 +183,7 @@ class RequestReader:
         """Return the caller of a request.
 
         Raises:
-            RequestRefused: the key is missing or not valid.
+            RequestRejected: the key is missing or not valid.
         """
         return self.caller(incoming.headers)
 
@@ -191,7 +191,7 @@ class RequestReader:
         """Return the caller that the headers of a request identify.
 
         Raises:
-            RequestRefused: the key is missing or not valid.
+            RequestRejected: the key is missing or not valid.
         """
         return self._keyring.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
 
@@ -199,11 +199,11 @@ class RequestReader:
         """Receive the whole body; the caller must release it.
 
         Raises:
-            RequestRefused: it is too long, too slow or compressed, or the memory budget is exhausted.
+            RequestRejected: it is too long, too slow or compressed, or the memory budget is exhausted.
             ClientGone: the client disconnected before it was complete.
         """
         limit = self._settings.max_body_bytes
-        heads.refuse_encoded_body(incoming.headers.get(b"content-encoding"))
+        heads.reject_encoded_body(incoming.headers.get(b"content-encoding"))
         stated = incoming.headers.get(b"content-length", b"0")
         if stated.isdigit() and int(stated) > limit:
             raise _too_large(limit)
@@ -247,7 +247,7 @@ class RequestReader:
         """Read and check a request for a scheduled endpoint.
 
         Raises:
-            RequestRefused: it is invalid or not allowed.
+            RequestRejected: it is invalid or not allowed.
             ClientGone: the client disconnected before it was complete.
         """
         caller = self.authenticate(incoming)
@@ -310,7 +310,7 @@ class RequestReader:
         """Return the tenant that owns stored responses; the end user in the body is ignored.
 
         Raises:
-            RequestRefused: the caller may not act for the tenant.
+            RequestRejected: the caller may not act for the tenant.
         """
         return caller.tenant(incoming.headers.get(b"x-tenant"), None)
 
@@ -330,7 +330,7 @@ class RequestReader:
         """Return the client's header lines that are forwarded to a replica.
 
         Raises:
-            RequestRefused: a header contains a line break.
+            RequestRejected: a header contains a line break.
         """
         is_traced = incoming.trace is not UNTRACED
         lines = heads.forwarded(incoming.scope["headers"], incoming.headers, is_traced=is_traced)
@@ -355,7 +355,7 @@ def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
     if parsed.spec.streamed and parsed.asks_usage and not parsed.shows_usage:
         fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
     if parsed.priority:
-        # The priority was read as the request's class. Engines refuse the field unless they schedule by
+        # The priority was read as the request's class. Engines reject the field unless they schedule by
         # priority, and there it would overtake other requests, so the client's number is never forwarded.
         fields.append(priority_field(NO_PRIORITY))
     return fields
@@ -393,8 +393,8 @@ def _prefix(parsed: ParsedBody, tenant: str, settings: PrefixSettings) -> tuple[
     return prefix_hashes(parsed.opening, model=parsed.spec.model, tenant=apart)
 
 
-def _too_slow(settings: GatewaySettings) -> RequestRefused:
-    return RequestRefused(
+def _too_slow(settings: GatewaySettings) -> RequestRejected:
+    return RequestRejected(
         Outcome.REJECTED_INVALID,
         f"the body has not arrived in {settings.body_grace_s:g} s and more for each "
         f"{settings.least_body_bytes_per_s:g} bytes: send it faster",
@@ -403,8 +403,8 @@ def _too_slow(settings: GatewaySettings) -> RequestRefused:
     )
 
 
-def _too_large(limit: int) -> RequestRefused:
-    return RequestRefused(
+def _too_large(limit: int) -> RequestRejected:
+    return RequestRejected(
         Outcome.REJECTED_BODY_TOO_LARGE,
         f"the body is longer than {limit} bytes: send less, or raise gateway.max_body_bytes",
     )

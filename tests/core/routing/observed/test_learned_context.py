@@ -1,4 +1,4 @@
-"""The context limit that refusals and answers teach."""
+"""The context limit that rejections and answers teach."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,30 +9,30 @@ from serve_app.core.routing.observed import LearnedContext
 def test_a_stated_limit_is_taken_as_it_is() -> None:
     context = LearnedContext()
     assert context.limit_tokens is None
-    context.on_refusal(5_000, None)
-    context.on_refusal(9_000, 4_096)
+    context.on_rejection(5_000, None)
+    context.on_rejection(9_000, 4_096)
     assert context.limit_tokens == 4_096
 
 
-def test_without_a_number_the_limit_is_below_the_shortest_refused_and_not_below_the_longest_served() -> None:
+def test_without_a_number_the_limit_is_below_the_shortest_rejected_and_not_below_the_longest_served() -> None:
     context = LearnedContext()
     context.on_served(900)
-    context.on_refusal(3_000, None)
+    context.on_rejection(3_000, None)
     assert context.limit_tokens == 2_999
-    context.on_refusal(2_000, None)
-    context.on_refusal(2_500, None)
+    context.on_rejection(2_000, None)
+    context.on_rejection(2_500, None)
     assert context.limit_tokens == 1_999
     # An estimate below what was served is wrong.
-    context.on_refusal(800, None)
+    context.on_rejection(800, None)
     assert context.limit_tokens == 1_999
 
 
 def test_a_count_from_elsewhere_takes_the_place_of_estimates() -> None:
     context = LearnedContext()
-    context.on_refusal(1_200, None)
+    context.on_rejection(1_200, None)
     context.on_counted(2_100)
     assert context.limit_tokens == 2_099
-    context.on_refusal(1_500, None)
+    context.on_rejection(1_500, None)
     assert context.limit_tokens == 1_499
     context.on_counted(1_900)
     assert context.limit_tokens == 1_899
@@ -40,10 +40,10 @@ def test_a_count_from_elsewhere_takes_the_place_of_estimates() -> None:
 
 def test_what_a_longer_answer_contradicts_is_forgotten() -> None:
     context = LearnedContext()
-    context.on_refusal(1_200, None)
+    context.on_rejection(1_200, None)
     context.on_served(1_500)
     assert context.limit_tokens is None
-    context.on_refusal(1_600, 1_024)
+    context.on_rejection(1_600, 1_024)
     assert context.limit_tokens == 1_024
     context.on_served(1_025)
     assert context.limit_tokens is None
@@ -56,18 +56,18 @@ events = st.lists(
 
 
 @given(limit=st.integers(100, 3_000), history=events)
-def test_with_true_upper_estimates_the_limit_lies_between_what_was_served_and_what_was_refused(
+def test_with_true_upper_estimates_the_limit_lies_between_what_was_served_and_what_was_rejected(
     limit: int, history: list[tuple[int, float, bool, bool]]
 ) -> None:
-    context, served, refused = LearnedContext(), 0, [10**6]
+    context, served, rejected = LearnedContext(), 0, [10**6]
     for tokens, overestimate, states, served_elsewhere in history:
         if tokens <= limit:
             context.on_served(tokens)
             served = max(served, tokens)
             continue
         estimated = int(tokens * overestimate)
-        context.on_refusal(estimated, limit if states else None)
-        refused.append(tokens if served_elsewhere else estimated)
+        context.on_rejection(estimated, limit if states else None)
+        rejected.append(tokens if served_elsewhere else estimated)
         if served_elsewhere:
             context.on_counted(tokens)
     found = context.limit_tokens
@@ -75,6 +75,6 @@ def test_with_true_upper_estimates_the_limit_lies_between_what_was_served_and_wh
     assert found is None or found >= min(limit, served)
     if found is not None:
         assert found >= limit
-        assert found < max(refused)
+        assert found < max(rejected)
     if any(tokens > limit for tokens, *_ in history):
         assert found is not None

@@ -14,7 +14,7 @@ import openai
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from tests.serving.gateway.builders import FakeDispatcher, refusal, serving
+from tests.serving.gateway.builders import FakeDispatcher, rejection, serving
 
 MODEL = "m"
 KEY = "sk-of-the-tests"
@@ -61,7 +61,7 @@ class Counter:
 
     def let_be_too_long(self) -> None:
         """The next request is not sent again once the engine has found it too long."""
-        self.dispatcher.script.extend([self.dispatcher.ports[0], refusal(Outcome.REJECTED_TOO_LONG)])
+        self.dispatcher.script.extend([self.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG)])
 
     def first_tokens(self) -> int:
         return self.dispatcher.names().count("first_token")

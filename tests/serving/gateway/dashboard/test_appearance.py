@@ -15,7 +15,7 @@ pytestmark = needs_browser
 
 
 async def test_nothing_of_it_runs_beside_its_own_scripts(page: BrowserPage) -> None:
-    refused = await page.evaluate(
+    rejected = await page.evaluate(
         """(() => {
           const added = document.createElement('script');
           try {
@@ -27,7 +27,7 @@ async def test_nothing_of_it_runs_beside_its_own_scripts(page: BrowserPage) -> N
           return String(window.intruded);
         })()"""
     )
-    assert refused in {"thrown", "undefined"}
+    assert rejected in {"thrown", "undefined"}
     outcome = (
         "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'set'; } catch { return 'thrown'; } })()"
     )

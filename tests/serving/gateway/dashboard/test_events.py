@@ -192,9 +192,9 @@ async def test_only_so_many_may_watch_and_the_next_is_told_so(door: Door) -> Non
     async with watching(door) as one, watching(door) as other:
         await anext(one)
         await anext(other)
-        refused = await door.http.get(EVENTS, headers=ADMIN)
-        assert refused.status_code == 429
-        assert "2 browsers watch this gateway already" in refused.json()["error"]["message"]
+        rejected = await door.http.get(EVENTS, headers=ADMIN)
+        assert rejected.status_code == 429
+        assert "2 browsers watch this gateway already" in rejected.json()["error"]["message"]
     await eventually(lambda: door.app._dashboard._frames.watchers == 0)
     async with watching(door) as again:
         await anext(again)

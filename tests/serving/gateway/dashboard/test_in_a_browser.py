@@ -90,7 +90,7 @@ async def test_a_request_that_is_lost_among_many_is_not_rounded_away(
     stage.hold()
     await stage.held()
     stage.submit("r0", queue_timeout_s=0.2)
-    await page.becomes(f"{tile('Refused / failed')} === '1 / 0'")
+    await page.becomes(f"{tile('Rejected / failed')} === '1 / 0'")
     assert "1 no replica" in await text(page, "#tiles")
     stage.release()
     shown = "import('./dashboard/format.js').then(({ percent }) => [0.9997, 0.996, 0.98, 1, 0].map(percent))"
@@ -257,7 +257,7 @@ async def test_a_request_that_waited_has_a_receipt(
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 
 
-async def test_the_playground_shows_why_a_request_was_refused_and_cancels_one_that_waits(
+async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_that_waits(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
@@ -267,7 +267,7 @@ async def test_the_playground_shows_why_a_request_was_refused_and_cancels_one_th
     form = "document.querySelector('#panel-playground form')"
     stage.engine.answers.append(replies(400, {"error": {"message": "no such thing", "code": 400}}))
     await page.evaluate(f"{form}.stream.checked = false; {form}.requestSubmit()")
-    assert "no such thing" in await page.becomes(f"{shown}.includes('refused (400)') && {shown}")
+    assert "no such thing" in await page.becomes(f"{shown}.includes('rejected (400)') && {shown}")
     stage.hold()
     await stage.held()
     await page.evaluate(f"{form}.requestSubmit()")

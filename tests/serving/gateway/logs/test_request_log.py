@@ -18,14 +18,14 @@ from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import (
-    MOST_REFUSED_LINES,
+    MOST_REJECTED_LINES,
     ConcludedRequest,
     RequestLog,
     json_fields,
     text_line,
 )
 
-from ..builders import MODEL, chat, eventually, refusal
+from ..builders import MODEL, chat, eventually, rejection
 from ..conftest import Stage, staged
 
 CHAT = "/v1/chat/completions"
@@ -63,7 +63,7 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
             "x-forwarded-for": "9.9.9.9, 8.8.8.8",
         }
         assert (await stage.http.post(CHAT, json=chat(), headers={**key, **traced})).status_code == 200
-        stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+        stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
         assert (await stage.http.post(CHAT, json=chat(), headers=key)).status_code == 429
         assert (await stage.http.post(CHAT, json=chat())).status_code == 401
         stage.gateway.telemetry.flush_log()
@@ -78,23 +78,23 @@ async def test_a_line_has_the_status_the_key_and_the_trace(caplog: pytest.LogCap
     assert "s3cret" not in caplog.text
 
 
-async def test_clients_that_are_refused_by_the_hundred_leave_a_few_lines_and_a_count(
+async def test_clients_that_are_rejected_by_the_hundred_leave_a_few_lines_and_a_count(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     for number in range(120):
         if number % 3:
-            stage.dispatcher.script.append(refusal(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
+            stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 3.0))
         answer = await stage.http.post(CHAT, json=chat())
         assert answer.status_code == (429 if number % 3 else 200)
     stage.gateway.telemetry.flush_log()
     lines = [each.getMessage() for each in caplog.records if each.name == "ray.serve"]
-    refused = [line for line in lines if "outcome=rejected_queue_full" in line]
+    rejected = [line for line in lines if "outcome=rejected_queue_full" in line]
     told = [dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line]
     assert sum("outcome=completed" in line for line in lines) == 40
-    assert len(refused) + sum(int(each["rejected_queue_full"]) for each in told) == 80
+    assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in told) == 80
     # At most so many in each second.
-    assert len(refused) <= MOST_REFUSED_LINES * (len(told) + 1)
+    assert len(rejected) <= MOST_REJECTED_LINES * (len(told) + 1)
     assert told
 
 
@@ -102,7 +102,7 @@ async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "ray.serve")
     answer = await stage.http.post(CHAT, json=chat(service_tier="x" * 10_000, model="y" * 10_000))
     assert answer.status_code in (400, 404)
-    stage.dispatcher.script.append(refusal(Outcome.REJECTED_INVALID, "z" * 10_000))
+    stage.dispatcher.script.append(rejection(Outcome.REJECTED_INVALID, "z" * 10_000))
     assert len((await stage.http.post(CHAT, json=chat())).json()["error"]["message"]) == 10_000
     stage.gateway.telemetry.flush_log()
     lines = [each.getMessage() for each in caplog.records if "event=concluded" in each.getMessage()]
@@ -271,12 +271,12 @@ async def test_a_format_of_json_gets_one_document_a_line_with_fields(
     handler.setFormatter(Document())
     logger.addHandler(handler)
     log = RequestLog(logger)
-    refused = concluded(1, Outcome.REJECTED_QUEUE_FULL)
+    rejected = concluded(1, Outcome.REJECTED_QUEUE_FULL)
     log.add(FULL)
-    log.add(refused)
+    log.add(rejected)
     log.flush()
     own = {"levelname": "INFO", "message": "concluded", "gateway": "gateway-1"}
-    assert documents(file) == [{**own, **json_fields(FULL)}, {**own, **json_fields(refused)}]
+    assert documents(file) == [{**own, **json_fields(FULL)}, {**own, **json_fields(rejected)}]
 
 
 async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logger, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ async def test_many_lines_do_not_wait(logger: logging.Logger, tmp_path: Path) ->
     assert len((tmp_path / "log").read_text().splitlines()) == 1_000
 
 
-async def test_a_flood_of_refusals_is_counted_and_no_completed_request_is_left_out(
+async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left_out(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
@@ -355,13 +355,13 @@ async def test_a_flood_of_refusals_is_counted_and_no_completed_request_is_left_o
     told = documents(file)
     lines = [each["outcome"] for each in told if each["event"] == "concluded"]
     assert lines.count("completed") == 1_000
-    assert lines.count("rejected_queue_full") == lines.count("expired") == MOST_REFUSED_LINES
+    assert lines.count("rejected_queue_full") == lines.count("expired") == MOST_REJECTED_LINES
     assert lines.count("failed") == 1
     (suppressed,) = [each for each in told if each["event"] == "log_suppressed"]
     assert suppressed["message"] == "log_suppressed"
-    assert suppressed["rejected_queue_full"] == 3_000 - MOST_REFUSED_LINES
-    assert suppressed["expired"] == 1_500 - MOST_REFUSED_LINES
-    assert suppressed["count"] == 4_500 - 2 * MOST_REFUSED_LINES
+    assert suppressed["rejected_queue_full"] == 3_000 - MOST_REJECTED_LINES
+    assert suppressed["expired"] == 1_500 - MOST_REJECTED_LINES
+    assert suppressed["count"] == 4_500 - 2 * MOST_REJECTED_LINES
     # The next second begins anew.
     log.add(concluded(1, Outcome.EXPIRED))
     log.close()
@@ -377,4 +377,4 @@ async def test_what_is_suppressed_is_told_at_the_end(logger: logging.Logger, tmp
     log.close()
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[-1] == "event=log_suppressed count=15 cancelled=15"
-    assert len(lines) == MOST_REFUSED_LINES + 1
+    assert len(lines) == MOST_REJECTED_LINES + 1

@@ -8,7 +8,7 @@ from serve_app.request import PriorityClass
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.client import StallWatch
 from serve_app.serving.gateway.answer.client_api import OPENAI
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.keys import ApiKey, Caller
 from serve_app.serving.gateway.request import headers
 from serve_app.serving.gateway.request.incoming import IncomingRequest
@@ -60,24 +60,24 @@ def test_a_request_that_names_no_class_has_that_of_its_key() -> None:
     key = ApiKey(tenant="a", key="k", highest_class=PriorityClass.BATCH)
     caller = Caller.with_key(key.record("k"))
     assert {class_of(None, "auto", 0, caller), class_of(None, None, 3, caller)} == {PriorityClass.BATCH}
-    with pytest.raises(RequestRefused, match=r"class interactive \(priority\); it may use: batch"):
+    with pytest.raises(RequestRejected, match=r"class interactive \(priority\); it may use: batch"):
         class_of(None, None, -1, caller)
 
 
-def test_bad_values_are_refused_by_name_and_value() -> None:
-    with pytest.raises(RequestRefused, match="x-priority: 'urgent' is not valid; accepted: interactive"):
+def test_bad_values_are_rejected_by_name_and_value() -> None:
+    with pytest.raises(RequestRejected, match="x-priority: 'urgent' is not valid; accepted: interactive"):
         class_of(b"urgent")
-    with pytest.raises(RequestRefused, match="service_tier: 'gold'"):
+    with pytest.raises(RequestRejected, match="service_tier: 'gold'"):
         class_of(None, "gold", 1)
-    with pytest.raises(RequestRefused, match="x-queue: 'wait'"):
+    with pytest.raises(RequestRejected, match="x-queue: 'wait'"):
         headers.no_wait(b"wait")
-    with pytest.raises(RequestRefused, match="content-encoding: 'gzip'"):
-        headers.refuse_encoded_body(b"gzip")
+    with pytest.raises(RequestRejected, match="content-encoding: 'gzip'"):
+        headers.reject_encoded_body(b"gzip")
 
 
 @pytest.mark.parametrize("value", [b"0", b"-1", b"nan", b"inf", b"soon", b"", b"1e9"])
 def test_a_queue_timeout_must_be_a_sensible_number(value: bytes) -> None:
-    with pytest.raises(RequestRefused, match="x-queue-timeout-s"):
+    with pytest.raises(RequestRejected, match="x-queue-timeout-s"):
         headers.queue_timeout_s(value)
 
 
@@ -106,9 +106,9 @@ def test_what_belongs_to_one_connection_or_to_the_gateway_stays_here() -> None:
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx-replica-token: forged", b"a\nb", b"a\rb"])
-def test_a_smuggled_line_break_is_refused(value: bytes) -> None:
+def test_a_smuggled_line_break_is_rejected(value: bytes) -> None:
     raw = [(b"traceparent", value)]
-    with pytest.raises(RequestRefused, match="line break"):
+    with pytest.raises(RequestRejected, match="line break"):
         headers.forwarded(raw, dict(raw))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.request import TextCategory
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.endpoints import SCHEDULED, ParsedBody, parse_model
 from serve_app.serving.gateway.request.prefix import prefix_hashes
 
@@ -149,7 +149,7 @@ def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
 def test_vllms_priority_is_read_at_every_endpoint(path: str, prompt: dict[str, Any]) -> None:
     assert parse(path, **prompt).priority is None
     assert parse(path, **prompt, priority=-(2**63)).priority == -(2**63)
-    with pytest.raises(RequestRefused, match="priority is invalid"):
+    with pytest.raises(RequestRejected, match="priority is invalid"):
         parse(path, **prompt, priority="high")
 
 
@@ -192,10 +192,10 @@ def test_of_a_key_given_twice_the_last_counts_as_in_the_engine() -> None:
         (CHAT, b'{"model":"m","messages":[],"x":' + b"[" * 100_000, None, "nested too deeply"),
     ],
 )
-def test_a_bad_body_is_refused_by_field_and_remedy(
+def test_a_bad_body_is_rejected_by_field_and_remedy(
     path: str, body: bytes, param: str | None, words: str
 ) -> None:
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         SCHEDULED[path].parse(body)
     assert caught.value.status == 400
     assert caught.value.param == param
@@ -204,14 +204,14 @@ def test_a_bad_body_is_refused_by_field_and_remedy(
 
 def test_the_model_alone_can_be_read() -> None:
     assert parse_model(b'{"prompt": 5, "model": "m"}') == "m"
-    with pytest.raises(RequestRefused, match="model is missing"):
+    with pytest.raises(RequestRejected, match="model is missing"):
         parse_model(b"{}")
 
 
 def test_values_that_vllm_coerces_are_taken() -> None:
     spec = parse(CHAT, messages=[], max_tokens=5.0, n="2", stream="true").spec
     assert (spec.max_output_tokens, spec.choices, spec.streamed) == (5, 2, True)
-    with pytest.raises(RequestRefused, match="max_tokens"):
+    with pytest.raises(RequestRejected, match="max_tokens"):
         parse(CHAT, messages=[], max_tokens=5.5)
 
 

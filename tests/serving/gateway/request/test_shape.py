@@ -123,7 +123,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "name": (CHAT, said(content="x", name=TEXT)),
     "an unknown field of a message": (CHAT, said(content="x", whatever={"deep": [TEXT]})),
     "the name of an unknown field": (CHAT, said(content="x", **{TEXT: 1})),
-    "a refusal beside a text": (CHAT, said(content=[{"type": "refusal", "text": "x", "refusal": TEXT}])),
+    "a rejection beside a text": (CHAT, said(content=[{"type": "refusal", "text": "x", "refusal": TEXT}])),
     "documents": (CHAT, {**said(content="x"), "documents": [{"title": "t", "text": TEXT}]}),
     "chat_template": (CHAT, {**said(content="x"), "chat_template": TEXT}),
     "chat_template_kwargs": (CHAT, {**said(content="x"), "chat_template_kwargs": {"context": TEXT}}),

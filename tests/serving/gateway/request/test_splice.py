@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request.incoming import append_fields, priority_field, usage_field
 
 values = st.recursive(
@@ -58,8 +58,8 @@ def test_a_priority_replaces_the_clients_own(body: dict[str, Any], own: int | No
 
 
 @pytest.mark.parametrize("body", [b"", b"  ", b"[1]"])
-def test_what_is_no_object_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestRefused, match="one JSON object"):
+def test_what_is_no_object_is_rejected(body: bytes) -> None:
+    with pytest.raises(RequestRejected, match="one JSON object"):
         append_fields(body, [priority_field(0)])
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.serving.gateway.answer.responses import RequestRefused
+from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.serving.gateway.request import body as structure
 from serve_app.serving.gateway.request.body import MAX_CONTAINERS, MAX_ELEMENTS, check_structure
 
@@ -31,10 +31,10 @@ def chat(text: str) -> bytes:
     ],
     ids=["objects", "nested", "strings", "elements", "after-escapes"],
 )
-def test_a_body_of_too_many_things_is_refused(sent: bytes, what: str) -> None:
-    with pytest.raises(RequestRefused, match=what) as refused:
+def test_a_body_of_too_many_things_is_rejected(sent: bytes, what: str) -> None:
+    with pytest.raises(RequestRejected, match=what) as rejected:
         check_structure(sent)
-    assert refused.value.status == 400
+    assert rejected.value.status == 400
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(values, st.sampled_from([2, 3, 5]), st.booleans(), st.sampled_from([None, 1]))
-def test_a_body_is_refused_exactly_when_it_has_too_many_things(
+def test_a_body_is_rejected_exactly_when_it_has_too_many_things(
     value: Any, limit: int, ascii_only: bool, indent: int | None
 ) -> None:
     sent = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
@@ -94,7 +94,7 @@ def test_a_body_is_refused_exactly_when_it_has_too_many_things(
         for name in ("MAX_STRINGS", "MAX_CONTAINERS", "MAX_ELEMENTS"):
             patched.setattr(structure, name, limit)
         if max(strings, containers, commas) > limit:
-            with pytest.raises(RequestRefused, match="the body has more than"):
+            with pytest.raises(RequestRejected, match="the body has more than"):
                 check_structure(sent)
         else:
             check_structure(sent)

@@ -55,7 +55,7 @@ def test_a_tenant_s_name_is_no_formula_and_stays_in_its_cell() -> None:
     ]
 
 
-async def test_the_table_is_whole_or_refused() -> None:
+async def test_the_table_is_whole_or_rejected() -> None:
     async def counted() -> dict[str, object]:
         return costs(row("me"), model="a")
 

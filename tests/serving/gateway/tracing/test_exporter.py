@@ -1,4 +1,4 @@
-"""A collector that is gone, slow or refuses harms no request; and tracing that cannot be is refused."""
+"""A collector that is gone, slow or rejects harms no request; and tracing that cannot be is rejected."""
 
 import importlib
 import logging

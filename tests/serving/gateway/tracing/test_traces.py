@@ -94,7 +94,7 @@ async def test_nothing_that_anybody_wrote_is_in_a_span(collector: Collector) -> 
 
 
 class Busy(Engine):
-    """Refuses its first request, as an engine without room does."""
+    """Rejects its first request, as an engine without room does."""
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         if len(self.bodies) == 1:
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_the_queue_shows_only_its_wait(collector: Col
     assert collector.only("ewsjf.queue").told == {"ewsjf.outcome": "cancelled"}
 
 
-async def test_a_refused_request_is_a_trace_of_one_span(collector: Collector) -> None:
+async def test_a_rejected_request_is_a_trace_of_one_span(collector: Collector) -> None:
     async with fleet_of([Engine()], tracing=True) as fleet:
         assert (await fleet.http.post(CHAT, json=chat(max_tokens="many"))).status_code == 400
         assert (await fleet.http.get("/v1/models")).status_code == 200

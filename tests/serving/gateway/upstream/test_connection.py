@@ -130,7 +130,7 @@ async def test_a_kept_connection_that_stays_silent_is_not_tried_again() -> None:
         assert len(replica.requests) == 2
 
 
-async def test_a_refused_connection_is_unreachable() -> None:
+async def test_a_rejected_connection_is_unreachable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -336,6 +336,6 @@ async def test_a_cancelled_request_leaves_no_connection_behind() -> None:
 @pytest.mark.parametrize(
     "changes", [{"connect_timeout_s": 0}, {"idle_expiry_s": -1.0}, {"max_idle_per_replica": -1}]
 )
-def test_impossible_settings_are_refused_by_name(changes: dict[str, float]) -> None:
+def test_impossible_settings_are_rejected_by_name(changes: dict[str, float]) -> None:
     with pytest.raises(SettingsError, match=f"upstream.{next(iter(changes))}"):
         UpstreamSettings(**changes)  # type: ignore[arg-type]  # that is the point

@@ -53,7 +53,7 @@ function replicaTable(model) {
   }));
   const left = model.replicas_left_out;
   const caption = `Replicas, those that need attention first${left ? ` (${whole(left)} more not shown)` : ""}`;
-  const empty = "No replica is connected. Requests wait for one, or are refused after a grace period; look at the logs of the pools.";
+  const empty = "No replica is connected. Requests wait for one, or are rejected after a grace period; look at the logs of the pools.";
   return table(caption, columns, rows, empty);
 }
 

@@ -61,8 +61,8 @@ function onFrame(frame) {
 function onState(state, message) {
   const was = page.state;
   page.state = state;
-  const isIn = page.models.size > 0 && state !== "refused";
-  if (state === "refused") {
+  const isIn = page.models.size > 0 && state !== "rejected";
+  if (state === "rejected") {
     page.models.clear();
     sessionStorage.removeItem(KEY);
     byId("door-error").textContent = message;
@@ -72,13 +72,13 @@ function onState(state, message) {
   }
   byId("door").hidden = isIn || state === "live";
   for (const id of ["pause", "leave"]) byId(id).hidden = !(isIn || state === "live");
-  if (state === "refused") byId("key").focus();
+  if (state === "rejected") byId("key").focus();
   if (was !== state || message) showState(message);
   if (state !== "live") render();
 }
 
 function showState(message) {
-  const words = { live: page.paused ? "paused" : "live", locked: "not connected", refused: "the key was refused" };
+  const words = { live: page.paused ? "paused" : "live", locked: "not connected", rejected: "the key was rejected" };
   const line = byId("state");
   const text = words[page.state] ?? message;
   if (line.textContent !== text) line.textContent = text;
@@ -114,7 +114,7 @@ function render() {
 function notice(known) {
   if (!known) {
     const text =
-      page.state === "locked" || page.state === "refused"
+      page.state === "locked" || page.state === "rejected"
         ? "Give the key above to see live figures."
         : "Waiting for the first figures …";
     return h("p", { class: "notice", key: "notice" }, text);
@@ -132,7 +132,7 @@ function renderModels() {
 }
 
 const CLASSES = ["interactive", "default", "batch"];
-const REFUSED = (name) => name.startsWith("rejected");
+const REJECTED = (name) => name.startsWith("rejected");
 
 function renderTiles(model) {
   const tiles = byId("tiles");
@@ -146,7 +146,7 @@ function renderTiles(model) {
   const number = (test) => ended.reduce((total, [name, count]) => total + (test(name) ? count : 0), 0);
   const all = number(() => true);
   const bad = number((name) => name === "failed" || name === "expired");
-  const refused = number(REFUSED);
+  const rejected = number(REJECTED);
   const lost = ended.filter(([name, count]) => count && name !== "completed" && name !== "cancelled").map(([name]) => name);
   const kinds = [...new Set(lost)].map((name) => `${whole(number((each) => each === name))} ${name.replace(/^rejected_/, "").replaceAll("_", " ")}`);
   const begun = minute.filter(([, each]) => each.first_tokens);
@@ -160,7 +160,7 @@ function renderTiles(model) {
       slow ? `class ${slowest}, the slowest in the last minute` : "no stream began in the last minute"),
     tile("Completed", all ? percent(number((name) => name === "completed") / all) : "–",
       all ? `of ${counted(all, "request")} in the last minute` : "none ended in the last minute"),
-    tile("Refused / failed", `${whole(refused)} / ${whole(bad)}`, kinds.join(", ") || "in the last minute", bad ? "bad" : refused ? "warn" : ""),
+    tile("Rejected / failed", `${whole(rejected)} / ${whole(bad)}`, kinds.join(", ") || "in the last minute", bad ? "bad" : rejected ? "warn" : ""),
   );
 }
 

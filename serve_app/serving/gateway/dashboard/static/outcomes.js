@@ -10,7 +10,7 @@ export const title = "Outcomes";
 const KINDS = [
   ["completed", "completed", (name) => name === "completed"],
   ["cancelled", "cancelled by the client", (name) => name === "cancelled"],
-  ["refused", "refused", (name) => name.startsWith("rejected")],
+  ["rejected", "rejected", (name) => name.startsWith("rejected")],
   ["broken", "failed or expired", (name) => name === "failed" || name === "expired"],
 ];
 const CLASSES = ["interactive", "default", "batch"];
@@ -35,7 +35,7 @@ export function render(model) {
 function known(activity) {
   const all = activity.slots * activity.slot_s;
   const since = activity.known_s < all ? ` The scheduler's process began ${seconds(activity.known_s)} ago, and knows nothing of before.` : "";
-  return `The scheduler counts in slots of ${seconds(activity.slot_s)}. Requests that a gateway refuses by itself, such as invalid ones, do not reach it.${since}`;
+  return `The scheduler counts in slots of ${seconds(activity.slot_s)}. Requests that a gateway rejects by itself, such as invalid ones, do not reach it.${since}`;
 }
 
 const ago = (activity, slot) => (activity.current - slot.number + 0.5) * activity.slot_s;
@@ -91,18 +91,18 @@ function firstTokens(activity) {
 const empty = (text) => h("p", { class: "empty chart-space" }, text);
 
 function classTable(caption, summary, span) {
-  const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Refused", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT 50 %", "figure"], ["TTFT 95 %", "figure"], ["TTFT 99 %", "figure"]];
+  const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Rejected", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT 50 %", "figure"], ["TTFT 95 %", "figure"], ["TTFT 99 %", "figure"]];
   const rows = CLASSES.filter((name) => name in summary).map((name) => {
     const { outcomes, ...figures } = summary[name];
     const all = Object.values(outcomes).reduce((sum, count) => sum + count, 0);
-    const refused = Object.entries(outcomes).filter(([each]) => each.startsWith("rejected"));
-    const why = refused.map(([each, count]) => `${count} ${each.slice("rejected_".length).replaceAll("_", " ")}`).join(", ");
+    const rejected = Object.entries(outcomes).filter(([each]) => each.startsWith("rejected"));
+    const why = rejected.map(([each, count]) => `${count} ${each.slice("rejected_".length).replaceAll("_", " ")}`).join(", ");
     return {
       key: name,
       kind: all ? "" : "idle",
       cells: [
         name, whole(all), perSecond(span ? all / span : null), all ? percent((outcomes.completed ?? 0) / all) : NONE,
-        h("span", { title: why }, whole(refused.reduce((sum, [, count]) => sum + count, 0))),
+        h("span", { title: why }, whole(rejected.reduce((sum, [, count]) => sum + count, 0))),
         whole(outcomes.expired ?? 0), whole(outcomes.failed ?? 0), whole(outcomes.cancelled ?? 0),
         seconds(figures.ttft_p50_s), seconds(figures.ttft_p95_s), seconds(figures.ttft_p99_s),
       ],

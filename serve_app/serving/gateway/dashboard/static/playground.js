@@ -113,7 +113,7 @@ async function ask(page) {
   way.status = answer.status;
   way.headers = answer.headers;
   if (!answer.ok) {
-    way.state = "refused";
+    way.state = "rejected";
     way.error = await messageOf(answer);
     return;
   }
@@ -166,7 +166,7 @@ const WORDS_OF_STATE = {
   waiting: "waiting for its answer to begin",
   streaming: "the answer is coming",
   completed: "completed",
-  refused: "refused",
+  rejected: "rejected",
   failed: "failed",
   cancelled: "cancelled",
   cut: "the stream ended without its last event",

@@ -6,7 +6,7 @@ const LONGEST_WAIT_MS = 10000;
 
 /**
  * Watches until it is stopped: calls `onFrame(frame)` for each, and `onState(name, message)` with "connecting",
- * "live", "refused" (another key is needed; it gives up), "busy" or "lost" (it tries again by itself).
+ * "live", "rejected" (another key is needed; it gives up), "busy" or "lost" (it tries again by itself).
  */
 export class Watcher {
   constructor(address, key, { onFrame, onState }) {
@@ -32,7 +32,7 @@ export class Watcher {
         cache: "no-store",
         credentials: "omit",
       });
-      if (!answer.ok) return this.onRefusal(answer.status, await messageOf(answer));
+      if (!answer.ok) return this.onRejection(answer.status, await messageOf(answer));
       await this.read(answer.body.getReader());
       this.again("lost", "the gateway has ended the stream");
     } catch (error) {
@@ -57,11 +57,11 @@ export class Watcher {
     }
   }
 
-  onRefusal(status, message) {
+  onRejection(status, message) {
     if (this.stopped) return;
     if (status === 401 || status === 403) {
       this.stopped = true;
-      this.onState("refused", message);
+      this.onState("rejected", message);
     } else {
       this.again(status === 429 ? "busy" : "lost", message || `the gateway answered ${status}`);
     }

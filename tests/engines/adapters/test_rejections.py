@@ -1,18 +1,18 @@
-"""The words of engines that refuse what is too long for them."""
+"""The words of engines that reject what is too long for them."""
 
 import json
 
 import pytest
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.adapters.refusals import is_too_long, stated_context
+from serve_app.engines.adapters.rejections import is_too_long, stated_context
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of
-from tests.engines.adapters.recorded_refusals import REFUSALS
+from tests.engines.adapters.recorded_rejections import REJECTIONS
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", REJECTIONS)
 def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
-    status, body, limit = REFUSALS[name]
+    status, body, limit = REJECTIONS[name]
     failure = failure_of(status, [], json.dumps(body).encode())
     assert isinstance(failure, TooLongError)
     assert failure.failure is DispatchFailure.TOO_LONG
@@ -31,7 +31,7 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
         "the context is too noisy",
     ],
 )
-def test_other_refusals_are_not_taken_for_it(message: str) -> None:
+def test_other_rejections_are_not_taken_for_it(message: str) -> None:
     assert not is_too_long(message)
     assert stated_context(message) is None
     for status in (400, 422):

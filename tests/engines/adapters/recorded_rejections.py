@@ -1,4 +1,4 @@
-"""How engines refuse a prompt that is too long: status, body, and the limit that the body states.
+"""How engines reject a prompt that is too long: status, body, and the limit that the body states.
 
 Those of vLLM and llama.cpp are of real servers. The others are as their sources and issues have them, with
 figures of our own.
@@ -20,7 +20,7 @@ def flat_error(message: str) -> dict[str, Any]:
 
 
 # Name: status, body, stated limit.
-REFUSALS: dict[str, tuple[int, dict[str, Any], int | None]] = {
+REJECTIONS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "vLLM": (
         400,
         openai_error(

@@ -1,4 +1,4 @@
-"""Refusals of the emulated engine, in vLLM's words."""
+"""Rejections of the emulated engine, in vLLM's words."""
 
 import asyncio
 from typing import Any
@@ -13,12 +13,12 @@ from tests.engines.servers import Served, served, until
 MESSAGES: list[Any] = [{"role": "user", "content": "How long is this queue?"}]
 
 
-async def test_a_prompt_beyond_the_context_is_refused_in_vllms_words(engine: Served) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
+async def test_a_prompt_beyond_the_context_is_rejected_in_vllms_words(engine: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as rejected:
         await engine.sdk.completions.create(model="tiny", prompt=[7] * 9_000, max_tokens=1)
-    assert "maximum context length is 8192 tokens" in refused.value.message
-    assert "contains 9000 input tokens" in refused.value.message
-    assert (refused.value.type, refused.value.code, refused.value.param) == (
+    assert "maximum context length is 8192 tokens" in rejected.value.message
+    assert "contains 9000 input tokens" in rejected.value.message
+    assert (rejected.value.type, rejected.value.code, rejected.value.param) == (
         "BadRequestError",
         "400",
         "input_tokens",
@@ -30,7 +30,7 @@ async def test_a_prompt_beyond_the_context_is_refused_in_vllms_words(engine: Ser
             )
 
 
-async def test_an_output_beyond_the_context_is_refused_and_one_beyond_what_is_left_is_cut(
+async def test_an_output_beyond_the_context_is_rejected_and_one_beyond_what_is_left_is_cut(
     engine: Served,
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="max_completion_tokens=9000 cannot be greater than"):
@@ -68,7 +68,7 @@ async def test_an_output_beyond_the_context_is_refused_and_one_beyond_what_is_le
         ("embeddings", b'{"input":"x","encoding_format":"hex"}', "encoding_format"),
     ],
 )
-async def test_an_invalid_body_is_refused(engine: Served, path: str, body: bytes, words: str) -> None:
+async def test_an_invalid_body_is_rejected(engine: Served, path: str, body: bytes, words: str) -> None:
     answer = await engine.http.post(f"/v1/{path}", content=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -77,7 +77,7 @@ async def test_an_invalid_body_is_refused(engine: Served, path: str, body: bytes
     assert (await engine.engine.load()).running == 0
 
 
-async def test_unknown_models_paths_and_methods_are_refused(engine: Served) -> None:
+async def test_unknown_models_paths_and_methods_are_rejected(engine: Served) -> None:
     with pytest.raises(
         openai.NotFoundError, match=r"The model `other` does not exist\. Valid aliases: tiny, alias\."
     ):
@@ -110,13 +110,13 @@ async def test_an_engine_with_priority_scheduling_accepts_priorities() -> None:
     assert order == [0, -5, 5]
 
 
-async def test_a_full_engine_refuses_with_503() -> None:
+async def test_a_full_engine_rejects_with_503() -> None:
     async with served(EmulatedEngineSettings(max_num_queued_reqs=2)) as it:
         body = {"prompt": "x", "n": 2, "max_tokens": 500, "ignore_eos": True}
         running = asyncio.create_task(it.http.post("/v1/completions", json=body))
         await until(lambda: it.is_running(2))
-        refused = await it.http.post("/v1/completions", json={"prompt": "x"})
-        assert refused.status_code == 503
-        assert "currently busy" in refused.json()["error"]["message"]
+        rejected = await it.http.post("/v1/completions", json={"prompt": "x"})
+        assert rejected.status_code == 503
+        assert "currently busy" in rejected.json()["error"]["message"]
         assert (await it.metrics())["vllm:admission_rejections_total"] == 1
         running.cancel()
