@@ -21,7 +21,7 @@ stops. `stop` loses no request:
 2. The server stops listening once handshakes in progress have been accepted.
 3. Each connection gets one more response, with `connection: close`.
 4. Connections that are idle for some seconds are closed. Open responses are awaited until the deadline, then
-cut.
+   cut.
 """
 
 import asyncio

@@ -3,17 +3,16 @@
 Rules, in order:
 
 1. A step computes at most `max_num_batched_tokens` tokens. A decoding sequence uses one. A prefill uses a
-chunk: the rest of its prompt, limited by the remaining budget. If the engine has another sequence,
-`long_prefill_token_threshold` also limits the chunk.
+   chunk: the rest of its prompt, limited by the remaining budget. If the engine has another sequence,
+   `long_prefill_token_threshold` also limits the chunk.
 2. Running sequences are scheduled first, in order of admission. When the budget is spent, the rest skip the
-step. KV blocks are allocated as tokens are computed, never ahead.
+   step. KV blocks are allocated as tokens are computed, never ahead.
 3. A running sequence that finds no free block preempts the last admitted (FCFS) or the least urgent
-   (priority)
-sequence, possibly itself. The victim loses its blocks, returns to the front of the waiting queue, and
-recomputes its prompt and the tokens that it had generated.
+   (priority) sequence, possibly itself. The victim loses its blocks, returns to the front of the waiting
+   queue, and recomputes its prompt and the tokens that it had generated.
 4. If nothing was preempted, waiting sequences are admitted from the head while there is budget and fewer than
-`max_num_seqs` run. The head's prefix is read from the cache, except for the last token, which is computed. A
-head that does not fit blocks those behind it.
+   `max_num_seqs` run. The head's prefix is read from the cache, except for the last token, which is computed.
+   A head that does not fit blocks those behind it.
 
 Rules 1 to 3 are applied to all running sequences at once if their order cannot matter, which is nearly
 always. The cost of a step then does not grow with the number of decoding sequences.

@@ -9,11 +9,10 @@ state. The rules that ensure this:
     state is a copy, rebuilt from the gateway's snapshot on each new connection. The scheduler is the
     authority on grants, because it holds the ledger.
 2.  *Grants of a request are numbered* 1, 2, 3, ... by the scheduler. Both sides count those issued or
-received,
-    and a new scheduler continues from the gateway's count. A gateway ignores a number that it has received
-    before. If a request runs here and waits there, the counts identify the lost message. If the gateway has
-    received fewer grants than were issued, the grant was lost and is sent again. If it has received as many,
-    its put-back was lost, and the snapshot repeats it.
+    received, and a new scheduler continues from the gateway's count. A gateway ignores a number that it has
+    received before. If a request runs here and waits there, the counts identify the lost message. If the
+    gateway has received fewer grants than were issued, the grant was lost and is sent again. If it has
+    received as many, its put-back was lost, and the snapshot repeats it.
 3.  *Each connection begins with a snapshot*: waiting requests, running requests, unacknowledged ends, and an
     end mark. Each entry is reconciled as it is read:
 
@@ -29,16 +28,13 @@ received,
     finished request is not mistaken for one whose client disconnected. A repeated end refers to an unknown
     request and is ignored; request ids are never reused.
 5.  *A lost rejection needs no rule*: the request is unknown here and waits there. It arrives again with its
-true
-    age, and is rejected again or admitted. The client receives one answer.
+    true age, and is rejected again or admitted. The client receives one answer.
 6.  *A disconnected gateway keeps its requests for a grace period.* Grants issued in that time are lost ones
-by
-    rule 2. Afterwards waiting requests are released. Running ones stay charged until reports of their engines
-    show that they have ended (`Orphans`), because the engines may still be computing them. A gateway that
-    reconnects later recovers them by rule 3.
+    by rule 2. Afterwards waiting requests are released. Running ones stay charged until reports of their
+    engines show that they have ended (`Orphans`), because the engines may still be computing them. A gateway
+    that reconnects later recovers them by rule 3.
 7.  *A new connection of a gateway replaces the old one*, which is not read again. A gateway has one
-connection
-    and each process its own gateway id, so a connection only replaces its predecessor.
+    connection and each process its own gateway id, so a connection only replaces its predecessor.
 8.  *A grant that can no longer be delivered*, because its replica left before the gateway received the grant,
     is put back here on behalf of the gateway: the replica never received the request.
 """
