@@ -102,7 +102,7 @@ METRIC_ADVICE = {
     "ewsjf_put_backs_total": "As `ewsjf_gateway_put_backs_total`, as the scheduler saw them.",
     "ewsjf_queue_drain_tokens_per_second": "`Retry-After` rests on it; below the plan, engines are slow.",
     "ewsjf_queue_estimate_error_seconds": (
-        "Wide against the waits: clients that are told hear little; it settles as bursts repeat."
+        "Wide compared with the waits: the estimates are imprecise; they improve as bursts repeat."
     ),
     "ewsjf_queue_estimates_total": (
         "`inside` should be about 0.8 of the `first` ones. Many `after`: bursts are longer than those before."

@@ -7,7 +7,7 @@ WAITS = 'sum by (le) (increase(ewsjf_queue_wait_seconds_bucket{model=~"$model"}[
 PREDICTION_ERROR = "ewsjf_queue_wait_prediction_error"
 QUEUE_WAIT = "ewsjf_length_queue_wait_seconds"
 ESTIMATES = "ewsjf_queue_estimates_total"
-FIRST = ', told="first"'
+FIRST = ', estimate="first"'
 INSIDE = f'{FIRST}, verdict="inside"'
 
 BLOCKED_HEADS = line(
@@ -142,8 +142,8 @@ SCHEDULING = Dashboard(
                     (quantile(0.9, "ewsjf_queue_wait_prediction_error_seconds"), "P90"),
                 ),
                 line(
-                    "Starts within the interval told",
-                    "Of requests whose clients asked where they stand; 80 % is meant.",
+                    "Starts within the predicted interval",
+                    "Of requests whose clients subscribe to queue updates; the target is 80 %.",
                     "percentunit",
                     (f"{rate(ESTIMATES, 'class', INSIDE)} / {rate(ESTIMATES, 'class', FIRST)}", "{{class}}"),
                 ),

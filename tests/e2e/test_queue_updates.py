@@ -66,7 +66,7 @@ async def listen(http: httpx.AsyncClient, number: int) -> Heard:
 
 async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app: Served) -> None:
     limits = httpx.Limits(max_connections=STREAMS + 10)
-    before = app.metric("ewsjf_queue_estimates_total", told="first")
+    before = app.metric("ewsjf_queue_estimates_total", estimate="first")
     async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
         heard = await asyncio.gather(*(listen(http, number) for number in range(STREAMS)))
     assert {(one.status, one.tokens, one.ends, one.after_answer) for one in heard} == {(200, TOKENS, 1, 0)}
@@ -80,7 +80,7 @@ async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app:
     # Of a single stream it may rise: a shorter prompt that comes later may go first.
     moved = [one.positions for one in told if len(one.positions) >= 2]
     assert sum(positions[-1] for positions in moved) < sum(positions[0] for positions in moved)
-    assert app.metric("ewsjf_queue_estimates_total", told="first") > before
+    assert app.metric("ewsjf_queue_estimates_total", estimate="first") > before
 
 
 async def test_a_value_that_means_nothing_is_rejected(app: Served) -> None:

@@ -28,11 +28,11 @@ from serve_app.core.request import ScheduledRequest
 _Kind = tuple[object, ...]
 
 # Prior quantiles, before any observation.
-_UNKNOWN = Quantiles(0.2, 1.0, 3.0)
+_PRIOR = Quantiles(0.2, 1.0, 3.0)
 # Observations after which the ratios of a kind are used.
-_ENOUGH = 30
+_MIN_OBSERVATIONS = 30
 # Positions beyond this octave are treated alike: with more slots, variations average out.
-_MOST_OCTAVE = 8
+_MAX_OCTAVE = 8
 # Seconds of backlog until the rate of a single pool is used, and until any rate is.
 _OWN_RATE_S, _ANY_RATE_S = 5.0, 1.0
 # As in `admission.wait_prediction`.
@@ -43,7 +43,7 @@ _OVERDUE_RATIO = 1.25
 
 
 @dataclass(slots=True, eq=False)
-class _Note:
+class _OpenEstimate:
     """An estimate to be compared with its outcome.
 
     Attributes:
@@ -67,9 +67,9 @@ class StartEstimates:
         self._drains: dict[str, DrainRate] = {}
         self._spreads: dict[_Kind, RatioSpread] = {}
         self._margins: defaultdict[tuple[int, int], Margin] = defaultdict(Margin)
-        self._notes: dict[str, list[_Note]] = {}
-        self._due: list[tuple[float, int, _Note]] = []
-        self._noted = 0
+        self._open: dict[str, list[_OpenEstimate]] = {}
+        self._due: list[tuple[float, int, _OpenEstimate]] = []
+        self._recorded = 0
 
     def on_time(self, homes: Mapping[str, int], now: float) -> None:
         """Record the number of queued requests by home pool since the last call."""
@@ -78,9 +78,9 @@ class StartEstimates:
         for home in homes.keys() - self._drains.keys():
             self._drains[home] = DrainRate(now)
 
-    def pause(self) -> None:
+    def reset(self) -> None:
         """Discard open estimates while no request is watched, because dispatches are not observed then."""
-        self._notes.clear()
+        self._open.clear()
         self._due.clear()
 
     def rate(self, home: str, share: float) -> float | None:
@@ -108,19 +108,19 @@ class StartEstimates:
             uncorrected_s * ratios.high * margin.high,
         )
 
-    def note(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float, now: float) -> None:
+    def record(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float, now: float) -> None:
         """Store an estimate if the request has not been in this octave of positions."""
         octave = position.bit_length()
-        notes = self._notes.get(scheduled.request.request_id)
-        if notes is None:
-            notes = self._notes[scheduled.request.request_id] = []
-        elif notes[-1].octave <= octave:
+        estimates = self._open.get(scheduled.request.request_id)
+        if estimates is None:
+            estimates = self._open[scheduled.request.request_id] = []
+        elif estimates[-1].octave <= octave:
             return
         start = self.start(scheduled, position, uncorrected_s)
-        note = _Note(scheduled, octave, now, uncorrected_s, start)
-        notes.append(note)
-        self._noted += 1
-        heapq.heappush(self._due, (now + start.high, self._noted, note))
+        estimate = _OpenEstimate(scheduled, octave, now, uncorrected_s, start)
+        estimates.append(estimate)
+        self._recorded += 1
+        heapq.heappush(self._due, (now + start.high, self._recorded, estimate))
 
     def learn_overdue(self, now: float) -> None:
         """Learn from requests that still wait after the end of their interval."""
@@ -132,27 +132,27 @@ class StartEstimates:
         drain = self._drains.get(scheduled.pools[0])
         if drain is not None:
             drain.on_dispatch(scheduled.estimate.expected_tokens)
-        for note in self._notes.pop(scheduled.request.request_id, ()):
-            self._learn(note, 1.0, now)
+        for estimate in self._open.pop(scheduled.request.request_id, ()):
+            self._learn(estimate, 1.0, now)
 
     def on_expiry(self, request_id: str, now: float) -> None:
         """Learn from a request whose queue timeout ended."""
-        for note in self._notes.pop(request_id, ()):
-            self._learn(note, _EXPIRED_RATIO, now)
+        for estimate in self._open.pop(request_id, ()):
+            self._learn(estimate, _EXPIRED_RATIO, now)
 
-    def forget(self, request_id: str) -> None:
+    def discard(self, request_id: str) -> None:
         """Discard the estimates of a request that left for another reason."""
-        for note in self._notes.pop(request_id, ()):
-            note.learned = True
+        for estimate in self._open.pop(request_id, ()):
+            estimate.learned = True
 
-    def _learn(self, note: _Note, by: float, now: float) -> None:
-        if note.learned:
+    def _learn(self, estimate: _OpenEstimate, by: float, now: float) -> None:
+        if estimate.learned:
             return
-        note.learned = True
-        octave, actual_s = min(note.octave, _MOST_OCTAVE), by * (now - note.at)
-        self._margins[note.scheduled.request.priority.rank, octave].learn(actual_s, note.start)
-        ratio = actual_s / note.uncorrected_s
-        for kind in _kinds(note.scheduled, octave):
+        estimate.learned = True
+        octave, actual_s = min(estimate.octave, _MAX_OCTAVE), by * (now - estimate.at)
+        self._margins[estimate.scheduled.request.priority.rank, octave].learn(actual_s, estimate.start)
+        ratio = actual_s / estimate.uncorrected_s
+        for kind in _kinds(estimate.scheduled, octave):
             spread = self._spreads.get(kind)
             if spread is None:
                 spread = self._spreads[kind] = RatioSpread()
@@ -161,16 +161,16 @@ class StartEstimates:
     def _ratios(self, scheduled: ScheduledRequest, octave: int) -> Quantiles:
         for kind in _kinds(scheduled, octave):
             spread = self._spreads.get(kind)
-            if spread is not None and spread.count >= _ENOUGH:
+            if spread is not None and spread.count >= _MIN_OBSERVATIONS:
                 return spread.quantiles()
-        return _UNKNOWN
+        return _PRIOR
 
     def __repr__(self) -> str:
-        return f"<StartEstimates of {len(self._notes)} requests, {len(self._spreads)} kinds>"
+        return f"<StartEstimates of {len(self._open)} requests, {len(self._spreads)} kinds>"
 
 
 def _octave(position: int) -> int:
-    return min(position.bit_length(), _MOST_OCTAVE)
+    return min(position.bit_length(), _MAX_OCTAVE)
 
 
 def _kinds(scheduled: ScheduledRequest, octave: int) -> tuple[_Kind, ...]:

@@ -8,19 +8,19 @@ import math
 from dataclasses import dataclass
 
 _PER_OCTAVE = 8
-_LEAST_OCTAVE, _MOST_OCTAVE = -7, 5
-_BINS = _PER_OCTAVE * (_MOST_OCTAVE - _LEAST_OCTAVE)
-# A ratio's weight after n more is `_KEPT ** n`: about the last two hundred count.
-_KEPT = 0.995
+_MIN_OCTAVE, _MAX_OCTAVE = -7, 5
+_BINS = _PER_OCTAVE * (_MAX_OCTAVE - _MIN_OCTAVE)
+# A ratio's weight after n more is `_DECAY ** n`: about the last two hundred count.
+_DECAY = 0.995
 # Weights are rescaled before they overflow.
-_MOST_WEIGHT = 1e9
+_MAX_WEIGHT = 1e9
 # Intended share of the times beyond each bound.
 _TAIL = 0.1
 # Change of a margin by one observation, on the logarithmic scale, and maximum of a margin.
 _STEP = 0.05
-_MOST_MARGIN = 8.0
+_MAX_MARGIN = 8.0
 # Intervals start wide, because they have not been compared with any outcome.
-_FIRST_MARGIN = 2.0
+_INITIAL_MARGIN = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class RatioSpread:
     def add(self, ratio: float) -> None:
         """Add one ratio, which must not be negative."""
         octaves = math.log2(ratio) if ratio > 0 else -math.inf
-        place = min(max(octaves - _LEAST_OCTAVE, 0.0), _MOST_OCTAVE - _LEAST_OCTAVE) * _PER_OCTAVE
+        place = min(max(octaves - _MIN_OCTAVE, 0.0), _MAX_OCTAVE - _MIN_OCTAVE) * _PER_OCTAVE
         self._weights[min(int(place), _BINS - 1)] += self._weight
         self._total += self._weight
         self.count += 1
-        self._weight /= _KEPT
+        self._weight /= _DECAY
         self._quantiles = None
-        if self._weight > _MOST_WEIGHT:
+        if self._weight > _MAX_WEIGHT:
             self._weights = [weight / self._weight for weight in self._weights]
             self._total /= self._weight
             self._weight = 1.0
@@ -74,10 +74,10 @@ class RatioSpread:
         wanted, seen = share * self._total, 0.0
         for place, weight in enumerate(self._weights):
             if weight and seen + weight >= wanted:
-                octaves: float = _LEAST_OCTAVE + (place + (wanted - seen) / weight) / _PER_OCTAVE
+                octaves: float = _MIN_OCTAVE + (place + (wanted - seen) / weight) / _PER_OCTAVE
                 return math.exp2(octaves)
             seen += weight
-        return math.exp2(_MOST_OCTAVE)
+        return math.exp2(_MAX_OCTAVE)
 
     def __repr__(self) -> str:
         return f"<RatioSpread of {self.count}>"
@@ -100,14 +100,14 @@ class Margin:
     __slots__ = ("high", "low")
 
     def __init__(self) -> None:
-        self.low = self.high = _FIRST_MARGIN
+        self.low = self.high = _INITIAL_MARGIN
 
-    def learn(self, actual_s: float, told: Quantiles) -> None:
+    def learn(self, actual_s: float, interval: Quantiles) -> None:
         """Compare an interval with its outcome."""
-        self.low = _moved(self.low, missed=actual_s < told.low)
-        self.high = _moved(self.high, missed=actual_s > told.high)
+        self.low = _moved(self.low, missed=actual_s < interval.low)
+        self.high = _moved(self.high, missed=actual_s > interval.high)
 
 
 def _moved(factor: float, *, missed: bool) -> float:
     moved = factor * math.exp(_STEP * (1 - _TAIL if missed else -_TAIL))
-    return min(max(moved, 1.0), _MOST_MARGIN)
+    return min(max(moved, 1.0), _MAX_MARGIN)

@@ -1,6 +1,6 @@
 """Watched requests: queued requests whose clients subscribe to queue updates.
 
-`look` computes the positions of all queued requests at once, so its cost does not depend on the number of
+`updates` computes the positions of all queued requests at once, so its cost does not depend on the number of
 watched ones. It returns the updates to send now: the first estimate of a request immediately, and another
 when it has changed significantly, at most once per second. A request without significant changes still gets
 an update after some seconds, so that its client can distinguish slow progress from a stall.
@@ -21,18 +21,18 @@ from serve_app.core.scheduler import Scheduler
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
-# Least and greatest time between two updates of one request.
-_LEAST_S, _MOST_S = 1.0, 15.0
+# Minimum and maximum time between two updates of one request.
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 1.0, 15.0
 # Significant changes: a tenth of the position, or a quarter of the expected start that was sent.
 _PLACES, _START_RATIO = 10, 0.25
 # Changes of the expected start below this are noise.
 _START_S = 0.5
 # Maximum number of updates of one call: bounds the work that follows.
-MOST_UPDATES = 5_000
+MAX_UPDATES = 5_000
 
 INSIDE, BEFORE, AFTER = VERDICTS = "inside", "before", "after"
 """Position of the actual start relative to the interval that was sent."""
-FIRST, LAST = TOLD = "first", "last"
+FIRST, LAST = ESTIMATES = "first", "last"
 """The evaluated estimate: the first or the last one that was sent for a request."""
 
 
@@ -51,30 +51,30 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Honesty:
+class CalibrationError:
     """The error of one estimate.
 
     Attributes:
-        told: which estimate, one of `TOLD`.
+        estimate: which estimate, one of `ESTIMATES`.
         verdict: one of `VERDICTS`.
         error_s: actual minus expected start.
     """
 
     priority: PriorityClass
-    told: str
+    estimate: str
     verdict: str
     error_s: float
 
 
 @dataclass(slots=True)
-class _Told:
+class _SentEstimate:
     """An estimate that was sent, and its time; `start` is in seconds from then."""
 
     at: float
     position: int
     start: Quantiles | None
 
-    def judged(self, name: str, priority: PriorityClass, now: float) -> Iterator[Honesty]:
+    def errors(self, name: str, priority: PriorityClass, now: float) -> Iterator[CalibrationError]:
         """Yield the error of the estimate if the request starts now."""
         if self.start is None:
             return
@@ -84,11 +84,11 @@ class _Told:
             verdict = BEFORE
         elif actual_s > self.start.high:
             verdict = AFTER
-        yield Honesty(priority, name, verdict, actual_s - self.start.middle)
+        yield CalibrationError(priority, name, verdict, actual_s - self.start.middle)
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Subscription:
     """One watched request.
 
     Attributes:
@@ -97,8 +97,8 @@ class _Watched:
     """
 
     priority: PriorityClass
-    first: _Told | None = None
-    last: _Told | None = None
+    first: _SentEstimate | None = None
+    last: _SentEstimate | None = None
 
 
 class WatchedRequests:
@@ -106,7 +106,7 @@ class WatchedRequests:
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _Subscription] = {}
         self._estimates = StartEstimates(core.admission.predictor.drain)
 
     def __len__(self) -> int:
@@ -120,11 +120,11 @@ class WatchedRequests:
         if not self._watched:
             # Nothing was observed since the last watched request left.
             self._estimates.on_time({}, now)
-        self._watched.setdefault(request_id, _Watched(scheduled.request.priority))
+        self._watched.setdefault(request_id, _Subscription(scheduled.request.priority))
         return True
 
-    def look(self, now: float) -> Iterator[list[Outlook]]:
-        """Yield the updates to send now, at most `MOST_UPDATES`, the longest outstanding first.
+    def updates(self, now: float) -> Iterator[list[Outlook]]:
+        """Yield the updates to send now, at most `MAX_UPDATES`, the longest outstanding first.
 
         The work is done in parts, and each part yields some or no updates. Events may be handled between
         parts.
@@ -144,12 +144,12 @@ class WatchedRequests:
             yield []
         due: list[tuple[float, int, Outlook]] = []
         for home, order in orders.items():
-            for _ in self._look_at(home, order, due, now):
+            for _ in self._collect_updates(home, order, due, now):
                 yield []
-        if len(due) > MOST_UPDATES:
-            due = nsmallest(MOST_UPDATES, due)
+        if len(due) > MAX_UPDATES:
+            due = nsmallest(MAX_UPDATES, due)
         for at in range(0, len(due), PART):
-            yield [outlook for _, _, outlook in due[at : at + PART] if self._tell(outlook, now)]
+            yield [outlook for _, _, outlook in due[at : at + PART] if self._record_update(outlook, now)]
 
     def expected(
         self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
@@ -165,7 +165,7 @@ class WatchedRequests:
                 return Outlook(scheduled.request.request_id, position, start)
         return None
 
-    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> list[Honesty]:
+    def on_dispatch(self, scheduled: ScheduledRequest, now: float) -> list[CalibrationError]:
         """Observe the dispatch of any request. Return the errors of the estimates sent for it."""
         if not self._watched:
             return []
@@ -176,7 +176,7 @@ class WatchedRequests:
         self._estimates.on_dispatch(scheduled, now)
         return self._end(scheduled.request.request_id, now)
 
-    def on_conclusion(self, request_id: str, outcome: Outcome, now: float) -> list[Honesty]:
+    def on_conclusion(self, request_id: str, outcome: Outcome, now: float) -> list[CalibrationError]:
         """Observe the end of any request. Return the errors of the estimates sent for it, if they are known.
 
         An estimate of an expired request is known to be wrong only if its interval had ended.
@@ -186,11 +186,11 @@ class WatchedRequests:
         if outcome is Outcome.EXPIRED:
             self._estimates.on_expiry(request_id, now)
             return [each for each in self._end(request_id, now) if each.verdict == AFTER]
-        self._estimates.forget(request_id)
+        self._estimates.discard(request_id)
         self._end(request_id, now)
         return []
 
-    def _look_at(
+    def _collect_updates(
         self, home: str, order: Sequence[ScheduledRequest], due: list[tuple[float, int, Outlook]], now: float
     ) -> Iterator[None]:
         estimates, watched = self._estimates, self._watched
@@ -204,14 +204,14 @@ class WatchedRequests:
                 continue
             uncorrected_s = None if rate is None else max(1, ahead) / rate
             if uncorrected_s is not None:
-                estimates.note(scheduled, position, uncorrected_s, now)
+                estimates.record(scheduled, position, uncorrected_s, now)
             one = watched.get(scheduled.request.request_id)
-            if one is None or (one.last is not None and now - one.last.at < _LEAST_S):
+            if one is None or (one.last is not None and now - one.last.at < _MIN_INTERVAL_S):
                 continue
             start = self._start(scheduled, position, uncorrected_s, now)
-            if _matters(one.last, position, start, now):
-                told_at = float("-inf") if one.last is None else one.last.at
-                due.append((told_at, len(due), Outlook(scheduled.request.request_id, position, start)))
+            if _is_significant(one.last, position, start, now):
+                sent_at = float("-inf") if one.last is None else one.last.at
+                due.append((sent_at, len(due), Outlook(scheduled.request.request_id, position, start)))
 
     def _rate(self, home: str, order: Sequence[ScheduledRequest]) -> float | None:
         """Return the tokens per second that drain from this order, or None while the rate is unknown."""
@@ -224,28 +224,28 @@ class WatchedRequests:
         if uncorrected_s is None or self._core.admission.outages.concern(scheduled.pools):
             return None
         start = self._estimates.start(scheduled, position, uncorrected_s)
-        rests_s = scheduled.resting_until - now
-        if rests_s > start.low:
-            start = Quantiles(rests_s, max(rests_s, start.middle), max(rests_s, start.high))
+        backoff_s = scheduled.resting_until - now
+        if backoff_s > start.low:
+            start = Quantiles(backoff_s, max(backoff_s, start.middle), max(backoff_s, start.high))
         return start
 
-    def _tell(self, outlook: Outlook, now: float) -> bool:
+    def _record_update(self, outlook: Outlook, now: float) -> bool:
         """Record an update. Return whether the request is still watched."""
         one = self._watched.get(outlook.request_id)
         if one is None:
             return False
-        one.last = _Told(now, outlook.position, outlook.start)
+        one.last = _SentEstimate(now, outlook.position, outlook.start)
         if one.first is None and outlook.start is not None:
             one.first = one.last
         return True
 
-    def _end(self, request_id: str, now: float) -> list[Honesty]:
+    def _end(self, request_id: str, now: float) -> list[CalibrationError]:
         one = self._watched.pop(request_id, None)
         if not self._watched:
-            self._estimates.pause()
+            self._estimates.reset()
         if one is None or one.first is None or one.last is None:
             return []
-        return [*one.first.judged(FIRST, one.priority, now), *one.last.judged(LAST, one.priority, now)]
+        return [*one.first.errors(FIRST, one.priority, now), *one.last.errors(LAST, one.priority, now)]
 
     def _waiting_at_home(self) -> Counter[str]:
         waiting = Counter[str]()
@@ -257,13 +257,13 @@ class WatchedRequests:
         return f"<WatchedRequests {len(self._watched)}, {self._estimates}>"
 
 
-def _matters(told: _Told | None, position: int, start: Quantiles | None, now: float) -> bool:
+def _is_significant(last: _SentEstimate | None, position: int, start: Quantiles | None, now: float) -> bool:
     """Return whether an update is due after the last one."""
-    if told is None or now - told.at >= _MOST_S:
+    if last is None or now - last.at >= _MAX_INTERVAL_S:
         return True
-    if abs(position - told.position) >= max(1, told.position // _PLACES):
+    if abs(position - last.position) >= max(1, last.position // _PLACES):
         return True
-    if start is None or told.start is None:
-        return start is not told.start
-    moved_s = abs(start.middle - (told.start.middle - (now - told.at)))
-    return moved_s >= max(_START_S, _START_RATIO * told.start.middle)
+    if start is None or last.start is None:
+        return start is not last.start
+    moved_s = abs(start.middle - (last.start.middle - (now - last.at)))
+    return moved_s >= max(_START_S, _START_RATIO * last.start.middle)

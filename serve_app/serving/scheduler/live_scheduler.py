@@ -151,7 +151,7 @@ class LiveScheduler:
         self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
         surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
         self.recorder = MinutesRecorder(self.core, self.history, surroundings)
-        tell, count = self._gateways.tell_outlooks, self._metrics.on_honesty
+        tell, count = self._gateways.tell_outlooks, self._metrics.on_calibration_errors
         self._outlook = QueueWatch(self.core, self.now, tell, count)
         self._receipts = Receipts(self.core, self.history, self._outlook)
         self._log = self._open_log()

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from serve_app.core.accounting.wait_causes import WaitBreakdown
 from serve_app.core.commands import Dispatch, ReportStale
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
-from serve_app.core.outlook.watched import VERDICTS, Honesty
+from serve_app.core.outlook.watched import VERDICTS, CalibrationError
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.adaptive_b_short import BShortChanged
 from serve_app.errors import Outcome
@@ -79,10 +79,10 @@ class SchedulerMetrics:
         text = "Requests that ended in an engine, by tenant."
         self._tenant_requests = counter("ewsjf_tenant_requests", text, "tenant")
         text = (
-            "Estimates of their start that requests were told in the queue, the first and the last of each, "
-            "by whether the start was inside the interval, before or after it."
+            "Expected starts sent to queued requests, the first and the last of each, by whether the request "
+            "started inside the interval, before or after it."
         )
-        self._told_verdicts = counter("ewsjf_queue_estimates", text, "class", "told", "verdict")
+        self._start_verdicts = counter("ewsjf_queue_estimates", text, "class", "estimate", "verdict")
 
     def _make_histograms(self) -> None:
         histogram = self._histogram
@@ -95,9 +95,9 @@ class SchedulerMetrics:
         text = "Predicted minus actual wait of requests that were dispatched and had a prediction."
         name = "ewsjf_queue_wait_prediction_error_seconds"
         self._predicted_error = histogram(name, text, _ERROR_BOUNDS_S, "class")
-        text = "Actual start minus the one that a waiting request was told to expect, the first and the last."
+        text = "Actual minus expected start, of the first and the last estimate sent to a queued request."
         name = "ewsjf_queue_estimate_error_seconds"
-        self._told_error = histogram(name, text, _ERROR_BOUNDS_S, "class", "told")
+        self._start_error = histogram(name, text, _ERROR_BOUNDS_S, "class", "estimate")
         text = "Estimated over actual tokens of ended requests; 1 is right, above 1 was estimated too high."
         estimates = histogram("ewsjf_estimate_ratio", text, _RATIO_BOUNDS, "kind")
         self._estimates = {kind: estimates[self._model, kind] for kind in ("prompt", "output")}
@@ -172,14 +172,14 @@ class SchedulerMetrics:
             if is_long is (home == first):
                 self._misroutes[model, home, "long" if is_long else "short"].inc()
 
-    def on_honesty(self, honesty: Iterable[Honesty]) -> None:
+    def on_calibration_errors(self, errors: Iterable[CalibrationError]) -> None:
         """Record the errors of estimates that waiting requests received."""
-        for one in honesty:
-            labels = self._model, one.priority, one.told
+        for one in errors:
+            labels = self._model, one.priority, one.estimate
             # Create all verdicts at once, so that the rate of one that never occurred is 0 instead of absent.
-            verdicts = {verdict: self._told_verdicts[(*labels, verdict)] for verdict in VERDICTS}
+            verdicts = {verdict: self._start_verdicts[(*labels, verdict)] for verdict in VERDICTS}
             verdicts[one.verdict].inc()
-            self._told_error[labels].observe(one.error_s)
+            self._start_error[labels].observe(one.error_s)
 
     def on_partition_change(self, reason: str) -> None:
         """Count a learned partition that was put in force."""

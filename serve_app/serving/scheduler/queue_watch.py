@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
 from serve_app.core import Scheduler
-from serve_app.core.outlook.watched import Honesty, Outlook, WatchedRequests
+from serve_app.core.outlook.watched import CalibrationError, Outlook, WatchedRequests
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import RequestOutlook
 from serve_app.serving.scheduler.journal import Entry
@@ -30,7 +30,7 @@ class QueueWatch:
         core: Scheduler,
         now: Callable[[], float],
         tell: Callable[[Iterable[RequestOutlook]], None],
-        count: Callable[[Iterable[Honesty]], None],
+        count: Callable[[Iterable[CalibrationError]], None],
     ) -> None:
         self._now, self._tell, self._count = now, tell, count
         self._watched = WatchedRequests(core)
@@ -70,7 +70,7 @@ class QueueWatch:
             self._timer.cancel()
 
     def _look(self) -> None:
-        self._go_on(self._watched.look(self._now()), 0.0)
+        self._go_on(self._watched.updates(self._now()), 0.0)
 
     def _go_on(self, look: Iterator[list[Outlook]], took_s: float) -> None:
         """Run one part of an update, and schedule the next part or the next update."""

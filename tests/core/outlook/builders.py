@@ -24,6 +24,6 @@ def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Se
             return found
 
 
-def told(watched: WatchedRequests, now: float) -> dict[str, Outlook]:
-    """What one look tells, by request."""
-    return {outlook.request_id: outlook for part in watched.look(now) for outlook in part}
+def updates(watched: WatchedRequests, now: float) -> dict[str, Outlook]:
+    """The updates of one call, by request."""
+    return {outlook.request_id: outlook for part in watched.updates(now) for outlook in part}

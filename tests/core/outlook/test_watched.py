@@ -4,12 +4,12 @@ import pytest
 
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.events import Arrived, Cancelled, Event, Finished, ReplicaLost, ReplicaReported, Woke
-from serve_app.core.outlook.watched import MOST_UPDATES, Honesty, WatchedRequests
+from serve_app.core.outlook.watched import MAX_UPDATES, CalibrationError, WatchedRequests
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from tests.builders import ManualDriver, fill, one_replica, report, request
 
-from .builders import ordered_requests, told
+from .builders import ordered_requests, updates
 
 USAGE = Usage(prompt_tokens=40, output_tokens=10)
 
@@ -18,7 +18,7 @@ class Line:
     """One replica that serves one request after the other, each for a while, and those that wait for it.
 
     Attributes:
-        honesty: of what was told.
+        errors: of the estimates that were sent.
         started: when each was dispatched, in that order.
     """
 
@@ -26,7 +26,7 @@ class Line:
         self.driver: ManualDriver = one_replica(limits={"max_num_seqs": 1}, **changes)
         self.watched = WatchedRequests(self.driver.scheduler)
         self.service_s = service_s
-        self.honesty: list[Honesty] = []
+        self.errors: list[CalibrationError] = []
         self.started: dict[str, float] = {}
         self._arrived = 0
         self._running: list[str] = []
@@ -43,10 +43,10 @@ class Line:
                 self._running.append(command.request_id)
                 self.started[command.request_id] = self.now
                 scheduled = self.driver.find(command.request_id)
-                self.honesty += self.watched.on_dispatch(scheduled, self.now)
+                self.errors += self.watched.on_dispatch(scheduled, self.now)
             elif isinstance(command, Conclude):
                 outcome = command.conclusion.outcome
-                self.honesty += self.watched.on_conclusion(command.request_id, outcome, self.now)
+                self.errors += self.watched.on_conclusion(command.request_id, outcome, self.now)
 
     def arrive(self, count: int = 1, *, watch: bool = True, **fields: Any) -> list[str]:
         names = [f"r{self._arrived + number}" for number in range(count)]
@@ -74,29 +74,29 @@ class Line:
         self.arrive(count)
         for _ in range(count):
             self.serve()
-            told(self.watched, self.now)
+            updates(self.watched, self.now)
         self.arrive(3, watch=False)
         self.report()
-        self.honesty.clear()
+        self.errors.clear()
 
 
 def test_who_does_not_wait_is_not_watched() -> None:
     line = Line()
     assert not line.watched.watch("f0", 0.0)
     assert not line.watched.watch("nobody", 0.0)
-    assert told(line.watched, 0.0) == {}
+    assert updates(line.watched, 0.0) == {}
 
 
 def test_a_lone_waiting_request_has_the_first_place() -> None:
     line = Line()
     line.arrive()
-    assert {name: outlook.position for name, outlook in told(line.watched, line.now).items()} == {"r0": 1}
+    assert {name: outlook.position for name, outlook in updates(line.watched, line.now).items()} == {"r0": 1}
 
 
 def test_before_anything_was_dispatched_only_the_place_is_known() -> None:
     line = Line()
     line.arrive(3)
-    outlooks = told(line.watched, line.now)
+    outlooks = updates(line.watched, line.now)
     assert [outlook.position for outlook in outlooks.values()] == [1, 2, 3]
     assert [outlook.start for outlook in outlooks.values()] == [None, None, None]
 
@@ -106,7 +106,7 @@ def test_places_fall_as_others_are_served_and_the_order_is_kept() -> None:
     names = line.arrive(12)
     places: dict[str, list[int]] = {name: [] for name in names}
     for _ in range(12):
-        for name, outlook in told(line.watched, line.now).items():
+        for name, outlook in updates(line.watched, line.now).items():
             places[name].append(outlook.position)
         line.serve()
     assert list(line.started) == names
@@ -119,7 +119,7 @@ def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
     line = Line()
     line.learn()
     names = line.arrive(20)
-    outlooks = told(line.watched, line.now)
+    outlooks = updates(line.watched, line.now)
     starts = [outlooks[name].start for name in names]
     asked_at = line.now
     line.serve(23)
@@ -127,9 +127,9 @@ def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
         assert start is not None
         assert start.low <= start.middle <= start.high
         assert start.middle == pytest.approx(line.started[name] - asked_at, rel=0.4, abs=1.0)
-    assert len(line.honesty) == 40
-    assert sum(one.verdict == "inside" for one in line.honesty) >= 30
-    assert max(abs(one.error_s) for one in line.honesty) < 8.0
+    assert len(line.errors) == 40
+    assert sum(one.verdict == "inside" for one in line.errors) >= 30
+    assert max(abs(one.error_s) for one in line.errors) < 8.0
 
 
 def test_who_is_not_watched_may_expect_the_same_as_who_is() -> None:
@@ -141,7 +141,7 @@ def test_who_is_not_watched_may_expect_the_same_as_who_is() -> None:
     outlooks = {
         each.request.request_id: line.watched.expected(each, order, line.now) for each in order if each.queued
     }
-    assert {name: outlooks[name] for name in watched} == told(line.watched, line.now)
+    assert {name: outlooks[name] for name in watched} == updates(line.watched, line.now)
     asked_at, expected = line.now, outlooks[unwatched]
     assert expected is not None
     assert expected.position == len(order)
@@ -160,40 +160,40 @@ def test_who_is_not_in_the_order_may_expect_nothing() -> None:
 def test_nothing_is_told_twice_in_a_second_nor_without_news() -> None:
     line = Line()
     line.arrive(2)
-    assert set(told(line.watched, line.now)) == {"r0", "r1"}
-    assert told(line.watched, line.now + 0.5) == {}
-    assert told(line.watched, line.now + 1.5) == {}
+    assert set(updates(line.watched, line.now)) == {"r0", "r1"}
+    assert updates(line.watched, line.now + 0.5) == {}
+    assert updates(line.watched, line.now + 1.5) == {}
     line.report(after_s=1.0)
     line.serve()
-    assert set(told(line.watched, line.now)) == {"r1"}
+    assert set(updates(line.watched, line.now)) == {"r1"}
 
 
 def test_a_line_that_stands_still_is_told_after_a_while() -> None:
     line = Line()
     line.arrive()
-    told(line.watched, 0.0)
+    updates(line.watched, 0.0)
     for second in range(1, 15):
-        assert told(line.watched, float(second)) == {}, second
-    assert set(told(line.watched, 15.0)) == {"r0"}
+        assert updates(line.watched, float(second)) == {}, second
+    assert set(updates(line.watched, 15.0)) == {"r0"}
 
 
 def test_a_place_may_rise() -> None:
     line = Line()
     line.arrive()
-    assert told(line.watched, line.now)["r0"].position == 1
+    assert updates(line.watched, line.now)["r0"].position == 1
     line.report(after_s=1.5)
     line.arrive(3, watch=False, priority=PriorityClass.INTERACTIVE)
-    assert told(line.watched, line.now)["r0"].position == 4
+    assert updates(line.watched, line.now)["r0"].position == 4
 
 
 def test_no_start_is_expected_while_no_replica_is_alive() -> None:
     line = Line(no_replica_grace_s=60.0)
     line.learn()
     line.arrive(4)
-    before = told(line.watched, line.now)
+    before = updates(line.watched, line.now)
     assert all(outlook.start is not None for outlook in before.values())
     line.feed(ReplicaLost("r1"), after_s=1.5)
-    after = told(line.watched, line.now)
+    after = updates(line.watched, line.now)
     assert after
     assert all(outlook.start is None for outlook in after.values())
 
@@ -202,11 +202,11 @@ def test_who_expires_after_the_interval_was_told_too_little() -> None:
     line = Line()
     line.learn()
     line.arrive(3, expires_at=line.now + 400.0)
-    told(line.watched, line.now)
+    updates(line.watched, line.now)
     for _ in range(500):
         line.report(after_s=1.0)
         line.feed(Woke())
-    verdicts = [(one.told, one.verdict) for one in line.honesty]
+    verdicts = [(one.estimate, one.verdict) for one in line.errors]
     assert ("first", "after") in verdicts
     assert {verdict for _, verdict in verdicts} == {"after"}
     assert len(line.watched) == 0
@@ -216,21 +216,21 @@ def test_who_leaves_is_not_judged() -> None:
     line = Line()
     line.learn()
     line.arrive(3)
-    told(line.watched, line.now)
+    updates(line.watched, line.now)
     for name in list(line.watched._watched):
         line.feed(Cancelled(name))
-    assert line.honesty == []
+    assert line.errors == []
     assert len(line.watched) == 0
-    assert told(line.watched, line.now) == {}
+    assert updates(line.watched, line.now) == {}
 
 
 def test_nobody_is_looked_at_while_nobody_is_watched() -> None:
     line = Line()
     line.arrive(5, watch=False)
-    assert list(line.watched.look(line.now)) == []
+    assert list(line.watched.updates(line.now)) == []
     line.serve(5)
-    assert line.honesty == []
-    assert line.watched._estimates._notes == {}
+    assert line.errors == []
+    assert line.watched._estimates._open == {}
 
 
 def test_those_who_are_not_watched_teach_as_well() -> None:
@@ -238,7 +238,7 @@ def test_those_who_are_not_watched_teach_as_well() -> None:
     line.arrive(59, watch=False)
     line.arrive(1)
     for _ in range(60):
-        told(line.watched, line.now)
+        updates(line.watched, line.now)
         line.serve()
     assert max(spread.count for spread in line.watched._estimates._spreads.values()) >= 30
 
@@ -246,7 +246,7 @@ def test_those_who_are_not_watched_teach_as_well() -> None:
 def test_a_look_does_its_work_in_parts_and_bears_changes_between_them() -> None:
     line = Line(max_waiting=5_000)
     names = line.arrive(1_600, tenant="t1")
-    parts = line.watched.look(line.now)
+    parts = line.watched.updates(line.now)
     assert next(parts) == []
     line.feed(Cancelled("r5"))
     line.serve()
@@ -255,10 +255,10 @@ def test_a_look_does_its_work_in_parts_and_bears_changes_between_them() -> None:
 
 
 def test_one_look_tells_a_bounded_number_and_the_next_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.core.outlook.watched.MOST_UPDATES", 4)
-    assert MOST_UPDATES > 4
+    monkeypatch.setattr("serve_app.core.outlook.watched.MAX_UPDATES", 4)
+    assert MAX_UPDATES > 4
     line = Line()
     names = line.arrive(10)
-    first, second, third = (told(line.watched, line.now + at) for at in (0.0, 0.25, 0.5))
+    first, second, third = (updates(line.watched, line.now + at) for at in (0.0, 0.25, 0.5))
     assert (len(first), len(second), len(third)) == (4, 4, 2)
     assert {*first, *second, *third} == set(names)

@@ -153,9 +153,9 @@ async def test_the_start_is_told_and_counted_how_honestly(world: Simulation) -> 
     await end(gateway, task)
     await until(lambda: len(world.live.core) == 0)
     text = await world.live.exposition()
-    for told in ("first", "last"):
-        labels = f'class="interactive",model="m",told="{told}"'
-        whole = f'class="interactive",le="+Inf",model="m",told="{told}"'
+    for estimate in ("first", "last"):
+        labels = f'class="interactive",estimate="{estimate}",model="m"'
+        whole = f'class="interactive",estimate="{estimate}",le="+Inf",model="m"'
         # Errors are of either sign, and such a histogram has no count of its own.
         assert f"ewsjf_queue_estimate_error_seconds_bucket{{{whole}}} 1.0" in text
         counts = [
