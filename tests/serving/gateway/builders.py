@@ -1,4 +1,4 @@
-"""What the gateway's tests are made of: a fake scheduler, replicas with scripted answers, real servers."""
+"""Builders for gateway tests: a fake scheduler client, replicas with scripted answers, real servers."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ TOKEN = "secret-of-the-replica"
 
 
 def serving(app: ASGIApp, port: int = 0) -> contextlib.AbstractAsyncContextManager[int]:
-    """Serve an engine or a gateway; yields the port."""
+    """Serve an engine or a gateway; yield the port."""
     return listening(app, port)
 
 
@@ -39,13 +39,13 @@ Answer = Callable[[Scope, dict[str, Any], Send], Awaitable[None]]
 
 
 class Engine:
-    """An OpenAI-like engine: answers with numbered words, counts what runs, and can be told to misbehave.
+    """OpenAI-like engine that answers with numbered words, counts requests and can be scripted to fail.
 
     Attributes:
-        answers: taken from the left, one for each request, before the ordinary behaviour.
-        bodies: what came in, as bytes.
-        running: requests under way.
-        aborted: requests whose client went before the end.
+        answers: scripted answers, one per request, first to last; the default behaviour follows.
+        bodies: received bodies.
+        running: requests in flight.
+        aborted: requests whose client disconnected before the end.
     """
 
     def __init__(self, *, token_delay_s: float = 0.0) -> None:
@@ -190,7 +190,7 @@ async def reply_json(send: Send, status: int, document: object, headers: Any = (
 
 
 def replies(status: int, document: object, headers: Any = ()) -> Answer:
-    """An answer of the engine to whatever comes next."""
+    """Return an answer with this status and JSON document."""
 
     async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         await reply_json(send, status, document, headers)
@@ -243,7 +243,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class RawReplica:
-    """A replica below HTTP: reads one request at a time, then a script does with the socket what it likes."""
+    """Replica below HTTP: reads one request at a time and passes the socket to a script."""
 
     def __init__(self, script: Callable[[asyncio.StreamWriter, bytes, int], Awaitable[None]]) -> None:
         self.requests: list[bytes] = []
@@ -284,16 +284,16 @@ class RawReplica:
 
 @dataclass
 class FakeDispatcher:
-    """A scheduler that does as it is told and writes down what it hears.
+    """Scheduler client that plays a script and records calls.
 
     Attributes:
-        ports: replicas, by port; grants go to the first.
-        script: answers to `acquire` and `put_back`, from the left; a grant for the first replica when empty.
-        gate: while it is clear requests wait in the queue.
-        events: what the gateway told, in order.
-        engine_priority: what grants bring for the engine.
-        is_connected: whether it is there; one that is not knows no replica.
-        watching: whom to tell of the queue, by request.
+        ports: replicas, by port; grants name the first.
+        script: results of `acquire` and `put_back`, first to last; when empty, a grant for the first replica.
+        gate: requests stay queued until it is set.
+        events: calls of the gateway, in order.
+        engine_priority: engine priority in grants.
+        is_connected: whether the scheduler is reachable; if not, no replica is known.
+        watching: queue update callbacks, by request.
     """
 
     ports: list[int]
@@ -337,7 +337,7 @@ class FakeDispatcher:
         usage: Usage | None = None,
         times: RequestTimes | None = None,
     ) -> None:
-        self.held.remove(request_id)  # raises when it is told twice
+        self.held.remove(request_id)  # raises on a second report
         self.events.append(("finished", outcome, usage))
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
@@ -391,11 +391,11 @@ class FakeDispatcher:
         )
 
     def names(self) -> list[str]:
-        """The kinds of events, in order."""
+        """Return the kinds of events, in order."""
         return [str(event[0]) for event in self.events]
 
     def outcomes(self) -> list[Outcome]:
-        """How requests were reported finished."""
+        """Return the reported outcomes, in order."""
         return [event[1] for event in self.events if event[0] == "finished"]
 
 
@@ -407,10 +407,10 @@ _numbers = itertools.count()
 
 
 def gateway(dispatcher: SchedulerClient, views: Any = None, **changes: Any) -> Gateway:
-    """A gateway over one model.
+    """Build a gateway with one model.
 
     Args:
-        views: answers what admins ask; None answers nothing.
+        views: answers admin questions; None has no answers.
     """
     settings = {
         "models": (ServedModel(name=MODEL, max_model_len=4096),),
@@ -422,7 +422,7 @@ def gateway(dispatcher: SchedulerClient, views: Any = None, **changes: Any) -> G
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """Wait until something is true; fails when it does not come true in time."""
+    """Wait until the condition is true; fail after `within_s`."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "it did not come true in time"
@@ -430,12 +430,12 @@ async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> 
 
 
 def chat(**changes: Any) -> dict[str, Any]:
-    """A small chat request."""
+    """Return a small chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **changes}
 
 
 class Answers:
-    """Stands for a scheduler that admins ask; a question without a function has an empty answer."""
+    """Fake scheduler for admin questions; a question without a function has an empty answer."""
 
     def __init__(self, **answers: Callable[..., Awaitable[Any]]) -> None:
         self._answers = answers
@@ -448,7 +448,7 @@ class Answers:
 
 @contextlib.asynccontextmanager
 async def looked_into(views: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway whose schedulers answer so, and a client with the key of an admin; `k2` is another's.
+    """Run a gateway over these schedulers; yield a client with an admin key. `k2` is another tenant's key.
 
     Args:
         views: by model.

@@ -1,4 +1,4 @@
-"""Noun fixtures of the gateway's tests: an engine, a scheduler, a gateway over both, and its base URL."""
+"""Fixtures for gateway tests: an engine, a scheduler, a gateway over both, and its base URL."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from .builders import Engine, FakeDispatcher, gateway, serving
 
 @dataclass
 class Stage:
-    """A gateway in front of one engine, all with real sockets."""
+    """A gateway in front of one engine, with real sockets."""
 
     engine: Engine
     dispatcher: FakeDispatcher
@@ -30,7 +30,7 @@ class Stage:
 
 @pytest.fixture
 def served_as_asgi() -> bool:
-    """Whether the gateway is served as behind another ASGI server."""
+    """Return whether another ASGI server serves the gateway."""
     return False
 
 
@@ -48,10 +48,10 @@ async def staged(
     served_as_asgi: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """A gateway with these settings.
+    """Run a gateway with these settings.
 
     Args:
-        engine: whose answers the test does not script; `Stage.engine` is idle then.
+        engine: replaces the scripted engine; `Stage.engine` is then idle.
     """
     scripted, dispatcher = Engine(), dispatcher or FakeDispatcher([])
     async with serving(engine or scripted) as engine_port:

@@ -1,4 +1,4 @@
-"""A gateway over HTTP, a live scheduler, and engines that may misbehave behind it: all on one event loop."""
+"""Fleet for tests: a gateway over HTTP, a live scheduler and scriptable engines on one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ CHANNEL = ChannelSettings(heartbeat_s=0.2, dead_after_s=10.0, gateway_grace_s=5.
 
 @dataclass
 class Fleet:
-    """Everything from a client's connection to the engines.
+    """Everything between a client's connection and the engines.
 
     Attributes:
-        world: the scheduler and its channel.
+        world: the scheduler and its control channel.
         http: a client of the gateway.
-        wire: between gateway and scheduler, when the fleet has relays.
-        relays: between gateway and replicas, one each, when it has them.
+        wire: relay between gateway and scheduler, if the fleet has relays.
+        relays: relays between gateway and replicas, one per replica, if the fleet has them.
     """
 
     world: Simulation
@@ -45,7 +45,7 @@ class Fleet:
 
     @property
     def core(self) -> Any:
-        """The scheduler itself, to be looked at."""
+        """Return the scheduling core, for inspection."""
         return self.world.live.core
 
 
@@ -60,10 +60,10 @@ async def fleet_of(
     parts: Mapping[str, Any] = MappingProxyType({}),
     **gateway_settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet of one pool, one replica for each engine.
+    """Run a fleet of one pool with one replica per engine.
 
     Args:
-        relayed: the gateway reaches scheduler and replicas by relays.
+        relayed: the gateway reaches scheduler and replicas through relays.
         parts: options of the live scheduler.
     """
     world = Simulation(settings or scheduler_settings(model=MODEL), channel)
@@ -82,8 +82,8 @@ async def fleet_of(
         app = gateway(wrap(client), client, **gateway_settings)
         stack.callback(app.close)
         port = await stack.enter_async_context(serving(app))
-        # As many connections as a test likes: a client of its own must not be what queues.
-        # And it gives idle ones up before the server does, which may be while it sends a request.
+        # Unlimited connections: the test's own client must not queue. It closes idle connections before the
+        # server does, because the server might close one while a request is being sent.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits)
@@ -105,7 +105,7 @@ async def _replica(world: Simulation, replica_id: str, engine: ASGIApp, port: in
 
 
 def _place(double: ReplicaDouble, engine: ASGIApp, port: int) -> None:
-    """Let a replica listen where its engine does, and report what the engine has got."""
+    """Point a replica at its engine's port and let it report the engine's counts."""
     double.address = replace(
         double.address,
         host="127.0.0.1",
@@ -120,5 +120,5 @@ def _place(double: ReplicaDouble, engine: ASGIApp, port: int) -> None:
 
 
 async def gathered(*calls: Any) -> list[Any]:
-    """The results of calls at the same time."""
+    """Return the results of concurrent calls."""
     return list(await asyncio.gather(*calls))

@@ -1,4 +1,4 @@
-"""LoRA adapters that engines list: their names are models, served by the engines that list them."""
+"""LoRA adapters that engines list: served under their names by the engines that list them."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -87,7 +87,7 @@ async def test_requests_go_to_engines_that_list_the_adapter(servers: Servers) ->
 
 async def test_the_replica_that_ran_an_adapter_lately_runs_it_again(servers: Servers) -> None:
     first = (await servers.ask("both")).headers["x-replica"]
-    # The other one is freer by then, and has not run it.
+    # The other replica has more free tokens now, but has not run the adapter.
     assert {(await servers.ask("both")).headers["x-replica"] for _ in range(5)} == {first}
 
 
@@ -112,7 +112,7 @@ def test_a_key_names_the_adapters_that_it_may_use() -> None:
     caller = Caller.with_key(record(models=(MODEL, "sql"))[0])
     assert [found.name for found in served.usable(caller)] == [MODEL, "sql"]
     assert served.find("sql", caller).adapter == "sql"
-    # A configured name is no adapter's.
+    # An adapter cannot take a configured name.
     assert served.find(MODEL, caller).adapter is None
     with pytest.raises(ForbiddenError, match="may not use the model 'both'"):
         served.find("both", caller)

@@ -1,4 +1,4 @@
-"""The gateway's routes, with the official SDK and plain HTTP, over real sockets."""
+"""Gateway routes with OpenAI's SDK and plain HTTP, over real sockets."""
 
 import json
 from typing import Any
@@ -279,7 +279,7 @@ async def test_a_model_that_starts_on_demand_is_ready_as_long_as_a_scheduler_can
         answer = await http.get("/ready")
         assert (answer.status_code, answer.json()["status"]) == (503, "waiting")
         assert answer.json()["models_without_replica"] == [MODEL]
-        # The process itself is well, and holds what waits until the next scheduler comes.
+        # The process itself is healthy and keeps queued requests until the next scheduler connects.
         assert (await http.get("/health")).status_code == 200
     app.close()
 

@@ -1,4 +1,4 @@
-"""Answers assembled from streams: the same as the engine's own, and silence is seen."""
+"""Answers assembled from streams: equal to the engine's own, with detection of silent engines."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 @asynccontextmanager
 async def emulated() -> AsyncIterator[Served]:
-    """A new engine each time: its texts and lengths follow from the number of the request."""
+    """Start a new engine each time: texts and lengths depend on the request's number."""
     settings = EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
     async with served(settings) as engine:
         yield engine

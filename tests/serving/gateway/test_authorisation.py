@@ -1,4 +1,4 @@
-"""Who may do what: every endpoint and every kind of key, over HTTP."""
+"""Authorisation matrix: every endpoint with every kind of key, over HTTP."""
 
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -55,10 +55,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": MODEL, "tokens": [1]},
     "/v1/messages/count_tokens": MESSAGE,
 }
-# Which nobody has asked for: known callers hear that there is none.
+# No such response exists: authorised callers get 404.
 KEPT = {"/v1/responses/resp_1": "GET", "/v1/responses/resp_1/cancel": "POST"}
 ADMINS = {"admin": 200, "own admin": 200}
-# What each kind of key gets that is not 200, by endpoint.
+# Expected statuses other than 200, by endpoint and kind of key.
 PAGE = tuple(f"{DASHBOARD_PATH}/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html")
 OPEN = ("/health", "/ping", "/ready", "/openapi.json", DASHBOARD_PATH, *PAGE)
 RECEIPT = "/debug/requests/nobody-s"
@@ -98,14 +98,14 @@ def expected(path: str, kind: str) -> int:
         return ADMINS.get(kind, 403)
     if path in KEPT:
         return 404
-    # Without a name these are asked of a model that the key may use.
+    # Without a model in the request, these use a model that the key allows.
     if kind == "other model" and path not in ("/v1/models", *QUESTIONS):
         return 403
     return 200
 
 
 class Door:
-    """A gateway, and a secret of each kind."""
+    """A gateway with one secret of each kind."""
 
     def __init__(self, http: httpx.AsyncClient, secrets: Mapping[str, str]) -> None:
         self.http, self.secrets = http, secrets
@@ -120,7 +120,7 @@ class Door:
             return await self.http.post(path, json=BODIES[path], headers=headers)
         method = {**DEBUG, **KEPT}.get(path, "GET")
         async with self.http.stream(method, path, headers=headers) as answer:
-            # A stream of events has no end.
+            # The event stream does not end.
             if path != EVENTS_PATH or answer.status_code != 200:
                 await answer.aread()
         return answer
@@ -209,7 +209,7 @@ async def test_no_key_sends_requests_above_its_class(door: Door, kind: str) -> N
 
 @pytest.mark.parametrize("kind", EVERYBODY)
 async def test_only_who_may_acts_for_another_tenant(door: Door, kind: str) -> None:
-    # The application's own admin key is no client's: it names tenants as callers without keys do.
+    # The application's admin key belongs to no client: it names tenants as keyless callers do.
     allowed = {"may act", "own admin"}
     for path in (*SCHEDULED, *FORMS):
         answer = await door.ask(path, kind, **{"x-tenant": "somebody-else"})

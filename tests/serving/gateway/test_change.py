@@ -1,4 +1,4 @@
-"""A gateway that gets other settings while it serves."""
+"""Settings changed in a running gateway."""
 
 import asyncio
 from pathlib import Path
@@ -56,7 +56,7 @@ async def test_limits_and_pages_that_may_call_change() -> None:
         assert (await http.get("/health", headers=origin)).headers["access-control-allow-origin"]
         answer = await http.post("/v1/completions", json={**PROMPT, "prompt": "a" * 2_000})
         assert answer.status_code == 413
-        # What is left out stays.
+        # Settings that are left out keep their values.
         gateway.change({"log_requests": False})
         assert (await http.get("/health", headers=origin)).headers["access-control-allow-origin"]
     gateway.close()

@@ -1,4 +1,4 @@
-"""Connections to a gateway, over real sockets."""
+"""Client connections to a gateway, over real sockets."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def raw(port: int, *requests: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """Read until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"".join(requests))
     async with asyncio.timeout(20):
@@ -97,7 +97,7 @@ OFFER = (b"connection: upgrade, http2-settings", b"upgrade: h2c", b"http2-settin
 
 
 async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(stage: Stage) -> None:
-    """As Java's HttpClient does; the connection serves what follows, with offers and without."""
+    """Java's HttpClient does this; the connection then serves requests with and without the offer."""
     offered = post(chat(max_tokens=2), b"x-request-id: one", *OFFER)
     last = post(chat(max_tokens=2), b"x-request-id: three", b"connection: Upgrade, close", b"upgrade: h2c")
     answer = (await raw(stage.port, offered, ASKED, offered.replace(b"one", b"two"), last)).lower()
@@ -161,7 +161,7 @@ async def test_a_client_that_leaves_in_a_stream_ends_its_request(stage: Stage) -
 
 
 async def test_a_slow_reader_gets_every_piece_in_order(stage: Stage) -> None:
-    """More than all buffers between it and the engine hold."""
+    """The answer exceeds all buffers between client and engine."""
     text = "x" * 20_000
 
     async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Browsers: preflights, and the headers without which a page's script reads no answer."""
+"""CORS: preflights, and the headers that let a page's script read an answer."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -18,7 +18,7 @@ PAGE = "https://chat.example.com"
 PREFLIGHT = {
     "origin": PAGE,
     "access-control-request-method": "POST",
-    # What OpenAI's SDK for JavaScript sends, and a header of ours.
+    # Sent by OpenAI's JavaScript SDK, plus a header of this application.
     "access-control-request-headers": "authorization,content-type,x-stainless-os,x-priority",
 }
 
@@ -43,7 +43,7 @@ async def test_a_preflight_is_answered_without_a_key() -> None:
         )
         assert answer.headers["access-control-max-age"] == "600"
         assert "origin" in words(answer, "vary")
-        # What the preflight allows still needs the key, and the page may read that it does.
+        # A preflight grants nothing: the key is still required, and the script may read the rejection.
         rejected = await stage.http.post(CHAT, json=chat(), headers={"origin": PAGE})
         assert rejected.status_code == 401
         assert rejected.headers["access-control-allow-origin"] == PAGE

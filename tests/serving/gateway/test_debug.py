@@ -1,4 +1,4 @@
-"""What admins may see and stop, of every model behind a gateway."""
+"""Admin endpoints: inspection and cancellation, for every model behind a gateway."""
 
 from typing import Any, NoReturn
 

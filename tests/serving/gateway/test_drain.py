@@ -1,4 +1,4 @@
-"""A gateway that is told to stop: new requests are rejected, open ones end, the rest hears of it."""
+"""Draining gateway: new requests are rejected, open ones complete, the rest fail at the deadline."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def body(tokens: int, *, stream: bool = False) -> dict[str, Any]:
 
 
 async def opened(stage: Stage, tokens: int, *, stream: bool) -> "asyncio.Task[httpx.Response]":
-    """A request that runs on the engine."""
+    """Start a request and wait until the engine runs it."""
     before = stage.engine.running
     task = asyncio.create_task(stage.http.post(CHAT, json=body(tokens, stream=stream)))
 

@@ -1,4 +1,4 @@
-"""Who is let in without keys."""
+"""Access without keys, by listening address."""
 
 import pytest
 

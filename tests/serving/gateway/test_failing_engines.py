@@ -1,4 +1,4 @@
-"""Engines that reject, fail or die, as clients see them: through HTTP, with a real scheduler behind."""
+"""Engines that reject, fail or die, as HTTP clients see them, with a real scheduler."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def served_as_asgi(request: pytest.FixtureRequest) -> bool:
 
 
 class Rejecting(Engine):
-    """An engine that answers every request with one status."""
+    """Engine that answers every request with one status."""
 
     def __init__(self, status: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Rejecting(Engine):
 
 
 class Choosy(Engine):
-    """An engine that fails on some requests by their content, as vLLM does on images that it cannot fetch."""
+    """Engine that fails on certain content, as vLLM does on images that it cannot fetch."""
 
     fails_after_s = 0.1
 
@@ -60,7 +60,7 @@ async def test_a_request_that_every_engine_rejects_ends_by_its_deadline(status: 
         assert answer.status_code in {502, 503, 504}
         assert f"the engine answered {status}" in answer.json()["error"]["message"]
         assert time.monotonic() - began < 15
-        # 0, 0.1, 0.2, 0.4, 0.8: what fits two seconds, instead of one at every report of each replica.
+        # Backoff of 0, 0.1, 0.2, 0.4, 0.8 s within two seconds, rather than one attempt per replica report.
         assert 2 <= sum(len(engine.bodies) for engine in engines) <= 9
         assert len(fleet.core) == 0
 
@@ -83,7 +83,7 @@ async def test_one_replica_with_a_wrong_key_costs_no_client_anything() -> None:
 
 
 async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> None:
-    """Fifteen that fail at any time, and good ones one after the other, on four idle replicas."""
+    """Fifteen concurrent failing requests, and good ones in sequence, on four idle replicas."""
     engines = [Choosy() for _ in range(4)]
     good: list[Any] = []
     patient = {"x-queue-timeout-s": "60"}
@@ -99,11 +99,11 @@ async def test_one_tenants_failing_requests_leave_the_fleet_to_the_others() -> N
             await asyncio.sleep(0.05)
         failed = [answer for answers in await failing for answer in answers]
         assert {answer.status_code for answer in good} == {200}
-        # An engine's own words reach the client that asked.
+        # The engine's own message reaches the client.
         assert {answer.status_code for answer in failed} == {500}
         assert "cannot fetch the image" in failed[0].text
         assert sum(b"poison" in body for engine in engines for body in engine.bodies) <= 2 * len(failed)
-        # No request failed on one replica and was served by another.
+        # No request that failed on one replica was served by another.
         assert not suspended.called
 
 
@@ -114,13 +114,13 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
         answers = await gathered(*(fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(20)))
         answers += [await fleet.http.post(CHAT, json=chat(stream=stream)) for _ in range(3)]
         assert {answer.status_code for answer in answers} == {200}
-        # Others have shown that the first replica is at fault.
+        # Other replicas served the requests, so the first replica is at fault.
         assert fleet.core.ledger["s0"].suspensions > 0
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
 async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
-    """It was computed once on each of three replicas, and then rejected."""
+    """Regression test: it was computed once on each of three replicas, and then rejected."""
     engines = [Engine(token_delay_s=60) for _ in range(3)]
     silent = UpstreamSettings(silence_timeout_s=0.5)
     async with fleet_of(engines, upstream=silent) as fleet:

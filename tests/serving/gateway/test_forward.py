@@ -1,4 +1,4 @@
-"""The life of a scheduled request: put-backs, rejections, breaks, clients that leave, servers that stop."""
+"""Life of a scheduled request: put-backs, rejections, broken connections, disconnects, shutdown."""
 
 import asyncio
 import json
@@ -325,7 +325,7 @@ async def test_a_server_that_cancels_the_task_frees_everything(stage: Stage) -> 
 
 
 async def call(app: Gateway, document: dict[str, Any], sent: list[Any], *, send_fails: bool = False) -> None:
-    """Call the app as a server would whose client stays."""
+    """Call the app as an ASGI server does for a connected client."""
     messages = [{"type": "http.request", "body": json.dumps(document).encode(), "more_body": False}]
 
     async def receive() -> Any:

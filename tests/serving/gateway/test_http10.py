@@ -1,4 +1,4 @@
-"""HTTP/1.0 clients, by hand, over real sockets."""
+"""HTTP/1.0 clients over raw sockets."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """An answer as it came, up to the end of its connection."""
+    """Raw answer up to the end of its connection."""
 
     status: int
     headers: dict[str, str]

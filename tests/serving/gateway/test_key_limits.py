@@ -1,4 +1,4 @@
-"""Limits of a key in front of a real scheduler, over HTTP and through two gateways."""
+"""Key limits over HTTP, across two gateways of one scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ LIMIT = 7
 
 
 class Stage:
-    """Two gateways of one model, with one scheduler and one engine behind them."""
+    """Two gateways of one model, with one scheduler and one engine."""
 
     def __init__(self, secret: str, clients: list[httpx.AsyncClient], engine: Engine) -> None:
         self.secret, self.clients, self.engine = secret, clients, engine
@@ -57,7 +57,7 @@ async def test_two_gateways_together_let_exactly_the_limit_through(stage: Stage)
     assert len(stage.engine.bodies) == LIMIT
     served = [answer for answer in answers if answer.status_code == 200]
     remaining = {int(answer.headers["x-ratelimit-remaining-requests"]) for answer in served}
-    # As it stood at each grant; those that had to wait are granted when all have been counted.
+    # The count at each grant; queued requests are granted after all have been counted.
     assert remaining <= set(range(LIMIT))
     assert min(remaining) == 0
     rejected = next(answer for answer in answers if answer.status_code == 429)

@@ -1,4 +1,4 @@
-"""Keys of the configuration and of a file, tenants and classes."""
+"""Keys from the configuration and from a file, tenants and classes."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def test_a_key_brings_what_it_allows(tmp_path: Path, watched: MakeFileKeys) -> N
     terms = caller.terms("a")
     assert terms is not None
     assert (terms.key_id, terms.weight) == (found.id, 2.0)
-    # The weight is the tenant's own; limits go with the key.
+    # The weight belongs to the tenant; limits belong to the key.
     other = caller.terms("another")
     assert other is not None
     assert (other.key_id, other.weight) == (found.id, None)
@@ -79,7 +79,7 @@ def test_an_ended_key_is_rejected_with_its_reason(
     with pytest.raises(RequestRejected, match=words) as caught:
         keys.caller(secret.encode())
     assert caught.value.status == 401
-    # Who has not the whole secret learns nothing of the key.
+    # Part of a secret reveals nothing about the key.
     assert keys.caller(secret.encode()[:-2] + b"xx") is None
 
 
@@ -118,7 +118,7 @@ def test_a_broken_file_keeps_the_keys_of_before_and_names_the_mistake(
 
 
 def test_a_file_that_is_exchanged_by_its_link_is_noticed(tmp_path: Path, watched: MakeFileKeys) -> None:
-    """As Kubernetes does with mounted secrets: same path, same size, same age."""
+    """Kubernetes replaces mounted secrets this way: same path, size and age."""
     first, secret = record()
     second, second_secret = record()
     for name, each in (("one", first), ("two", second)):

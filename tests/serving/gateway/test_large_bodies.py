@@ -1,4 +1,4 @@
-"""Large bodies, over HTTP: one client's does not keep the gateway from serving others."""
+"""Large bodies over HTTP must not block other clients."""
 
 import asyncio
 import threading
@@ -71,7 +71,7 @@ async def test_bodies_beyond_the_budget_are_rejected_until_there_is_room() -> No
         assert rejected.status_code == 503
         assert rejected.json()["error"]["code"] == "body_memory_full"
         assert int(rejected.headers["retry-after"]) >= 1
-        # Small ones are let in, into what large ones may not fill.
+        # Small bodies use a reserve that large ones cannot fill.
         small = [asyncio.ensure_future(stage.http.post(CHAT, json=chat())) for _ in range(5)]
         await eventually(lambda: dispatcher.waiting == 6)
         dispatcher.gate.set()
@@ -104,7 +104,7 @@ async def test_a_body_is_given_up_with_the_client_that_was_sending_it(stage: Sta
 
 
 async def until_held(stage: Stage, holds: Callable[[float], bool]) -> None:
-    """Wait for what /metrics says is held; it is drawn up now and then."""
+    """Wait until /metrics shows this many held bytes; the page is refreshed periodically."""
     async with asyncio.timeout(30):
         while True:
             page = (await stage.http.get("/metrics")).text

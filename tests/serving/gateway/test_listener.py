@@ -1,4 +1,4 @@
-"""A gateway that listens on the application's address itself, over real sockets."""
+"""Gateway listener on the application's own address, over real sockets."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ ANSWER = b'{"status":"ok"}'
 async def opened(
     app: Gateway, route: str = "/", *, keep_alive_s: int = 60, certificate: TlsSettings | None = None
 ) -> AsyncIterator[tuple[GatewayListener, int]]:
-    """A port that takes requests for a gateway; yields its number, too."""
+    """Open a gateway's listener; yield it with its port."""
     port = free_port()
     options = HTTPOptions(host=HOST, port=port, keep_alive_timeout_s=keep_alive_s)
     if certificate is not None:
@@ -53,7 +53,7 @@ async def opened(
 
 @asynccontextmanager
 async def before_an_engine(token_delay_s: float) -> AsyncIterator[tuple[GatewayListener, int]]:
-    """The same, before an engine with so long between two tokens."""
+    """Open a listener in front of an engine with this delay between tokens."""
     engine = Engine()
     engine.token_delay_s = token_delay_s
     async with serving(engine) as engine_port, opened(gateway(FakeDispatcher([engine_port]))) as made:
@@ -61,7 +61,7 @@ async def before_an_engine(token_delay_s: float) -> AsyncIterator[tuple[GatewayL
 
 
 async def raw(port: int, *requests: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """Read until the server closes."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(b"".join(requests))
     async with asyncio.timeout(20):
@@ -72,11 +72,11 @@ async def raw(port: int, *requests: bytes) -> bytes:
 
 @dataclass
 class Clients:
-    """Ask all the time, some on one connection and some on a new one each time.
+    """Clients that send continuously, some on one connection and some on a new one per request.
 
     Attributes:
-        answered: how many answers came.
-        failed: what came in the place of one.
+        answered: number of answers.
+        failed: errors and rejections.
     """
 
     port: int
@@ -106,7 +106,7 @@ class Clients:
             raise
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection goes on."""
+        """Send one request; return whether the connection stays open."""
         try:
             writer.write(ASKED)
             answer = await reader.readuntil(ANSWER)
@@ -165,7 +165,7 @@ async def test_what_is_open_when_the_time_is_over_is_cut() -> None:
         async with asyncio.timeout(15):
             await own.stop(1.0)
             ended = await asyncio.gather(asked, return_exceptions=True)
-        # An error event where there was time for one, and never what looks complete.
+        # Either an error event or a broken connection, never an apparently complete answer.
         (end,) = ended
         assert isinstance(end, httpx.HTTPError) or (
             isinstance(end, httpx.Response) and b"[DONE]" not in end.content

@@ -1,4 +1,4 @@
-"""Anthropic's API through the gateway, with Anthropic's SDK: messages, events, tools, errors."""
+"""Anthropic's API through the gateway with Anthropic's SDK: messages, events, tools, errors."""
 
 import json
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ WEATHER: Any = {"name": "get_weather", "description": "of a city", "input_schema
 
 @dataclass
 class Desk:
-    """A gateway with an Anthropic client in front, and an engine behind."""
+    """A gateway with an Anthropic client and an engine."""
 
     dispatcher: FakeDispatcher
     http: httpx.AsyncClient
@@ -55,7 +55,7 @@ async def _desk(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator
 
 @pytest.fixture
 async def desk() -> AsyncIterator[Desk]:
-    """In front of the emulated engine, which answers as vLLM does."""
+    """Run a gateway over the emulated engine, which answers as vLLM does."""
     engine = EmulatedEngine(
         EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
     )
@@ -69,13 +69,13 @@ async def desk() -> AsyncIterator[Desk]:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Desk]:
-    """In front of an engine that does as a test says, and that asks for keys."""
+    """Run a gateway with keys over an engine that a test scripts."""
     async for made in _desk(keys=(ApiKey(tenant="t", key="k1"),)):
         yield made
 
 
 def used(message: anthropic.types.Message) -> tuple[int, int]:
-    """Tokens of the prompt, and those generated."""
+    """Return the prompt tokens and the generated tokens."""
     usage = message.usage
     return usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens
 
@@ -144,7 +144,7 @@ async def test_an_agent_calls_a_tool_and_goes_on_with_its_result(desk: Desk, str
     ]
     last = await desk.sdk.messages.create(**request)
     assert last.content[0].type == "text"
-    # What was said before is in the prompt, and in the size from which its tokens are estimated.
+    # Earlier turns are part of the prompt and of the measured size.
     first, then = (submission.spec.shape for submission in desk.dispatcher.submissions[-2:])
     assert then.messages > first.messages
     assert then.tool_bytes > first.tool_bytes
@@ -175,7 +175,7 @@ async def test_tokens_are_counted_by_any_replica(desk: Desk) -> None:
 
 
 def opening(*kinds: str, then: Any = None) -> Answer:
-    """A stream that begins with these events, and goes on once `then` is done."""
+    """Stream these first events, then continue with `then`."""
 
     async def answer(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         await start_stream(send)
@@ -214,7 +214,7 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Desk)
     assert kinds[0] == "message_start"
     assert "content_block_delta" in kinds
     assert scripted.dispatcher.names() == ["acquire", "first_token", "finished"]
-    # The last event counts what was generated, the first one the prompt.
+    # The last event counts generated tokens, the first one prompt tokens.
     assert scripted.dispatcher.events[-1][2] == Usage(prompt_tokens=13, output_tokens=7, cached_tokens=4)
 
 
@@ -316,7 +316,7 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> N
     for wrong in ({"x-api-key": "k2"}, {}, {"x-api-key": "k1", "authorization": "Bearer k2"}):
         answer = await scripted.http.post(PATH, json=HELLO, headers=wrong)
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
-    # It is for the gateway: no engine hears of it.
+    # The key is for the gateway and never reaches an engine.
     assert b"x-api-key" not in scripted.engine.heads[0]
 
 

@@ -1,4 +1,4 @@
-"""Streams whose clients ask where they stand in the queue, over HTTP."""
+"""Queue updates in streams whose clients request them, over HTTP."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ COMMENTS, EVENTS = {"x-ewsjf-queue": "comments"}, {"x-ewsjf-queue": "events"}
 
 @asynccontextmanager
 async def queued(*answers: Answer, **changes: Any) -> AsyncIterator[Stage]:
-    """A gateway whose scheduler lets everybody wait, before an engine with these answers."""
+    """Run a gateway whose scheduler queues every request, over an engine with these answers."""
     async with staged(**changes) as stage:
         stage.engine.answers.extend(answers)
         stage.dispatcher.gate.clear()
@@ -41,7 +41,7 @@ async def queued(*answers: Answer, **changes: Any) -> AsyncIterator[Stage]:
 
 
 async def tell(stage: Stage, position: int, *start: float) -> None:
-    """News for the only request, in seconds: expected, earliest and latest."""
+    """Send a queue update for the only request; times in seconds: expected, earliest, latest."""
     await eventually(lambda: bool(stage.dispatcher.watching))
     ((request_id, on_outlook),) = stage.dispatcher.watching.items()
     expected, earliest, latest = start or (None, None, None)
@@ -220,7 +220,7 @@ async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -
 
 
 async def chunks_of(sdk: openai.AsyncOpenAI, headers: dict[str, str]) -> list[ChatCompletionChunk]:
-    """What OpenAI's client makes of a stream."""
+    """Return the chunks that OpenAI's client parses from a stream."""
     stream = await sdk.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "hi"}],
@@ -243,7 +243,7 @@ async def test_openais_sdk_reads_a_commented_stream_without_noticing() -> None:
 
 
 async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
-    """Why the documents say that only clients which know these events should ask for them."""
+    """This is why the documentation restricts named events to clients that know them."""
     async with queued() as stage:
         reading = asyncio.create_task(chunks_of(stage.sdk, EVENTS))
         await tell(stage, 2)
@@ -255,7 +255,7 @@ async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
 
 
 def messages_stream() -> Answer:
-    """A stream as vLLM's `/v1/messages` writes one, of one word."""
+    """Stream one word in the format of vLLM's `/v1/messages`."""
     message = {"id": "m", "type": "message", "role": "assistant", "model": "tiny", "content": []}
     usage = {"input_tokens": 7, "output_tokens": 1}
     block = {"type": "text", "text": ""}

@@ -1,4 +1,4 @@
-"""Receipts over HTTP: of whatever a client asked for, however it ended, by the id that the client knows."""
+"""Receipts over HTTP, by the client's request ID, for every endpoint and outcome."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ async def http(stage: PageStage) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def asked(http: httpx.AsyncClient, named: str = "", **changes: Any) -> "asyncio.Task[httpx.Response]":
-    """Send a request under way; `headers` and fields of the body may be given."""
+    """Send a request in the background; extra headers and body fields are optional."""
     headers = {"authorization": f"Bearer {KEY}", **changes.pop("headers", {})}
     if named:
         headers["x-request-id"] = named
@@ -123,7 +123,7 @@ TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_m
 
 
 async def timed_stream(_scope: Scope, parsed: dict[str, Any], send: Send) -> None:
-    """A stream of vLLM that tells the times of its request."""
+    """Stream as vLLM does, with the request's timings."""
     chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": parsed["model"]}
     await start_stream(send)
     await asyncio.sleep(0.02)
@@ -254,7 +254,7 @@ async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: 
 
 
 async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -> None:
-    """A stream in Anthropic's form."""
+    """Stream in Anthropic's format."""
     message = {"id": "m", "type": "message", "role": "assistant", "model": MODEL, "content": []}
     usage = {"input_tokens": 7, "output_tokens": 1}
     events: list[dict[str, Any]] = [
@@ -284,13 +284,13 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
     assert (found["outcome"], found["state"]) == (None, "waiting")
     assert (found["client_request_id"], found["tenant"], found["model"]) == ("second", "ops", MODEL)
     queue = found["queue"]
-    # `fill` has left one more waiting, of another tenant.
+    # `fill` leaves one more request queued, of another tenant.
     assert (queue["pool"], queue["waiting"]) == ("short", 3)
     first_place = (await receipt(http, "first"))["queue"]["position"]
     assert 1 <= first_place < queue["position"] <= 3
     assert queue["waits_for"] == "engines_busy"
     assert "saturated" in queue["obstacles"]
-    # Nothing has been dispatched while others waited, so nobody can know when it starts.
+    # Nothing was dispatched while others waited, so no start can be predicted.
     assert (queue["expected_ms"], queue["expected_between_ms"]) == (None, None)
     assert stages(found) == {"queue": queue["ms"]}
     assert queue["ms"] > 20
@@ -310,7 +310,7 @@ async def test_a_request_that_waits_is_told_when_it_starts_once_others_have_gone
     await until(lambda: stage.waiting("mine"))
     for number in range(4):
         stage.submit(f"others{number}")
-    # No drain rate counts before requests have waited for a second.
+    # The drain rate needs a second of queueing.
     await asyncio.sleep(1.1)
     for number in range(3):
         stage.end(f"f{number}")

@@ -21,7 +21,7 @@ TOLD = what_if(RECORDING)
 
 @asynccontextmanager
 async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway whose scheduler has one recording, of the request `mine`."""
+    """Run a gateway whose scheduler has one recording, of the request `mine`."""
 
     async def recorded(request_id: str) -> str:
         return recording if request_id == "mine/1" else ""
@@ -70,7 +70,7 @@ async def test_a_replay_that_takes_too_long_is_ended() -> None:
     with pytest.raises(RequestRejected) as rejected:
         await replays.what_if(encode_recording(RECORDING))
     assert rejected.value.status == 504
-    # The next one is not rejected for it.
+    # The failure does not reject the next replay.
     assert (await Replays().what_if(encode_recording(RECORDING)))["changes"]
     with pytest.raises(RequestRejected, match="longer than"):
         await replays.what_if(encode_recording(RECORDING))

@@ -1,4 +1,4 @@
-"""Ranks, scores, pooling and audio: sized by the bytes of their bodies, passed on unchanged and counted."""
+"""Ranks, scores, pooling and audio: sized by body bytes, forwarded unchanged and counted."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,7 +25,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 
 def form(upload: bytes | None, **fields: str) -> tuple[bytes, bytes]:
-    """Body and content type, as clients write them."""
+    """Return body and content type as clients write them."""
     files = {} if upload is None else {"file": ("speech.wav", upload)}
     request = httpx.Request("POST", "http://x", data=fields, files=files or {"none": b""})
     return request.read(), request.headers["content-type"].encode()
@@ -69,7 +69,7 @@ async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
     assert stage.engine.heads[0][b"content-type"] == content_type
     (submission,) = stage.dispatcher.submissions
     assert (submission.priority, submission.tenant) == ("batch", "radio")
-    # As many pieces as the bytes have, each a sequence with its own tokens.
+    # The number of pieces follows from the bytes; each piece is a sequence with its own tokens.
     spec = submission.spec
     assert (spec.choices, spec.shape.prompts, spec.shape.prompt_tokens) == (3, 3, 12)
     assert spec.max_output_tokens == AUDIO.output_tokens
@@ -113,7 +113,7 @@ async def test_what_is_no_form_or_a_part_of_one_is_rejected(stage: Stage) -> Non
 
 
 def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
-    """A form that names the model twice, the second time under another name or in another way."""
+    """Build a form that names the model twice, the second time differently."""
     parts = (b'name="model"', MODEL.encode()), (b'name="' + second_name + b'"' + more, b"another")
     written = [b"Content-Disposition: form-data; " + name + b"\r\n\r\n" + value for name, value in parts]
     written.append(b'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nx')
@@ -123,15 +123,15 @@ def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("body", "types", "words"),
     [
-        # Starlette decodes names by the charset of the header: this one is `model` in UTF-7.
+        # Starlette decodes names by the header's charset: this one is `model` in UTF-7.
         (_two_models(b"+AG0AbwBkAGUAbA-"), ["multipart/form-data; boundary=b; charset=utf-7"], "charset"),
-        # Of two headers an engine takes the first, and a gateway the last.
+        # Of two headers, engines read the first and a gateway the last.
         (
             _two_models(b"other"),
             ["multipart/form-data; boundary=c", "multipart/form-data; boundary=b"],
             "content-type twice",
         ),
-        # Some engines take the first of two fields, others the last.
+        # Of two fields, some engines read the first and others the last.
         (_two_models(), ["multipart/form-data; boundary=b"], "model is given twice"),
         (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model is given twice"),
     ],

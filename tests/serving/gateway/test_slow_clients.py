@@ -1,4 +1,4 @@
-"""Clients that are slow to send, and streams that wait for long, over HTTP."""
+"""Clients that send slowly, and streams that wait long, over HTTP."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD)
         await eventually(lambda: stage.gateway.in_flight == 1)
-        # A few bytes now and then do not help.
+        # A few bytes now and then do not extend the timeout.
         for _ in range(5):
             await asyncio.sleep(0.05)
             writer.write(b" ")
@@ -59,7 +59,7 @@ async def test_a_head_that_does_not_end_is_given_up(stage: Stage, monkeypatch: p
 
 
 async def waiting_stream(stage: Stage) -> asyncio.Task[str]:
-    """A stream that has waited for some comments."""
+    """Start a stream and wait for some comments."""
 
     async def read() -> str:
         async with stage.http.stream("POST", CHAT, json=chat(stream=True, max_tokens=3)) as answer:
@@ -75,14 +75,14 @@ async def waiting_stream(stage: Stage) -> asyncio.Task[str]:
 
 @pytest.fixture
 async def queued() -> AsyncIterator[Stage]:
-    """A gateway whose scheduler lets everybody wait, with a comment every 0.1 s."""
+    """Run a gateway whose scheduler queues every request, with a comment every 0.1 s."""
     async with staged(queued_comment_s=0.1) as stage:
         stage.dispatcher.gate.clear()
         yield stage
 
 
 async def commented(stage: Stage) -> str:
-    """The text of a stream that is served or rejected after some comments."""
+    """Return the text of a stream that is served or rejected after some comments."""
     reading = await waiting_stream(stage)
     stage.dispatcher.gate.set()
     text = await reading

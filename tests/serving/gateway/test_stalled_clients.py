@@ -1,4 +1,4 @@
-"""Clients that stop reading: what they keep of an engine, and for how long."""
+"""Clients that stop reading: engine capacity that they hold, and for how long."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ PIECE = {"choices": [{"index": 0, "delta": {"content": "x" * 1_000}}]}
 
 
 async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket:
-    """Send a request over a connection that holds little, and read nothing."""
+    """Send a request over a connection with small buffers, and read nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     sock.setblocking(False)
@@ -40,7 +40,7 @@ async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket
 
 @pytest.mark.parametrize(("pieces", "outcome"), [(3, Outcome.COMPLETED), (300, Outcome.CANCELLED)])
 async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int, outcome: Outcome) -> None:
-    """Whether what is left of the answer fits the gateway's buffers, or not."""
+    """Holds whether or not the rest of the answer fits the gateway's buffers."""
 
     async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         await start_stream(send)
@@ -62,7 +62,7 @@ async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int, outcome: 
 
 
 async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_still_delivered() -> None:
-    """With a limit of two minutes: it is not the limit that ends it."""
+    """The limit is two minutes, so the limit is not what ends the request."""
     text = f"data: {json.dumps(PIECE)}\n\n".encode()
     goes_on = asyncio.Event()
 
@@ -80,7 +80,7 @@ async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_st
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
-            # A server whose buffers are full after the first piece.
+            # Simulates a server whose buffers are full after the first piece.
             sent.append(message)
             if message.get("body") == text:
                 goes_on.set()
@@ -129,7 +129,7 @@ async def test_an_engine_lost_while_its_client_does_not_read_gives_its_place_bac
 
 @pytest.mark.parametrize("path", ["/v1/models", CHAT, "/nowhere"])
 async def test_no_send_may_take_for_ever(path: str) -> None:
-    """Documents, whole answers and rejections alike."""
+    """Covers documents, whole answers and rejections."""
     async with staged(upstream=UpstreamSettings(stalled_client_timeout_s=0.3)) as stage:
 
         async def send(message: Any) -> None:
@@ -141,7 +141,7 @@ async def test_no_send_may_take_for_ever(path: str) -> None:
 
 
 async def _call(stage: Stage, send: Any, path: str = CHAT) -> None:
-    """Call the app as a server would whose client stays."""
+    """Call the app as an ASGI server does for a connected client."""
     messages = [{"type": "http.request", "body": json.dumps(chat(stream=path == CHAT)).encode()}]
 
     async def receive() -> Any:

@@ -1,4 +1,4 @@
-"""Responses that replicas keep, through a gateway: each request gets to the replica that it needs."""
+"""Stored responses through a gateway: each request reaches the replica that has the response."""
 
 import asyncio
 import re
@@ -101,12 +101,12 @@ async def test_tenants_read_and_go_on_from_their_own_responses_alone() -> None:
             assert found.status_code == (400 if status == 200 else status)
             found = await fleet.http.post(CREATE, json=asked, headers=headers)
             assert found.status_code == status
-        # A name made of the digest of its own responses and of another's random digits is nobody's.
+        # A forged ID, with its own digest and another response's random digits, names no response.
         own = (await fleet.http.post(CREATE, json=ASKED, headers=b)).json()["id"]
         forged = own[:21] + made[21:]
         found = await fleet.http.get(f"{CREATE}/{forged}", headers=b)
         assert found.status_code == 404
-        # And nobody overwrites another's by naming it.
+        # A tenant cannot overwrite another's response by naming it.
         named = {**ASKED, "request_id": made, "input": "overwritten"}
         before = (await fleet.http.get(f"{CREATE}/{made}", headers=a)).json()
         assert (await fleet.http.post(CREATE, json=named, headers=b)).json()["id"] != made
@@ -207,7 +207,7 @@ async def test_responses_that_an_engine_names_are_remembered() -> None:
 
 
 async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
-    """As a scheduler of an older release might decide."""
+    """A scheduler of an older release might grant this."""
     engines = [Engine(), Engine()]
     async with AsyncExitStack() as stack:
         kept_at, elsewhere = [await stack.enter_async_context(serving(engine)) for engine in engines]
@@ -247,26 +247,26 @@ async def test_a_key_for_an_adapter_alone_gets_back_what_it_made(tmp_path: Path)
 
 
 async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
-    """Also where engines name responses, but obey a client that does."""
+    """Also where engines name responses but accept a client's name."""
     async with AsyncExitStack() as stack:
         engine = await started(stack)
         keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb"))
         http = (await stack.enter_async_context(staged(engine=engine.app, keys=keys))).http
         a, b = ({"authorization": f"Bearer k{tenant}"} for tenant in "ab")
         made = (await http.post(CREATE, json=ASKED, headers=a)).json()["id"]
-        # Not kept, so that the engine goes on to have the other one under this name.
+        # Not stored, so the engine still has the other response under this name.
         named = {**ASKED, "request_id": made, "store": False}
         own = (await http.post(CREATE, json=named, headers=b)).json()["id"]
         assert own != made
         assert (await http.get(f"{CREATE}/{made}", headers=b)).status_code == 404
         assert (await http.get(f"{CREATE}/{made}", headers=a)).status_code == 200
-        # Whoever names his own still finds it.
+        # A tenant still finds a response under a name of its choice.
         own = (await http.post(CREATE, json={**ASKED, "request_id": "mine"}, headers=b)).json()["id"]
         assert (await http.get(f"{CREATE}/{own}", headers=b)).status_code == 200
 
 
 async def test_work_whose_name_nobody_can_ask_for_does_not_keep_its_place_for_ever() -> None:
-    """As of an engine that names responses in a way that fits in no request line."""
+    """The engine names responses in a way that fits no request line."""
     engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
     async with staged(engine=engine) as stage:
         assert (await stage.http.post(CREATE, json={**ASKED, "background": True})).status_code == 200
@@ -276,7 +276,7 @@ async def test_work_whose_name_nobody_can_ask_for_does_not_keep_its_place_for_ev
 
 
 class ScriptedApp:
-    """Answers everything with one JSON document."""
+    """App that answers every request with one JSON document."""
 
     def __init__(self, document: bytes) -> None:
         self.document = document

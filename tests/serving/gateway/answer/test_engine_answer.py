@@ -1,4 +1,4 @@
-"""Which answers of an engine are the client's, and which mean another try."""
+"""Classification of engine answers: forwarded to the client, or a put-back."""
 
 import json
 
@@ -8,7 +8,7 @@ from serve_app.core.events import DispatchFailure
 from serve_app.errors import Outcome
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of, outcome_of
 
-# As vLLM 0.32 words it in its renderers, its token limits and its input processor.
+# vLLM 0.32's wording in its renderers, token limits and input processor.
 VLLM_TOO_LONG = [
     "This model's maximum context length is 512 tokens. However, your prompt contains 900 input tokens, ...",
     "Input length (900) exceeds model's maximum context length (512).",

@@ -1,4 +1,4 @@
-"""Errors of engines that are not in OpenAI's shape, and those that are."""
+"""Engine errors in OpenAI's shape and in other shapes."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The stream scanner: what clients receive must not depend on where TCP cuts."""
+"""SSE scanner: the result must not depend on where TCP splits the stream."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Noun fixtures of the page's tests: a live scheduler behind a gateway, and its page in a browser."""
+"""Fixtures for dashboard tests: a live scheduler behind a gateway, and its page in a browser."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A gateway with a page, a live scheduler that may be replaced, and an engine, all on one event loop."""
+"""Dashboard test stage: gateway, replaceable live scheduler and engine on one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,11 +23,11 @@ _MOST_PLACES = 200
 
 @dataclass
 class PageStage:
-    """Everything that a page shows.
+    """The parts behind a dashboard page.
 
     Attributes:
         url: of the gateway.
-        app: the gateway, to be looked at.
+        app: the gateway, for inspection.
     """
 
     fleet: Fleet
@@ -37,14 +37,14 @@ class PageStage:
     _asked: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def hold(self) -> None:
-        """Let the replica say that it drains, so that the scheduler sends it nothing more."""
+        """Make the replica report draining, so the scheduler dispatches nothing to it."""
         (double,) = self.fleet.doubles
         double.counts = lambda: ReplicaReport(
             received=len(self.engine.bodies), waiting=0, running=8, kv_usage_ratio=0.5, draining=True
         )
 
     async def fill(self) -> int:
-        """Take all places of the replica by requests `f0`, `f1` and so on; return how many there are."""
+        """Fill the replica with requests `f0`, `f1`, ...; return how many it holds."""
         for number in range(_MOST_PLACES):
             self.submit(f"f{number}")
             await until(lambda: f"f{number}" in self.fleet.world.live._gateways.book)  # noqa: B023
@@ -53,36 +53,36 @@ class PageStage:
         raise AssertionError(f"the replica takes {_MOST_PLACES} requests")
 
     def waiting(self, client_request_id: str) -> bool:
-        """Whether the scheduler has a request to which its client gave this id."""
+        """Return whether the scheduler knows a request with this client ID."""
         book = self.fleet.world.live._gateways.book
         return any(record.client_request_id == client_request_id for record in book.values())
 
     def end(self, request_id: str) -> None:
-        """Let a request that has a place give it back."""
+        """Finish a running request."""
         self.fleet.client.finish(request_id, Outcome.COMPLETED)
 
     def release(self) -> None:
-        """Let it tell the truth again."""
+        """Make the replica report its true state again."""
         (double,) = self.fleet.doubles
         double.counts = lambda: ReplicaReport(
             received=len(self.engine.bodies), waiting=0, running=self.engine.running, kv_usage_ratio=0.1
         )
 
     async def held(self) -> None:
-        """Wait until the scheduler has heard of that."""
+        """Wait until the scheduler has received the draining report."""
         async with asyncio.timeout(20):
             while not (self._report() or {}).get("draining"):  # noqa: ASYNC110 - reports come by themselves
                 await asyncio.sleep(0.01)
 
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:
-        """Ask for a turn, and wait for it until the stage is taken down."""
+        """Submit a request in the background; it waits until the stage ends."""
         asked = submission(request_id, model=MODEL, **changes)
         shape = replace(asked.spec.shape, prompt_tokens=tokens)
         asked = replace(asked, spec=replace(asked.spec, shape=shape))
         self._asked.append(asyncio.create_task(self.fleet.client.acquire(asked)))
 
     async def forget(self) -> None:
-        """Give up what still waits."""
+        """Cancel the requests that still wait."""
         for task in self._asked:
             task.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
@@ -93,9 +93,9 @@ class PageStage:
 
 
 class _Views:
-    """The scheduler, as admins see it, but for recordings.
+    """Admin view of the scheduler with a substituted recording.
 
-    A page with one request has too few to compare it with: those of a simulated overload stand in.
+    A page with one request has too few to compare: the recording of a simulated overload replaces it.
     """
 
     def __init__(self, client: GatewayClient) -> None:
@@ -108,7 +108,7 @@ class _Views:
 
 @asynccontextmanager
 async def page_stage() -> AsyncIterator[PageStage]:
-    """All of it, with one replica."""
+    """Run the stage with one replica."""
     engine = Engine(token_delay_s=0.01)
     settings = scheduler_settings(model=MODEL, policy="ewsjf")
     async with fleet_of([engine], settings=settings) as fleet:

@@ -1,4 +1,4 @@
-"""What an operator does on the page, and what it then shows."""
+"""Operator steps in the dashboard, with their expected results."""
 
 import json
 
@@ -33,7 +33,7 @@ def tile(name: str) -> str:
 
 
 def plain(shown: str) -> str:
-    """With ordinary spaces."""
+    """Replace special spaces by ordinary ones."""
     return shown.replace("\u00a0", " ")
 
 

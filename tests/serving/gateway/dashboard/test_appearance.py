@@ -1,4 +1,4 @@
-"""What holds of every view of the page: barriers, widths, movement, foreign scripts."""
+"""Properties of every dashboard view: accessibility, widths, motion, no foreign scripts."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The page's paths over HTTP: open files under a strict policy, and frames for admins, shared and bounded."""
+"""Dashboard over HTTP: public files under a strict policy; bounded, shared frames for admins."""
 
 import asyncio
 import json
@@ -25,10 +25,10 @@ ADMIN = {"authorization": "Bearer k1"}
 
 @dataclass
 class Looks:
-    """Counts how often schedulers are looked into, and what they tell.
+    """Scheduler overview that counts its reads.
 
     Attributes:
-        padding: makes a frame as long as that.
+        padding: bytes added to a frame.
     """
 
     count: int = 0
@@ -226,7 +226,7 @@ async def test_a_key_that_is_revoked_sees_no_further_frame(door: Door) -> None:
     async with watching(door, headers) as frames, asyncio.timeout(20):
         await anext(frames)
         changed_keys(door.keys, lambda before: before[:1])
-        # The file is read again within two seconds.
+        # The key file is reloaded within two seconds.
         assert len([frame async for frame in frames]) <= 5
     assert (await door.http.get(EVENTS, headers=headers)).status_code == 401
 

@@ -1,4 +1,4 @@
-"""The page as an operator meets it: in a browser, over a live scheduler."""
+"""Dashboard in a browser, over a live scheduler."""
 
 import asyncio
 import json
@@ -128,7 +128,7 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     told = plain(await page.evaluate(costs))
     assert "Who used the engines" in told
     assert all(f"{tenant}\tinteractive\tshort" in told for tenant in ("search", "chat"))
-    # What the link would have saved.
+    # The contents of the file that the link saves.
     saved = (
         "window.saved = null;"
         "const keep = async (blob) => { window.saved = await blob.text(); };"
@@ -208,7 +208,7 @@ async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, 
 
 
 async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
-    """Open the receipt of the only request, and come back."""
+    """Open the receipt of the only request, then go back."""
     (own,) = stage.fleet.world.live._gateways.book
     await page.evaluate(f"location.hash = '#request/{own}'")
     shown = "document.querySelector('#panel-request').innerText"

@@ -1,4 +1,4 @@
-"""The log of concluded requests, in a gateway and by itself."""
+"""Log of concluded requests: in a gateway, and alone."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ async def test_clients_that_are_rejected_by_the_hundred_leave_a_few_lines_and_a_
     told = [dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line]
     assert sum("outcome=completed" in line for line in lines) == 40
     assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in told) == 80
-    # At most so many in each second.
+    # The limit holds for each second; each `log_suppressed` line ends one.
     assert len(rejected) <= MOST_REJECTED_LINES * (len(told) + 1)
     assert told
 
@@ -115,7 +115,7 @@ async def unused(message: Any = None) -> Any:
 
 
 def concluded(number: int = 0, outcome: Outcome = Outcome.COMPLETED, **scope: Any) -> ConcludedRequest:
-    """A request that has ended, with little in it."""
+    """Build a minimal concluded request."""
     headers = scope.pop("headers", [])
     incoming = IncomingRequest(
         scope={"headers": headers, **scope},
@@ -229,14 +229,14 @@ def logger() -> Iterator[logging.Logger]:
 
 
 def kept_in(file: Path, form: str, max_bytes: int = 0) -> RotatingFileHandler:
-    """A file as Serve keeps its logs: open from the first record on."""
+    """Open a log file as Ray Serve does: from the first record on."""
     handler = RotatingFileHandler(file, maxBytes=max_bytes, backupCount=3)
     handler.setFormatter(logging.Formatter(form))
     return handler
 
 
 class Document(logging.Formatter):
-    """As Serve's, when `logging_config.encoding` is JSON."""
+    """Ray Serve's formatter for `logging_config.encoding: JSON`."""
 
     def format(self, record: logging.LogRecord) -> str:
         own = {"levelname": record.levelname, "replica": "gateway-1"}
@@ -362,11 +362,11 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     assert suppressed["rejected_queue_full"] == 3_000 - MOST_REJECTED_LINES
     assert suppressed["expired"] == 1_500 - MOST_REJECTED_LINES
     assert suppressed["count"] == 4_500 - 2 * MOST_REJECTED_LINES
-    # The next second begins anew.
+    # A new second resets the limit.
     log.add(concluded(1, Outcome.EXPIRED))
     log.close()
     assert documents(file)[-1]["outcome"] == "expired"
-    assert file.read_text().count("log_suppressed") == 2  # of one line
+    assert file.read_text().count("log_suppressed") == 2  # for one line
 
 
 async def test_what_is_suppressed_is_told_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:

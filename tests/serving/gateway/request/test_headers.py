@@ -1,4 +1,4 @@
-"""Headers in and out."""
+"""Request and response headers."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""What is measured of a body is what its JSON says, however that is written."""
+"""Measured sizes depend on a body's JSON value, not on its encoding."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
-# Of every length in UTF-8 and in JSON: escapes, control characters, pairs of surrogates.
+# Characters of every length in UTF-8 and in JSON: escapes, control characters, surrogate pairs.
 characters = st.sampled_from(' abcXYZ019_{}[],:"\\/\n\t\0\x7f\u00e9\u0416\u6570\u2028\U0001f600')
 texts = st.builds(
     lambda text, times: text * times, st.text(characters, max_size=8), st.sampled_from([1, 1, 400])
@@ -32,7 +32,7 @@ contents = st.none() | texts | st.lists(parts, max_size=4)
 roles = st.sampled_from(["system", "user", "assistant", "tool", "r\u00f4le"])
 plain = st.fixed_dictionaries({"role": roles, "content": contents})
 reasoned = st.fixed_dictionaries({"role": roles, "content": contents, "reasoning": texts})
-# Where JSON has a name twice, the last one counts.
+# The last of several equal keys in a JSON object counts.
 Pairs = list[tuple[str, Any]]
 fields: st.SearchStrategy[Pairs] = st.lists(
     st.tuples(st.just("messages"), st.lists(plain | reasoned, max_size=5))
@@ -40,7 +40,7 @@ fields: st.SearchStrategy[Pairs] = st.lists(
 
 
 class Repeated(dict[str, Any]):
-    """An object whose JSON has some of its names several times."""
+    """Object with repeated keys in its JSON."""
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(pairs)
@@ -82,7 +82,7 @@ def test_the_size_and_kind_of_a_chat_are_those_of_its_texts(
 
 
 def hashes_of(text: bytes, opening: Opening) -> tuple[int, ...]:
-    """As they are defined: of everything before the end of each block, keyed by what keeps prompts apart."""
+    """Compute the hashes by definition: over everything before each block end, keyed by the opening."""
     names = (opening.kind, b"m", opening.salt.encode(), b"tenant")
     key = blake3(b"".join(len(name).to_bytes(4, "big") + name for name in names)).digest()
     ends = [4 * end for end in BLOCK_ENDS if 4 * end <= len(text)]

@@ -1,4 +1,4 @@
-"""What counts of an Anthropic message: sizes for the estimate, and how its prompt begins."""
+"""Anthropic messages: sizes for the estimate, and prefix hashes."""
 
 import json
 from typing import Any
@@ -66,7 +66,7 @@ def test_conversations_that_go_on_begin_alike() -> None:
     result = user({"type": "tool_result", "tool_use_id": "t", "content": "lines " * 200})
     before, after = hashes("1", first), hashes("2", first, answer, result)
     assert len(before) >= 2
-    # The header differs from turn to turn, and no engine reads it to its model.
+    # The header changes with every turn, and no engine passes it to its model.
     assert after[: len(before)] == before
     assert len(after) > len(before)
     assert hashes("1", user(text("Write a file. " * 60)))[-1] != before[-1]

@@ -1,4 +1,4 @@
-"""Bodies of every endpoint: the facts that scheduling needs, and messages that help."""
+"""Parsed bodies of every endpoint, and the messages about invalid ones."""
 
 import json
 from typing import Any

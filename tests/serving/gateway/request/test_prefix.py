@@ -143,7 +143,7 @@ def test_the_number_of_hashes_is_bounded() -> None:
 
 
 def test_all_gateways_compute_the_same_hashes() -> None:
-    """A change here sends every session to another replica once, and mixes badly with older gateways."""
+    """A change here moves every session to another replica once, and conflicts with older gateways."""
     assert completion("x" * 512) == (EXPECTED,)
 
 

@@ -1,4 +1,4 @@
-"""What a gateway tells of the beginning of a prompt: to the scheduler, and to an engine."""
+"""Prefix hashes that a gateway sends to the scheduler, and the cache salt that engines receive."""
 
 import json
 

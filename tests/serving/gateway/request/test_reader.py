@@ -1,4 +1,4 @@
-"""The collecting of a body, however a server hands it on."""
+"""Collection of a body, however the server splits it."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ async def unused(_: Any) -> None:
 
 
 def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
-    """A reader, and a request whose body comes in these pieces."""
+    """Build a reader and a request whose body arrives in these pieces."""
     reader = RequestReader(
         GatewaySettings(models=(MODEL,)), ServedModels((MODEL,), {"m": FakeDispatcher([])}), "g"
     )
@@ -46,7 +46,7 @@ def reader_of(sent: list[bytes]) -> tuple[RequestReader, IncomingRequest]:
 
 
 async def collected(sent: list[bytes]) -> tuple[bytes, int]:
-    """What a reader makes of these pieces, and how many bytes it holds for it."""
+    """Return the collected body, and the bytes that the reader holds for it."""
     reader, incoming = reader_of(sent)
     held = await reader.body(incoming)
     body, held_bytes = held.data, reader.bodies.held_bytes

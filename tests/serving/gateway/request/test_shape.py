@@ -1,4 +1,4 @@
-"""What counts as text: not the bytes of images, wherever they hide; the bytes of everything that is read."""
+"""Measured text: everything that the model reads, but not the bytes of media."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def chat(*parts: Any) -> PromptShape:
     return shape(CHAT, messages=[{"role": "user", "content": list(parts)}])
 
 
-# How clients send an image, a sound, a video and a file.
+# Encodings of an image, a sound, a video and a file.
 MEDIA: dict[str, Callable[[str], dict[str, Any]]] = {
     "image": lambda data: {"type": "image_url", "image_url": {"url": data, "detail": "high"}},
     "image as text": lambda data: {"type": "image_url", "image_url": data},
@@ -113,7 +113,7 @@ def said(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", **message}]}
 
 
-# Where a chat template, or an engine for it, may find text.
+# Fields in which a chat template or its engine may find text.
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning": (CHAT, said(content="x", reasoning=TEXT)),
     "reasoning_content": (CHAT, said(content="x", reasoning_content=TEXT)),

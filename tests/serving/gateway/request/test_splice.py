@@ -1,4 +1,4 @@
-"""Fields added to the bytes of a body must mean what adding them to the parsed body would."""
+"""Fields spliced into a body's bytes: equivalent to adding them to the parsed body."""
 
 import json
 from typing import Any

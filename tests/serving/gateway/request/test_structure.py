@@ -1,4 +1,4 @@
-"""Limits on the structure of bodies: what costs a parser little passes, whatever its size."""
+"""Limits on the structure of bodies: whatever is cheap to parse is accepted at any size."""
 
 import json
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_definitions_of_many_tools_pass() -> None:
     check_structure(json.dumps({"model": "m", "messages": [], "tools": [tool] * 1_000}).encode())
 
 
-# Not with a backslash at the end: the quote after one is taken for an escaped one.
+# No backslash at the end: the quote after it would count as escaped.
 texts = st.text(alphabet='[]{},":\\ \u00e9\u6570a', max_size=12).filter(lambda text: not text.endswith("\\"))
 values = st.recursive(
     st.none() | st.integers() | texts,
@@ -71,7 +71,7 @@ values = st.recursive(
 
 
 def counts(value: Any) -> tuple[int, int, int]:
-    """Strings, containers, and commas between elements, of a value and all in it."""
+    """Return the strings, containers and commas between elements in a value."""
     if isinstance(value, str):
         return 1, 0, 0
     if not isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""One scrape shows every gateway, whichever of them it reaches."""
+"""One scrape of any gateway covers all gateways."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,13 +21,13 @@ NAMES = ("g1", "g2", "g3")
 
 @dataclass
 class Gateways:
-    """Three gateways before one scheduler, each with an address of its own."""
+    """Three gateways of one scheduler, each with its own address."""
 
     world: Simulation
     http: dict[str, httpx.AsyncClient]
 
     async def requests(self, asked: str) -> dict[str, float]:
-        """What a scrape of one gateway says that each has concluded."""
+        """Scrape one gateway; return the concluded requests of each."""
         page = (await self.http[asked].get("/metrics")).text
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
@@ -59,7 +59,7 @@ async def fleet() -> AsyncIterator[Gateways]:
 
 
 async def shows(fleet: Gateways, asked: str, counts: dict[str, float]) -> None:
-    """Wait until a scrape of one gateway shows these counts: pages are kept for a moment."""
+    """Wait until a scrape of one gateway shows these counts: pages are cached briefly."""
     async with asyncio.timeout(20):
         while await fleet.requests(asked) != counts:  # noqa: ASYNC110 - asking is what is tested
             await asyncio.sleep(0.1)
@@ -83,7 +83,7 @@ async def test_counts_never_fall_while_scrapes_reach_one_gateway_after_the_other
         assert all(seen.get(each, 0.0) >= before[each] for each in before if each in seen)
         before |= seen
     async with asyncio.timeout(20):
-        # Pages are kept for a moment, and one that comes too late is missing.
+        # Pages are cached briefly, and one that arrives too late is missing.
         while sum(before.values()) < 12:
             before |= await fleet.requests("g1")
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""`/metrics/engines`: targets for Prometheus, and the page of each engine through the gateway."""
+"""`/metrics/engines`: Prometheus targets, and each engine's page through the gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +19,7 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Scraped:
-    """An engine that has metrics, and nothing else."""
+    """Engine with a metrics page and nothing else."""
 
     def __init__(self) -> None:
         self.heads: list[Mapping[bytes, bytes]] = []
@@ -35,7 +35,7 @@ class Scraped:
 
 @asynccontextmanager
 async def gateway_over(ports: list[int], **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    # A model has one scheduler, which stands under all of its names.
+    # A model has one scheduler, which is registered under all of its names.
     dispatcher = FakeDispatcher(ports)
     given = GatewaySettings(models=(ServedModel(name="tiny"), ServedModel(name="alias")), **settings)
     app = Gateway(given, {"tiny": dispatcher, "alias": dispatcher}, "g")
@@ -65,12 +65,12 @@ async def test_each_replica_is_a_target_that_is_scraped_through_the_gateway() ->
 async def test_scrapes_at_the_same_time_cost_an_engine_one() -> None:
     engine = Scraped()
     async with serving(engine) as port, gateway_over([port]) as http:
-        # Not from before: each scrape must see the engine anew.
+        # No cached page exists yet: the scrapes must share one read of the engine.
         pages = await asyncio.gather(*(http.get(PATH, params={"replica": f"r{port}"}) for _ in range(30)))
         await asyncio.sleep(1.2)
         await http.get(PATH, params={"replica": f"r{port}"})
     assert {page.content for page in pages} == {PAGE}
-    # The thirty may take longer than a page is kept for.
+    # The thirty scrapes may take longer than the cache lives.
     assert 2 <= len(engine.heads) <= 10
 
 

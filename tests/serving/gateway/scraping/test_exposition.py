@@ -1,4 +1,4 @@
-"""Several metrics pages as one."""
+"""Several metrics pages merged into one."""
 
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,4 +1,4 @@
-"""What a gateway measures of answers: tokens, targets, and the time that it adds itself."""
+"""Latency metrics of a gateway: tokens, targets and the gateway's own time."""
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +13,7 @@ LAX = ClassTargets(default=ClassTarget(ttft_s=60.0, long_ttft_s=60.0, tpot_s=10.
 
 
 async def page_after_a_stream(targets: ClassTargets) -> dict[str, float]:
-    """The sums of samples by name after one streamed answer, of 20 ms for each token."""
+    """Stream one answer with 20 ms per token; return the sums of samples by name."""
     served = ServedModel(name=MODEL, targets=targets)
     async with fleet_of([Engine(token_delay_s=0.02)], models=(served,)) as fleet:
         async with fleet.http.stream(

@@ -23,7 +23,7 @@ CLIENT, ADMIN = ApiKey(tenant="acme", key="client"), ApiKey(tenant="ops", key="a
 
 
 async def answers(*sent: str | None, **settings: Any) -> AsyncIterator[tuple[str | None, httpx.Response]]:
-    """What a gateway with these settings answers to each key; None sends none."""
+    """Yield the response of a gateway with these settings to each key; None sends no key."""
     dispatcher = FakeDispatcher([1])
     dispatcher.page = "# TYPE ewsjf_waiting gauge\newsjf_waiting 3\n"
     app = gateway(dispatcher, **settings)
@@ -44,7 +44,7 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
         return draw_up(metrics, figures)
 
     monkeypatch.setattr(SchedulerMetrics, "exposition", counted)
-    # A flood on a busy machine leaves the loop no time for heartbeats.
+    # A flood on a busy machine delays heartbeats.
     patient = replace(FAST, dead_after_s=30.0, stuck_after_s=60.0)
     world = Simulation(scheduler_settings(), patient)
     await world.begin()

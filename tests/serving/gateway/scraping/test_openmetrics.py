@@ -1,4 +1,4 @@
-"""The page of metrics in OpenMetrics' format, as a scraper that reads exemplars gets it."""
+"""Metrics in OpenMetrics format, as scraped for exemplars."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from tests.serving.gateway.builders import Engine, chat
 from tests.serving.gateway.fleet import fleet_of
 from tests.serving.gateway.tracing.collector import Collector, collecting
 
-# What Prometheus 3 sends.
+# Sent by Prometheus 3.
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
     "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
@@ -29,7 +29,7 @@ def read_openmetrics(page: str) -> list[Metric]:
 
 
 def samples_of(families: Any) -> dict[Any, float]:
-    """All samples but times of creation, which the two formats hold in different metrics."""
+    """Return all samples except creation times, which the two formats place in different metrics."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in families
@@ -48,7 +48,7 @@ async def test_both_formats_say_the_same_and_exemplars_lead_to_traces(
                 headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-{flags}"}
                 url, body = "/v1/chat/completions", chat(stream=True)
                 assert (await fleet.http.post(url, json=body, headers=headers)).status_code == 200
-            # What is counted when an answer has been read.
+            # Some metrics are counted after the client has read the answer.
             await asyncio.sleep(0.1)
             text = await fleet.http.get("/metrics", headers={"accept": "text/plain"})
             page = await fleet.http.get("/metrics", headers={"accept": PROMETHEUS})

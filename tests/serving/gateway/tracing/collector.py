@@ -1,4 +1,4 @@
-"""A collector: takes spans by OTLP over HTTP, as a real one does, and keeps them."""
+"""OTLP collector for tests: receives spans over HTTP and records them."""
 
 import contextlib
 import threading
@@ -16,7 +16,7 @@ SERVER, CLIENT = 2, 3
 
 @dataclass
 class Kept:
-    """One span as it came."""
+    """One received span."""
 
     span: Span
     resource: dict[str, Any]
@@ -52,11 +52,11 @@ class Kept:
 
 @dataclass
 class Collector:
-    """What has come so far.
+    """Everything received so far.
 
     Attributes:
         raw: bodies of requests.
-        status: what it answers with.
+        status: status of its answers.
     """
 
     url: str = ""

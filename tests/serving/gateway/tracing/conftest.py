@@ -1,4 +1,4 @@
-"""A collector, and an environment that sends spans to it."""
+"""Fixtures for tracing tests: a collector, and an environment that exports spans to it."""
 
 from collections.abc import Iterator
 

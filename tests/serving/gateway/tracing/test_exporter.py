@@ -1,4 +1,4 @@
-"""A collector that is gone, slow or rejects harms no request; and tracing that cannot be is rejected."""
+"""Span export: a missing, slow or rejecting collector harms no request; impossible settings fail early."""
 
 import importlib
 import logging
@@ -22,7 +22,7 @@ async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")
-    # Retried by the exporter for as long as it has time.
+    # The exporter retries until its timeout.
     collector.status = 503
     async with fleet_of([Engine()], tracing=True) as fleet:
         for _ in range(20):
@@ -75,7 +75,7 @@ def test_grpc_is_there_with_its_exporter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_not_installed_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What an import does that finds nothing.
+    # Makes the import fail.
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(SettingsError, match=r"pip install 'ewsjf-serve\[tracing\]'"):
         gateway(FakeDispatcher([1]), tracing=True)

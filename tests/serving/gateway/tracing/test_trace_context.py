@@ -1,4 +1,4 @@
-"""What a client may write as its `traceparent`, and the names that spans use."""
+"""Accepted forms of `traceparent`, and span names."""
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes

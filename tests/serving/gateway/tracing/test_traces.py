@@ -1,4 +1,4 @@
-"""Spans of requests as a collector gets them: a gateway over HTTP, a live scheduler, engines behind it."""
+"""Exported spans of requests: a gateway over HTTP, a live scheduler and engines."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 def parent_told(engine: Engine, number: int = -1) -> tuple[str, str, str]:
-    """Trace, span and flags that an engine was told."""
+    """Return the trace, span and flags that an engine received."""
     found = TRACEPARENT.fullmatch(engine.heads[number][b"traceparent"].decode())
     assert found is not None
     return found[1], found[2], found[3]
@@ -94,7 +94,7 @@ async def test_nothing_that_anybody_wrote_is_in_a_span(collector: Collector) -> 
 
 
 class Busy(Engine):
-    """Rejects its first request, as an engine without room does."""
+    """Engine that rejects its first request, as one without capacity does."""
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         if len(self.bodies) == 1:
@@ -119,7 +119,7 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
     assert len(waits) == len(collector.named("ewsjf.place")) == 2
     assert waits[1].span.start_time_unix_nano >= first.span.start_time_unix_nano
     assert {each.parent_id for each in (first, second, *waits)} == {root.id}
-    # Each attempt is the parent of what its engine does.
+    # Each attempt is the parent of the engine's span.
     assert [parent_told(engine, number)[1] for number in (0, 1)] == [first.id, second.id]
     assert root.parent_id == ""
     assert root.span.status.code == 0
@@ -230,7 +230,7 @@ async def test_a_share_of_requests_is_sampled_by_the_id_that_their_spans_have(
         ("parentbased_always_off", "", False, False, True),
         ("parentbased_traceidratio", "1", True, False, True),
         ("parentbased_traceidratio", "0", False, False, True),
-        # As OpenTelemetry takes what it does not know.
+        # Unknown values behave as in OpenTelemetry.
         ("carrier-pigeon", "", True, False, True),
         ("traceidratio", "many", True, True, True),
     ],

@@ -1,4 +1,4 @@
-"""The client side of HTTP/1.1 towards replicas, against sockets that do as they like."""
+"""HTTP/1.1 client towards replicas, against scripted sockets."""
 
 import asyncio
 import socket
@@ -69,7 +69,7 @@ async def test_chunks_come_one_by_one_and_headers_in_lower_case() -> None:
 async def test_a_kept_connection_that_the_replica_closed_is_replaced_unseen() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         if number == 2:
-            writer.transport.abort()  # at the moment at which the second request has come in
+            writer.transport.abort()  # just as the second request arrives
         else:
             writer.write(OK)
 
