@@ -1,4 +1,4 @@
-"""A certificate authority of the tests' own, and the certificates that it signs."""
+"""Test certificate authority and the certificates that it signs."""
 
 import datetime as dt
 from pathlib import Path
@@ -14,7 +14,7 @@ _DAY = dt.timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates, and writes what a process needs of them into a folder."""
+    """Certificate authority that writes each process's files into a folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,11 +25,11 @@ class Authority:
         self._ca = _written(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
 
     def process(self, name: str = "ewsjf.internal", expected: str | None = None) -> TlsSettings:
-        """The files of one process.
+        """Return the TLS settings of one process.
 
         Args:
-            name: what its certificate says.
-            expected: what it asks of others.
+            name: name in its certificate.
+            expected: name that it requires of peers.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._signed(_named(name), key, x509.SubjectAlternativeName([x509.DNSName(name)]))

@@ -1,4 +1,4 @@
-"""The admin key of an application that runs here."""
+"""Admin key of an application on this machine."""
 
 import resource
 from pathlib import Path

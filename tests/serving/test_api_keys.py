@@ -1,4 +1,4 @@
-"""Files of API keys."""
+"""API key files."""
 
 import json
 import stat

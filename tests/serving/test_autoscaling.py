@@ -1,4 +1,4 @@
-"""How a scheduler's numbers pass through Serve's controller."""
+"""Scheduler targets as Ray Serve's controller applies them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,14 +90,14 @@ def test_serve_takes_the_settings_and_makes_the_policies() -> None:
 
 
 def gateways(*cores: float | None, target: int = 1) -> int:
-    """What is wanted with gateways that have used so much; None is one that has not told it yet."""
+    """Return the target for gateways with this CPU use; None is a gateway that has not reported yet."""
     names = [f"g{number}" for number in range(len(cores))]
     told = {
         name: [SimpleNamespace(timestamp=at, value=used + (at - 5) / 10) for at in range(11)]
         for name, used in zip(names, cores, strict=True)
         if used is not None
     }
-    # One that has ended is still remembered.
+    # Serve still has the metrics of a stopped gateway.
     gone = {"gone": [SimpleNamespace(timestamp=1.0, value=50.0)]}
     context = Context(
         running_replicas=names, target_num_replicas=target, raw_metrics={CPU_CORES: {**told, **gone}}

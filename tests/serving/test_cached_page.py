@@ -7,7 +7,7 @@ from serve_app.serving.cached_page import CachedPage
 
 
 class Source:
-    """Counts what is asked of it; holds a page back while it is told to."""
+    """Page source that counts its calls and can block."""
 
     def __init__(self) -> None:
         self.gathered = 0
@@ -43,7 +43,7 @@ async def test_a_page_that_took_long_is_kept_for_long_and_then_drawn_up_again() 
     source.work = 1_000_000
     page = CachedPage(source.gather, source.render)
     assert await page.text() == "page 1"
-    # It took some milliseconds, so it is kept for some hundred.
+    # The page took milliseconds to build, so it is cached for hundreds.
     assert await page.text() == "page 1"
     async with asyncio.timeout(30):
         while await page.text() == "page 1":  # noqa: ASYNC110 - its age is all that changes

@@ -17,7 +17,7 @@ def test_it_tells_less_than_a_millisecond_on_uvloop() -> None:
         precise, coarse = runner.run(readings())
 
     assert len(precise) > 900
-    # The reason why there is a clock besides the loop's.
+    # The loop's own clock is this coarse, which is why another one exists.
     assert all(abs(at * 1e3 - round(at * 1e3)) < 1e-3 for at in coarse)
 
 
@@ -31,7 +31,7 @@ def test_it_is_the_clock_that_timers_are_set_on() -> None:
         return await rung - due
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        # A timer of uvloop is set to whole milliseconds; the upper bound is for a busy machine.
+        # uvloop rounds timers to whole milliseconds; the upper bound is for a busy machine.
         assert -0.002 <= runner.run(late_by()) < 5
 
 

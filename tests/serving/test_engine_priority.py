@@ -1,4 +1,4 @@
-"""A priority from the client's class to the engine's own queue, over real sockets and without Ray."""
+"""Priority from the client's class to the engine's queue, over real sockets and without Ray."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from tests.serving.gateway.builders import MODEL
 from tests.serving.gateway.fleet import fleet_of
 
 BACKLOG = 6
-# One sequence at a time, at 4 ms a token.
+# One sequence at a time, at 4 ms per token.
 ENGINE = EmulatedEngineSettings(
     served_model_names=(MODEL,), max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY
 )
@@ -36,7 +36,7 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
                 await asyncio.sleep(0.01)
         before = len(ended)
         await ask(-1, 2)
-        # Whoever ran had to end; nobody who waited in the engine went first.
+        # The running request had to end; no queued one was served first.
         assert ended.index(-1) <= before + 1
         for task in backlog:
             task.cancel()

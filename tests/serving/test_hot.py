@@ -1,4 +1,4 @@
-"""Which processes a change of settings replaces, and which take it while they run."""
+"""Settings changes: which processes are replaced, and which apply them while running."""
 
 import pickle
 from pathlib import Path
@@ -34,7 +34,7 @@ def pool(name: str, max_model_len: int) -> dict[str, Any]:
 
 ARGS: dict[str, Any] = {"models": [{"name": "demo", "pools": [pool("short", 2_048), pool("long", 8_192)]}]}
 POOL = "models[].pools[]"
-# A path, another value, and what it replaces; `docs/operations.md` has the same table.
+# Path, new value and replaced processes; the table in `docs/operations.md` is the same.
 CHANGES: dict[str, tuple[Any, set[str]]] = {
     "models[].scheduler": ({"max_waiting": 9, "fairness": {"weights": {"a": 2.0}}}, set()),
     "models[].advanced.gpu_budget": (7.0, set()),
@@ -67,7 +67,7 @@ def built(args: dict[str, Any]) -> dict[str, Deployment]:
 
 
 def version(deployment: Deployment) -> str:
-    """The version that the controller hears, whatever Serve says before."""
+    """Return the version that the controller receives, whatever version Serve sets."""
     config = deployment._deployment_config
     config.version = "of the application"
     return str(config.to_proto().version)  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def test_a_change_replaces_what_cannot_take_it_and_nothing_else(path: str) -> No
     after = built(changed_args(ARGS, {path.replace("[]", ".0"): value}))
     assert set(before) == ALL
     assert {name for name in ALL if version(before[name]) != version(after[name])} == replaced
-    # What nothing is replaced for reaches somebody in another way.
+    # A change that replaces no process must reach one as configuration.
     same = all(
         before[name]._deployment_config == after[name]._deployment_config
         and before[name].ray_actor_options == after[name].ray_actor_options
@@ -126,7 +126,7 @@ def test_unusual_values_survive_the_way_into_a_process() -> None:
     assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway
     found = deployments(application_of(settings))
     actor = arguments(found[SCHEDULER])[0]
-    # As Serve sends them.
+    # As Ray Serve transmits them.
     assert actor.with_hot(pickle.loads(pickle.dumps(found[SCHEDULER].user_config))) == actor
 
 

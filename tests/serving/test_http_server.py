@@ -1,4 +1,4 @@
-"""The HTTP server with apps of any kind, on both event loops; `test_connections` has gateways."""
+"""HTTP server with arbitrary apps, on both event loops; for gateways see `test_connections`."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ CLOSE = b"host: x\r\nconnection: close\r\n\r\n"
 
 
 async def echo(_: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the body, in pieces of unknown number."""
+    """Answer with the request's body in chunks."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     more = True
     while more:
@@ -36,7 +36,7 @@ async def stops_midway(_: Scope, __: Receive, send: Send) -> None:
 
 
 async def asked(app: ASGIApp, *sent: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """Send a request; return everything until the server closes."""
     async with listening(app) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for piece in sent:

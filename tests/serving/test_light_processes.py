@@ -1,4 +1,4 @@
-"""What the processes on a request's way import: nothing that takes memory and time for other work."""
+"""Imports of the processes on the request path: none that cost memory or time."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The memory of serving processes, in a process of its own: it is tuned for good."""
+"""Memory tuning of serving processes; in its own process, because it is permanent."""
 
 import json
 import subprocess
@@ -31,5 +31,5 @@ def test_a_process_keeps_the_memory_of_long_bodies_and_looks_for_cycles_less_oft
     assert found["frozen"] > 1_000
     assert found["young"] > 700
     if sys.platform == "linux":
-        # Without it, each time pages are given back and taken again.
+        # Without tuning, pages are returned and faulted in again each time.
         assert found["after"] * 5 < found["before"]

@@ -9,7 +9,7 @@ BOUNDS = (0.1, 0.5, 2)
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """The samples of a page by name and by the bucket's bound, but for those that prometheus_client adds."""
+    """Return the samples of a page by name and bucket bound, without those that prometheus_client adds."""
     return {
         (sample.name, sample.labels.get("le", "")): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
@@ -22,7 +22,7 @@ def test_histograms_are_those_of_prometheus_client() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     cell = histograms(ours, "x_seconds", "Text.", ("a",), BOUNDS)[("b",)]
     reference = Histogram("x_seconds", "Text.", ("a",), buckets=BOUNDS, registry=theirs).labels("b")
-    # On each bound, between them, and beyond.
+    # On each bound, between bounds, and beyond.
     for value in (0.0, 0.1, 0.10001, 0.5, 1.0, 2.0, 3.0, 3.0):
         cell.observe(value)
         reference.observe(value)

@@ -1,4 +1,4 @@
-"""TLS between processes: who has a certificate of the authority is served, and nobody else gets in."""
+"""TLS between processes: only peers with a certificate of the authority are served."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def channel(authority: Authority) -> ChannelSettings:
 
 @pytest.fixture
 async def world(channel: ChannelSettings) -> AsyncIterator[Simulation]:
-    """A scheduler that takes connections only with a certificate."""
+    """A scheduler that requires certificates."""
     world = Simulation(scheduler_settings(), channel)
     await world.begin()
     yield world

@@ -1,4 +1,4 @@
-"""What Serve's controller makes of two deployments of an application, by its own rules."""
+"""Ray Serve's own rules for replacing processes, applied to two versions of an application."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.serving.test_hot import ARGS, GATEWAY, LONG, SCHEDULER, SHORT, built
 
 
 class Driver:
-    """In place of a process that is connected to a cluster."""
+    """Runtime context of a process that is connected to a cluster."""
 
     def get_job_id(self) -> str:
         return "01000000"
@@ -26,7 +26,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def received(args: dict[str, Any], version: str) -> dict[str, DeploymentInfo]:
-    """What arrives at the controller when it has built the application, whose version is this."""
+    """Return what the controller receives for an application of this version."""
     found = {}
     for name, deployment in built(args).items():
         sent = get_deploy_args(
@@ -44,7 +44,7 @@ def of_serve(info: DeploymentInfo) -> DeploymentVersion:
 
 
 def consequences(path: str, value: object) -> tuple[set[str], set[str]]:
-    """The deployments whose processes are replaced, and those whose processes are handed something."""
+    """Return the deployments whose processes are replaced, and those whose processes are reconfigured."""
     before, after = received(ARGS, "one"), received(changed_args(ARGS, {path: value}), "two")
     pairs: dict[str, tuple[Any, Any]] = {
         name: (of_serve(before[name]), of_serve(after[name])) for name in before
@@ -58,11 +58,11 @@ def consequences(path: str, value: object) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize(
     ("path", "value", "replaced", "changed"),
     [
-        # Another version of the application alone.
+        # A new application version alone replaces nothing.
         ("models.0.name", "demo", set(), set()),
         ("models.0.scheduler", {"max_waiting": 9}, set(), {SCHEDULER}),
         ("gateway.keys", [{"tenant": "a", "key": "secret-of-a"}], set(), {GATEWAY}),
-        # The scheduler decides within the bounds of a pool.
+        # The scheduler applies the bounds of a pool.
         ("models.0.pools.0.autoscaling", {"min_replicas": 2, "max_replicas": 4}, set(), {SCHEDULER}),
         ("models.0.pools.0.engine", {"emulated": {"max_model_len": 2_048, "max_num_seqs": 3}}, {SHORT}, None),
         ("models.0.pools.1.resources", {"num_cpus": 3}, {LONG}, None),

@@ -9,7 +9,7 @@ from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[Simulation]:
-    """One scheduler of a model with one pool, and no peers yet."""
+    """One scheduler of a model with one pool, without peers."""
     world = Simulation(scheduler_settings(), FAST)
     await world.begin()
     yield world
@@ -19,7 +19,7 @@ async def world() -> AsyncIterator[Simulation]:
 def pytest_asyncio_loop_factories(
     item: pytest.Function,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run the tests of a module on each of the event loops that its `LOOP_FACTORIES` names."""
+    """Run a module's tests on each event loop in its `LOOP_FACTORIES`."""
     found: Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
     found = getattr(item.module, "LOOP_FACTORIES", {"asyncio": asyncio.new_event_loop})
     return found

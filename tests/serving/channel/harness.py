@@ -1,4 +1,4 @@
-"""A small world for the channel's tests: real schedulers, real sockets, wires that can be cut or muted."""
+"""Control channel harness: real schedulers and sockets, with wires that can be cut or muted."""
 
 import asyncio
 import ctypes
@@ -24,7 +24,7 @@ from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedu
 from serve_app.serving.scheduler.questions import AdminQuestions
 from tests.relay import Relay
 
-# Faster than in production, yet slow enough for a machine that is busy with other things.
+# Faster than in production, yet slow enough for a busy machine.
 FAST = ChannelSettings(
     heartbeat_s=0.1,
     dead_after_s=0.6,
@@ -40,7 +40,7 @@ M = TypeVar("M")
 
 
 def scheduler_settings(**changes: Any) -> SchedulerSettings:
-    # Many tests of the channel need requests that wait, and no replica.
+    # Many channel tests need queued requests and no replica.
     patient = {"no_replica_grace_s": 600.0}
     return SchedulerSettings(
         **{"model": "m", "routing": RoutingSettings(pools=("short",)), **patient, **changes}
@@ -65,7 +65,7 @@ def submission(
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Wait until it holds, for a generous while."""
+    """Wait until the condition holds, within a generous limit."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - any state of several parties may be waited for
             await asyncio.sleep(0.005)
@@ -73,14 +73,14 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
 
 
 class Wire(Relay):
-    """The way to whoever schedules now."""
+    """Relay to the current scheduler."""
 
     def __init__(self, world: "Simulation") -> None:
         super().__init__(self._scheduler)
         self._world = world
 
     async def locate(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
-        """Where the present scheduler is to be found, by way of this wire."""
+        """Return the current scheduler's endpoint, reached through this wire."""
         if self.rejects:
             raise ConnectionError("the wire is down")
         return replace(self._world.endpoint(role), port=self.port)
@@ -91,10 +91,10 @@ class Wire(Relay):
 
 
 class ReplicaDouble:
-    """A replica without an engine: says of itself what the test sets.
+    """Replica without an engine; reports what the test sets.
 
     Attributes:
-        counts: makes each report, instead of `report`.
+        counts: computes each report; replaces `report`.
     """
 
     def __init__(self, replica_id: str, pool: str, max_num_seqs: int) -> None:
@@ -124,7 +124,7 @@ class ReplicaDouble:
 
 
 class Simulation:
-    """Schedulers that succeed each other, and their peers."""
+    """Successive schedulers and their peers."""
 
     def __init__(self, settings: SchedulerSettings, channel: ChannelSettings) -> None:
         self.settings = settings
@@ -136,7 +136,7 @@ class Simulation:
 
     @property
     def live(self) -> LiveScheduler:
-        """The scheduler of now."""
+        """Return the current scheduler."""
         return self.shells[-1]
 
     def endpoint(self, role: Role = Role.GATEWAY) -> SchedulerEndpoint:
@@ -149,7 +149,7 @@ class Simulation:
         return self.endpoint(Role.REPLICA)
 
     async def begin(self, **parts: Any) -> LiveScheduler:
-        """Start the next incarnation beside whatever runs."""
+        """Start the next incarnation; the previous one keeps running."""
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
         live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
@@ -159,12 +159,12 @@ class Simulation:
         return live
 
     async def restart(self) -> LiveScheduler:
-        """Kill the scheduler, and start the next."""
+        """Kill the scheduler and start the next incarnation."""
         self.kill()
         return await self.begin()
 
     def kill(self) -> None:
-        """End the scheduler as the death of its process would: no goodbye, nothing flushed."""
+        """End the scheduler as a process death does: no goodbye, nothing flushed."""
         live = self.live
         for link in list(live._server._peers):
             link.abort("the process died")
@@ -177,7 +177,7 @@ class Simulation:
         return wire
 
     async def gateway(self, gateway_id: str = "g1", wire: Wire | None = None) -> GatewayClient:
-        """A gateway that is connected."""
+        """Return a connected gateway client."""
         client = GatewayClient(gateway_id, wire.locate if wire else self.locate, self.channel)
         client.start()
         self._closers.append(client.close)
@@ -193,7 +193,7 @@ class Simulation:
         seats: int = 64,
         prepare: Callable[[ReplicaDouble], None] = lambda _: None,
     ) -> tuple[ReplicaClient, ReplicaDouble]:
-        """A replica that the scheduler knows; `prepare` may change it before it registers."""
+        """Return a registered replica; `prepare` may change it before it registers."""
         double = ReplicaDouble(replica_id, pool, seats)
         prepare(double)
         locate = partial(wire.locate, Role.REPLICA) if wire else self.locate_for_replica
@@ -204,7 +204,7 @@ class Simulation:
         return client, double
 
     def reported(self, replica_id: str) -> bool:
-        """Whether the scheduler has a report of the replica."""
+        """Return whether the scheduler has a report of this replica."""
         report = self.live.status()["replicas"].get(replica_id, {}).get("report")
         return report is not None
 
@@ -216,21 +216,21 @@ class Simulation:
 
 
 async def granted(client: GatewayClient, request_id: str, **changes: Any) -> Grant:
-    """Ask for a turn, and get it."""
+    """Submit a request and return its grant."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Grant), answer
     return answer
 
 
 async def rejected(client: GatewayClient, request_id: str, **changes: Any) -> Conclusion:
-    """Ask for a turn, and be rejected."""
+    """Submit a request and return its rejection."""
     answer = await asyncio.wait_for(client.acquire(submission(request_id, **changes)), PATIENCE_S)
     assert isinstance(answer, Conclusion), answer
     return answer
 
 
 class Stranger:
-    """A bare connection to a scheduler, to say anything over."""
+    """Raw connection to a scheduler that can send anything."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -249,7 +249,7 @@ class Stranger:
         self._writer.write(data)
 
     async def hear(self, kind: type[M]) -> M:
-        """Read until a message of this kind comes."""
+        """Read until a message of this kind arrives."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 for message in self.heard:
@@ -259,14 +259,14 @@ class Stranger:
                     raise ConnectionError(f"closed before a {kind.__name__} came; heard {self.heard}")
 
     async def closed(self) -> bool:
-        """Read until the far end closes the connection."""
+        """Read until the peer closes the connection."""
         async with asyncio.timeout(PATIENCE_S):
             while await self._read():
                 pass
         return True
 
     def vanish(self) -> None:
-        """Take nothing in any more, below TCP, as a host without power: the kernel acknowledges nothing."""
+        """Drop all packets below TCP, as a host without power does: not even the kernel acknowledges."""
         reject_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
         program = struct.pack("HxxxxxxP", 1, ctypes.addressof(reject_all))
         sock = self._writer.get_extra_info("socket")

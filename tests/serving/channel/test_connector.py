@@ -9,7 +9,7 @@ from tests.serving.channel.harness import FAST, Simulation, until
 
 
 class Silent:
-    """A resident that nobody lets in."""
+    """Resident whose connection must never succeed."""
 
     def on_connected(self, *_: Any) -> NoReturn:
         raise AssertionError("nobody is there")
@@ -49,7 +49,7 @@ async def test_a_replica_that_is_closed_as_it_has_news_ends(world: Simulation) -
 
 
 async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(world: Simulation) -> None:
-    """On a starved machine each one did, and gateways were alone until it had time again."""
+    """Regression test: on a starved machine every search timed out, and gateways stayed disconnected."""
 
     async def locate() -> SchedulerEndpoint:
         await asyncio.sleep(0.3)

@@ -1,4 +1,4 @@
-"""The rules of reconciliation, row by row, against a real core and a link that only writes down."""
+"""Reconciliation rules one by one, on a real core and a recording link."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ from tests.serving.channel.harness import scheduler_settings, submission
 
 
 class Page:
-    """A link that writes down what is said."""
+    """Link that records messages."""
 
     def __init__(self) -> None:
         self.said: list[Message] = []
@@ -41,7 +41,7 @@ class Page:
 
 
 class Host:
-    """The least of a live scheduler: a core, a clock in hand, and a list of the events that were fed."""
+    """Minimal live scheduler: a core, a manual clock, and the list of events fed."""
 
     def __init__(self) -> None:
         self.core = Scheduler(scheduler_settings())
@@ -86,7 +86,7 @@ class Host:
         return b"{}"
 
     def connect(self, *snapshot: Message) -> Page:
-        """Let the gateway connect, or connect again, with this snapshot."""
+        """Connect or reconnect the gateway with this snapshot."""
         page = Page()
         say = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
@@ -108,7 +108,7 @@ def runs(replica_id: str, *, grants: int = 1, started: bool = False) -> Running:
 
 
 def running() -> tuple[Host, str]:
-    """A host on which r1 runs by its first grant, and the replica that it runs on."""
+    """Return a host on which r1 runs by its first grant, and its replica."""
     host = Host()
     page = host.connect(waits())
     granted = page.of(Granted)
@@ -124,7 +124,7 @@ async def test_a_grant_and_its_repetition_carry_the_engines_priority() -> None:
         host.feed(event)
     page = host.connect(waits("r1"), waits("r2"))
     assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
-    # The gateway has seen neither grant, and asks again.
+    # The gateway has received neither grant and submits again.
     page = host.connect(waits("r1"), waits("r2"))
     assert [granted.dispatch.engine_priority % BAND for granted in page.of(Granted)] == [0, 1]
 

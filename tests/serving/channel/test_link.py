@@ -24,7 +24,7 @@ class Owner:
 
 
 class Pair:
-    """Two links that face each other."""
+    """Two connected links."""
 
     def __init__(self, near: Link, far: Link, owners: tuple[Owner, Owner]) -> None:
         self.near, self.far = near, far
@@ -89,7 +89,7 @@ async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
     for _ in range(FAST.beats_to_death - 1):
         both.near.tick()
     both.far.tick()
-    # One tick after a long absence, however long: what came meanwhile is read before the next one.
+    # However long the absence, there is one tick: the next one first reads what has arrived.
     await until(lambda: both.near._heard)
     both.near.tick()
     assert both.near.open

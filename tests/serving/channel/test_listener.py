@@ -1,4 +1,4 @@
-"""The scheduler's port under crowds: of strangers, who must cost nothing for long, and of real peers."""
+"""Scheduler's port under load: unauthenticated crowds must stay cheap, and real peers must connect."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ LIMIT = 32
 CROWD = 10 * LIMIT
 
 
-# Ray runs actors on uvloop where it is installed.
+# Ray runs actors on uvloop if it is installed.
 LOOP_FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[Simulation]:
-    """A scheduler that lets 32 connections wait for their introduction."""
+    """A scheduler that accepts 32 connections without a handshake."""
     world = Simulation(scheduler_settings(), replace(FAST, max_pending_handshakes=LIMIT))
     await world.begin()
     yield world
@@ -41,7 +41,7 @@ async def world() -> AsyncIterator[Simulation]:
 
 @pytest.fixture
 def faults() -> list[str]:
-    """What the event loop says of callbacks that raised, once `watch` is called on it."""
+    """Errors that the event loop reports for callbacks, after a call of `watch`."""
     return []
 
 
@@ -61,10 +61,10 @@ def open_sockets() -> int:
 async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, faults: list[str]) -> None:
     watch(faults)
     before = open_sockets()
-    # All within one turn of the loop, so that they are accepted together.
+    # All in one turn of the loop, so that they are accepted together.
     crowd = await asyncio.gather(*(Stranger.at(world.endpoint()) for _ in range(CROWD)))
-    # Each of the crowd keeps its own end open; the scheduler's ends must all go.
-    # Fewer than that where a connection of a test before had not been closed yet when they were counted.
+    # The crowd keeps its own ends open; the scheduler's ends must all close. There are fewer if a connection
+    # of an earlier test was still open when they were counted.
     await until(lambda: open_sockets() <= before + CROWD, "the scheduler has closed every one of them")
     for stranger in crowd:
         assert await stranger.closed()
@@ -109,7 +109,7 @@ async def test_a_peer_gets_in_among_strangers_who_keep_coming(world: Simulation)
                 await pest.closed()
                 pest.leave()
 
-    # They come again at once when they are closed, and there are more of them than places.
+    # They reconnect at once when they are closed, and outnumber the places.
     pests = [asyncio.create_task(pester()) for _ in range(2 * LIMIT)]
     await until(lambda: len(world.live._server._listener) == LIMIT, "the strangers take every place")
     assert (await world.gateway()).is_connected
@@ -143,5 +143,5 @@ async def test_a_scheduler_that_stops_closes_those_who_were_just_coming_in(world
     for stranger in crowd:
         assert await stranger.closed()
         stranger.leave()
-    # Its own port is closed, too.
+    # The listening port is closed, too.
     await until(lambda: open_sockets() == before - 1, "nothing is left open")

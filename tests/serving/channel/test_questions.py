@@ -1,4 +1,4 @@
-"""Questions of admins, from a gateway to its scheduler and back."""
+"""Admin questions from a gateway to its scheduler."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from tests.serving.channel.harness import PATIENCE_S, Simulation, granted, until
 
 
 class Slow:
-    """Answers when it is released, with what it is given."""
+    """Question handler that returns its argument once it is released."""
 
     def __init__(self, found: Any) -> None:
         self.found = found

@@ -68,7 +68,7 @@ async def test_the_death_of_an_engine_closes_its_replica_at_once(world: Simulati
     await until(lambda: gateway.replicas() == ())
     assert client.is_connected
     assert world.live.core.ledger.joined == 0
-    # Nobody waited for its last report to become stale.
+    # The replica left at once; its last report never became stale.
     assert 'ewsjf_stale_reports_total{model="m"} 1.0' not in await world.live.exposition()
 
 

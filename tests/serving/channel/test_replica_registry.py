@@ -1,4 +1,4 @@
-"""The table of replicas: told once for what changes together, and always before a grant that refers to it."""
+"""Replica table: sent once per batch of changes, and always before a grant that refers to it."""
 
 import asyncio
 from typing import Any
@@ -13,14 +13,14 @@ MANY = 1_000
 
 
 class SilentLink:
-    """A replica's end of a connection, from which nothing comes."""
+    """Replica's end of a connection; it never sends."""
 
     def send(self, _message: Any) -> None:
-        """Take it."""
+        """Accept and ignore a message."""
 
 
 def join(registry: ReplicaRegistry, number: int) -> SilentLink:
-    """A replica registers and reports for the first time."""
+    """Register a replica with its first report."""
     replica_id, link = f"s{number}", SilentLink()
     spec = ReplicaSpec(
         replica_id=replica_id, pool="short", max_model_len=1_000, kv_tokens=10_000, max_num_seqs=8
@@ -33,7 +33,7 @@ def join(registry: ReplicaRegistry, number: int) -> SilentLink:
 
 
 def count_tables(registry: ReplicaRegistry) -> list[ReplicaTable]:
-    """All tables that are told from here on."""
+    """Return the list of all replica tables sent from here on."""
     tables: list[ReplicaTable] = []
     tell = registry._tell_gateways
 
@@ -74,7 +74,7 @@ async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation
         send(message)
 
     session.link.send = noted  # type: ignore[method-assign, assignment]
-    # In one turn of the loop: it joins, reports, and the request is granted.
+    # In one turn of the loop, the replica registers and reports, and the request is granted.
     join(world.live._replicas, 0)
     assert told[:2] == ["ReplicaTable", "Granted"]
     assert (await waiting).address.replica_id == "s0"

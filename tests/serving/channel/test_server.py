@@ -129,7 +129,7 @@ async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()), SnapshotEnd())
     await stranger.hear(Welcome)
-    # Its kernel acknowledges the heartbeats, and nobody answers them.
+    # The kernel acknowledges the heartbeats, but the peer answers none.
     began = loop.time()
     assert await stranger.closed()
     assert loop.time() - began > FAST.stuck_after_s - 0.3

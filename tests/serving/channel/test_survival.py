@@ -1,4 +1,4 @@
-"""Whatever breaks: no request is lost, none is granted twice, none is answered twice."""
+"""Fault tolerance: no request is lost, granted twice or answered twice."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ async def answer_of(task: asyncio.Task[Grant | Conclusion]) -> Grant | Conclusio
 
 
 async def served(client: GatewayClient, request_id: str) -> None:
-    """Wait for a turn and end at once."""
+    """Wait for a grant and finish at once."""
     await granted(client, request_id)
     client.finish(request_id, Outcome.COMPLETED, USAGE)
 
@@ -211,7 +211,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     wire.rejects = True
     wire.cut()
     await until(lambda: world.live._gateways.connected == 1)
-    # As far as the engine tells it is at work on all three, however long that takes.
+    # The engine reports all three as running, so they stay in flight for as long as it does.
     await asyncio.sleep(4 * FAST.gateway_grace_s)
     assert ledger["s1"].in_flight == 3
     engine.report = replace(engine.report, running=2)
@@ -330,10 +330,10 @@ async def test_a_flood_is_rejected_beyond_the_queue_and_leaves_nothing_behind(wo
 
 
 class Handlers:
-    """Handlers of requests at several gateways, that do all that handlers do, by chance.
+    """Randomised request handlers at several gateways.
 
     Attributes:
-        heard: how each request ended for its client, once for each answer.
+        heard: client results of each request, one per answer.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -363,7 +363,7 @@ class Handlers:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> None:
-    """Wires break or go mute, replicas glitch, schedulers die, clients leave; handlers go on."""
+    """Wires break or go mute, replicas fail, schedulers die, clients disconnect; handlers continue."""
     rng = random.Random(seed)
     world = Simulation(scheduler_settings(max_attempts=50), FAST)
     await world.begin()
@@ -406,7 +406,7 @@ async def break_something(world: Simulation, rng: random.Random, wires: list[Wir
         case "cut":
             wire.cut()
         case "mute up":
-            # What is said now is lost, and the connection with it.
+            # Messages sent now are lost together with the connection.
             wire.mute_up = True
             await asyncio.sleep(rng.uniform(0, 0.02))
             wire.cut()
@@ -428,15 +428,15 @@ async def test_an_end_of_an_unknown_request_changes_nothing(world: Simulation) -
 
 
 async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting() -> None:
-    """Counted in what the scheduler hears before it answers the other gateway, which no load changes."""
+    """Counts messages read before the other gateway is answered: independent of machine load."""
     world = Simulation(scheduler_settings(), replace(FAST, dead_after_s=PATIENCE_S, stuck_after_s=PATIENCE_S))
     await world.begin()
     loud, quiet = await world.gateway("loud"), await world.gateway("quiet")
     flood = [ask(loud, f"f{n}", priority=PriorityClass.BATCH) for n in range(10_000)]
     await until(lambda: len(world.live.core) > 0, "the flood has begun to come")
-    # Metrics would not do: they come with the page of the loud one.
+    # Metrics would not do: they queue behind the busy gateway's messages.
     assert isinstance(await quiet.acquire(submission("q", no_wait=True)), Conclusion)
-    # Some 1,000 more have come: what was on its way, and a slice for each turn of the loop.
+    # About 1,000 more were read: those in transit, and a slice for each turn of the loop.
     assert len(world.live.core) + sum(task.done() for task in flood) < len(flood) / 2
     for task in flood:
         task.cancel()

@@ -1,6 +1,6 @@
-"""Parts of two releases at once: a peer of the version before is understood, and answered as it knew it.
+"""Two releases at once: a peer of the previous protocol version is served as that version defines.
 
-There is no version before the first, so these tests make one up.
+The first version has no predecessor, so these tests define one.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_nothing_is_put_differently_while_there_is_no_version_before() -> None:
 
 @pytest.fixture
 def next_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release whose version is one higher, in which peers of the version before know no replica table."""
+    """Define a release one version higher, whose previous version has no replica table."""
     for module in (messages, connector, link, server):
         monkeypatch.setattr(module, "VERSION", VERSION + 1, raising=False)
     changes: dict[type[Message], Callable[[Any], Message | None]] = {ReplicaTable: lambda _: None}

@@ -1,4 +1,4 @@
-"""A pool replica with its real server and channel, connected to a real scheduler."""
+"""Pool replica with its real server and channel, connected to a real scheduler."""
 
 import asyncio
 import math
@@ -167,7 +167,7 @@ async def test_a_replica_joins_a_scheduler_that_comes_later(
 
 
 class BrokenEngine:
-    """An engine of which one part fails; it counts its stops."""
+    """Engine with one broken part; counts its stops."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

@@ -15,7 +15,7 @@ HEADERS = {"x-replica-token": TOKEN}
 
 
 class SlowStream:
-    """An engine's app that sends one chunk, then waits until it is told to end or its client leaves."""
+    """Engine app that sends one chunk, then waits until it is released or its client disconnects."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Endpoints for tests: light servers that tell and answer what a test sets, and a fleet of them."""
+"""Scripted endpoints, and a fleet that watches them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -33,15 +33,15 @@ vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
 
 
 class VllmLike(Engine):
-    """An engine that tells of itself as vLLM does.
+    """Engine with vLLM's metrics and model list.
 
     Attributes:
-        api_key: asked for; empty for none.
-        kv_usage, others: what other clients do to it.
-        hangs: it computes nothing any more.
-        is_mute: it hung while it was idle: its metrics tell of no request.
-        metrics_status: of its metrics page.
-        seen: the headers of the last request that was no control request.
+        api_key: the required key; empty for none.
+        kv_usage, others: load by other clients.
+        hangs: the engine makes no progress.
+        is_mute: its metrics show no requests, as after a hang while idle.
+        metrics_status: status of its metrics page.
+        seen: headers of the last request other than control requests.
     """
 
     def __init__(self, *, token_delay_s: float = 0.0) -> None:
@@ -82,7 +82,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 @dataclass
 class WatchedFleet:
-    """Endpoints, their watcher, a scheduler and a gateway: all but Ray."""
+    """Endpoints with their watcher, a scheduler and a gateway, without Ray."""
 
     world: Simulation
     watcher: EndpointWatcher
@@ -90,7 +90,7 @@ class WatchedFleet:
     stack: AsyncExitStack = field(repr=False)
 
     def open(self) -> list[str]:
-        """The endpoints that the scheduler would send requests to."""
+        """Return the endpoints that receive requests."""
         replicas = self.world.live.status()["replicas"]
         return sorted(name for name, one in replicas.items() if one.get("report") is not None)
 
@@ -99,7 +99,7 @@ class WatchedFleet:
         return await self.http.post("/v1/completions", json=asked)
 
     async def endpoint(self, engine: VllmLike | None = None) -> str:
-        """Start one more server; returns its URL."""
+        """Start one more server; return its URL."""
         return await self.stack.enter_async_context(serving(engine or VllmLike()))
 
 
@@ -112,10 +112,10 @@ async def watched(
     long: str = "",
     **settings: Any,
 ) -> AsyncIterator[WatchedFleet]:
-    """A fleet of the endpoints that are named.
+    """Run a fleet of these endpoints.
 
     Args:
-        long: the endpoint of a second pool; empty for none.
+        long: endpoint of a second pool; empty for none.
     """
     pools = (POOL, "long") if long else (POOL,)
     world = Simulation(scheduler_settings(model=model, routing=RoutingSettings(pools=pools)), CHANNEL)

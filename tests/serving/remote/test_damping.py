@@ -1,4 +1,4 @@
-"""Endpoints that come and go."""
+"""Damping of endpoints that appear and disappear."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Endpoints that do not tell their context: over HTTP, their rejections teach it."""
+"""Context limits learned from rejections over HTTP, for endpoints that report none."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from .servers import VllmLike, watched
 
 
 def silent() -> VllmLike:
-    """An engine that tells its load, and not its context."""
+    """Return an engine that reports its load but not its context."""
     engine = VllmLike()
     engine.models = {"data": [{"id": MODEL}]}
     return engine
@@ -31,7 +31,7 @@ async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
     caplog.set_level(logging.INFO, logger="ray.serve")
     async with serving(small) as one, serving(large) as two, watched(one, long=two) as fleet:
         await until(lambda: len(fleet.open()) == 2, "both serve")
-        # About 3,000 tokens, which the border between the pools would send to the small one.
+        # About 3,000 tokens: at home in the short pool.
         for _ in range(2):
             answer = await fleet.ask(prompt="one two " * 1_500)
             assert (answer.status_code, answer.headers["x-pool"]) == (200, "long"), answer.text
@@ -45,7 +45,7 @@ async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
         assert replica["learned_context_tokens"] == CONTEXT
         assert len(told) == 1
     else:
-        # The engine of the longer pool has counted seven tokens.
+        # The long pool's engine counted seven tokens.
         assert 0 < replica["learned_context_tokens"] < 10_000
         assert 1 <= len(told) <= 2
 

@@ -1,6 +1,6 @@
-"""A real server of llama.cpp with real weights: what its adapter reads, and the gateway in front of it.
+"""llama.cpp server with real weights: its adapter, and the gateway in front of it.
 
-`scripts/fetch_llama_server` brings both, as a binary; each server starts within seconds on the CPU.
+`scripts/fetch_llama_server` downloads both; each server starts within seconds on the CPU.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def _fetched() -> None:
 
 @contextlib.asynccontextmanager
 async def llama_server(*options: str) -> AsyncIterator[str]:
-    """The URL of a server whose slots have the context each."""
+    """Start a server with this context per slot; yield its URL."""
     port = free_port()
     command = [
         *(
@@ -101,7 +101,7 @@ async def test_its_pages_tell_its_limits_and_its_load(
             body = {"model": MODEL, "prompt": "Count: one two", "max_tokens": 200, "ignore_eos": True}
             return await client.post("/v1/completions", json=body)
 
-        # One more than it has slots for: it waits.
+        # One more request than slots: it queues.
         answers = [asyncio.create_task(answer()) for _ in range(SLOTS + 1)]
         seen = set()
         while not all(each.done() for each in answers):
@@ -143,10 +143,10 @@ async def test_the_gateway_serves_it_and_rejects_what_it_would() -> None:
         assert (events[-1], text) == ("[DONE]", whole.json()["choices"][0]["text"])
         (replica,) = fleet.world.live.status()["replicas"].values()
         assert (replica["max_model_len"], replica["max_num_seqs"]) == (CONTEXT, SLOTS)
-        # By its lower bound it is too long for every pool, so the server does not hear of it.
+        # Its lower bound exceeds every pool, so it never reaches the server.
         long = await fleet.ask(model=MODEL, prompt="word " * 20_000)
         assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded"), long.text
-        # By its bounds this one may fit; the server knows that it does not.
+        # By its bounds it may fit; the server finds that it does not.
         near = await fleet.ask(model=MODEL, prompt="word " * 1_100)
         assert (near.status_code, near.json()["error"]["code"]) == (400, "context_length_exceeded"), near.text
         assert "1024" in near.json()["error"]["message"] or "1,024" in near.json()["error"]["message"]

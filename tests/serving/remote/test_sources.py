@@ -1,4 +1,4 @@
-"""Discovery by DNS and Kubernetes, against servers that speak these protocols."""
+"""Discovery by DNS and Kubernetes, against servers of these protocols."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ Told = list[set[str]]
 
 @contextlib.asynccontextmanager
 async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIterator[Told]:
-    """What a source tells, one entry each time."""
+    """Follow a source; yield the list of its results."""
     told: Told = []
     task = asyncio.create_task(source.follow(lambda urls: told.append({str(url) for url in urls}), refresh_s))
     try:
@@ -73,7 +73,7 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
     async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as told:
         await until(lambda: len(told) == 1)
         assert told[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
-        # A broken zone takes nothing away.
+        # A failing DNS zone removes no endpoint.
         gone = list(addresses)
         addresses.clear()
         await asyncio.sleep(0.2)
@@ -89,7 +89,7 @@ async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> No
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers every question for SRV with the records that the test sets."""
+    """DNS server that answers every SRV question with the test's records."""
 
     def __init__(self) -> None:
         self.records: list[str] = []
@@ -132,7 +132,7 @@ async def test_srv_records_state_hosts_and_ports() -> None:
 
 
 class ApiServerDouble:
-    """The part of Kubernetes' API server that lists and watches, with a history that can be forgotten."""
+    """Kubernetes API server that lists and watches, with a history that can expire."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -182,7 +182,7 @@ class ApiServerDouble:
         self._watches.add(queue)
         try:
             while (line := await queue.get()) is not None:
-                # In two pieces, as a network may cut it.
+                # In two pieces, as a network may split it.
                 await response.write(line[:20].encode())
                 await response.write(line[20:].encode())
         finally:
@@ -233,7 +233,7 @@ async def test_the_endpoints_of_a_service_are_followed(api: tuple[ApiServerDoubl
         double.put(slice_of("b", "10.0.0.3", port=8001), "ADDED")
         await until(lambda: len(told) == 2)
         assert "http://10.0.0.3:8001" in told[-1]
-        # One that ends, and one that is not ready, get no new requests.
+        # A terminating endpoint and one that is not ready get no new requests.
         double.put(slice_of("a", "10.0.0.1", ready=True, terminating=True))
         double.put(slice_of("b", "10.0.0.3", ready=False))
         await until(lambda: told[-1] == set())
@@ -279,7 +279,7 @@ async def test_a_watch_that_ends_goes_on_from_where_it_was(api: tuple[ApiServerD
         await until(lambda: len(double.asked) > asked and double.watched)
         assert double.asked[-1]["resourceVersion"] == version
         assert len(told) == 1
-        # Tokens are replaced while it runs.
+        # Kubernetes rotates tokens while the process runs.
         (double.folder / "token").write_text("second")
         double.end_watches()
         await until(lambda: "Bearer second" in double.tokens)
@@ -314,7 +314,7 @@ async def test_an_api_server_that_rejects_takes_nothing_away(
         double.end_watches()
         await until(lambda: not double.rejects and double.watched)
         assert all(each == {"http://10.0.0.1:8000"} for each in told)
-    assert caplog.text.count("answered 403") == 1  # one reason is logged once
+    assert caplog.text.count("answered 403") == 1  # repeated reasons are logged once
 
 
 async def test_outside_of_a_pod_the_reason_is_told(

@@ -1,4 +1,4 @@
-"""A watcher with its endpoints, a scheduler and a gateway: over HTTP, without Ray."""
+"""Watcher with its endpoints, a scheduler and a gateway, over HTTP and without Ray."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -62,7 +62,7 @@ async def test_an_endpoint_that_dies_loses_no_request_and_comes_back() -> None:
         engine.models["data"][0]["max_model_len"] = 2048
         await stack.enter_async_context(serving(engine, port))
         await until(lambda: len(fleet.open()) == 2, "it serves again")
-        # It was restarted with another limit.
+        # The server restarts with another limit.
         assert fleet.world.live.status()["replicas"][f"short/127.0.0.1:{port}"]["max_model_len"] == 2048
 
 
@@ -85,7 +85,7 @@ async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) 
         await until(lambda: len(fleet.open()) == 1, "the first is found")
         listed.write_text(f"{one}\n\n{two}/v1\n")
         await until(lambda: len(fleet.open()) == 2, "the second is found")
-        # A mistake takes nothing away, and neither does a file that is gone.
+        # A mistake or a missing file removes no endpoint.
         listed.write_text(f"{one}\nno url\n")
         await asyncio.sleep(0.3)
         listed.unlink()

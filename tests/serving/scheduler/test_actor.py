@@ -23,7 +23,7 @@ from tests.serving.channel.harness import FAST, scheduler_settings, submission, 
 
 
 class Claims:
-    """A store of claims in memory."""
+    """Claim store in memory."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -38,13 +38,13 @@ class Claims:
 
 
 async def costs_of(actor: SchedulerActor) -> dict[str, Any]:
-    """As an admin is told them."""
+    """Return the costs as admins receive them."""
     found: dict[str, Any] = json.loads(await shell_of(actor).answer("costs", b"{}"))
     return found
 
 
 class Cluster:
-    """Where actors of one scope live and die."""
+    """Cluster in which actors of one scope start and die."""
 
     def __init__(self) -> None:
         self.claims = Claims()
@@ -122,7 +122,7 @@ async def test_bounds_of_scaling_change_without_a_new_incarnation(cluster: Clust
     await actor.check_health()
     await actor.reconfigure({"scaling": {"gpu_budget": 3.0}})
     assert actor.scaling.described()["gpu_budget"] == 3.0
-    # What is left out is as it was deployed.
+    # Settings that are left out keep their deployed values.
     await actor.reconfigure({"max_waiting": 5})
     assert actor.scaling.described()["gpu_budget"] is None
     assert (await actor.endpoint("gateway")).incarnation == 2
@@ -149,7 +149,7 @@ async def test_a_setting_that_cannot_change_is_rejected_by_name(cluster: Cluster
 
 
 def teach(actor: SchedulerActor, output_tokens: int) -> int:
-    """Let it see sixty answers; the output limit that it gives the next request without one."""
+    """Let the core observe sixty answers; return its output limit for a request without one."""
     core = shell_of(actor).core
     for _ in range(60):
         core.estimator.observe(UNLIMITED, Usage(prompt_tokens=40, output_tokens=output_tokens))
@@ -243,9 +243,9 @@ async def test_a_restarted_actor_goes_on_with_who_pays(cluster: Cluster, tmp_pat
     found = await costs_of(second)
     assert found["since"] == began
     assert [(row["tenant"], row["engine_seconds"]) for row in found["rows"]] == [("payer", 12.5)]
-    # Prometheus would take a counter that begins above nothing for so much more use.
+    # Prometheus would count the initial value of a new counter as new use.
     assert "payer" not in await shell_of(second).exposition()
-    # Other settings make another scheduler in the same process.
+    # Other settings create another scheduler in the same process.
     await second.reconfigure({"policy": "fcfs"})
     assert [row["engine_seconds"] for row in (await costs_of(second))["rows"]] == [12.5]
 
@@ -310,7 +310,7 @@ def test_claims_rise_and_are_given_once_even_when_two_race() -> None:
     here, there = Incarnations(claims, "app/m"), Incarnations(claims, "app/m")
     assert [here.claim(), there.claim(), here.claim()] == [1, 2, 3]
     assert Incarnations(claims, "app/other").claim() == 1
-    # The other takes the number between the look and the claim.
+    # The other process claims the number between read and claim.
     look = here.newest
     here_newest = look()
     there.claim()
@@ -319,7 +319,7 @@ def test_claims_rise_and_are_given_once_even_when_two_race() -> None:
 
 
 class Raced(Claims):
-    """A store whose list is a moment old."""
+    """Claim store with a stale list."""
 
     def __init__(self, claims: Claims, newest: int) -> None:
         super().__init__()

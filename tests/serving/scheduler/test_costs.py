@@ -13,7 +13,7 @@ from tests.builders import ManualDriver, one_replica
 
 
 def busy() -> ManualDriver:
-    """Two tenants have used the engine, one for two seconds and one for one; who waited has not begun."""
+    """Two tenants used the engine, for two seconds and one second; the queued one has not started."""
     driver = one_replica(backpressure=BackpressureSettings(report_limit_s=1_000.0))
     for tenant, seconds in (("heavy", 2.0), ("light", 1.0)):
         driver.arrive(tenant, tenant=tenant, prompt_tokens=1, priority=PriorityClass.BATCH)
@@ -23,7 +23,7 @@ def busy() -> ManualDriver:
 
 
 def seconds(costs: KeptCosts) -> dict[str, float]:
-    """The engine time of each tenant, as people see it."""
+    """Return the engine time of each tenant as the cost document shows it."""
     return {row["tenant"]: row["engine_seconds"] for row in costs.document({})["rows"]}
 
 

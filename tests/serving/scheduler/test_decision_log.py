@@ -1,4 +1,4 @@
-"""The decision log of a live scheduler: bounded, and never in the way."""
+"""Decision log of a live scheduler: bounded, and never blocking."""
 
 import json
 from pathlib import Path

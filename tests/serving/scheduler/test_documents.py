@@ -1,4 +1,4 @@
-"""The overview: what it says of replicas and pools, and that it stays small with a large fleet."""
+"""Overview: replicas and pools, with bounded size for a large fleet."""
 
 from typing import Any
 

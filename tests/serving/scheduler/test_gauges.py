@@ -22,7 +22,7 @@ from tests.serving.scheduler.test_costs import busy
 
 
 def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
-    """What a scrape shows of a scheduler."""
+    """Return a scheduler's metrics page."""
     registry, moment = CollectorRegistry(), Moment("m")
     core, now, names = driver.scheduler, driver.now, Names(of_tenants=BoundedNames(most_tenants))
     moment.metrics = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
@@ -94,7 +94,7 @@ def test_engine_time_is_counted_by_pool_class_and_tenant() -> None:
     shown = pages(busy())
     assert line % ("heavy", "2.0") in shown
     assert line % ("light", "1.0") in shown
-    # The lead is of tokens, not of time: a share of that of the class.
+    # The lead is in tokens, not time: a share of the class's tokens.
     assert 'ewsjf_tenant_lead_ratio{class="batch",model="m",tenant="heavy"} 0.0' in shown
     assert 'ewsjf_tenant_lead_ratio{class="batch",model="m",tenant="light"} 1.0' in shown
     bounded = pages(busy(), most_tenants=1)

@@ -1,4 +1,4 @@
-"""Claims in the real store: two racing processes never get the same number."""
+"""Claims in Ray's store: two racing processes never get the same number."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ ray.shutdown()
 """
 
 
-@pytest.mark.slow  # starts a Ray of its own
+@pytest.mark.slow  # starts its own Ray cluster
 def test_claims_of_racing_processes_are_all_different() -> None:
     root = Path(__file__).resolve().parents[3]
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:

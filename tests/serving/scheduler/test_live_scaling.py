@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(count: int) -> Scheduler:
-    """A scheduler without replicas, for which so many short requests wait."""
+    """Return a scheduler without replicas and with this many queued short requests."""
     driver = ManualDriver(on_demand_pools=("short", "long"))
     for number in range(count):
         driver.arrive(f"r{number}", prompt_tokens=100)
@@ -65,7 +65,7 @@ async def test_a_request_without_a_replica_orders_one_and_every_pool_is_describe
     scaling = LiveScaling("m", POOLS)
     scaling.follow(waiting(1))
     await decided(scaling)
-    # Serve is told of the pools that it scales; others read the page.
+    # Serve receives the pools that it scales; other autoscalers read the metrics page.
     assert scaling.statistics() == {"least_replicas:short": 1.0}
     pools = scaling.described()["pools"]
     assert (pools["short"]["desired_replicas"], pools["short"]["scaled_by"]) == (1, "ewsjf")
@@ -90,7 +90,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
         while scaling.statistics() != {"least_replicas:short": 1.0}:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     scaling.stop()
-    # Ray may have given the logger a second handler that ends here.
+    # Ray may add a second handler that records here.
     records = {id(record): record.getMessage() for record in caplog.records}
     (line,) = [message for message in records.values() if "pool_scaled" in message]
     assert "pool=short replicas=1 before=0 ready=0" in line
@@ -136,8 +136,8 @@ def failures(scaling: LiveScaling) -> float:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The events of scaling's faults, each line once."""
-    # Ray may have given the logger a second handler that ends here.
+    """Return the events of scaling faults, each line once."""
+    # Ray may add a second handler that records here.
     records = {id(record): record.getMessage().split()[0] for record in caplog.records}
     return [event for event in records.values() if event.startswith("event=scaling_")]
 

@@ -40,7 +40,7 @@ async def world() -> AsyncIterator[Simulation]:
 
 
 def break_core(world: Simulation, on: type[Event], request_id: str) -> None:
-    """Let the present core raise on one event of one request, as a fault in it would."""
+    """Make the current core raise on one event of one request."""
     handle = world.live.core.handle
 
     def faulty(event: Event, now: float) -> list[Command]:
@@ -215,7 +215,7 @@ def logged(path: Path) -> LoggedRun:
 
 
 async def test_a_recorded_run_replays_to_the_same_commands(world: Simulation, tmp_path: Path) -> None:
-    """Parity: the core under the live scheduler, and the same core fed from the log on the log's own time."""
+    """The live scheduler's core against a core fed from its log, at the log's times."""
     log = DecisionLogSettings(path=str(tmp_path / "decisions-{incarnation}.jsonl"))
     await world.begin(decision_log=log)
     gateway = await world.gateway()

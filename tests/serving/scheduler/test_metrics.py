@@ -47,7 +47,7 @@ def test_counters_carry_class_pool_outcome_and_failure() -> None:
         'ewsjf_queue_wait_seconds_bucket{class="batch",le="0.5",model="m",pool="long"} 1.0',
     ):
         assert line in text, line
-    # One bound fewer for each of what may be a hundred queues.
+    # One bound fewer, because there may be a hundred length queues.
     (first, *_) = (
         line for line in text.splitlines() if line.startswith("ewsjf_length_queue_wait_seconds_bucket")
     )

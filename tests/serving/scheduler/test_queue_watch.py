@@ -1,4 +1,4 @@
-"""What a gateway hears of its waiting requests, over the channel."""
+"""Queue updates of waiting requests, over the control channel."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ async def world() -> AsyncIterator[Simulation]:
 
 
 def ask(gateway: GatewayClient, request_id: str, heard: Heard, **changes: object) -> asyncio.Task[object]:
-    """A request that waits, and listens."""
+    """Submit a request that waits and subscribes to queue updates."""
     task: asyncio.Task[object] = asyncio.create_task(gateway.acquire(submission(request_id, **changes)))  # type: ignore[arg-type]
 
     def listen() -> None:
@@ -79,7 +79,7 @@ async def test_only_its_own_gateway_hears_of_a_request(world: Simulation) -> Non
     heard: Heard = {}
     first, second = ask(ours, "r1", heard), ask(others, "r2", heard)
     await until(lambda: len(heard) == 2 and all(heard.values()))
-    # Another gateway may ask, and hears nothing.
+    # Another gateway may subscribe, but receives nothing.
     assert others._link is not None
     others._link.send(Watch("r1"))
     told = len(heard["r1"])
@@ -122,7 +122,7 @@ async def test_a_request_that_comes_back_from_a_replica_is_told_of_again(world: 
     replica, _ = await world.replica("s1")
     answer = await asyncio.wait_for(gateway.acquire(submission("r1")), PATIENCE_S)
     assert isinstance(answer, Grant)
-    # It listens before it waits, as one that was granted within the first moment.
+    # The request was granted before its subscription arrived.
     gateway.watch("r1", heard.setdefault("r1", []).append)
     await asyncio.sleep(0.1)
     assert heard["r1"] == []
@@ -156,7 +156,7 @@ async def test_the_start_is_told_and_counted_how_honestly(world: Simulation) -> 
     for estimate in ("first", "last"):
         labels = f'class="interactive",estimate="{estimate}",model="m"'
         whole = f'class="interactive",estimate="{estimate}",le="+Inf",model="m"'
-        # Errors are of either sign, and such a histogram has no count of its own.
+        # Errors may be negative, so the histogram has no sum.
         assert f"ewsjf_queue_estimate_error_seconds_bucket{{{whole}}} 1.0" in text
         counts = [
             float(line.rpartition(" ")[2])

@@ -1,4 +1,4 @@
-"""Receipts of a real scheduler's requests, on a manual clock."""
+"""Receipts from a real scheduler on a manual clock."""
 
 import asyncio
 from typing import Any, cast
@@ -21,7 +21,7 @@ USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
 
 class Desk:
-    """A scheduler, and the history of its requests."""
+    """A scheduler with its request history."""
 
     def __init__(self, driver: ManualDriver, most: int = 10) -> None:
         self.driver = driver
@@ -44,7 +44,7 @@ class Desk:
         self._note(event, self.driver.feed(event, after_s=after_s))
 
     def document(self, name: str) -> dict[str, Any]:
-        # Without an estimate of the start, which a waiting request alone has.
+        # Only waiting requests have an estimated start.
         receipts = Receipts(self.driver.scheduler, self.history, cast("QueueWatch", None))
         return asyncio.run(receipts.document(name, self.driver.now))
 

@@ -1,4 +1,4 @@
-"""The slots of the last minutes: what they count, how exact they are, and what they forget."""
+"""Activity slots of the last minutes: counts, precision and expiry."""
 
 import random
 

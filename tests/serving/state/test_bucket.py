@@ -1,4 +1,4 @@
-"""The bucket that tests write to: it is there, whoever else listens on this machine."""
+"""Test bucket beside other programs that listen on the same ports."""
 
 import threading
 from http import HTTPStatus
@@ -13,11 +13,11 @@ from tests.serving.state.bucket import reached_by_this_process, served_bucket
 
 
 class Rejects(BaseHTTPRequestHandler):
-    """Knows no method at all."""
+    """Server without methods."""
 
 
 class SaysNothing(BaseHTTPRequestHandler):
-    """Takes a request, and leaves its client waiting."""
+    """Server that reads requests and never answers."""
 
     def handle(self) -> None:
         while self.rfile.read(1):
@@ -25,7 +25,7 @@ class SaysNothing(BaseHTTPRequestHandler):
 
 
 class TakesAnything(BaseHTTPRequestHandler):
-    """Takes what is put, and says so in no words of S3; whatever is fetched is something else."""
+    """Server that accepts every upload with a status unknown to S3, and returns other content."""
 
     protocol_version = "HTTP/1.1"
     body = b'{"name": "first", "size": 1}'
@@ -45,7 +45,7 @@ class TakesAnything(BaseHTTPRequestHandler):
 
 
 class TakesAnythingSilently(TakesAnything):
-    """The same, and its answers are empty like those of S3."""
+    """The same with empty bodies, as in S3."""
 
     body = b""
 

@@ -1,4 +1,4 @@
-"""What those who learn do while their bucket hangs: a real client of S3, and a server that stands still."""
+"""Learned state with a hanging bucket: a real S3 client, and a stopped server."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tests.serving.channel.harness import FAST, scheduler_settings, until
 from tests.serving.scheduler.test_actor import Claims
 from tests.serving.state.bucket import Bucket, reached_by_this_process
 
-# The limit, and what a busy machine takes for a thread and a timer.
+# The limit, plus a busy machine's delay for a thread and a timer.
 SOON_S = LOAD_TIMEOUT_S + 5.0
 FOUND, ADDED, OTHER = "http://found:8000", "http://added:8000", "http://other:8000"
 

@@ -12,7 +12,7 @@ from tests.serving.channel.harness import until
 
 
 class FlakyStore(StateStore):
-    """A store that hangs or fails when told to."""
+    """Store that hangs or fails on demand."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), "scheduler", "m")

@@ -20,7 +20,7 @@ DOCUMENT: Mapping[str, Any] = {
 
 @pytest.fixture(params=["local", "memory", "object store", "bucket"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder that is not there yet, on file systems of four kinds."""
+    """A folder that does not exist yet, on four kinds of file systems."""
     if request.param == "bucket":
         with reached_by_this_process(request.getfixturevalue("bucket")) as found:
             yield found
@@ -99,7 +99,7 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
     assert "cut off" in rejections(caplog)[0]
     assert store.path in rejections(caplog)[0]
     assert "starts fresh" in rejections(caplog)[0]
-    # The next start finds nothing, and what it saves is kept.
+    # The next start finds nothing and can save again.
     assert StateStore(uri, "scheduler", "m").load() is None
     assert len(rejections(caplog)) == 1
     assert [name.endswith(".rejected") for name in files(uri)] == [True]
@@ -140,7 +140,7 @@ def test_anything_else_is_no_state(tmp_path: Path, data: bytes, caplog: pytest.L
 
 
 def test_concurrent_writers_do_not_mix(uri: str) -> None:
-    """Each document holds one number a thousand times; a reader always finds one complete document."""
+    """Each document holds one number a thousand times; a reader always gets a complete document."""
     done = threading.Event()
     seen: list[Any] = []
 

@@ -28,7 +28,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SimulatedCalls:
-    """The calls of a tuner, answered by the scheduler that runs now."""
+    """Tuner calls answered by the current scheduler."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -76,7 +76,7 @@ async def start(simulation: Simulation) -> AsyncIterator[Callable[[], TunerActor
 async def ask(
     simulation: Simulation, client: GatewayClient, count: int = 40
 ) -> list[asyncio.Task[Grant | Conclusion]]:
-    """Further requests, which wait because there is no replica: four of five have 10 tokens, others 500."""
+    """Submit requests that wait, because there is no replica: four of five have 10 tokens, the rest 500."""
     there = len(simulation.live.core)
     tasks = []
     for number in range(there, there + count):
@@ -156,7 +156,7 @@ async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
 
 
 class ScriptedCalls:
-    """A scheduler with the given prompt lengths until the first update, which gets lost when told to."""
+    """Scheduler with these prompt lengths until the first update, which can be lost on request."""
 
     def __init__(self, lengths: list[Any], *, loses_the_first: bool = False) -> None:
         self.lengths = lengths

@@ -1,4 +1,4 @@
-"""The tuner of settings, driven as by the actor: observations in, orders out, with a real twin."""
+"""Parameter tuner driven as by the actor: observations in, orders out, with a real twin."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
     "min_requests": 150,
     "search_cpu_s": 60.0,
     "core_share": 1.0,
-    # The scripted latencies below are those of no engine, and the twin would be found wrong.
+    # The scripted latencies below fit no engine, so the twin would fail its check.
     "calibration": CalibrationSettings(check_requests=1_000_000),
     "twin": TwinSettings(window_requests=60, block_requests=20, learned_requests=50),
     "study": StudySettings(trials=4, rungs=(1, 2), batch=2, confirm_windows=2, finalists=1),
@@ -51,7 +51,7 @@ def tuner(
 
 
 def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[Row]:
-    """Answered requests of mixed lengths, all with the same latencies."""
+    """Return answered requests of mixed lengths with equal latencies."""
     rng = random.Random(count)
     made: list[Row] = []
     for number in range(count):
@@ -76,7 +76,7 @@ def is_searching(tuner: ParameterTuner) -> bool:
 
 
 async def searched(tuner: ParameterTuner, at: float) -> list[Retune]:
-    """Updates until the search has ended, at one instant of the scheduler's clock."""
+    """Update at one scheduler time until the search has ended; return the orders."""
     orders: list[Retune] = []
     async with asyncio.timeout(60):
         while is_searching(tuner):
@@ -150,7 +150,7 @@ async def test_a_freeze_outlives_the_scheduler() -> None:
     made.update(observed(0.0, []))
     made.update(observed(1.0, [], frozen="an incident"))
     assert made.freeze_due == ""
-    # The next scheduler does not know, until it is told.
+    # The next scheduler learns of the freeze only from the tuner.
     for _ in range(2):
         made.update(observed(2.0, [], incarnation=2))
         assert made.freeze_due == "an incident"
