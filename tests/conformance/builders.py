@@ -1,4 +1,4 @@
-"""One overloaded fleet for all conformance tests."""
+"""Overloaded fleet for all conformance tests."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.lab.simulation.builders import mixed_requests, plan
 def simulated(
     policy: str, *, requests: int = 300, rate_per_s: float = 12.0, **changes: Any
 ) -> tuple[Simulation, list[Decision]]:
-    """A run of a short and a long replica under this policy, and its decisions."""
+    """Simulate a short and a long replica under this policy; return the run and its decisions."""
     log: list[Decision] = []
     settings = SchedulerSettings(
         model="m", policy=policy, routing=RoutingSettings(b_short_tokens=500), **changes

@@ -1,4 +1,4 @@
-"""Engine priorities change no other decision, and order requests in the engines by class and tenant."""
+"""Engine priority mode: changes no other decision, and orders engine queues by class and tenant."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.conformance.builders import simulated
 from tests.lab.simulation.builders import mixed_requests, plan
 
 OFF = EnginePrioritySettings(target_waiting=99)
-# With the limits on what an engine is sent as they are without the mode.
+# Backpressure as without the mode.
 ON = EnginePrioritySettings(enabled=True, target_waiting=3, batch_share=0.0, max_prefill_backlog_s=4.0)
 
 
@@ -57,7 +57,7 @@ def test_with_the_mode_only_the_priorities_are_added(policy: str) -> None:
 
 
 def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, RequestRecord]:
-    """The records of a single engine of four sequences, which may have a long queue in both modes."""
+    """Return the records of one engine with four sequences; its queue may be long in both modes."""
     engine = plan("s1", "only", max_num_seqs=4)
     if enabled:
         limits = replace(engine.engine, scheduling_policy=SchedulingPolicy.PRIORITY)
@@ -73,7 +73,7 @@ def played(requests: list[SimulatedRequest], *, enabled: bool) -> dict[str, Requ
 
 
 def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
-    """Tenant A sends sixty at once; a second later the others send one each."""
+    """Tenant A sends sixty requests at once; a second later each other tenant sends one."""
     requests = mixed_requests(60 + len(last), rate_per_s=1.0, seed=3)
     for number, one in enumerate(requests):
         tenant, priority = ("A", PriorityClass.DEFAULT) if number < 60 else last[number - 60]
@@ -93,7 +93,7 @@ def crowd(*last: tuple[str, PriorityClass]) -> list[SimulatedRequest]:
 
 
 def passed_by(records: dict[str, RequestRecord], request_id: str) -> int:
-    """How many of A's requests began between its arrival and its first token."""
+    """Return how many of A's requests began between this request's arrival and its first token."""
     first_at = records[request_id].first_token_at
     assert first_at is not None
     begun = [records[f"r{number}"].first_token_at or 0.0 for number in range(60)]
@@ -104,7 +104,7 @@ def test_the_first_request_of_a_new_tenant_passes_a_crowd_that_is_in_the_engine(
     requests = [("B", PriorityClass.DEFAULT), ("C", PriorityClass.DEFAULT)]
     records = played(crowd(*requests), enabled=True)
     waits = [records[f"r{number}"].queue_wait_s for number in (60, 61)]
-    # They did not wait in the queue, so they passed in the engine; requests under way end first.
+    # They did not queue in the scheduler, so they passed in the engine; running requests end first.
     assert waits == [0.0, 0.0]
     assert [passed_by(records, name) <= 4 for name in ("r60", "r61")] == [True, True]
     usual = played(crowd(*requests), enabled=False)

@@ -1,4 +1,4 @@
-"""What every ordering policy guarantees, whatever its order, in one overloaded simulation."""
+"""Guarantees of every ordering policy, in one overloaded simulation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters: they go to replicas that list the adapter, rather to those that just ran it."""
+"""LoRA adapter requests: placed on replicas that list the adapter, preferably where it ran last."""
 
 from dataclasses import replace
 

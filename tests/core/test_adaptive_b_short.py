@@ -8,7 +8,7 @@ ADAPTIVE = AdaptiveBShortSettings(enabled=True, b_short_min=64, memory_s=1.0, dw
 
 
 def saturated(count: int = 60) -> ManualDriver:
-    """Full pools, and requests of two lengths that are both at home in the short one."""
+    """Return full pools with requests of two lengths, both at home in the short pool."""
     driver = ManualDriver(
         max_waiting=1_000, routing=RoutingSettings(b_short_tokens=500, spill=False, adaptive_b_short=ADAPTIVE)
     )

@@ -1,4 +1,4 @@
-"""Requests that refer to what one replica keeps: they go there, or nowhere."""
+"""Requests bound to the replica that stores their data: they run there or are rejected."""
 
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
 from serve_app.errors import Outcome
@@ -106,13 +106,13 @@ def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
 
 
 def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can_be_had() -> None:
-    """As one that still drains after the application was deployed with other pools."""
+    """Such a replica still drains after a deployment with other pools."""
     driver = two_replicas()
     driver.join("old", "removed", adapters=("sql",))
     end = the_conclusion(driver.arrive("r", bound_to="old"))
     assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
     assert "which is gone" in end.message
-    # What it lists is no adapter of this application any more: the request waits as for one that nobody has.
+    # Its adapters no longer belong to the application: the request waits as for an unlisted adapter.
     assert driver.arrive("adapted", adapter="sql") == []
     assert driver.scheduler.find("adapted") is not None
     assert dispatched(driver.arrive("other")) != []

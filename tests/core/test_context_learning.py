@@ -1,4 +1,4 @@
-"""Pools of engines that do not tell their context limit: rejections teach it, at the level of events."""
+"""Context limits learned from rejections, at the level of events, for pools that report none."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def fleet(short: int = UNTOLD_CONTEXT, long: int = 16_000) -> ManualDriver:
 
 
 def arrive(driver: ManualDriver, request_id: str, prompt_tokens: int, **fields: Any) -> str:
-    """Where it is sent."""
+    """Return the replica that gets the request."""
     ((_, replica_id),) = dispatched(driver.arrive(request_id, prompt_tokens=prompt_tokens, **fields))
     return replica_id
 
@@ -66,7 +66,7 @@ def test_without_a_number_the_request_still_finds_the_longer_pool_and_its_length
 
 def test_a_count_from_the_longer_pool_corrects_an_estimate() -> None:
     driver = fleet()
-    # Numbers have far fewer bytes per token than was assumed: 4,000 bytes are 3,900 tokens.
+    # Numbers have far fewer bytes per token than assumed: 4,000 bytes are 3,900 tokens.
     shape = PromptShape(text_bytes=4_000)
     assert arrive(driver, "a", 0, shape=shape) == "s1"
     ((_, estimated),) = learned(reject(driver, "a"))
@@ -93,7 +93,7 @@ def test_nothing_is_rejected_by_what_was_only_learned() -> None:
     assert learned(commands) == [("s1", 4_096)]
     (end,) = (each.conclusion for each in commands if isinstance(each, Conclude))
     assert (end.outcome, end.message) == (Outcome.REJECTED_TOO_LONG, "too long")
-    # The engine may have been mistaken for smaller than it is: it hears of a longer one, and serves it.
+    # The learned limit may be too low: the engine receives a longer request and serves it.
     assert arrive(driver, "b", 6_000) == "s1"
     assert learned(complete(driver, "b", 6_000)) == [("s1", None)]
 

@@ -1,4 +1,4 @@
-"""The decision log: what is written is read again exactly, and a replay gives the same commands."""
+"""Decision log: an exact round trip, and a replay with equal commands."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ STEPS = (
 
 
 def played() -> list[str]:
-    """The lines of a scheduler that was fed three requests."""
+    """Return the log of a scheduler that was fed three requests."""
     driver = builders.ManualDriver()
     lines = [encode_header(RunHeader(settings=driver.scheduler.settings))]
     events: list[Event] = [ReplicaJoined(builders.spec()), ReplicaReported("s1", builders.report())]

@@ -27,7 +27,7 @@ requests = st.builds(
     choices=st.integers(1, 4),
 )
 usages = st.builds(Usage, prompt_tokens=st.integers(0, 60_000), output_tokens=st.integers(0, 70_000))
-# An example seen a hundred times teaches enough for the learned lengths to speak.
+# An example seen a hundred times is enough for learned lengths to be used.
 lessons = st.lists(st.tuples(requests, usages, st.sampled_from([1, 100])), max_size=12)
 prefills = st.lists(st.tuples(st.integers(1, 32_000), st.floats(1e-4, 100.0)), max_size=60)
 

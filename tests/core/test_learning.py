@@ -1,4 +1,4 @@
-"""What the scheduler learns from its events, seen in what it decides afterwards."""
+"""Learning from events, observed in later decisions."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ROOMY = {"max_model_len": 8_000, "kv_tokens": 1_000_000}
 def answered(
     driver: ManualDriver, request_id: str, *, first_token_s: float, usage: Usage | None = None, **fields: Any
 ) -> list[Command]:
-    """One request from its arrival on an idle replica to its end."""
+    """Run one request on an idle replica, from arrival to end."""
     driver.report("r1")
     commands = driver.arrive(request_id, **fields)
     driver.feed(FirstToken(request_id), after_s=first_token_s)
@@ -54,8 +54,8 @@ def test_prefills_side_by_side_teach_nothing() -> None:
 
 
 def test_an_engine_that_proves_slow_makes_the_same_wait_count_for_less() -> None:
-    # A head of 190 tokens has waited two seconds when one of 100 comes. On engines as fast as the prior that
-    # is 40 times its own prefill, and enough to go first; on slow ones it is little.
+    # A head of 190 tokens has waited two seconds when one of 100 arrives. At the prior's speed that is 40
+    # times its own prefill, enough to go first; on slow engines it is little.
     first = {}
     for name, seconds_per_token in (("fast", 1e-4), ("slow", 1e-2)):
         driver = one_replica(limits={**ROOMY, "max_num_seqs": 1}, policy="ewsjf-paper")

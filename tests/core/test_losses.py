@@ -1,4 +1,4 @@
-"""Cancelled requests, lost replicas and gateways, and what a new scheduler is told."""
+"""Cancelled requests, lost replicas and gateways, and the state given to a new scheduler."""
 
 import pytest
 

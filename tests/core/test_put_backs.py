@@ -1,4 +1,4 @@
-"""Requests that come back from replicas: one budget, one deadline, backoff, another replica, quarantine."""
+"""Put-backs: one budget, one deadline, backoff, another replica, quarantine."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def fail(driver: ManualDriver, failure: DispatchFailure, request_id: str = "r") 
 
 
 def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list[float], Conclude]:
-    """Let every dispatch of `r` fail; return when it was dispatched, and its end."""
+    """Let every dispatch of `r` fail; return the dispatch times and the conclusion."""
     dispatches: list[float] = [driver.now]
     commands: list[Command] = []
     for _ in range(10_000):
@@ -52,7 +52,7 @@ def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list
         if scheduled.replica_id is not None:
             commands = driver.feed(DispatchFailed("r", scheduled.replica_id, failure, "no"))
         else:
-            # Reports come five times a second, and the scheduler is woken when it asks for it.
+            # Reports arrive five times per second, and the scheduler wakes when it asked to.
             wake_at = driver.scheduler.next_wakeup()
             assert wake_at is not None
             driver.now = min(max(wake_at, driver.now), driver.now + 0.2)
@@ -74,7 +74,7 @@ def test_a_request_that_all_reject_ends_with_its_budget_and_each_try_waits_longe
     assert len(dispatches) == 9
     waits = [after - before for before, after in itertools.pairwise(dispatches)]
     assert waits[0] == 0
-    # A replica that is suspended, too, makes some waits longer by a report.
+    # A suspended replica also delays some attempts until a report.
     assert all(wait >= 0.1 * 2**number for number, wait in enumerate(waits[1:]))
     assert sum(waits) < 20
     assert (end.conclusion.outcome, end.dispatched) == (Outcome.FAILED, True)
@@ -136,7 +136,7 @@ def test_a_request_lost_on_two_replicas_fails() -> None:
 
 
 def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails() -> None:
-    """Quarantine: each replica has one suspect that has not begun, so the second death names the cause."""
+    """Quarantine: a replica has one suspect that has not begun, so the second death shows the cause."""
     driver = pool_of(1)
     names = ("poison", "r1", "r2")
     for name in names:
@@ -150,7 +150,7 @@ def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails
     assert driver.find("r1").replica_id == "s2"
     driver.feed(ReplicaLost("s1"))
     assert concluded(driver.feed(DispatchFailed("poison", "s1", LOST))) == [("poison", "failed")]
-    # The answer of one has begun, and ends its quarantine: the next may go where it runs.
+    # One answer has begun, which ends its quarantine: the next suspect may use that replica.
     assert dispatched(driver.feed(FirstToken("r1"))) == [("r2", "s2")]
 
 
@@ -190,7 +190,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     scheduler = driver.scheduler
     assert (len(scheduler.queue), len(scheduler.queue.resting), len(scheduler)) == (1, 1, 1)
     assert [each.request.request_id for each in scheduler.queue] == ["r"]
-    # Others are not held up by it, and learned queues leave it where it is.
+    # It does not delay others, and learned queues do not move it.
     assert dispatched(driver.arrive("other")) == [("other", "s0")]
     interval = LengthInterval(min_tokens=1, max_tokens=100, mean_tokens=50.0, count=9)
     driver.feed(PartitionChanged(Partition((interval,))))

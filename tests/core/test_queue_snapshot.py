@@ -5,7 +5,7 @@ from tests.builders import ManualDriver, one_replica
 
 
 def saturated() -> ManualDriver:
-    """Three requests of tenant a run; two of b and one of c wait."""
+    """Return a fleet on which three requests of tenant a run; two of b and one of c wait."""
     driver = one_replica(backpressure=BackpressureSettings(lag_factor=0.0))
     for number in range(3):
         driver.arrive(f"a{number}", tenant="a")

@@ -1,4 +1,4 @@
-"""Which waiting requests get other pools, or are rejected, when a replica comes or goes."""
+"""Waiting requests that are routed again or rejected when a replica joins or leaves."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Routed = list[str]
 
 @pytest.fixture
 def driver() -> ManualDriver:
-    """Both pools take no more, so whatever arrives waits."""
+    """Return two full pools, where every arrival waits."""
     made = two_pools(no_replica_grace_s=1.0)
     fill(made, "s")
     fill(made, "l", prompt_tokens=2_000)
@@ -22,7 +22,7 @@ def driver() -> ManualDriver:
 
 
 def routed_again(driver: ManualDriver, act: Callable[[], object]) -> Routed:
-    """The waiting requests that are routed again while something happens."""
+    """Return the waiting requests that are routed again during an action."""
     routing, found = driver.scheduler._routing, Routed()
     route_again = routing.route_again
 
@@ -42,7 +42,7 @@ def join(driver: ManualDriver, replica_id: str, pool: str, max_model_len: int) -
 
 def test_one_more_replica_like_the_others_routes_nobody_again(driver: ManualDriver) -> None:
     driver.arrive("a")
-    # The outages of the start are over, which counts once.
+    # The outages of the start end, once.
     assert routed_again(driver, lambda: join(driver, "s2", "short", 1_000)) == ["a"]
     assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
     assert routed_again(driver, lambda: driver.feed(ReplicaLost("s3"))) == []

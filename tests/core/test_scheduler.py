@@ -1,4 +1,4 @@
-"""The scheduler by its events and commands: routing, dispatch, rejections and time."""
+"""The scheduler by events and commands: routing, dispatch, rejections and time."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_requests_at_home_are_dispatched_before_those_that_spill() -> None:
 
 
 def three_pools() -> ManualDriver:
-    """One replica in each pool, `s1`, `m1` and `l1`."""
+    """Return one replica in each pool: `s1`, `m1` and `l1`."""
     routing = RoutingSettings(pools=("short", "mid", "long"), b_short_tokens=500)
     driver = ManualDriver(routing=routing)
     driver.join("s1", "short", max_model_len=1_000)
@@ -123,7 +123,7 @@ def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them() -> None:
 def test_the_engine_queue_is_kept_at_its_target() -> None:
     driver = one_replica("s1")
     assert [len(driver.arrive(f"r{n}")) for n in range(5)] == [1, 1, 1, 0, 0]
-    # The engine has taken all three into its batch: three more may be sent.
+    # The engine has all three in its batch, so three more may be dispatched.
     reported = driver.report(received=3, waiting=0, running=3, after_s=0.2)
     assert dispatched(reported) == [("r3", "s1"), ("r4", "s1")]
 
@@ -132,7 +132,7 @@ def test_requests_on_their_way_count_although_the_report_has_not_seen_them() -> 
     driver = one_replica("s1")
     for number in range(4):
         driver.arrive(f"r{number}")
-    # Only one of the three sent has reached the engine when the report is made, and it waits there.
+    # Only one of the three has reached the engine when it reports, and it waits there.
     assert dispatched(driver.report(received=1, waiting=1, after_s=0.2)) == []
     assert dispatched(driver.report(received=2, waiting=1, after_s=0.2)) == [("r3", "s1")]
 
@@ -183,7 +183,7 @@ def test_a_full_queue_rejects_with_a_retry_after() -> None:
 
 def test_retry_after_follows_the_measured_drain_rate() -> None:
     def told_s(finished_per_s: float) -> float:
-        # Without growth by pace, three requests close the replica whatever its pace was.
+        # Without growth by pace, three requests fill the replica at any pace.
         driver = one_replica("s1", max_waiting=1, backpressure=BackpressureSettings(lag_factor=0.0))
         fill(driver)
         driver.arrive("r0")

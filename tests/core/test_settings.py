@@ -1,4 +1,4 @@
-"""Checks of single classes of settings; how a declared range is enforced, `test_settings_base` shows."""
+"""Checks of single settings classes; `test_settings_base` covers ranges."""
 
 from collections.abc import Callable
 from typing import Any

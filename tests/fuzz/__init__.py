@@ -1,1 +1,1 @@
-"""Inputs that nobody has written: made by mutation, and of the API's own description."""
+"""Fuzzing with generated inputs: mutations, and cases from the API's own description."""

@@ -1,4 +1,4 @@
-"""Malformed bodies: valid ones with bytes flipped, cut and repeated, and with values of other kinds."""
+"""Malformed bodies: valid ones with flipped, cut and repeated bytes, or values of other types."""
 
 import json
 import random
@@ -40,7 +40,7 @@ _ODD_TEXTS = (
 
 
 def malformed(seed: int) -> Iterator[tuple[str, bytes]]:
-    """Paths and bodies without end; the same ones for the same seed."""
+    """Yield paths and bodies without end; deterministic for a seed."""
     chance = random.Random(seed)
     paths = list(VALID)
     while True:
@@ -60,7 +60,7 @@ def _written(document: Any) -> bytes:
 
 
 def _with_odd_value(node: Any, chance: random.Random) -> Any:
-    """A copy in which one value somewhere is another, or lacks."""
+    """Return a copy in which one value is replaced or missing."""
     if not node or not isinstance(node, dict | list) or chance.random() < 0.15:
         return chance.choice(_ODD_VALUES)
     place = chance.choice(list(node) if isinstance(node, dict) else range(len(node)))

@@ -1,4 +1,4 @@
-"""A gateway with real sockets in front of an engine that answers every body, on an event loop of its own."""
+"""Gateway with real sockets in a thread, over an engine that answers every body."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ _EVENTS = b'data: {"choices":[]}\n\ndata: [DONE]\n\n'
 
 
 async def any_engine(scope: Scope, receive: Receive, send: Send) -> None:
-    """Rejects what is no JSON object as engines do, and answers the rest."""
+    """Reject bodies that are no JSON object, as engines do, and answer the rest."""
     body = bytearray()
     while (message := await receive()).get("more_body"):
         body += message["body"]
@@ -42,7 +42,7 @@ async def _staged(app: Gateway, dispatcher: FakeDispatcher) -> AsyncIterator[int
 
 @contextlib.contextmanager
 def gateway_in_a_thread() -> Iterator[str]:
-    """The address of such a gateway."""
+    """Run such a gateway; yield its address."""
     started: threading.Event = threading.Event()
     found: list[str] = []
     loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Thousands of malformed bodies over HTTP: each is answered so that a client can read it, and none fails."""
+"""Thousands of malformed bodies over HTTP: every answer is readable, and none is a server error."""
 
 import asyncio
 import itertools
@@ -40,13 +40,13 @@ async def test_malformed_bodies_are_rejected_in_openais_shape_and_never_by_a_fau
         assert (await http.get("/health")).status_code == 200
     assert faults == []
     assert sum(statuses.values()) == count
-    # Both kinds are there: some mutations leave a body valid.
+    # Both kinds must occur: some mutations leave a body valid.
     assert statuses[400] > count / 3
     assert statuses[200] > count / 20
 
 
 def _readable(answer: httpx.Response) -> bool:
-    """Whether a client finds out what happened."""
+    """Return whether a client can find out what happened."""
     if answer.status_code == 200:
         return bool(answer.content)
     message = answer.json()["error"]["message"]

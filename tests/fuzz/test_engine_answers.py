@@ -1,4 +1,4 @@
-"""Answers of engines, valid and damaged, read by our client of HTTP/1.1 and by h11: both find the same."""
+"""Valid and damaged engine answers: the project's HTTP/1.1 client and h11 must agree."""
 
 import asyncio
 import random
@@ -31,7 +31,7 @@ _PIECES = (
 ANSWERS = 3_000
 
 Found = tuple[int, bytes] | None
-"""Status and body; None for an answer that cannot be believed."""
+"""Status and body; None for an invalid answer."""
 
 
 def damaged(chance: random.Random) -> bytes:
@@ -71,7 +71,7 @@ def by_h11(answer: bytes) -> Found:
 
 
 def _harmless(answer: bytes) -> bool:
-    """Whether h11 objects to what nobody reads: an empty line before it, or the words after the status."""
+    """Return whether h11 rejects only an unread part: a leading empty line or the reason phrase."""
     heads = [line for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.")]
     return answer.startswith(b"\r\n") or any(b"\x00" in line for line in heads)
 
@@ -116,7 +116,7 @@ async def test_what_ours_believes_h11_believes(seed: int) -> None:
         for sent in answers:
             ours, theirs = await by_ours(pool, port), by_h11(sent)
             believed += ours is not None
-            # Ours may be stricter. What it takes for an answer, h11 must take for the same one.
+            # Our client may be stricter. An answer that it accepts must be the same for h11.
             if ours is not None and ours != theirs and not _harmless(sent):
                 differ.append((sent, ours, theirs))
     pool.close()

@@ -1,4 +1,4 @@
-"""Frames of the control channel with damage: each is read as messages, or rejected as a whole."""
+"""Damaged frames of the control channel: read as messages, or rejected as a whole."""
 
 import random
 from typing import Any

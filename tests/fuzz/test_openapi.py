@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of the gateway's description: all are answered as the description says."""
+"""Requests that schemathesis generates from the OpenAPI description: all answers must conform to it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next thing that is planned, so that an hour passes in a blink."""
+"""Event loop with a virtual clock that jumps to the next timer: an hour passes in a moment."""
 
 import asyncio
 import heapq
@@ -11,7 +11,7 @@ from serve_app.lab.simulation.simulation import Action, Rank
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Never sleeps: when nothing is ready, it is at once the time of the next timer."""
+    """Event loop that never sleeps: when nothing is ready, its clock jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,13 +24,14 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
         if not self._ready and timers:  # type: ignore[attr-defined]
             self._virtual_now = max(self._virtual_now, timers[0].when())
-        # The loop runs timers up to its clock's resolution early; here only those of this very instant.
+        # asyncio runs timers early by up to the clock's resolution; here only timers of this exact time may
+        # run.
         self._clock_resolution = math.ulp(self._virtual_now)
         super()._run_once()  # type: ignore[misc]
 
 
 class LoopTimeline:
-    """The simulator's timeline on an event loop: timers of one instant go off in its written order."""
+    """The simulator's timeline on an event loop: simultaneous timers run in its defined order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -50,6 +51,6 @@ class LoopTimeline:
 
 
 def run_jumping(main: Callable[[], Any]) -> Any:
-    """Run a coroutine function on a loop whose clock jumps."""
+    """Run a coroutine function on a loop with a jumping clock."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(main())

@@ -1,8 +1,8 @@
-"""The live scheduler and the simulated one are the same object, and decide the same.
+"""Parity of the live and the simulated scheduler: the same object, with the same decisions.
 
-One trace goes through both: the simulator, and the live scheduler that the scheduler actor runs, with its
-gateway sessions, messages and wake-ups, on an event loop whose clock jumps. The engines are the same model in
-both. What is compared is every decision with its time, to the last bit.
+One trace goes through both: the simulator, and the live scheduler of the scheduler actor with its gateway
+sessions, messages and wake-ups, on an event loop whose clock jumps. Both use the same engine model. Every
+decision is compared with its time, to the last bit.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ def trace(rate_per_s: float, seed: int) -> list[SimulatedRequest]:
 
 
 def with_keys(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
-    """Every other request comes with one of four keys, each with a limit of another kind."""
+    """Assign every other request one of four keys, each with another kind of limit."""
     keys = (
         key("k0", weight=2.0, requests_per_minute=20),
         key("k1", tokens_per_minute=6_000),
@@ -107,7 +107,7 @@ def simulated_decisions(
 
 
 class LiveSystem:
-    """Gateway, engines and wires around the real live scheduler; and a tuner without a pull interval."""
+    """Gateway, engines and wires around the real live scheduler, and a tuner without a pull interval."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class LiveSystem:
             )
 
     def send(self, message: Message) -> int:
-        """What the scheduler tells its peers."""
+        """Receive a message of the scheduler."""
         if isinstance(message, Granted):
             simulated = self.requests[message.dispatch.request_id]
             self.later(
@@ -213,7 +213,7 @@ class LiveSystem:
         self.end_when_done()
 
     def end_when_done(self) -> None:
-        """The last request arrives before the last one ends, by the length of the last ones."""
+        """End once all requests have: the last requests are long enough to outlast the last arrival."""
         if not len(self.live.core) and self.loop.time() >= self.last_arrival:
             self.over.set()
 
@@ -269,5 +269,5 @@ def test_they_decide_the_same_with_queues_that_are_learned_on_the_way() -> None:
         return await LiveSystem(trace(15.0, 4), "ewsjf", LEARNED.learner()).run()
 
     assert run_jumping(live) == expected
-    # Without what was learned they decide otherwise.
+    # Without learned state, they decide otherwise.
     assert simulated_decisions(trace(15.0, 4), "ewsjf") != expected

@@ -1,8 +1,8 @@
-"""The tuner beside the live scheduler and the one beside the simulated scheduler do the same.
+"""Parity of the tuner beside the live and beside the simulated scheduler.
 
-The live side is the real live scheduler with its tuning endpoint, and the real `ParameterTuner` that the
-actor drives, on a loop whose clock jumps. The simulated side is `TunedSimulation`. The searches of both give
-the same finding. What is compared is every decision of the schedulers with its time, and the tuners' audits.
+The live side is the real live scheduler with its tuning endpoint, and the `ParameterTuner` of the actor, on a
+loop whose clock jumps. The simulated side is `TunedSimulation`. The searches of both return the same result.
+Every scheduling decision is compared with its time, and so are the tuners' audits.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.parity import test_live_and_simulated as untuned
 from tests.parity.jumping_loop import run_jumping
 from tests.tuning.rewards import found
 
-# Neither ends at the very moment of an observation, when either may come first.
+# Neither ends exactly at an observation, when the order would be undefined.
 SEARCH_S = 2.3
 PACE_REQUESTS_PER_S = 817.3
 TUNING = ParameterTuningSettings(
@@ -35,7 +35,7 @@ TUNING = ParameterTuningSettings(
     min_requests=60,
     core_share=0.5,
     objective=ObjectiveSettings(min_requests=10),
-    # A fit would take all of the minute that is played.
+    # A fit would take longer than the minute that is played.
     calibration=CalibrationSettings(check_requests=1_000_000),
     rollout=RolloutSettings(mode="on", slice_s=5.0, settle_s=1.0, pairs=4, max_step=1.0, cool_down_s=2.0),
 )
@@ -51,7 +51,7 @@ AWFUL: Values = {
 
 
 def worker_of(values: Values) -> Callable[[Work], tuple[Result, float]]:
-    """Searches are sure of these values, whatever the traffic; other work is carried out."""
+    """Return a worker whose searches find these values; it executes all other work."""
     usual = counting_worker(PACE_REQUESTS_PER_S)
 
     def worker(work: Work) -> tuple[Result, float]:
@@ -124,7 +124,7 @@ def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
     assert {Act.JUDGED, Act.ROLLED_BACK} < set(acts)
     assert live_audit == audit
     assert decisions == expected[: len(decisions)]
-    # The simulation goes on until values on trial have expired, when replicas have not reported for a while.
+    # The simulation continues until trial values have expired after the last report.
     late = [command for _, commands in expected[len(decisions) :] for command in commands]
     assert all(isinstance(command, ReportStale) for command in late)
 

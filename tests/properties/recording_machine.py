@@ -1,4 +1,4 @@
-"""The record that the invariants are checked against: kept from events and commands alone."""
+"""State machine that records events and commands, the reference for all invariants."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SPECS = {
     "s1": spec("s1", "short", max_model_len=1_000, kv_tokens=2_500, max_num_seqs=3, adapters=("a", "b")),
     "s2": spec("s2", "short", max_model_len=1_200, kv_tokens=1_200, max_num_seqs=2),
     "l1": spec("l1", "long", max_model_len=4_000, kv_tokens=6_000, max_num_seqs=3, adapters=("b",)),
-    # A server without metrics that states no limit.
+    # A server without metrics and without known limits.
     "l2": spec("l2", "long", max_model_len=4_000, kv_tokens=None, max_num_seqs=None),
 }
 THREE_POOLS = {**SPECS, "s2": spec("s2", "mid", max_model_len=2_000, kv_tokens=2_400, max_num_seqs=2)}
@@ -46,7 +46,7 @@ steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
 @dataclass
 class KnownReplica:
-    """What the machine knows of a connected replica."""
+    """Recorded state of a connected replica."""
 
     spec: ReplicaSpec
     reported_at: float | None = None
@@ -58,7 +58,7 @@ class KnownReplica:
 
 
 class RecordingMachine(RuleBasedStateMachine):
-    """Feeds a scheduler, and keeps what follows from events and commands alone."""
+    """Feeds a scheduler, and derives its state from events and commands alone."""
 
     policy = "fcfs"
     specs = SPECS
@@ -77,7 +77,7 @@ class RecordingMachine(RuleBasedStateMachine):
                 promotion=PROMOTION,
                 no_replica_grace_s=1.0,
                 routing=self.routing,
-                # Without growth by pace, capacity follows from the machine's own record alone.
+                # Without growth by pace, capacity follows from this record alone.
                 backpressure=BackpressureSettings(
                     target_waiting=TARGET, lag_factor=0.0, report_limit_s=REPORT_LIMIT_S
                 ),
@@ -127,7 +127,7 @@ class RecordingMachine(RuleBasedStateMachine):
         return {state.spec.replica_id for state in self.scheduler.ledger if state.suspended}
 
     def suspends_at_most_half_of_a_pool(self, newly: set[str]) -> None:
-        """At the time of a suspension; replicas that die later leave fewer."""
+        """Checked when a replica is suspended; replicas that die later leave fewer."""
         for pool in {self.replicas[each].spec.pool for each in newly}:
             alive = {
                 each
@@ -137,7 +137,7 @@ class RecordingMachine(RuleBasedStateMachine):
             assert len(alive & self.suspended()) <= max(1, len(alive) // 2)
 
     def rejects_honestly(self, command: Conclude) -> None:
-        """No request is denied while the queue is empty, and one that may return is told when."""
+        """No request is denied while the queue is empty, and a retryable one gets a `Retry-After`."""
         if command.conclusion.outcome in MAY_RETURN:
             assert command.conclusion.retry_after_s is not None
             assert 0 < command.conclusion.retry_after_s <= RETRY_AFTER_CAP_S
@@ -159,7 +159,7 @@ class RecordingMachine(RuleBasedStateMachine):
         assert sent.request.bound_to in (None, replica_id)
 
     def accepts(self, replica_id: str) -> bool:
-        """Whether it takes requests; which ones to suspend is the scheduler's own to decide."""
+        """Return whether the replica accepts requests; suspensions are taken from the scheduler."""
         return (
             self.replicas[replica_id].is_alive(self.now) and not self.scheduler.ledger[replica_id].suspended
         )
@@ -172,7 +172,7 @@ class RecordingMachine(RuleBasedStateMachine):
         return request_id
 
     def pass_time(self, seconds: float) -> None:
-        """As a driver does: wake up at each time that the scheduler asks for."""
+        """Advance the clock and wake the scheduler at each time that it asked for."""
         until = self.now + seconds
         while (wake_at := self.scheduler.next_wakeup()) is not None and wake_at <= until:
             self.now = max(self.now, wake_at)
@@ -185,7 +185,7 @@ class RecordingMachine(RuleBasedStateMachine):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
         if known.spec.max_num_seqs is None:
-            # As far as the limit goes that its latency moves, which has tests of its own.
+            # Up to the limit that latency controls, which has its own tests.
             limit = state.in_flight_limit
             if limit is None or len(running) + 1 > limit or head.request.priority is BATCH:
                 return False
@@ -208,7 +208,7 @@ class RecordingMachine(RuleBasedStateMachine):
     def has_short_queue(
         self, max_num_seqs: int, running: list[str], head: ScheduledRequest, state: ReplicaState
     ) -> bool:
-        """Whether the engine's own queue is short enough for one more."""
+        """Return whether the engine's own queue has room for one more."""
         if len(running) >= max_num_seqs + self.target:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
@@ -218,7 +218,7 @@ class RecordingMachine(RuleBasedStateMachine):
         return head.request.priority is not BATCH or min(len(unstarted), state.reported_queue) == 0
 
     def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
-        """Whether a request goes elsewhere because of how it failed before."""
+        """Return whether earlier failures exclude this replica for the request."""
         others = [
             each
             for each, known in self.replicas.items()

@@ -1,9 +1,9 @@
-"""Adaptive `B_short` on random traffic: it keeps its bounds, settles, and follows the mix.
+"""Adaptive `B_short` on random traffic: it stays within bounds, settles, and follows the mix.
 
-Requests come as a Poisson stream, their lengths are drawn from a mix, and each stays for an exponential time
-whose mean grows with its length, as in an engine that is neither idle nor full. Bounds, steps and dwell time
-hold always, and hypothesis searches for a counter-example. That it settles is statistical, so it is counted
-over many mixes with fixed seeds.
+Arrivals are Poisson, lengths come from a mix, and each request stays for an exponential time whose mean grows
+with its length, as in an engine that is neither idle nor full. Bounds, steps and dwell time always hold, so
+hypothesis searches for counter-examples. Settling is statistical, so it is counted over many mixes with fixed
+seeds.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from serve_app.core.routing.adaptive_b_short import (
 
 CONTEXT = 16_384
 SETTINGS = AdaptiveBShortSettings(enabled=True)
-# Long enough for the means to be of one mix, and for `B_short` to move across its whole range.
+# Long enough for means over one mix, and for `B_short` to cross its whole range.
 SETTLED_S = 600.0
 HOUR_S = 3_600.0
 
@@ -91,7 +91,7 @@ class Traffic:
         return [move for at, move in self.moves if at >= when]
 
     def true_imbalance(self, mix: Mix) -> float:
-        """The imbalance of the mean demand of the mix, at the current `B_short`."""
+        """Return the imbalance of the mix's mean demand at the current `B_short`."""
         taken: Counter[tuple[bool, str]] = Counter()
         rng = random.Random(0)
         for tokens in (mix.draw(rng) for _ in range(20_000)):
@@ -110,7 +110,7 @@ def mean_stay_s(tokens: int) -> float:
 
 
 def random_mix(rng: random.Random) -> Mix:
-    """One to three kinds, up to one and a half octaves wide: a 16 K request among thousands of 200 tokens."""
+    """Return one to three kinds, up to 1.5 octaves wide: a 16 K request among thousands of 200 tokens."""
     return Mix(
         tuple(
             (
@@ -124,7 +124,7 @@ def random_mix(rng: random.Random) -> Mix:
 
 
 def moves_in_an_hour(seed: int) -> list[BShortChanged]:
-    """Moves under a constant random mix, after `B_short` has settled."""
+    """Return the moves under a constant random mix after `B_short` has settled."""
     rng = random.Random(seed)
     traffic = Traffic(seed, rng.choice(((1, 1), (2, 1), (1, 3), (4, 4))), 8_192)
     mix = random_mix(rng)
@@ -137,7 +137,7 @@ WIDE = Mix(((0.57, 1_328, 1.45), (0.43, 1_666, 0.78)))
 
 
 def test_on_a_constant_wide_mix_b_short_stays() -> None:
-    """Few requests make half of the demand here, so the error must not follow from their number alone."""
+    """Few requests cause half of the demand here, so the error must not depend on their number alone."""
     traffic = Traffic(8, (2, 1), 8_192)
     traffic.play(WIDE, SETTLED_S, rate_per_s=4.0)
     traffic.play(WIDE, HOUR_S, rate_per_s=4.0)
@@ -179,7 +179,7 @@ def test_it_follows_every_flip_and_then_stays(seed: int) -> None:
     at_a_bound = b_short <= 1.1 * traffic.lowest or b_short >= CONTEXT / 1.1
     assert abs(traffic.true_imbalance(then)) < 0.45 or at_a_bound
     traffic.play(then, HOUR_S, rate_per_s=6.0)
-    # Where the even value is between two of the grid, it alternates between them now and then.
+    # If the even value is between two grid values, `B_short` alternates between them now and then.
     assert len(traffic.moves_since(2 * SETTLED_S)) <= 6
 
 
@@ -205,6 +205,6 @@ def test_it_always_keeps_its_bounds_its_step_and_its_dwell_time(
         assert following.was_tokens == move.b_short_tokens
     for _, move in traffic.moves:
         assert move.b_short_tokens != move.was_tokens
-        # A value that begins between two of the grid moves by up to one more.
+        # A value that starts between two grid values moves by up to one more.
         octaves = abs(math.log2(move.b_short_tokens / move.was_tokens))
         assert octaves <= SETTINGS.max_step_octaves + 1 / 8 + 1e-3

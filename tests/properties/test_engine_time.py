@@ -1,4 +1,4 @@
-"""Engine time in random histories: what requests are charged is the time in which replicas had any."""
+"""Engine time in random histories: requests are charged exactly the replicas' busy time."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.properties.test_scheduler_invariants import IsolatingMachine, Schedul
 
 
 class EngineTimeMachine(SchedulerMachine):
-    """Measures the time of replicas with requests beside the scheduler."""
+    """Measures the busy time of replicas beside the scheduler."""
 
     def __init__(self) -> None:
         super().__init__()

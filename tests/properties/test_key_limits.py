@@ -1,6 +1,6 @@
-"""The limits of API keys hold in every history, and nothing that ended is counted for ever.
+"""API key limits in random histories: they always hold, and ended requests are not counted for ever.
 
-The machine keeps its own record of what was admitted when, from events and commands alone.
+The machine records what was admitted, and when, from events and commands alone.
 """
 
 import math
@@ -29,7 +29,7 @@ ENDS = [Outcome.COMPLETED, Outcome.FAILED, Outcome.REJECTED_INVALID]
 
 @dataclass
 class Admitted:
-    """One admitted request; `tokens` is what it may be charged at most, or was counted in the end."""
+    """One admitted request; `tokens` is its maximum charge, or its final count."""
 
     key_id: str
     at: float
@@ -151,7 +151,7 @@ class KeyLimitsMachine(RuleBasedStateMachine):
             self.arrive(key_id, math.inf, no_wait=False)
 
     def reread(self) -> None:
-        """A report lets requests go whose commands `ManualDriver` keeps to itself."""
+        """A report dispatches requests in commands that `ManualDriver` does not return."""
         for name in list(self.waiting):
             found = self.driver.scheduler.find(name)
             if found is not None and found.replica_id is not None:
@@ -189,7 +189,7 @@ class KeyLimitsMachine(RuleBasedStateMachine):
         return self.driver.scheduler.admission.keys
 
     def teardown(self) -> None:
-        """Once all have ended and a minute has passed, every limit is whole again."""
+        """A minute after all requests have ended, every limit is fully available."""
         for name in list(self.waiting | self.running):
             self.feed(ev.Cancelled(name))
         self.now += 62.0

@@ -1,4 +1,4 @@
-"""A request that finds an empty queue is decided as if it had joined the queue, in random histories."""
+"""Shortcut for an empty queue: equal to the full decision, in random histories."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +20,7 @@ def all_join_the_queue(scheduler: Scheduler) -> None:
 
 
 def compare(one: Scheduler) -> None:
-    """From now on another scheduler is fed the same, queues every request, and must decide the same."""
+    """From now on another scheduler gets the same events, queues every request, and must decide the same."""
     other = Scheduler(one.settings)
     all_join_the_queue(other)
     decide = one.handle
@@ -35,7 +35,7 @@ def compare(one: Scheduler) -> None:
 
 
 def remembered(scheduler: Scheduler) -> list[object]:
-    """What a dispatch leaves behind that later decisions depend on."""
+    """Return the state after a dispatch that influences later decisions."""
     dispatcher = scheduler.dispatcher
     promotion = dispatcher._promotion
     return [
@@ -64,7 +64,7 @@ class ComparedEwsjfMachine(ComparedIsolatingMachine):
 
 
 def test_a_lone_request_joins_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the histories would compare nothing."""
+    """Otherwise the histories would compare nothing."""
     driver = two_pools(policy="ewsjf")
     joined: list[str] = []
     monkeypatch.setattr(driver.scheduler.queue, "add", lambda one: joined.append(one.request.request_id))
@@ -79,5 +79,5 @@ for tried in (TestComparedMachine, TestComparedIsolatingMachine, TestComparedEws
     tried.settings = settings(
         max_examples=150, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow]
     )
-# Else it would be collected as one more case.
+# Otherwise pytest would collect it as one more case.
 del tried

@@ -1,4 +1,4 @@
-"""A search that leaves out groups of heads decides as one that looks at all of them, in random histories."""
+"""Dispatch search that skips groups of heads: equal to the full search, in random histories."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,14 +13,14 @@ from tests.properties.test_scheduler_invariants import IsolatingMachine, Schedul
 
 
 class FullSearch(Openings):
-    """Leaves no group out."""
+    """Skips no group."""
 
     def groups(self, pool: str, now: float, *, rank: int, reserves: bool) -> list[HeadGroup]:
         return [group for group in self._queue.groups.at(pool, rank) if group]
 
 
 def compare(one: Scheduler) -> None:
-    """From now on another scheduler is fed the same, and must decide the same."""
+    """From now on another scheduler gets the same events and must decide the same."""
     other = Scheduler(one.settings)
     dispatcher = other.dispatcher
     dispatcher._openings = FullSearch(other.queue, other.ledger, dispatcher._isolation, dispatcher._floors)
@@ -59,5 +59,5 @@ for tried in (TestComparedMachine, TestComparedIsolatingMachine):
         stateful_step_count=50,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
-# Else it would be collected as one more case.
+# Otherwise pytest would collect it as one more case.
 del tried

@@ -7,12 +7,12 @@ from serve_app.core import events as ev
 from tests.properties.recording_machine import REPORT_LIMIT_S, ROUTING
 from tests.properties.test_scheduler_invariants import SchedulerMachine
 
-# As the machine sets it.
+# Set by the machine.
 GRACE_S = 1.0
 
 
 class OutageMachine(SchedulerMachine):
-    """Keeps its own record of the time since which a pool has had no live replica."""
+    """Records for how long each pool has had no live replica."""
 
     def __init__(self) -> None:
         super().__init__()

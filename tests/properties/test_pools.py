@@ -1,9 +1,9 @@
-"""Any number of pools with any contexts and costs: where requests are sent, at the level of events.
+"""Routing over any number of pools with any contexts and costs, at the level of events.
 
-- `sends_to_the_smallest_that_fits`: to the pool with the shortest context that holds the request, of pools
-  that are alike to the cheapest; when that has no capacity, to the next one that also holds it.
-- `sends_nowhere_that_does_not_fit`: never to another, whatever is full.
-- `two_pools_as_before`: two pools are served as they were when there could be no more.
+- `sends_to_the_smallest_that_fits`: a request goes to the pool with the shortest context that holds it, and
+  of equal pools to the cheapest; if that one has no capacity, to the next that holds it.
+- `sends_nowhere_that_does_not_fit`: never to another pool, whatever is full.
+- `two_pools_as_before`: two pools are served as by the rule for exactly two.
 - `finds_the_pool_that_takes_it`: without known contexts, rejections lead to a pool that accepts the request.
 """
 
@@ -26,7 +26,7 @@ from tests.core.routing.test_pools import estimate
 from tests.core.routing.test_two_pools import as_two_pools_were_routed
 
 OUTPUT = 10
-# Requests that a replica takes before its next report.
+# Requests that a replica accepts before its next report.
 ROOM = BackpressureSettings().target_waiting
 
 contexts = st.lists(st.integers(50, 20_000), min_size=1, max_size=7).map(sorted)
@@ -37,7 +37,7 @@ prompts = st.lists(st.integers(1, 21_000), min_size=1, max_size=30)
 
 
 def fleet(limits: list[int], costs: list[float], **routing: Any) -> ManualDriver:
-    """One replica in each pool, which are named after their places."""
+    """Return one replica per pool; pools are named by position."""
     pools = tuple(f"p{place}" for place in range(len(limits)))
     settings = RoutingSettings(
         pools=pools, **{"b_short_tokens": limits[0], "costs": tuple(costs[: len(pools)]), **routing}
@@ -49,7 +49,7 @@ def fleet(limits: list[int], costs: list[float], **routing: Any) -> ManualDriver
 
 
 def sent_to(commands: list[Command]) -> list[str]:
-    """The pools that requests were sent to."""
+    """Return the pools of the dispatched requests."""
     return [replica_id.partition("/")[0] for _, replica_id in dispatched(commands)]
 
 
@@ -63,7 +63,7 @@ def test_sends_to_the_smallest_that_fits(limits: list[int], costs: list[float], 
         open_pools = [pool for pool in fitting if sent[pool] < ROOM]
         found = sent_to(commands)
         assert found == (open_pools[:1] if fitting else found)
-        # What is too long for all by its budget goes to the longest, if its prompt may yet fit there.
+        # If the budget exceeds every pool, the request goes to the longest, where its prompt may still fit.
         assert fitting or not found or prompt_tokens < limits[-1]
         sent.update(found)
         if fitting and not found:
@@ -84,7 +84,7 @@ def test_sends_nowhere_that_does_not_fit(
     driver = fleet(limits, costs, b_short_tokens=max(1, math.floor(b_short * limits[0])), spill=spill)
     for number, prompt_tokens in enumerate(prompts):
         driver.arrive(f"r{number}", prompt_tokens=prompt_tokens, max_output_tokens=OUTPUT)
-        # Some room becomes free, so that those that wait go on.
+        # Capacity becomes free, so that queued requests are dispatched.
         commands = [*driver.feed(Finished("r0", Outcome.COMPLETED)), *driver.report("p0/1", received=None)]
         for request_id, replica_id in dispatched(commands):
             limit = limits[int(replica_id.partition("/")[0].removeprefix("p"))]
@@ -131,7 +131,7 @@ def test_two_pools_as_before(
 def test_finds_the_pool_that_takes_it(
     limits: list[int], told: list[bool], states: bool, prompts: list[int]
 ) -> None:
-    # Only those that tell are in order: nobody knows the others.
+    # Only pools that report a context are ordered.
     shown = [limit if tells else UNTOLD_CONTEXT for limit, tells in zip(limits, told, strict=False)]
     places = sorted(range(len(limits)), key=lambda place: shown[place])
     limits, shown = [limits[place] for place in places], [shown[place] for place in places]
@@ -160,5 +160,5 @@ def test_finds_the_pool_that_takes_it(
         for place in range(len(limits)):
             driver.report(f"p{place}/1", received=None)
     if max(prompts) + OUTPUT <= max(limits):
-        # What a longer pool takes is rejected once by each at most.
+        # Each pool rejects a request at most once if a longer pool accepts it.
         assert max(rejected.values(), default=0) <= 1

@@ -1,6 +1,6 @@
 """The scheduler's named invariants, checked exactly after every step of a random history.
 
-The machine keeps its own record from events and commands alone, and compares it with the scheduler's state.
+The machine derives its own record from events and commands alone, and compares it with the scheduler's state.
 """
 
 import math
@@ -36,7 +36,7 @@ class SchedulerMachine(RecordingMachine):
 
     @initialize(replica_ids=st.sets(replica_ids, min_size=1))
     def begin(self, replica_ids: set[str]) -> None:
-        """Most histories begin with replicas that work; the rules also lose them."""
+        """Most histories begin with working replicas, which later rules may lose."""
         for replica_id in sorted(replica_ids):
             self.join(replica_id)
             self.make_report(replica_id, 0, 0, False, 0.0)
@@ -129,9 +129,9 @@ class SchedulerMachine(RecordingMachine):
         replica_id = self.running.get(request_id)
         if replica_id is None:
             return request_id
-        # Its answer may have begun, where the gateway assembles it for its client.
+        # The answer may have begun if the gateway assembles it for its client.
         self.started.discard(request_id)
-        # It waits again at once, unless it is concluded or sent in the same step.
+        # It waits again at once, unless the same step concludes or dispatches it.
         del self.running[request_id]
         self.waiting.add(request_id)
         self.returning = request_id
@@ -181,7 +181,7 @@ class SchedulerMachine(RecordingMachine):
         share=st.sampled_from([0.1, 0.25, 0.5]),
     )
     def retune(self, in_engine: int, long: int, longest: int, share: float) -> None:
-        """What the tuner changes in a running scheduler."""
+        """Apply new settings as a tuner does."""
         waiting = set(self.waiting)
         now = self.scheduler.settings
         isolation = replace(
@@ -250,7 +250,7 @@ class SchedulerMachine(RecordingMachine):
 
     @invariant()
     def reserves_capacity_only_for_waiting_requests(self) -> None:
-        """At most one of each pool, and none remains after its dispatch."""
+        """At most one reservation per pool, and none remains after its dispatch."""
         kept = list(self.scheduler.dispatcher.reservations)
         assert all(each.scheduled.request.request_id in self.waiting for each in kept)
         assert len({each.scheduled.pools[0] for each in kept}) == len(kept)
@@ -259,7 +259,7 @@ class SchedulerMachine(RecordingMachine):
 
     @invariant()
     def leaves_no_room_idle(self) -> None:
-        """No head of a sub-queue waits while a replica could take it; those behind it wait for the head."""
+        """No sub-queue head waits while a replica could serve it; other requests wait for their head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
             if scheduled.resting_until:
@@ -313,7 +313,7 @@ class SchedulerMachine(RecordingMachine):
 
     @invariant()
     def no_bound_request_waits_for_a_replica_that_is_gone(self) -> None:
-        """Past the grace."""
+        """Past the grace period."""
         for scheduled in self.scheduler.queue:
             bound_to = scheduled.request.bound_to
             if bound_to is not None and bound_to not in self.replicas:

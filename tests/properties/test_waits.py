@@ -1,7 +1,7 @@
-"""The causes of waits, in random histories: they add up, and the shared accounts divide as a slow one would.
+"""Causes of waits in random histories: they add up, and the shared accounts match a slow reference.
 
-The slow one keeps a list of spans for each request. What it shares with the accounts is the judgement what a
-request lacks; what it does without are sums over all requests of a kind, and newcomers.
+The reference has a list of spans for each request. It shares the judgement of what a request lacks with the
+accounts, but neither their sums by kind nor their handling of newcomers.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ _CAUSE_OF = {place: cause for cause, place in PLACE_OF.items()}
 
 
 class SlowWatch(WaitWatch):
-    """Notes the same for each request by itself."""
+    """Records causes for each request separately."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.__dict__.update(scheduler.waits.__dict__)
@@ -29,7 +29,7 @@ class SlowWatch(WaitWatch):
         self.since: dict[str, int] = {}
         self.spent: dict[str, Counter[WaitCause]] = {}
         self.ahead: dict[str, Counter[WaitCause]] = {}
-        # What those waited for that did after the last event.
+        # Waited-for requests after the last event.
         self.waited_for: dict[str, int] = {}
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
@@ -62,7 +62,7 @@ class SlowWatch(WaitWatch):
             request_id = waiting.request.request_id
             tally = waiting.waits
             if request_id not in before:
-                # It has come with this event, or is of another kind since: its pools have changed.
+                # It is new in this event, or its kind has changed with its pools.
                 if request_id in self.waited_for:
                     self._spend(request_id, _CAUSE_OF[self.waited_for[request_id]], at)
                 self.since[request_id] = at
@@ -92,7 +92,7 @@ def _order(waiting: ScheduledRequest, taker: ScheduledRequest) -> WaitCause:
 
 
 class WaitsMachine(SchedulerMachine):
-    """Checks what commands say of waits."""
+    """Checks the wait breakdown of every command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class WaitsMachine(SchedulerMachine):
         left = now - self.slow.since[request_id]
         told = Counter(waited.causes)
         told.subtract(spent)
-        # What is open at its end has one cause, that of its state.
+        # What is open at the end has one cause, that of the current state.
         assert {cause: ns for cause, ns in told.items() if ns} in ([{}] if not left else _open(left))
         assert waited.ahead == dict(self.slow.ahead.get(request_id, Counter()))
 

@@ -11,7 +11,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def three_ports() -> Iterator[int]:
-    """The first of three consecutive free ports."""
+    """Yield the first of three consecutive free ports."""
     for _ in range(100):
         with contextlib.ExitStack() as held:
             first = held.enter_context(socket.create_server((HOST, 0))).getsockname()[1]

@@ -53,7 +53,7 @@ def channel(authority: Authority) -> ChannelSettings:
 
 @pytest.fixture
 async def world(channel: ChannelSettings) -> AsyncIterator[Simulation]:
-    """A scheduler that requires certificates."""
+    """Yield a scheduler that requires certificates."""
     world = Simulation(scheduler_settings(), channel)
     await world.begin()
     yield world

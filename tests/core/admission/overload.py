@@ -1,4 +1,4 @@
-"""A small simulation of overload: engines with batch slots, and clients that return when they are told to."""
+"""Overload simulation: engines with batch slots, and clients that retry after their `Retry-After`."""
 
 import heapq
 import itertools
@@ -22,7 +22,7 @@ PREFILL_S, DECODE_S = 0.0002, 0.02
 
 @dataclass
 class Engine:
-    """Serves up to SLOTS requests at a time, each at its own pace, and queues the others."""
+    """Engine with SLOTS slots, a random pace per request, and a queue."""
 
     replica_id: str
     received: int = 0
@@ -32,7 +32,7 @@ class Engine:
 
 @dataclass
 class Attempt:
-    """One attempt of a client to get its request served."""
+    """One attempt of a client."""
 
     request: Request
     output_tokens: int
@@ -47,10 +47,10 @@ class Attempt:
 
 
 class OverloadSimulation:
-    """Plays clients against a real scheduler.
+    """Clients in front of a real scheduler.
 
     Args:
-        retries: how often a client returns; it does so when told, and `late_s` later.
+        retries: retries per client, each `late_s` after its `Retry-After`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class OverloadSimulation:
 
 
 def poisson(rng: random.Random, per_s: float, until: float) -> list[float]:
-    """Arrival times."""
+    """Return Poisson arrival times."""
     times, now = [], 0.0
     while (now := now + rng.expovariate(per_s)) < until:
         times.append(now)

@@ -9,7 +9,7 @@ from tests.builders import ManualDriver, concluded, dispatched, one_replica, ret
 
 
 def saturated(**changes: object) -> ManualDriver:
-    """One replica whose engine has a full queue."""
+    """Return one replica whose engine queue is full."""
     driver = one_replica("s1", limits={"max_num_seqs": 1}, **changes)
     for number in range(3):
         driver.arrive(f"f{number}", tenant="filler")
@@ -17,7 +17,7 @@ def saturated(**changes: object) -> ManualDriver:
 
 
 def settled() -> ManualDriver:
-    """A steady backlog of eight requests, one of which is dispatched each second."""
+    """Return a steady backlog of eight requests, with one dispatch per second."""
     driver = saturated()
     for number in range(8):
         driver.arrive(f"w{number}", tenant="filler")
@@ -28,7 +28,7 @@ def settled() -> ManualDriver:
 
 
 def finish_oldest(driver: ManualDriver) -> None:
-    """A second later one request has been served, and another is dispatched."""
+    """Finish the oldest request a second later, so another is dispatched."""
     running = [scheduled for scheduled in driver.scheduler.requests_of("g1") if not scheduled.queued]
     oldest = min(running, key=lambda scheduled: scheduled.sequence)
     driver.report(waiting=3, after_s=1.0)
@@ -42,7 +42,7 @@ def test_a_deadline_that_cannot_be_met_is_rejected_on_arrival_with_a_retry_after
     rejection = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
     assert rejection.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
     assert "may wait 4.0 s" in rejection.message
-    # Eight seconds of work have to drain to four, less the margin.
+    # Eight seconds of work must drain to four, less the margin.
     assert rejection.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
     assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []
 

@@ -2,7 +2,7 @@ from serve_app.core.admission.wait_prediction import DrainRate
 
 
 def backlog(rate: DrainRate, begin: float, seconds: int, tokens_per_s: int) -> float:
-    """One dispatch a second during a backlog; returns its end."""
+    """Record one dispatch per second during a backlog; return its end."""
     rate.on_time(0, begin)
     for second in range(1, seconds + 1):
         rate.on_time(3, begin + second)

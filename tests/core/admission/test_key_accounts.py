@@ -1,4 +1,4 @@
-"""Limits of API keys, as a scheduler applies them."""
+"""API key limits in the scheduler."""
 
 import math
 from dataclasses import replace
@@ -22,12 +22,12 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from tests.builders import ManualDriver, concluded, dispatched, key, one_replica, request, the_conclusion
 
-# An exact prompt of 40 tokens and at most 10 of output, which the estimator takes for what will come.
+# An exact prompt of 40 tokens and an output limit of 10, which is also the estimated output.
 TOKENS = 50
 
 
 def fleet(*, seats: int = 100, **changes: Any) -> ManualDriver:
-    """One replica whose report is always fresh; it takes so many requests at once."""
+    """Return one replica with fresh reports and room for this many requests."""
     backpressure = BackpressureSettings(target_waiting=1, lag_factor=0.0, report_limit_s=1e6)
     if seats > 1:
         backpressure = replace(backpressure, target_waiting=seats)
@@ -112,7 +112,7 @@ def test_what_an_engine_counts_beyond_the_estimate_is_charged_when_it_is_known()
     granted(driver, "a", key=limited)
     driver.now = 30.0
     finish(driver, "a", output_tokens=60)
-    # 50 are charged to the arrival, 50 more to the end.
+    # 50 are charged at arrival, 50 more at the end.
     driver.now = 61.0
     status = granted(driver, "b", key=limited).rate_limits
     assert status is not None

@@ -1,4 +1,4 @@
-"""The window of a limit per minute: exact for every minute, whatever comes when."""
+"""Window of a per-minute limit: exact for every minute, for any arrivals."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_no_minute_ever_admits_more_than_the_limit_and_no_rejection_is_longer_th
         wait_s = window.admits_in_s(amount, LIMIT, now)
         if wait_s:
             now += wait_s
-            # A sum of floats may be an ulp short.
+            # A sum of floats may be one ulp too small.
             rest_s = window.admits_in_s(amount, LIMIT, now)
             assert rest_s < 1e-9
             now += rest_s

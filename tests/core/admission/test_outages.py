@@ -1,4 +1,4 @@
-"""Requests while no replica that could take them is alive."""
+"""Requests during an outage of all replicas that could serve them."""
 
 import pytest
 

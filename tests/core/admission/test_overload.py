@@ -1,4 +1,4 @@
-"""A minute at twice the capacity of the engines: what clients were told must come true."""
+"""A minute at twice the engines' capacity: predictions and `Retry-After` must hold."""
 
 import random
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def play(seed: int, load: float, *, tenants: int = 1, retries: int = 3, policy: 
 
 @pytest.mark.parametrize(
     ("policy", "admitted", "expired"),
-    # Under a score later requests may pass, and how many is unknown: some reservations do not hold.
+    # With a score, an unknown number of later requests may pass, so some reservations do not hold.
     [("fcfs", 0.9, 0.02), ("ewsjf", 0.86, 0.07)],
 )
 @pytest.mark.parametrize(("seed", "tenants"), [(1, 1), (2, 1), (1, 5)])

@@ -79,7 +79,7 @@ def test_of_equal_requests_the_earliest_reservation_is_claimed(reservations: Ret
 def test_the_requests_of_one_burst_do_not_claim_the_reservations_of_each_other(
     reservations: RetryReservations,
 ) -> None:
-    """They are alike, and the first is told a time within the tolerance for early returns."""
+    """The requests are alike, and the first one's `Retry-After` is within the tolerance for early returns."""
     queue, told = QueueLimit(level=50.5, drain_per_s=10.0, limit=50.0), []
     for _ in range(5):
         assert not reservations.claim(request(), 0.0)

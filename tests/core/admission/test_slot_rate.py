@@ -1,4 +1,4 @@
-"""The deadline of requests that arrive before any drain rate was measured."""
+"""Deadlines of requests that arrive before a drain rate was measured."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from serve_app.core.routing.pools import RoutingSettings
 from tests.builders import ManualDriver, concluded, retry_after_s, spec
 
 SLOTS, BEYOND_BATCH, TPOT_S = 4, 3, 0.01
-# The mean of the assumed lengths, cut at 60 tokens, is 54: a slot serves a request in about half a second.
+# The mean of the assumed lengths, cut at 60 tokens, is 54: a slot serves a request in about 0.5 s.
 OUTPUT, EXPECTED_OUTPUT = 60, 54
 PER_S = SLOTS / (EXPECTED_OUTPUT * TPOT_S)
 TIMEOUT_S = 2.0
@@ -19,7 +19,7 @@ ADMITTED = SLOTS + BEYOND_BATCH + TIMEOUT_S * PER_S
 
 
 def cold(*pools: str, spill: bool = True, **limits: Any) -> ManualDriver:
-    """Idle replicas whose engines state their pace."""
+    """Idle replicas whose engines report their pace."""
     pools = pools or ("only",)
     driver = ManualDriver(routing=RoutingSettings(pools=pools, b_short_tokens=500, spill=spill))
     for pool in pools:
@@ -30,7 +30,7 @@ def cold(*pools: str, spill: bool = True, **limits: Any) -> ManualDriver:
 
 
 def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
-    """The Retry-After of each rejection among requests of one instant."""
+    """Return the `Retry-After` of each rejection among simultaneous requests."""
     told = []
     for number in range(count):
         usual = {"max_output_tokens": OUTPUT, "prompt_tokens": 1, "expires_at": driver.now + TIMEOUT_S}
@@ -47,7 +47,7 @@ def test_those_who_cannot_get_a_slot_before_their_deadline_are_rejected_at_once(
 
 def test_each_is_told_when_those_before_it_have_gone() -> None:
     told = burst(cold(), 100)
-    # They return one after the other, at the pace of the slots.
+    # The retries follow one another at the pace of the slots.
     assert told[-1] == pytest.approx(len(told) / PER_S, rel=0.4)
     assert told[0] < 1.0 < told[len(told) // 2] < told[-1]
 
@@ -74,7 +74,7 @@ def test_a_reported_pace_replaces_the_stated_one() -> None:
 
 
 def test_a_small_cache_has_fewer_slots() -> None:
-    # It holds two requests of 3,000 tokens, and the prompts cost nothing here.
+    # The cache holds two requests of 3,000 tokens; prompts cost nothing here.
     driver = cold(kv_tokens=6_200)
     admitted = 100 - len(burst(driver, 100, prompt_tokens=3_000))
     assert admitted == pytest.approx(2 + BEYOND_BATCH + TIMEOUT_S * PER_S / 2, abs=2)
@@ -119,7 +119,7 @@ def test_what_surely_drains_in_time_does_so_by_the_full_count(seconds: float) ->
         )
         in_time = math.inf if drain is None else seconds * drain.tokens_per_s + drain.free_tokens
         needed = 0.0 if drain is None else drain.tokens_ahead
-        # Where both are the same it may say either.
+        # At equality either answer is right.
         assert needed <= in_time if surely else needed >= in_time * (1 - 1e-6)
         found.add(surely)
     assert found == ({True, False} if seconds < TIMEOUT_S else found)

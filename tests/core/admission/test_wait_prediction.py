@@ -10,16 +10,16 @@ def scheduled(prompt_tokens: int = 100) -> ScheduledRequest:
 
 
 class Waits:
-    """Waits of given lengths, while the queue drains at 100 tokens per second."""
+    """Waits of given lengths while the queue drains at 100 tokens per second."""
 
     def __init__(self) -> None:
         self.predictor = WaitPredictor(0.0)
         self.now = 0.0
 
     def play(self, count: int, *, ratio: float, prompt_tokens: int = 100) -> None:
-        """Requests with 10 s of work ahead each, that wait `ratio` times as long."""
+        """Play requests with 10 s of work ahead each, that wait `ratio` times as long."""
         for _ in range(count):
-            # Between them the queue drains at its usual pace.
+            # Between requests the queue drains at its usual pace.
             for _ in range(4):
                 self.now += 1.0
                 self.predictor.drain.on_time(5, self.now)

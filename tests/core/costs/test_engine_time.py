@@ -1,4 +1,4 @@
-"""What requests are charged of an engine's time; that the sum is right, random histories show elsewhere."""
+"""Engine time charged to requests; `tests/properties` checks its sum."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.builders import ManualDriver, one_replica, request
 
 @pytest.fixture(autouse=True)
 def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 ms to read the weights, 1 ms for a token of a prompt; nearly all weight on it."""
+    """10 ms to read the weights, 1 ms per prompt token; nearly all of the weight is on these."""
     for name, value in (("_PRIOR_BASE_S", 0.01), ("_PRIOR_PER_TOKEN_S", 0.001), ("_PRIOR_WEIGHT", 1e9)):
         monkeypatch.setattr(prefill_cost, name, value)
 
@@ -32,7 +32,7 @@ def finish(driver: ManualDriver, request_id: str, *, after_s: float = 0.0) -> No
 
 
 def begun(driver: ManualDriver, name: str, **fields: object) -> None:
-    """A request whose prompt costs nothing beyond a step, and whose answer begins at once."""
+    """Start a request whose prompt costs nothing beyond a step and whose answer begins at once."""
     driver.arrive(name, tenant=name, prompt_tokens=1, **fields)
     driver.feed(ev.FirstToken(name))
 
@@ -60,7 +60,7 @@ def test_a_long_prompt_pays_what_it_adds_to_the_step() -> None:
     driver = steady()
     begun(driver, "answer")
     driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
-    # It costs 0.51 s, of which one reading of the weights, 0.01 s, would have passed without it.
+    # It costs 0.51 s, of which 0.01 s, one reading of the weights, would have passed without it.
     driver.feed(ev.FirstToken("prompt"), after_s=0.7)
     finish(driver, "prompt")
     finish(driver, "answer")
@@ -76,8 +76,8 @@ def test_prompts_that_are_computed_together_share_the_room_of_a_step() -> None:
 
     finish(driver, "one")
 
-    # Two were under way at its first token, one when it came: its part of a reading is 10 ms / 1.5. What both
-    # were expected to need was kept, the rest of the two seconds is shared.
+    # Two requests ran at its first token, one at its arrival: its share of a reading is 10 ms / 1.5. The
+    # expected need of both is charged to them, and the rest of the two seconds is shared.
     shared_s = 2.0 - (0.51 - 0.01) - (0.51 - 0.01 / 2)
     assert used(driver) == {"one": pytest.approx(0.51 - 0.01 / 1.5 + shared_s / 2)}
 

@@ -54,7 +54,7 @@ def test_prefill_work_under_way_counts_though_the_cache_is_nearly_empty() -> Non
 def test_unobserved_prefills_do_not_count_as_under_way_until_the_answer_ends() -> None:
     driver = make_driver(max_prefill_backlog_s=4.0, target_waiting=1_000)
     driver.join("r1", "only", kv_tokens=500_000, max_model_len=100_000, max_num_seqs=500)
-    # In all twelve seconds of prefill at 0.1 ms per token; the answers take longer than all of them.
+    # Twelve seconds of prefill in all, at 0.1 ms per token; the answers take longer than that.
     for number in range(200):
         driver.report("r1", after_s=0.3, received=number)
         assert dispatched(driver.arrive(f"r{number}", prompt_tokens=600, streamed=False))
@@ -80,7 +80,7 @@ def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
 
 
 def stream(driver: ManualDriver, request_id: str, seconds: float, output_tokens: int = 3) -> None:
-    """An answer whose tokens after the first take so long together."""
+    """Stream an answer whose tokens after the first take this long in all."""
     assert dispatched(driver.arrive(request_id)) == [(request_id, "r1")]
     driver.feed(FirstToken(request_id))
     usage = Usage(prompt_tokens=40, output_tokens=output_tokens)
@@ -97,9 +97,9 @@ def test_the_pace_of_an_engine_that_does_not_tell_it_is_measured_from_its_stream
         stream(driver, f"slow{number}", 0.4)
     assert dispatched(driver.arrive("runs")) == [("runs", "r1")]
     without_metrics(driver)
-    # 0.2 s for each token.
+    # 0.2 s per token.
     assert driver.arrive("waits") == []
-    # Once nothing runs there, it may show that it is faster now.
+    # Once it is idle, it may prove faster.
     driver.feed(Finished("runs", Outcome.CANCELLED))
     assert dispatched(without_metrics(driver)) == [("waits", "r1")]
 

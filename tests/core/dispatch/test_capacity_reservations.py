@@ -1,4 +1,4 @@
-"""A request that needs most of an engine's KV cache, beside a stream of small ones that take what is free."""
+"""A request that needs most of an engine's KV cache, beside a stream of small ones."""
 
 import pytest
 
@@ -15,7 +15,7 @@ KV, SMALL = 10_000, 1_000
 
 
 class Crowd(ManualDriver):
-    """One pool that is always full of small requests, each of which ends ten seconds after its dispatch."""
+    """A pool that is always full of small requests, each of which ends ten seconds after its dispatch."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Crowd(ManualDriver):
         return commands
 
     def second(self, arrivals: int = 1) -> None:
-        """A second passes: some requests end, others arrive."""
+        """Advance one second: some requests end, others arrive."""
         self.now += 1.0
         for request_id in [each for each, at in self.ends_at.items() if at <= self.now]:
             del self.ends_at[request_id]
@@ -83,7 +83,7 @@ def test_a_request_that_fits_nowhere_is_dispatched_soon_after_its_promotion(repl
     crowd.seconds(20, replicas)
     assert "huge" not in crowd.sent_at
     crowd.seconds(13, replicas)
-    # Within the time in which all that ran at its promotion has ended.
+    # Within the time in which everything that ran at its promotion has ended.
     assert arrived_at + 20.0 < crowd.sent_at["huge"] <= arrived_at + 33.0
     assert crowd.reserved == [0] * replicas
 
@@ -144,7 +144,7 @@ def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -
     crowd.seconds(90)
     times = [crowd.sent_at[f"huge {number}"] for number in range(3)]
     assert times == sorted(times)
-    # Small ones were dispatched between them.
+    # Small requests were dispatched between them.
     between = [
         at for name, at in crowd.sent_at.items() if name.startswith("small") and times[0] < at < times[2]
     ]
@@ -157,13 +157,13 @@ def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -
     crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
     arrived_at = crowd.now
     crowd.seconds(20, 2)
-    # All that ran when it came has ended by then, and what the flood was served since puts it behind.
+    # Everything that ran at its arrival has ended, and the service since then ranks the flood behind it.
     assert crowd.sent_at["huge"] <= arrived_at + 15.0
     assert crowd.reserved == [0]
 
 
 def test_capacity_is_kept_for_it_also_where_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the only long prompt, so the heads that are looked at because they may fit do not include it."""
+    """It is the only long prompt, so the heads that are examined as likely to fit do not include it."""
     monkeypatch.setattr(openings, "_FEW_HEADS", 0)
     crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
     crowd.seconds(15)

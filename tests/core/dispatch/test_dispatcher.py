@@ -10,20 +10,20 @@ from serve_app.request import PriorityClass, Usage
 from tests.builders import ONE_POOL, ManualDriver, dispatched, one_replica
 
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
-# Without growth by pace, so that three are dispatched until the first of them starts.
+# No growth by pace, so three are dispatched before the first of them starts.
 FREE = BackpressureSettings(lag_factor=0.0)
-# Batch work is sent only to engines with an empty queue.
+# Batch work is dispatched only to engines with an empty queue.
 STRICT = BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0)
 
 
 def make_driver(**changes: Any) -> ManualDriver:
-    """One replica that takes three requests until the first of them starts."""
+    """Return one replica that accepts three requests until the first of them starts."""
     limits = {"kv_tokens": 50_000, "max_num_seqs": 200}
     return one_replica(limits=limits, **{"backpressure": FREE, **changes})
 
 
 def served_one_by_one(driver: ManualDriver, first: list[str]) -> list[str]:
-    """The order of dispatch when the requests that were sent start one by one."""
+    """Return the order of dispatch when dispatched requests start one by one."""
     order, sent = [], list(first)
     while sent:
         following = driver.feed(FirstToken(sent.pop(0)))
@@ -61,7 +61,7 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
 
 
 def test_batch_joins_a_prefill_that_is_shorter_than_an_iteration() -> None:
-    """At the prior of 0.1 ms a token, 0.02 s are 200 tokens."""
+    """At the prior of 0.1 ms per token, 0.02 s are 200 tokens."""
     driver = make_driver(class_floors=ClassFloorSettings(batch_share=0.0))
     per_token_s = driver.scheduler.prefill_costs.shared.per_token_s
     enough = int(FREE.batch_prefill_s / per_token_s) + 1

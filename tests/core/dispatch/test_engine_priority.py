@@ -1,4 +1,4 @@
-"""Engine priorities: the numbers, and where the scheduler counts requests in and out."""
+"""Engine priorities: the numbers, and the scheduler's counts of pending requests."""
 
 import random
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_the_end_of_a_request_lowers_the_next_number() -> None:
 
 def test_the_last_of_a_class_comes_before_the_first_of_the_next() -> None:
     pending = EnginePriorities(ON)
-    # As if a tenant had more in flight than any fleet holds.
+    # As if a tenant had more in flight than any fleet can hold.
     pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND
     last = [pending.on_dispatch(request(priority=priority)) for priority in PriorityClass]
     assert last == [BAND - 1, 2 * BAND - 1, 2 * BAND]
@@ -106,7 +106,7 @@ def test_a_returned_request_is_numbered_again() -> None:
     [(_, where)] = dispatched(driver.arrive("r1"))
     driver.arrive("r2")
     again = driver.feed(DispatchFailed("r1", where, DispatchFailure.LOST))
-    # One other is pending; it itself is not.
+    # One other request is pending; it itself is not counted.
     assert priorities(again) == [BAND + 1]
 
 

@@ -1,4 +1,4 @@
-"""Engines that were sent requests and give no sign of life."""
+"""Hang detection: engines that received requests and show no progress."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ def watched(**limits: Any) -> ManualDriver:
 
 
 def report(driver: ManualDriver, seconds: int = 1, *, computes: bool | None = None) -> list[Command]:
-    """A report every second, of no requests, as of an engine that hung while it was idle."""
+    """Report no requests every second, as an engine does that hung while idle."""
     every = [driver.report("e", after_s=1.0, received=None, computes=computes) for _ in range(seconds)]
     return [command for commands in every for command in commands]
 
 
 def let_hang(driver: ManualDriver) -> list[Command]:
-    """Two requests, and no sign for longer than the limit."""
+    """Dispatch two requests without progress for longer than the limit."""
     for name in ("a", "b"):
         assert dispatched(driver.arrive(name)) == [(name, "e")]
     return report(driver, 62)
@@ -97,7 +97,7 @@ def test_time_is_counted_from_the_first_dispatch_to_an_engine_that_owes_nothing(
     driver.arrive("a")
     report(driver, 50)
     if end == "put back":
-        # It goes out again at once, and is taken back.
+        # It is dispatched again at once, and put back.
         driver.feed(DispatchFailed("a", "e", DispatchFailure.BUSY))
     driver.feed(Cancelled("a"))
     report(driver, 20)

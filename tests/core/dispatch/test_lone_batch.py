@@ -5,7 +5,7 @@ from serve_app.request import PriorityClass
 from tests.builders import ManualDriver, dispatched, one_replica
 
 BATCH = PriorityClass.BATCH
-# Without growth by pace; many may wait in the engine, so only the rules for batch work count.
+# No growth by pace and a long engine queue, so only the rules for batch work apply.
 BACKPRESSURE = BackpressureSettings(lag_factor=0.0, target_waiting=1_000)
 PROMPT = 100
 
@@ -19,7 +19,7 @@ def make_driver(backpressure: BackpressureSettings = BACKPRESSURE) -> ManualDriv
 
 
 def batch_sent(driver: ManualDriver, name: str) -> int:
-    """How many of many batch requests go to the engine at once."""
+    """Return how many of many batch requests are dispatched at once."""
     return sum(
         len(dispatched(driver.arrive(f"{name}{number}", priority=BATCH, prompt_tokens=PROMPT)))
         for number in range(100)
@@ -27,7 +27,7 @@ def batch_sent(driver: ManualDriver, name: str) -> int:
 
 
 def expected(driver: ManualDriver, times: int) -> int:
-    """Until more prefill is under way than the limit: that one is sent, too."""
+    """Count requests up to and including the one that exceeds the prefill limit."""
     per_request_s = PROMPT * driver.scheduler.prefill_costs.shared.per_token_s
     return int(times * BACKPRESSURE.batch_prefill_s / per_request_s + 1e-9) + 1
 

@@ -1,4 +1,4 @@
-"""Requests that pass the scheduler by, and those beside them that do not."""
+"""Pass-through requests in observe mode, beside scheduled ones."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def test_while_only_observing_every_request_goes_at_once_where_the_fewest_are() 
     assert len(found) == 30
     assert all(each.passed and each.queue_wait_s == 0 for each in found)
     assert Counter(each.replica_id for each in found) == {"s0": 10, "s1": 10, "s2": 10}
-    # The ledger knows them all the same.
+    # The ledger counts them all the same.
     assert sum(state.in_flight for state in driver.scheduler.ledger) == 30
     driver.feed(Finished(found[0].request_id, Outcome.COMPLETED))
     assert driver.scheduler.ledger["s0"].in_flight == 9
@@ -77,7 +77,7 @@ def test_one_command_changes_the_share_and_one_takes_it_back() -> None:
     (went,) = driver.arrive("later")
     assert isinstance(went, Dispatch)
     assert went.passed
-    # Those that wait are not concerned.
+    # Queued requests are unaffected.
     assert len(driver.scheduler.queue) == waiting
     driver.feed(ActiveShareChanged(1.0))
     assert driver.arrive("last") == []

@@ -1,4 +1,4 @@
-"""Prefix affinity inside the scheduler: the replica of each request, and the length that it counts with."""
+"""Prefix affinity in the scheduler: each request's replica, and the prompt length that counts."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_a_mostly_cached_long_prompt_is_a_short_prefill_on_that_replica() -> Non
     for number, name in enumerate(longs, 1):
         sessions.ask(name, tuple(range(100 * number, 100 * number + 25)))
     assert all(sessions.find(name).prefill_class for name in longs)
-    # Each replica has as many long prefills under way as it may have.
+    # Each replica has its maximum of long prefills in flight.
     assert sessions.find(longs[-1]).queued
     assert dispatched(sessions.ask("second")) == [("second", "s1")]
     assert sessions.find("second").hold.prefill_class == 0

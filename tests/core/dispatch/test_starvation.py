@@ -30,7 +30,7 @@ def test_under_overload_promotions_are_a_share_of_all_dispatches() -> None:
         assert first is not None
         promoted += first is overdue
         promotion.on_dispatch(first, 100.0)
-    # Both heads are overdue: whichever goes first while a promotion is due uses it up.
+    # Both heads are overdue: whichever is first while a promotion is due uses it.
     assert 190 <= promoted <= 260
 
 

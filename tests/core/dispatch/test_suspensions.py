@@ -1,4 +1,4 @@
-"""Which failures of requests suspend a replica, for how long, and how much of a fleet at once."""
+"""Suspension of replicas: causes, duration, and the share of a fleet at once."""
 
 import pytest
 

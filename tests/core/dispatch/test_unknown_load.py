@@ -1,4 +1,4 @@
-"""Engines that do not tell their load or their limits, in front of the scheduler."""
+"""Scheduling in front of engines that report neither load nor limits."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SILENT: dict[str, Any] = {"received": None, "waiting": None, "running": None, "k
 
 
 def silent_replica(**limits: int | None) -> ManualDriver:
-    """An engine without metrics, that states no limit but those given."""
+    """Return an engine without metrics and without limits other than those given."""
     unknown: dict[str, int | None] = {"kv_tokens": None, "max_num_seqs": None, "max_model_len": 100_000}
     driver = one_replica(limits={**unknown, **limits}, backpressure=BackpressureSettings(lag_factor=0.0))
     driver.report("r1", **SILENT)
@@ -22,7 +22,7 @@ def silent_replica(**limits: int | None) -> ManualDriver:
 
 
 def sent(driver: ManualDriver, names: range, **fields: object) -> list[str]:
-    """Which of these requests are sent at once."""
+    """Return which of these requests are dispatched at once."""
     went: list[str] = []
     for name in names:
         went += [request_id for request_id, _ in dispatched(driver.arrive(f"q{name}", **fields))]
@@ -56,7 +56,7 @@ def test_answers_that_are_not_streamed_move_the_limit_when_they_end() -> None:
     for name in first:
         end = Finished(name, Outcome.COMPLETED, Usage(prompt_tokens=40, output_tokens=50, cached_tokens=0))
         went += [request_id for request_id, _ in dispatched(driver.feed(end))]
-    # Each that ends makes room for itself and for one more.
+    # Each one that ends makes room for two.
     assert len(went) == 2 * len(first)
 
 

@@ -7,7 +7,7 @@ from serve_app.core.routing.replica_state import PrefillClass
 
 
 def measured(delay_s: float, *, long_s: float, count: int = 200, seed: int = 0) -> FeedbackDelay:
-    """The delay of a fleet in which short requests also wait for up to half a second."""
+    """Return the delay of a fleet in which short requests also wait for up to 0.5 s."""
     rng, delay = random.Random(seed), FeedbackDelay()
     for _ in range(count):
         delay.on_short_first_token(delay_s + rng.uniform(0.0, 0.5))
@@ -39,7 +39,7 @@ def test_limits_grow_by_the_share_of_the_time_that_feedback_takes() -> None:
     assert measured(0.4, long_s=4.0).limit_factor(0.0) == pytest.approx(1.1, rel=0.1)
     assert measured(0.01, long_s=0.4).limit_factor(0.05) == 1.0
     assert FeedbackDelay().limit_factor(0.0) == 1.0
-    # The factor is bounded whatever the clocks report.
+    # The factor is bounded, whatever the clocks report.
     assert measured(5.0, long_s=-4.9).limit_factor(0.0) <= 10.0
 
 

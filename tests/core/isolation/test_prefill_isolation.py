@@ -18,7 +18,7 @@ def make_driver(**changes: Any) -> ManualDriver:
 
 
 def isolating(lengths: Sequence[int] = (), **changes: Any) -> PrefillIsolation:
-    """Prefill isolation that has observed prompts of these lengths."""
+    """Return prefill isolation that has observed prompts of these lengths."""
     isolation = PrefillIsolation(IsolationSettings(**changes), FeedbackDelay(), wanted=True)
     for length in lengths:
         isolation.observe(length)

@@ -1,4 +1,4 @@
-"""What first tokens teach of the cost of prefills, pool by pool."""
+"""Prefill costs learned from first tokens, by pool."""
 
 from serve_app.core.events import Finished, FirstToken
 from serve_app.errors import Outcome
@@ -6,7 +6,7 @@ from tests.builders import ManualDriver, dispatched, two_pools
 
 
 def prefill(driver: ManualDriver, request_id: str, prompt_tokens: int, seconds: float) -> str:
-    """A request that has its replica to itself; the name of the replica."""
+    """Run a request alone on its replica; return the replica."""
     ((_, replica_id),) = dispatched(
         driver.arrive(request_id, prompt_tokens=prompt_tokens, max_output_tokens=10)
     )

@@ -1,4 +1,4 @@
-"""Records for the tests of metrics."""
+"""Request records for metrics tests."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from serve_app.errors import Outcome
 
 
 def record(**changes: Any) -> RequestRecord:
-    """A completed request: waits 1 s, first token after 2 s, 11 tokens in 3 s; every field can be changed."""
+    """Build a completed request: 1 s wait, first token after 2 s, 11 tokens in 3 s; any field can differ."""
     fields: dict[str, Any] = {
         "request_id": "r1",
         "arrived_at": 10.0,

@@ -55,7 +55,7 @@ def test_a_request_may_miss_both_latencies() -> None:
     assert TARGETS.missed_by(class_record(first_token_at=1.1, finished_at=1.5)) == (Miss.TTFT,)
     assert TARGETS.missed_by(class_record(finished_at=2.0)) == (Miss.TPOT,)
     assert TARGETS.missed_by(class_record(first_token_at=2.0, finished_at=9.0)) == (Miss.TTFT, Miss.TPOT)
-    # A long prompt has more time, and an answer in one piece has neither latency.
+    # A long prompt has a longer limit, and an answer in one piece has neither latency.
     assert TARGETS.missed_by(class_record(first_token_at=2.0, finished_at=2.5, prompt_tokens=9_999)) == ()
     assert TARGETS.missed_by(class_record(first_token_at=None, finished_at=60.0)) == ()
 

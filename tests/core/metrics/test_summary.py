@@ -142,7 +142,7 @@ def served_at_once(tenant: str) -> RequestRecord:
 
 
 def last_arrival(tenant: str) -> RequestRecord:
-    """Ends the counted span, and asks for nothing itself."""
+    """Build an arrival that ends the measured span."""
     return record(tenant=tenant, arrived_at=50.0, prompt_tokens=0, output_tokens=0, finished_at=50.0)
 
 

@@ -1,4 +1,4 @@
-"""What tests of the outlook share."""
+"""Builders for outlook tests."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from serve_app.core.request import ScheduledRequest
 
 
 def ordered(scheduler: Scheduler, now: float, home: str = "only") -> list[str]:
-    """The ids of those that wait at home in a pool, in their expected order."""
+    """Return the IDs of requests queued at home in a pool, in expected order."""
     return [scheduled.request.request_id for scheduled in ordered_requests(scheduler, now, home)]
 
 
 def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Sequence[ScheduledRequest]:
-    """Those that wait at home in a pool, in their expected order."""
+    """Return the requests queued at home in a pool, in expected order."""
     parts = expected_order(scheduler.queue, scheduler.settings.class_floors, now)
     while True:
         try:
@@ -25,5 +25,5 @@ def ordered_requests(scheduler: Scheduler, now: float, home: str = "only") -> Se
 
 
 def updates(watched: WatchedRequests, now: float) -> dict[str, Outlook]:
-    """The updates of one call, by request."""
+    """Return the updates of one call, by request."""
     return {outlook.request_id: outlook for part in watched.updates(now) for outlook in part}

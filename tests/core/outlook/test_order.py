@@ -18,7 +18,7 @@ NO_FLOORS = ClassFloorSettings(default_share=0.0, batch_share=0.0)
 
 
 def busy(**changes: Any) -> ManualDriver:
-    """One pool that takes nothing now."""
+    """Return one pool without free capacity."""
     driver = one_replica(**changes)
     fill(driver)
     return driver

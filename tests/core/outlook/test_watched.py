@@ -15,11 +15,11 @@ USAGE = Usage(prompt_tokens=40, output_tokens=10)
 
 
 class Line:
-    """One replica that serves one request after the other, each for a while, and those that wait for it.
+    """One replica that serves requests one by one, and the requests that wait for it.
 
     Attributes:
-        errors: of the estimates that were sent.
-        started: when each was dispatched, in that order.
+        errors: of the sent estimates.
+        started: dispatch times, in order.
     """
 
     def __init__(self, service_s: float = 1.0, **changes: Any) -> None:
@@ -58,19 +58,19 @@ class Line:
         return names
 
     def serve(self, count: int = 1) -> None:
-        """So many requests end, one after the other."""
+        """Finish this many requests, one after another."""
         for _ in range(count):
             if self._running:
                 self.feed(Finished(self._running.pop(0), Outcome.COMPLETED, USAGE), after_s=self.service_s)
             self.report()
 
     def report(self, after_s: float = 0.0) -> None:
-        """The engine says that it has just what it was sent."""
+        """Report exactly what was dispatched."""
         sent, has = 3 + len(self.started), len(self._running)
         self.feed(ReplicaReported("r1", report(received=sent, waiting=has)), after_s=after_s)
 
     def learn(self, count: int = 60) -> None:
-        """Play so many requests through, and be asked all the time."""
+        """Play this many requests and update the watch throughout."""
         self.arrive(count)
         for _ in range(count):
             self.serve()
@@ -112,7 +112,7 @@ def test_places_fall_as_others_are_served_and_the_order_is_kept() -> None:
     assert list(line.started) == names
     for name, seen in places.items():
         assert seen == sorted(seen, reverse=True), name
-        assert seen[-1] <= 2  # two may go at once
+        assert seen[-1] <= 2  # two may be dispatched at once
 
 
 def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:

@@ -42,8 +42,7 @@ def test_the_fairness_weight_is_clamped_for_long_queues() -> None:
 
 
 def test_without_a_bound_a_long_head_starves_for_more_than_an_hour() -> None:
-    # The reason for promotion: 30 queues, a 4,096-token head against an endless supply of fresh 32-token
-    # heads.
+    # Why promotion exists: 30 queues, a 4,096-token head against an endless supply of fresh 32-token heads.
     fresh = score(32, waited_s=0.0, queue_weight=30.0)
     assert score(4_096, waited_s=3_600.0, queue_weight=1.0) < fresh
 
@@ -58,7 +57,7 @@ def partition(*bounds: tuple[int, int]) -> Partition:
 
 
 def saturated(policy: str, **changes: Any) -> ManualDriver:
-    """One replica whose engine has a full queue, so that every arrival waits."""
+    """Return one replica whose engine queue is full, so every arrival waits."""
     driver = one_replica(limits={"max_model_len": 8_000, "kv_tokens": 50_000}, policy=policy, **changes)
     for number in range(3):
         driver.arrive(f"f{number}", prompt_tokens=10)
@@ -66,7 +65,7 @@ def saturated(policy: str, **changes: Any) -> ManualDriver:
 
 
 def in_order(driver: ManualDriver, count: int) -> list[str]:
-    """The order of dispatch, one request in each round."""
+    """Return the order of dispatch, with one request per round."""
     sent: list[str] = []
     running = ["f0", "f1", "f2"]
     while len(sent) < count:
@@ -89,7 +88,7 @@ def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() ->
     driver.feed(PartitionChanged(partition((1, 50), (51, 100), (101, 500))))
     for name, tokens in (("c", 200), ("b", 80), ("a1", 40), ("a2", 45)):
         driver.arrive(name, prompt_tokens=tokens)
-    # All three starts are in one report, so three are dispatched in one round.
+    # All three starts are in one report, so one round dispatches three.
     sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.2))
     assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
 
@@ -137,7 +136,7 @@ def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_hig
     driver.arrive("near", prompt_tokens=80)
     scores = [score_of(driver, name) for name in ORDER]
     assert scores[0] > scores[2] > scores[1], "by score alone, the far one would be second"
-    # All three starts are in one report, so three are dispatched in one round.
+    # All three starts are in one report, so one round dispatches three.
     sent = dispatched(driver.report("r1", received=3, running=3, after_s=0.01))
     assert tuple(request_id for request_id, _ in sent) == ORDER
 

@@ -1,4 +1,4 @@
-"""The turns of long prompts, and what is done for one that was passed for too long."""
+"""Delay bound: turns of long prompts, and catch-up for a prompt that was passed too long."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def prompt(
 
 
 class Line:
-    """A bound, and the prompts that wait, shortest first by score."""
+    """A bound, and the waiting prompts, shortest first by score."""
 
     def __init__(self, **changes: float) -> None:
         self.bound = DelayBound(DelayBoundSettings(**changes))
@@ -44,7 +44,7 @@ class Line:
 
 
 def backlog() -> Line:
-    """Eight seconds of wait under first come, first served, and a long prompt that the others passed."""
+    """Eight seconds of wait under FCFS, and a long prompt that the others passed."""
     line = Line(wait_ratio=1.5)
     line.add(prompt("long", 4_000, 0.0), *(prompt(f"p{at}", 2_000, float(at)) for at in range(1, 9)))
     for at in range(1, 9):
@@ -57,7 +57,7 @@ def test_a_prompt_whose_turn_has_not_come_is_passed() -> None:
     line.add(prompt("first", 2_000, 0.0), prompt("long", 4_000, 0.0), prompt("fresh", 1_500, 50.0))
     assert line.heads(100.0) == ["fresh", "first", "long"]
     line.take("fresh", 100.0)
-    # What left is less than what arrived before it.
+    # Less work was dispatched than arrived before it.
     assert line.heads(200.0) == ["first", "long"]
 
 
@@ -116,7 +116,7 @@ _QUEUES = Partition(
 
 
 def longest_wait_s(policy: str, **scheduler: object) -> float:
-    """Of any long prompt of the paper's mix, on one engine near saturation."""
+    """Return the longest wait of a long prompt of the paper's mix, on one engine near saturation."""
     settings = RunSettings(
         policy=policy,
         fleet=FleetSettings(profile="llama2-70b-h100-tp4", replicas={ONE_POOL: 1}),
@@ -133,5 +133,5 @@ def longest_wait_s(policy: str, **scheduler: object) -> float:
 def test_near_saturation_the_longest_prompts_wait_hardly_longer_than_first_come_first_served() -> None:
     in_order = longest_wait_s("fcfs-isolated")
     assert longest_wait_s("ewsjf") < 1.25 * in_order
-    # Without the bound the score alone decides.
+    # Without the bound, the score alone decides.
     assert longest_wait_s("ewsjf", **{"delay_bound.wait_ratio": 0.0}) > 2.0 * in_order

@@ -1,4 +1,4 @@
-"""The work ahead of a request, from sums, beside the formula itself."""
+"""Work ahead of a request from running sums, compared with the formula."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def of_weights(weights: dict[str, float]) -> tuple[FairWork, dict[str, TenantQue
 
 
 def put(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int) -> None:
-    """A tenant has so much waiting from now on."""
+    """Set the work that a tenant has queued."""
     tenant = queues.setdefault(name, TenantQueues())
     work.note(name, tokens - tenant.tokens)
     tenant.tokens, tenant.waiting = tokens, requests
@@ -50,7 +50,7 @@ def test_sums_say_what_the_formula_says(
         for tenant, (tokens, requests) in waiting.items()
         if tenant != name
     )
-    # Where the sum ends on one half, the last bit of a float decides how it is rounded.
+    # Where the sum ends on one half, the last bit of a float decides the rounding.
     assert abs(work.ahead(name) - own - others) <= 0.5 + 1e-6 * max(1.0, others)
     assert work.tokens == sum(tokens for tokens, _ in waiting.values())
 

@@ -76,7 +76,7 @@ def test_service_by_weight_stays_within_a_quantum_and_a_request(
         name = next(shares.order())[-1]
         shares.charge(name, costs[names.index(name)])
     counters = shares.counters().values()
-    # The quantum is a mean cost, which is never above the largest.
+    # The quantum is a mean cost, which never exceeds the largest.
     assert max(counters) - min(counters) <= 2 * max(costs)
 
 

@@ -1,4 +1,4 @@
-"""Groups of heads: the smallest and the earliest head of many sub-queues."""
+"""Head groups: the smallest and the earliest head of many sub-queues."""
 
 import random
 

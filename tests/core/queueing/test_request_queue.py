@@ -31,7 +31,7 @@ def scheduled(
 
 
 def queue_of(*requests: ScheduledRequest, mode: FairnessMode = FairnessMode.TOKENS) -> RequestQueue:
-    """A queue in the order of `ShortestFirst` with these requests."""
+    """Queue these requests in the order of `ShortestFirst`."""
     queue = RequestQueue(ShortestFirst(), FairnessSettings(mode=mode))
     for each in requests:
         queue.add(each)
@@ -43,13 +43,13 @@ def of_tenant(tenant: str, count: int, prompt_tokens: int = 50) -> list[Schedule
 
 
 def query(queue: RequestQueue, pool: str, *, rank: int) -> HeadQuery:
-    """All heads of the default class that may go to a pool."""
+    """Query all heads of the default class for a pool."""
     groups = [group for group in queue.groups.at(pool, rank) if group.priority is PriorityClass.DEFAULT]
     return HeadQuery(PriorityClass.DEFAULT, groups)
 
 
 def dispatch_first(queue: RequestQueue) -> str:
-    """Take the first request of the default class out and charge its tenant."""
+    """Take the first request of the default class and charge its tenant."""
     first = next(queue.heads(query(queue, "short", rank=0), 0.0))
     queue.remove(first)
     queue.charge(first)

@@ -1,4 +1,4 @@
-"""Requests of a known shape, and texts of a known kind, for the tests of routing."""
+"""Requests of a known shape and texts of a known category, for routing tests."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ GERMAN = (
 def request(
     *, max_output_tokens: int | None = 100, tenant: str = "t1", choices: int = 1, **shape: Any
 ) -> Request:
-    """A request whose prompt has the given shape; 400 bytes of prose unless said otherwise."""
+    """Build a request with this prompt shape; the default is 400 bytes of prose."""
     return builders.request(
         shape=PromptShape(**{"text_bytes": 400, **shape}),
         tenant=tenant,

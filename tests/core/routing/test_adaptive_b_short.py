@@ -14,7 +14,7 @@ POOL = PoolCapacity(kv_tokens=400_000, sequences=10_000, context_tokens=16_384)
 
 
 class Crowd:
-    """Adaptive `B_short` on a manual clock, and requests that change while their numbers by length stay."""
+    """Adaptive `B_short` on a manual clock, with requests that change while the length distribution stays."""
 
     def __init__(self, b_short_tokens: int = 8_192, **changes: object) -> None:
         settings = AdaptiveBShortSettings(**{"enabled": True, "b_short_min": 1, **changes})  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ class Crowd:
     def pass_time(
         self, seconds: int, short: PoolCapacity | None = POOL, long: PoolCapacity | None = POOL
     ) -> list[BShortChanged]:
-        """Pass time, a second at a time; returns the moves."""
+        """Advance second by second; return the moves."""
         before = len(self.moves)
         for _ in range(seconds):
             self.now += 1.0
@@ -78,7 +78,7 @@ def test_batch_slots_count_where_they_are_scarcer_than_tokens() -> None:
     crowd.arrive(100, 500)
     small_batch = dataclasses.replace(POOL, sequences=256)
     crowd.pass_time(600, short=small_batch, long=small_batch)
-    # By tokens the last hundred are heavier than the first three hundred.
+    # By tokens, the last hundred outweigh the first three hundred.
     assert 100 <= crowd.adaptive.b_short_tokens < 200
 
 
@@ -113,7 +113,7 @@ def test_even_loads_move_nothing() -> None:
 
 
 def test_one_length_alone_moves_b_short_to_one_side_of_it_and_no_further() -> None:
-    """No value makes the loads even, so it must not move from one side of the length to the other."""
+    """No value evens the loads, so `B_short` must not alternate between the two sides of the length."""
     crowd = Crowd()
     crowd.arrive(100, 1_000)
     crowd.pass_time(1_000)
@@ -177,7 +177,7 @@ def test_the_demand_of_ended_requests_decays() -> None:
 
 
 class Engines:
-    """Two pools whose pace follows their load, the short one's at `speed` times that of the long one."""
+    """Two pools whose pace follows their load, the short one at `speed` times the pace of the long one."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
@@ -207,7 +207,7 @@ def test_a_pool_that_is_slower_at_the_same_load_gets_less_of_it(speed: float, lo
 
 
 def test_a_difference_in_pace_that_no_b_short_can_remove_causes_no_oscillation() -> None:
-    """Few lengths with nothing between them: any value leaves one pool slower."""
+    """Few lengths with gaps between them: any value leaves one pool slower."""
     crowd = Crowd(b_short_tokens=2_048)
     crowd.arrive(100, 1_000)
     crowd.arrive(100, 3_000)
@@ -228,7 +228,7 @@ def test_a_restored_value_stays_within_the_bounds() -> None:
 
 
 class GivenLoads:
-    """Loads of which only the imbalance matters: before a move, and after it."""
+    """Loads with a given imbalance before a move and after it."""
 
     def __init__(self, before: float, after: float) -> None:
         self._imbalance = {0: before, 1: after}

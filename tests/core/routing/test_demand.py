@@ -90,11 +90,11 @@ def test_the_variance_is_the_sum_of_the_squares_of_what_each_request_adds() -> N
 
 @pytest.mark.parametrize("width", [0.3, 1.4])
 def test_the_standard_error_is_the_deviation_of_the_imbalance(width: float) -> None:
-    """Lengths of one lognormal; the longer, the longer they stay. Even loads at its weighted median."""
+    """One lognormal of lengths; longer requests stay longer. Loads are even at its weighted median."""
     rng = random.Random(7)
     demand = Demand(MEMORY_S)
     stay_s = 0.004
-    # The demand of a length is its square here, which moves the median by twice the variance.
+    # Demand is the square of the length here, which moves the median by twice the variance.
     boundary = last_bucket_within(round(1_000 * math.exp(2 * (width * math.log(2)) ** 2)))
     now, leaves, found = 0.0, list[tuple[float, int, float]](), list[tuple[float, float]]()
     for second in range(6_000):

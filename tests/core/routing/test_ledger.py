@@ -1,4 +1,4 @@
-"""The ledger by itself: queries over replicas, and replicas that leave. Histories are in tests/properties."""
+"""Replica ledger: queries over replicas, and replicas that leave. Histories: tests/properties."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_replica_that_has_left_has_no_report_to_expire() -> None:
     made.lose("a", 1.0)
     assert made.next_report_expiry() is None
     assert made.expire_reports(100.0) == []
-    # One that joined and never reported leaves as well.
+    # A replica that joined and never reported can leave, too.
     silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
     silent.join(spec("s"), 0.0)
     silent.lose("s", 1.0)
@@ -73,7 +73,7 @@ def test_whether_a_pool_is_alive_costs_the_same_in_a_large_fleet(monkeypatch: py
     made = ledger(*(f"s{number}" for number in range(200)))
     for number in range(200):
         made.join(spec(f"l{number}", "long"), 0.0)
-    # Only the last replica of each pool is alive: finding it takes a look at all others.
+    # Only the last replica of each pool is alive: finding it must examine all others.
     made.report("l199", report(), 0.0)
     for number in range(199):
         made.lose(f"s{number}", 0.0)

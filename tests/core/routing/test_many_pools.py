@@ -66,7 +66,7 @@ def test_a_rejected_request_goes_to_a_longer_pool() -> None:
     route = router(TIERS).route
     assert route(estimated_request(), estimate(100), above_tokens=1_000) == ("middle", "large")
     assert route(estimated_request(), estimate(100), above_tokens=4_000) == ("large",)
-    # A pool before the one that rejected it is not longer, even while it has no replica.
+    # A pool before the rejecting one is not longer, even while it has no replica.
     left = router({"large": 16_000}, boundaries_tokens=(4_000,))
     assert left.route(estimated_request(), estimate(100), above_tokens=1_000) == ("large",)
     gone = router({"small": 1_000, "middle": 4_000})
@@ -139,24 +139,24 @@ def test_the_rule_holds_for_any_pools(
     assert_ordered(order, known, cost_of)
     fitting = [pool for pool in order if fits(pool)]
     spills, home = preference[1:], preference[:1]
-    # Spill only into pools that fit, and each of them once.
+    # Spill only into pools that fit, once each.
     assert set(spills) <= set(fitting)
     assert len(set(preference)) == len(preference)
-    # Somewhere if any fits; nowhere that it cannot fit, but for the last resort and a home without replicas.
+    # It goes somewhere if any pool fits; otherwise only to the last resort or a home without replicas.
     if fitting:
         assert preference
         assert not spill or set(fitting) <= set(preference)
     for pool in home:
         is_last_resort = pool == order[-1] and least_budget_tokens(wanted, upper) <= known.get(pool, 0)
         assert fits(pool) or pool not in known or (is_last_resort and not fitting)
-    # The smallest that fits is home, where every pool has replicas.
+    # Where every pool has replicas, the smallest that fits is home.
     if len(known) == len(pools) and fitting:
         assert home == (fitting[0],)
         assert preference == (tuple(fitting) if spill else home)
 
 
 def assert_ordered(order: tuple[str, ...], known: dict[str, int], cost_of: dict[str, float]) -> None:
-    """By context, then by cost."""
+    """Check the order: by context, then by cost."""
     for before, after in pairwise(order):
         if before in known and after in known:
             assert (known[before], cost_of[before]) <= (known[after], cost_of[after])

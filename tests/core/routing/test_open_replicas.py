@@ -1,4 +1,4 @@
-"""Which replica a request may take: each condition by itself, and `fits` beside `best`."""
+"""Replicas that can serve a request: each condition alone, and `fits` compared with `best`."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from tests.builders import report, spec
 
 
 class GivenBackpressure:
-    """Backpressure as a test sets it."""
+    """Backpressure with given limits."""
 
     def __init__(self) -> None:
         self.has_room, self.is_empty = True, True
@@ -42,7 +42,7 @@ def query(
 
 
 def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:
-    """Whether the replica fits; the best of all must say the same when it is the only one."""
+    """Return whether the replica fits, and check that `best` agrees when it is the only one."""
     holders = AdapterHolders()
     holders.add(state)
     found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, holders)

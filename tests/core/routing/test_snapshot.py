@@ -1,4 +1,4 @@
-"""Learned state: what was written is restored, and what is damaged is rejected and changes nothing."""
+"""Snapshots of learned state: restored exactly, or rejected without any change."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def test_what_impossible_reports_have_taught_can_be_restored() -> None:
 
 
 def lengths(**changes: object) -> dict[str, object]:
-    """A state of one category whose curve is changed."""
+    """Return a state of one category with a changed curve."""
     curve = {"seen": 1, "scale": 1, "ended": {}, "cut": {}, **changes}
     return {"categories": {"prose": curve}, "tenants": []}
 

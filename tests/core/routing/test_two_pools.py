@@ -1,4 +1,4 @@
-"""Two pools are a case of the rule for any number: they are routed exactly as the rule for two had it."""
+"""Two pools under the rule for any number of pools: routed exactly as by the rule for two."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ def as_two_pools_were_routed(
     spill: bool,
     b_short_tokens: int = B_SHORT,
 ) -> tuple[str, ...]:
-    """The rule as it stood before there could be more pools."""
+    """Route by the rule for exactly two pools."""
 
     def usable(pool: str, limit: int) -> int:
         return limit if pool == "long" or wanted.shape.prompt_tokens is not None else int(limit * (1 - 0.1))

@@ -1,4 +1,4 @@
-"""All pools of a model together."""
+"""Scaling of all pools of a model together."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))
 
 
 def busy(engine_s: int) -> PoolView:
-    """So many seconds of an engine wait."""
+    """Return a pool with this many seconds of engine work queued."""
     return replace(IDLE, waiting_requests=1, waiting_prefill_tokens=engine_s * 1_000, is_wanted=True)
 
 
@@ -36,7 +36,7 @@ def test_the_budget_leaves_a_pool_less_than_it_needs_and_says_so() -> None:
     decisions = fleet.decide({"short": busy(240), "long": busy(180)}, 1.0)
     assert {name: each.replicas for name, each in decisions.items()} == {"short": 4, "long": 1}
     assert "the GPU budget leaves no more" in decisions["long"].reason
-    # The short pool's work is done: its GPUs go to the other once its delay has passed.
+    # The short pool is idle: its GPUs move to the other pool after its delay.
     for second in range(2, 310):
         decisions = fleet.decide({"short": IDLE, "long": busy(180)}, float(second))
     assert {name: each.replicas for name, each in decisions.items()} == {"short": 1, "long": 1}
@@ -55,13 +55,13 @@ def test_a_pool_of_a_fixed_size_takes_its_share_of_the_budget_whatever_it_would_
         fleet.decide({"short": short, "long": IDLE}, 0.0)
         decisions = fleet.decide({"short": short, "long": busy(600)}, 1.0)
         assert decisions["long"].replicas == 2
-        # What it would need is still told.
+        # The replicas that it would need are still reported.
         assert decisions["short"].replicas != 4 or short.waiting_requests == 0
 
 
 def test_a_gate_that_a_tuner_lowers_makes_engines_slower_and_so_the_load_higher() -> None:
     driver = ManualDriver()
-    # A full batch of 100 has a TPOT of 100 ms, a single sequence one of 50 ms or so.
+    # A full batch of 100 has a TPOT of 100 ms, a single sequence about 50 ms.
     limits = spec(kv_tokens=10**6, max_num_seqs=100)
     driver.feed(ReplicaJoined(replace(limits, tpot_s=0.1, prefill_token_s=0.001)))
     fleet = FleetScaler(ScalingSettings(pools={"short": ScaledPool(autoscaling=AutoscalingSettings())}))

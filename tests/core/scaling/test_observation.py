@@ -1,4 +1,4 @@
-"""What is seen of a real scheduler."""
+"""Pool views observed from a real scheduler."""
 
 from dataclasses import replace
 

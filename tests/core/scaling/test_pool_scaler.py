@@ -1,4 +1,4 @@
-"""What one pool needs, from views that stand for a scheduler's state."""
+"""Replicas that one pool needs, from given views of a scheduler's state."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,12 +11,12 @@ from serve_app.core.scaling.observation import PoolView
 from serve_app.core.scaling.scaler import PoolDecision, PoolScaler
 from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool
 
-# A token of a prompt costs 1 ms of an engine, one of an answer 10 ms / 10.
+# A prompt token costs an engine 1 ms, an output token 10 ms / 10.
 IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))
 
 
 class Pool:
-    """A pool that is looked at once a second."""
+    """A pool that is observed once per second."""
 
     def __init__(self, **settings: float) -> None:
         bounds = {"min_replicas": 1, "max_replicas": 8, "downscale_delay_s": 60.0} | settings
@@ -26,7 +26,7 @@ class Pool:
         self.view = IDLE
 
     def look(self, seconds: int = 1, **changes: object) -> PoolDecision:
-        """Look so many times at the same state, with so much work arriving each second."""
+        """Observe the same state this many seconds, with this much work arriving per second."""
         arriving = changes.pop("prefill_tokens_per_s", 0)
         assert isinstance(arriving, int)
         self.view = replace(self.view, **changes)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ class Pool:
 def test_arrivals_are_served_at_the_target_utilisation() -> None:
     pool = Pool()
     pool.look()
-    # 2.1 engines' work: at 70 % of each that is three.
+    # Work for 2.1 engines: at 70 % of each that is three.
     decision = pool.look(30, prefill_tokens_per_s=2_100)
     assert decision.load == pytest.approx(2.1, rel=0.01)
     assert decision.replicas == 3
@@ -55,7 +55,7 @@ def test_arrivals_are_served_at_the_target_utilisation() -> None:
 def test_a_backlog_adds_replicas_that_drain_it_within_the_time_of_a_start() -> None:
     pool = Pool()
     pool.look()
-    # 120 s of an engine wait, and an engine starts in a minute.
+    # 120 s of engine work are queued, and an engine starts in a minute.
     decision = pool.look(waiting_requests=10, waiting_prefill_tokens=120_000, is_wanted=True)
     assert decision.backlog_s == pytest.approx(120.0)
     assert decision.replicas == 2
@@ -73,7 +73,7 @@ def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_h
 def test_a_new_scaler_keeps_what_it_finds_though_reports_are_late_for_a_moment() -> None:
     pool = Pool()
     assert pool.look(ready=4).replicas == 4
-    # All reports are late at once, as when the scheduler's machine was held up.
+    # All reports are late at once, as after a pause of the scheduler's machine.
     late = pool.look(ready=0, slots=0.0, stated=None)
     assert (late.replicas, late.may_shrink) == (4, False)
     assert pool.look(58, ready=4, slots=40.0).replicas == 4

@@ -40,7 +40,7 @@ def test_a_replica_that_was_gone_for_a_moment_has_not_started() -> None:
     start.on_ready(replicas(1), 11.0)
     start.on_ready(replicas(2), 12.0)
     assert start.learned_s() is None
-    # The scheduler is another one: all are gone, and come back.
+    # A new scheduler: all replicas disappear and return.
     start.on_ready((), 13.0)
     start.on_ready(replicas(2), 14.0)
     assert start.learned_s() is None

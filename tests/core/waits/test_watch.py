@@ -1,4 +1,4 @@
-"""Each cause of a wait, brought about on purpose."""
+"""Every cause of a wait, produced on purpose."""
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause
@@ -13,12 +13,12 @@ SECOND = 1_000_000_000
 
 
 def steady(**limits: int) -> ManualDriver:
-    """One replica whose report stays good."""
+    """Return one replica with fresh reports."""
     return one_replica(limits=dict(limits), backpressure=BackpressureSettings(report_limit_s=1_000.0))
 
 
 def waited(commands: list[Command], request_id: str) -> WaitBreakdown:
-    """What a request has waited for that was dispatched or concluded by these commands."""
+    """Return the breakdown of a request that these commands dispatched or concluded."""
     found = [
         command.waited
         for command in commands
@@ -30,7 +30,7 @@ def waited(commands: list[Command], request_id: str) -> WaitBreakdown:
 
 
 def finish(driver: ManualDriver, request_id: str, *, after_s: float = 0.0) -> list[Command]:
-    """A request ends, which makes one place free."""
+    """Finish a request, which frees one slot."""
     usage = Usage(prompt_tokens=50, output_tokens=5)
     return driver.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
 
@@ -92,12 +92,12 @@ def test_a_tenants_own_requests_and_those_of_others_are_told_apart() -> None:
     }
     assert found.ahead == {WaitCause.OWN_REQUESTS: 1, WaitCause.OTHER_TENANTS: 1}
     imposed = {(priority, tenant): s for _, priority, tenant, s in driver.scheduler.waits.imposed}
-    # `mine0` took a place for which `theirs` had waited, `theirs` one for which `waits` had since then.
+    # `mine0` took a slot that `theirs` waited for; `theirs` took one that `waits` waited for since then.
     assert imposed == {(PriorityClass.DEFAULT, "me"): 1.0, (PriorityClass.DEFAULT, "other"): 1.0}
 
 
 def test_a_wait_can_be_looked_at_before_it_ends_and_is_the_same_for_it() -> None:
-    """Two schedulers have the same requests; into the waits of one somebody looks after each event."""
+    """Two schedulers get the same requests; one request's wait is read after each event in one of them."""
     ended = []
     for looks in (True, False):
         driver = steady()
@@ -182,7 +182,7 @@ def test_no_replica_a_stale_report_and_busy_engines_follow_each_other() -> None:
     fill(driver)
     driver.arrive("waits")
     driver.feed(ev.Woke(), after_s=1.0)
-    # Its report is too old from here on.
+    # The report is stale from here on.
     driver.feed(ev.Woke(), after_s=2.5)
     driver.feed(ev.ReplicaLost("r1"), after_s=1.0)
 

@@ -9,7 +9,7 @@ from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[Simulation]:
-    """One scheduler of a model with one pool, without peers."""
+    """Yield one scheduler of a model with one pool, without peers."""
     world = Simulation(scheduler_settings(), FAST)
     await world.begin()
     yield world

@@ -20,7 +20,7 @@ DOCUMENT: Mapping[str, Any] = {
 
 @pytest.fixture(params=["local", "memory", "object store", "bucket"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder that does not exist yet, on four kinds of file systems."""
+    """Yield a folder that does not exist yet, on four kinds of file systems."""
     if request.param == "bucket":
         with reached_by_this_process(request.getfixturevalue("bucket")) as found:
             yield found

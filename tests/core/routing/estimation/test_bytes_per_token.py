@@ -16,7 +16,7 @@ def ratio(cold_start: float = 4.0, **settings: Any) -> BytesPerToken:
 
 
 def warm() -> BytesPerToken:
-    """A ratio of 4.0 whose warm-up is over."""
+    """Return a ratio of 4.0 after its warm-up."""
     learned = ratio(4.0)
     learned.weight = 1_000.0
     return learned
@@ -101,7 +101,7 @@ def test_the_divisors_keep_their_order_and_the_floor_holds(
 def test_the_error_of_an_estimate_grows_with_the_text_and_the_deviation() -> None:
     learned = ratio()
     learned.mean, learned.deviation = 4.0, 0.5
-    # 4,000 bytes are 1,000 tokens; the ratio is known to an eighth, in mean absolute deviations.
+    # 4,000 bytes are 1,000 tokens; the ratio's mean absolute deviation is an eighth.
     assert learned.standard_error(4_000) == pytest.approx(1_000 * 0.125 * math.sqrt(math.pi / 2), rel=1e-3)
 
 

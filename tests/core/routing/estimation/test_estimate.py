@@ -86,7 +86,7 @@ def test_media_items_cost_the_settings_constant_at_first_and_teach_no_ratio() ->
 
 
 def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request, Usage]:
-    """A chat about images, under the cold start's own ratio and template."""
+    """Return a chat about images with the cold start's ratio and template."""
     asked = request(text_bytes=text_bytes, messages=1, media_items=count)
     tokens = round(text_bytes / 3.9 + 21 + count * tokens_each)
     return asked, Usage(prompt_tokens=tokens, output_tokens=9)
@@ -127,7 +127,7 @@ def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
 
 
 def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:
-    """Chats of a tokenizer of 4.5 +- 0.2 bytes per token and a template of 23 + 5 per message."""
+    """Return chats of a tokenizer with 4.5 +- 0.2 bytes per token and a template of 23 + 5 per message."""
     history = []
     for _ in range(count):
         size, messages = int(math.exp(rng.uniform(3, 9))), rng.choice((1, 3, 5))

@@ -165,7 +165,7 @@ def test_the_expected_length_never_exceeds_the_limit_and_grows_with_it(
 
 def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled, whole = LengthCurve(), LengthCurve()
-    # The weight of the next observation passes 1.1 every 96 observations.
+    # The weight of the next observation exceeds 1.1 every 96 observations.
     for number in range(400):
         tokens, was_cut = 10.0 + number * 7 % 900, number % 3 == 0
         monkeypatch.setattr(output_length, "_LARGEST_SCALE", 1.1)

@@ -19,7 +19,7 @@ def overhead() -> TemplateOverhead:
 
 
 def test_one_exact_observation_moves_both_unknowns_by_their_share_of_the_doubt() -> None:
-    """Prior 16 +- 16 and 5 +- 2, one message seen to cost 30: gain 256 and 4 of 256 + 4 + 1, surprise 9."""
+    """Prior 16 +- 16 and 5 +- 2, one message that costs 30: gain 256 and 4 of 256 + 4 + 1, surprise 9."""
     learned = overhead()
     learned.observe(1, 30.0, 0.0)
     assert learned.per_request == pytest.approx(16 + 9 * 256 / 261)
@@ -123,7 +123,7 @@ def test_media_stay_finite_and_are_restored_as_they_were(observations: list[tupl
 
 
 def test_the_filter_is_a_kalman_filter_of_two_unknowns_with_drift_and_bounds() -> None:
-    """Against matrices: the same state and the same doubt after every observation."""
+    """Against matrices: the same state and uncertainty after every observation."""
     learned, rng = overhead(), random.Random(7)
     mean, prior, drift = np.array([16.0, 5.0]), np.diag([256.0, 4.0]), np.array([0.01, 0.0005])
     doubt = prior.copy()

@@ -83,7 +83,7 @@ MINIFIED = b"function(){return(a.length>b.length)&&this.render(c,d);};const e=[a
         # English with a few names, and with typographic quotes: 0.5 % and 3 % of the bytes.
         (PROSE[:995].rstrip() + " José".encode(), TextCategory.PROSE),
         (PROSE[:900] + "“quoted” … so".encode() * 2, TextCategory.PROSE),
-        # Scarcely a blank or a digit: neither plain code nor encoded bytes.
+        # Few blanks and digits: neither plain code nor encoded bytes.
         (MINIFIED, TextCategory.MIXED),
         (MINIFIED.replace(b",", b", ").replace(b">", b" > ").replace(b"&&", b" && "), TextCategory.CODE),
     ],

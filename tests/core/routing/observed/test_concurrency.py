@@ -4,7 +4,7 @@ from serve_app.core.routing.observed import ConcurrencyLimit
 
 
 class Engine:
-    """Answers with the times that a test gives, at a limit that is always in use."""
+    """Engine with given answer times, whose limit is always reached."""
 
     def __init__(self) -> None:
         self.limit = ConcurrencyLimit()
@@ -34,7 +34,7 @@ def test_a_limit_that_is_not_used_does_not_grow() -> None:
 
 
 def test_a_small_limit_is_in_use_when_no_other_request_fits() -> None:
-    # Of 3.8 only three can be in flight, which are less than 80 %.
+    # Of 3.8 only three can be in flight, which is below 80 %.
     engine = Engine()
     engine.limit.limit = 3.8
     assert engine.answer(1.0) > 3.8
@@ -45,7 +45,7 @@ def test_late_answers_that_were_sent_together_count_once() -> None:
     for _ in range(4):
         limit.observe(500, 1.0, 10.0, in_flight=1)
     for _ in range(5):
-        # Sent at 10 s, all of them.
+        # All were dispatched at 10 s.
         limit.observe(500, 10.0, 20.0, in_flight=10)
     assert limit.limit == 0.9 * 8
 
@@ -54,7 +54,7 @@ def test_the_limit_follows_what_is_in_flight_and_never_ends_below_one() -> None:
     engine = Engine()
     engine.answer(1.0, times=8, in_flight=1)
     assert engine.answer(9.0, in_flight=5) == 4.5
-    # Each time later than the usual, which rises.
+    # Each answer takes longer than the usual time, which rises.
     for power in range(1, 12):
         engine.answer(9.0 * 4**power, in_flight=1)
     assert engine.limit.limit == 1.0

@@ -5,7 +5,7 @@ from serve_app.core.routing.replica import ReplicaReport
 
 
 def learned(*loads: tuple[int | None, int | None, float | None]) -> int | None:
-    """What reports of (waiting, running, KV use) teach."""
+    """Return the batch limit learned from reports of (waiting, running, KV use)."""
     batch = LearnedBatch()
     for waiting, running, usage in loads:
         batch.observe(ReplicaReport(received=0, waiting=waiting, running=running, kv_usage_ratio=usage))

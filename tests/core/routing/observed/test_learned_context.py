@@ -1,4 +1,4 @@
-"""The context limit that rejections and answers teach."""
+"""Context limit learned from rejections and answers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def test_without_a_number_the_limit_is_below_the_shortest_rejected_and_not_below
     context.on_rejection(2_000, None)
     context.on_rejection(2_500, None)
     assert context.limit_tokens == 1_999
-    # An estimate below what was served is wrong.
+    # An estimate below a served length is wrong.
     context.on_rejection(800, None)
     assert context.limit_tokens == 1_999
 
@@ -71,7 +71,7 @@ def test_with_true_upper_estimates_the_limit_lies_between_what_was_served_and_wh
         if served_elsewhere:
             context.on_counted(tokens)
     found = context.limit_tokens
-    # Nothing that it serves is kept away, and it never claims more than the engine has shown not to take.
+    # The learned limit never excludes a length that is served, and stays below the longest rejected one.
     assert found is None or found >= min(limit, served)
     if found is not None:
         assert found >= limit

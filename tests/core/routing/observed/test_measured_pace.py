@@ -1,4 +1,4 @@
-"""The time per output token that streamed answers show."""
+"""Time per output token, measured on streamed answers."""
 
 from serve_app.core.routing.observed import MeasuredPace
 
@@ -8,7 +8,7 @@ def test_it_is_the_median_of_what_ended_lately() -> None:
     for number, tpot_s in enumerate((0.05, 0.07)):
         pace.note(tpot_s, float(number))
     assert pace.tpot_s(1.0) is None
-    # A client that reads slowly holds its own stream up.
+    # A slow client delays only its own stream.
     pace.note(9.0, 2.0)
     assert pace.tpot_s(2.0) == 0.07
     pace.note(0.06, 3.0)

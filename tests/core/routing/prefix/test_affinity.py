@@ -33,7 +33,7 @@ class NoBackpressure:
 
 
 class Fleet:
-    """Replicas with an affinity beside their ledger."""
+    """Replicas with prefix affinity beside their ledger."""
 
     def __init__(self, *replica_ids: str, **changes: float | bool) -> None:
         self.affinity = PrefixAffinity(
@@ -66,7 +66,7 @@ class Fleet:
         return None if placed is None else placed.replica.spec.replica_id
 
     def left_on(self, replica_id: str, asked: PrefixQuery) -> int:
-        """Tokens to compute there when no other replica may take it."""
+        """Return the tokens to compute there if no other replica is available."""
         placed = self.affinity.choose(self.ledger[replica_id], asked, lambda _id, _tokens: None)
         assert placed is not None
         return placed.prefill_tokens
@@ -190,7 +190,7 @@ def test_what_is_in_flight_on_both_replicas_cancels() -> None:
     fleet.busy("a", 60)
     fleet.busy("b", 60)
     assert fleet.choose("a", prompt()) == "b"
-    # 1,024 cached tokens against 2 tokens in each of 100 steps for every request that is more there.
+    # 1,024 cached tokens against 2 tokens in each of 100 steps for every additional request there.
     fleet.busy("b", 5)
     assert fleet.choose("a", prompt()) == "b"
     fleet.busy("b", 1)

@@ -1,4 +1,4 @@
-"""The index's invariants after every step of random histories, and examples of what they are for."""
+"""Prefix index: invariants after every step of random histories, and examples."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ texts = st.lists(st.sampled_from("ab"), max_size=40)
 
 
 def chain(text: Sequence[str]) -> tuple[int, ...]:
-    """Hashes of a prompt of one word to a block; each tells all before it apart."""
+    """Hash a prompt of one word per block; each hash covers all words before it."""
     return tuple(hash("".join(text[: place + 1])) & (2**64 - 1) for place in range(len(text)))
 
 
@@ -28,7 +28,7 @@ def prefix_index(*joined: str, capacity_tokens: int = 10_000, max_blocks: int = 
 
 
 def matches(index: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
-    """How many leading blocks each replica has, most first."""
+    """Return the number of leading blocks on each replica, most first."""
     _, found = index.better_than("nobody", prefix, len(REPLICAS) + 1)
     return {one.replica_id: one.blocks for one in found}
 
