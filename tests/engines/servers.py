@@ -1,4 +1,4 @@
-"""Real HTTP servers for tests: ASGI apps and emulated engines as in a replica, and raw TCP servers."""
+"""Real HTTP servers for tests: ASGI apps, emulated engines and raw TCP servers."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tests.http_server import listening
 
 
 def free_port() -> int:
-    """A port on which nothing listens now."""
+    """Return a port that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Serve the app; yields its base URL."""
+    """Serve the app; yield its base URL."""
     async with listening(app, port) as found:
         yield f"http://127.0.0.1:{found}"
 
@@ -36,7 +36,7 @@ async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
 async def tcp_server(
     talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[str]:
-    """A server that reads and writes bytes as the test likes; yields its base URL."""
+    """Serve raw TCP with this handler; yield the base URL."""
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -46,7 +46,7 @@ async def tcp_server(
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
-    """Wait until the condition holds; an engine that fails counts as not yet."""
+    """Wait until the condition holds; a failing engine counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(EngineError):
@@ -58,7 +58,7 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.
 
 @dataclass(frozen=True)
 class Served:
-    """A served engine, and clients for it."""
+    """A served engine with clients."""
 
     engine: EmulatedEngine
     sdk: openai.AsyncOpenAI
@@ -71,7 +71,7 @@ class Served:
         return (await self.engine.load()).waiting == sequences
 
     async def metrics(self) -> dict[str, float]:
-        """Samples by name, with the finish reason or the bucket after a bar."""
+        """Return samples by name, followed by a bar and the finish reason or bucket."""
         samples = {}
         for family in text_string_to_metric_families((await self.http.get("/metrics")).text):
             for sample in family.samples:
@@ -82,7 +82,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(settings: EmulatedEngineSettings) -> AsyncIterator[Served]:
-    """An emulated engine behind a real server."""
+    """Serve an emulated engine on a real server."""
     engine = EmulatedEngine(settings)
     await engine.start()
     async with serving(engine.app) as url:

@@ -1,4 +1,4 @@
-"""For how long an engine counts as stalled."""
+"""Stall time of an engine as the hang watch counts it."""
 
 from serve_app.engines.hang_watch import HangWatch
 
@@ -19,7 +19,7 @@ def test_a_step_ends_a_stall() -> None:
 def test_an_engine_without_requests_has_nothing_to_do() -> None:
     watch = HangWatch()
     assert [watch.note(7, busy=False, now=now) for now in (100.0, 200.0)] == [0.0, 0.0]
-    # A request has come between two looks: it counts from the last one.
+    # A request arrived between two observations: its time counts from the last one.
     assert watch.note(7, busy=True, now=200.2) < 1.0
 
 

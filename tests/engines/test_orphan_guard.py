@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.engines.orphan_guard import OrphanGuard
 
-# A parent with a child process, like an engine; it prints the child's id and waits to be killed.
+# A parent with a child process, like an engine; it prints the child's PID and waits to be killed.
 PARENT = """
 import asyncio, multiprocessing, time
 from serve_app.engines.orphan_guard import OrphanGuard

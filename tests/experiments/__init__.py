@@ -1,1 +1,1 @@
-"""Shared machinery and experiments: rows, tables, and that what is played stays what it was."""
+"""Tests of the experiments and their shared machinery."""

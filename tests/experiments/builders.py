@@ -1,4 +1,4 @@
-"""Rows without a play, and a package with one small experiment."""
+"""Rows without a run, and a package with one small experiment."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +90,7 @@ TABLES = {"shares": Table(text=shares), "fair": Table(text=shares, where={"bias"
 
 
 def write_package(root: Path, name: str) -> Path:
-    """A package of experiments that can be imported once `root` is on the path; returns its folder."""
+    """Write a package of experiments, importable once `root` is on the path; return its folder."""
     package = root / name
     coin = package / "coin"
     coin.mkdir(parents=True)

@@ -13,7 +13,7 @@ PACKAGE = "coin_experiments"
 
 @pytest.fixture
 def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalogue]:
-    """One experiment, that flips coins."""
+    """Yield a catalogue with one experiment, which flips coins."""
     write_package(tmp_path, PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()

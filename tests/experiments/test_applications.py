@@ -1,4 +1,4 @@
-"""The applications that experiments serve: their settings are what the application takes."""
+"""Applications that experiments serve: their settings must be valid."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The account of what clients hear, against servers that do each thing to them."""
+"""Audit of client outcomes, against servers that produce each of them."""
 
 import json
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""The ceiling of one scheduler: all events are counted, and a backlog stays as long as it is."""
+"""Ceiling of one scheduler: all events are counted, and the backlog stays constant."""
 
 from experiments.ceiling.run import CeilingSettings, play
 from experiments.common.experiment import Context
@@ -18,5 +18,5 @@ def test_each_kind_of_event_is_counted_and_a_backlog_stays_as_long_as_it_is() ->
         assert row.figures["rejected"] == 0
         for kind in ("arrival", "first token", "finish", "report"):
             assert row.figures["events_us"][kind]["mean"] > 0
-    # Each arrival fills the place of one that was dispatched.
+    # Each arrival replaces a dispatched request.
     assert 299 <= waiting.figures["waiting"] <= 300

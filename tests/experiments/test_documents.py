@@ -35,7 +35,7 @@ def test_an_experiment_has_all_its_parts(name: str) -> None:
 def test_the_rows_of_an_experiment_are_whole_and_make_every_table(name: str) -> None:
     rows = read_rows(CATALOGUE.results(name))
     if not rows:
-        # Its tables stand in no document: that would fail above.
+        # Its tables cannot be in a document: the test above would fail.
         assert "There are no rows" in (CATALOGUE.folder(name) / "README.md").read_text(encoding="utf-8")
         return
     assert {row.experiment for row in rows} == {name}

@@ -1,4 +1,4 @@
-"""The estimator experiment, with a tokenizer that cuts every four bytes and texts that are made here."""
+"""Estimator experiment with a tokenizer of four bytes per token and generated texts."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_an_overflow_is_sent_short_and_belongs_long() -> None:
     figures = figures_of([*judged, _judged(100, is_short=False)])
     assert figures["overflow_uniform"] == pytest.approx(1 / 5)
     assert figures["other_pool_uniform"] == pytest.approx(2 / 5)
-    # Few requests of LMSYS are so long, so they weigh less.
+    # Few LMSYS requests are that long, so they weigh less.
     assert 0 < figures["overflow_lmsys"] < 0.05
 
 

@@ -1,4 +1,4 @@
-"""What live experiments make of records, logs and CPU times."""
+"""Figures that live experiments derive from records, logs and CPU times."""
 
 import pytest
 

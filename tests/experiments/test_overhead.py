@@ -1,4 +1,4 @@
-"""The client, the light engines and the forwarders that the layer is measured with, as they run."""
+"""Overhead experiment: its client, light engines and forwarders."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def test_a_paced_stream_comes_chunk_by_chunk(
 ) -> None:
     light.tell("answer", 8, 5)
     played = client.play(load(endpoints.urls[0], chunks=8))
-    # Seven paces of 5 ms lie between eight chunks, so each of four clients gets six answers in 0.2 s at most.
+    # Seven gaps of 5 ms separate eight chunks, so each of four clients gets at most six answers in 0.2 s.
     assert 4 <= played.requests <= 24
     assert played.first_p50_ms < 35
 

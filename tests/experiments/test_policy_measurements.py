@@ -1,4 +1,4 @@
-"""A grid of policies that is played: what its rows hold, how it goes on, and its tables."""
+"""Policy grid: contents of its rows, resumption, and tables."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [(row.key["load"], row.key["policy"]) for row in rows] == [
         (load, policy) for load in (0.5, 1.0) for policy in ("fcfs", "oracle", "chunked")
     ]
-    # The last line was being written when the machine went down.
+    # The machine failed while the last line was written.
     lines = out.read_text().splitlines()
     partial_of(out).write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:40])
     resumed = play("policies", EXPERIMENT, GRID, out, jobs=1, resume=True)
@@ -91,6 +91,6 @@ def test_a_row_of_a_point_says_of_every_order_what_its_own_row_would() -> None:
         for column in COLUMNS:
             wanted = interval_95(own.figures[column.figure])
             assert order.interval(column.figure).as_text(4) == wanted.as_text(4)
-    # A point that is there is not played again.
+    # Measured points are not run again.
     later = list(play_points(small, Context(jobs=1, kept=(points[0].key,))))
     assert [one.key for one in later] == [points[1].key]

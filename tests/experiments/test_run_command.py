@@ -1,4 +1,4 @@
-"""`experiments/run`, with an experiment that flips coins."""
+"""`experiments/run` with an experiment that flips coins."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from experiments.common.run_command import main, partial_of
 
 
 def played(catalogue: Catalogue) -> list[str]:
-    """The biases that were measured, in order."""
+    """Return the measured biases, in order."""
     return (catalogue.root.parent / "log").read_text().split()
 
 
@@ -21,7 +21,7 @@ def test_rows_hold_what_is_needed_to_judge_and_repeat_them(catalogue: Catalogue)
     assert (first["experiment"], first["key"], second["key"]) == ("coin", {"bias": 0.5}, {"bias": 0.75})
     assert first["seeds"] == [0, 1, 2]
     assert len(first["figures"]["share"]) == 3
-    # Resolved: the default that config.yaml does not name is there as well.
+    # Resolved settings: the default that config.yaml leaves out is included.
     assert (first["settings"]["flips"], first["settings"]["seeds"]) == (100, 3)
     assert {"commit", "machine", "measured_at", "traces"} <= set(first)
     assert len(first["machine"]["load_average"]) == 3
@@ -46,7 +46,7 @@ def test_an_interrupted_play_goes_on_where_it_was(catalogue: Catalogue) -> None:
     assert main(["coin"], catalogue) == 0
     results = catalogue.results("coin")
     first, second = results.read_text().splitlines(keepends=True)
-    # The last line was being written when the machine went down.
+    # The machine failed while the last line was written.
     partial_of(results).write_text(first + second[:40])
     results.unlink()
     assert main(["coin", "--resume"], catalogue) == 0

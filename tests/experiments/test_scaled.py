@@ -1,4 +1,4 @@
-"""Pools that are scaled while a simulation runs, by the rule that is served with."""
+"""Pools that scale during a simulation, by the rule used in production."""
 
 import math
 
@@ -16,7 +16,7 @@ KINDS = {plan.pool: plan for plan in FLEET.plans(isolated=True)}
 
 
 def requests(*phases: tuple[float, float, int]) -> list[SimulatedRequest]:
-    """Requests at even distances: phases of (seconds, requests/s, prompt tokens)."""
+    """Return evenly spaced requests: phases of (seconds, requests/s, prompt tokens)."""
     arrivals: list[TraceRequest] = []
     begins_at = 0.0
     for seconds, rate, prompt_tokens in phases:

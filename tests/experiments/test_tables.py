@@ -84,7 +84,7 @@ def test_a_trace_file_is_known_by_its_checksum_and_a_generator_by_its_name(
     assert conv.name == "azure-conv"
     assert conv.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert mix == TraceSource(name="paper-mix")
-    # No path of a machine gets into a row.
+    # No local path appears in a row.
     own = tmp_path / "own.csv"
     own.write_text("abc")
     assert trace_sources(str(own))[0].name == "own.csv"

@@ -15,7 +15,7 @@ OUT_OF_DATE, IN_DATE = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
 
 @pytest.fixture
 def page(catalogue: Catalogue) -> Path:
-    """A document beside the experiments."""
+    """Return a document beside the experiments."""
     root = catalogue.root.parent
     page = root / "docs" / "deep" / "results.md"
     page.parent.mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_a_table_is_written_from_its_rows_and_the_rest_stays(page: Path, catalog
         "| 0.5 | 0.25 ± 0.00 |",
     ]
     assert (lines[0], lines[-2:]) == ("# Coins", ["<!-- end table -->", "After."])
-    # What was written once stays as it is.
+    # A second run changes nothing.
     assert main(["--check"], root, catalogue) == 0
 
 

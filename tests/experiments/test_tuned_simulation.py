@@ -1,4 +1,4 @@
-"""A simulated production with its tuner; that it does what the live one does is shown in `tests/parity`."""
+"""Simulated production with its tuner; `tests/parity` compares it with the live one."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def production(
     certain: Values | None = None,
     seen: list[Decision] | None = None,
 ) -> TunedSimulation:
-    """A production whose searches are sure of some values, if any are given."""
+    """Return a production whose searches find these values, if any are given."""
     usual = counting_worker(1_000.0)
 
     def worker(work: Work) -> tuple[Result, float]:
@@ -69,7 +69,7 @@ def test_the_same_run_comes_to_the_same_end() -> None:
     assert first.run(requests(20)) == second.run(requests(20))
     assert first.loop.rollout.audit == second.loop.rollout.audit
     assert len(first.loop.document()["studies"]) >= 2
-    # The engines are those of the profile, which stays.
+    # The engines match the profile, so it stays.
     error = first.loop.calibration.error
     assert error is not None
     assert error.largest < 0.03

@@ -1,4 +1,4 @@
-"""Arguments of an application as a file has them, and what the parser says of them."""
+"""Application arguments as in a settings file, and parser results for them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who sets what: few settings are for every user, and the others stand under `advanced`."""
+"""Audience of settings: few are for every user, the others are under `advanced`."""
 
 import typing
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from serve_app.settings.application import WrittenApplication
 def leaves(
     cls: type, path: str = "args", *, is_advanced: bool = False
 ) -> Iterator[tuple[str, Setting, bool]]:
-    """Every setting that holds a value, with its path and whether it or a block around it is advanced."""
+    """Yield every setting with a value, its path, and whether it or an enclosing block is advanced."""
     for setting in in_files(cls).values():
         here, apart = f"{path}.{setting.name}", is_advanced or setting.is_advanced
         assert not (is_advanced and setting.is_advanced), f"{here} is marked inside an advanced block"
@@ -24,7 +24,7 @@ def leaves(
 
 
 def inner_block(kind: Any) -> type | None:
-    """The block that a setting holds, one or a list of them."""
+    """Return the block class of a setting that is a block or a list of blocks."""
     arguments = typing.get_args(kind)
     return block_of(arguments[0]) if typing.get_origin(kind) is tuple else block_of(kind)
 

@@ -1,4 +1,4 @@
-"""The files for Ray's cluster launcher: that it takes them, and what their commands start Ray with."""
+"""Files for Ray's cluster launcher: they are valid, and start Ray with the right options."""
 
 import re
 import shlex
@@ -18,9 +18,9 @@ from serve_app.settings.loading import load_settings
 ROOT = Path(__file__).resolve().parents[2]
 AWS, ON_PREMISE = "cluster.yaml", "configs/clusters/on_premise.yaml"
 CLUSTERS = (AWS, ON_PREMISE)
-# Tells what it was started with.
+# Records its environment and arguments.
 RAY = '#!/bin/sh\nenv -0 >environment\nprintf "%s\\n" "$@" >arguments\n'
-# This machine need not allow so many.
+# This machine's limit may be lower.
 ULIMIT = 'ulimit() { printf "%s " "$@" >descriptors; }; '
 
 
@@ -29,13 +29,13 @@ def cluster(name: str) -> dict[str, Any]:
 
 
 def deployed(name: str) -> Path:
-    """The configuration that the file says to deploy."""
+    """Return the configuration that the file says to deploy."""
     (path,) = re.findall(r"serve deploy (\S+\.yaml)", (ROOT / name).read_text())
     return ROOT / str(path)
 
 
 def prepared(name: str) -> dict[str, Any]:
-    """The file with what the launcher adds, as it validates it."""
+    """Return the file as the launcher completes and validates it."""
     content = prepare_config(cluster(name))
     validate_config(content)
     return dict(content)
@@ -103,14 +103,14 @@ def test_ray_starts_with_our_settings_the_keys_and_many_files(name: str, kind: s
     assert (checkout / "descriptors").read_text() == "-n 65536 "
     word, *arguments = (checkout / "arguments").read_text().splitlines()
     assert word == "start"
-    # Ray's own parser; it rejects what it does not know.
+    # Ray's own parser rejects unknown options.
     options = ray_start.make_context("start", arguments).params
     assert options["head"] == (kind == "head")
     if kind == "worker":
         assert options["address"] == "10.0.0.10:6379"
     else:
         assert options["port"] == 6379
-        # The launcher writes it there, and Ray reads the tilde.
+        # The launcher writes it there, and Ray expands the tilde.
         assert options["autoscaling_config"] == "~/ray_bootstrap_config.yaml"
 
 

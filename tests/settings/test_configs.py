@@ -1,4 +1,4 @@
-"""The configurations that are shipped."""
+"""Shipped configurations."""
 
 import math
 from pathlib import Path
@@ -16,12 +16,12 @@ from serve_app.settings.checking.engines import check_capacity, known_setup
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# How long Ray lets a node drain once it is told to end; 30 s unless it is set.
+# Time that Ray gives a node to drain before it ends; the default is 30 s.
 RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 def kuberay(kind: str, name: str = "ewsjf") -> dict[str, Any]:
-    """One resource of the Kubernetes file."""
+    """Return one resource of the Kubernetes file."""
     resources = yaml.safe_load_all((CONFIGS / "kuberay.yaml").read_text())
     (found,) = (each for each in resources if each["kind"] == kind and each["metadata"]["name"] == name)
     return dict(found)
@@ -104,10 +104,10 @@ def test_engines_on_gpus_start_and_reach_their_own_targets(name: str, card: str)
         setup = known_setup(pool.engine.vllm, card)
         assert setup is not None, "nothing would be checked"
         args = pool.engine.vllm.args
-        # vLLM's own defaults are those of a card, and some of them take a tenth of what is left here.
+        # vLLM's defaults suit the card alone, and some of them take a tenth of the memory that is left here.
         assert args.keys() >= {"max_model_len", "max_num_seqs", "max_num_batched_tokens"}, pool.name
         assert math.ceil(pool.resources.num_gpus) == setup.tensor_parallel, pool.name
-        # A tenth of slack, since the reckoning knows no CUDA graphs.
+        # A tenth of slack, because the calculation does not include CUDA graphs.
         assert args["max_model_len"] <= 0.9 * capacity(setup).kv_tokens, pool.name
 
 
@@ -125,7 +125,7 @@ def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: 
 
 
 def gpus_of(settings: AppSettings) -> float:
-    """GPUs with as many replicas as there may be."""
+    """Return the GPUs at the maximum number of replicas."""
     pools, budget = settings.models[0].pools, settings.models[0].gpu_budget
     wanted = sum(
         pool.resources.num_gpus * (pool.autoscaling.max_replicas if pool.autoscaling else pool.replicas or 1)
@@ -147,5 +147,5 @@ def test_all_replicas_fit_the_gpus_that_there_are() -> None:
 def test_engines_that_start_together_on_one_card_do_not_measure_each_other() -> None:
     for pool in on_gpus("gpu_1x").models[0].pools:
         assert pool.engine.vllm is not None
-        # vLLM takes the change of the card's free memory for its own need, unless the cache is given.
+        # vLLM counts other processes' changes of free memory as its own need, unless the cache size is given.
         assert pool.engine.vllm.args["kv_cache_memory_bytes"] > 0

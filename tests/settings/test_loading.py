@@ -1,4 +1,4 @@
-"""Keys, values and places in a settings file, and what is said of them."""
+"""Keys, values and places in a settings file, and error messages about them."""
 
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
-    """A pool whose engines span several nodes."""
+    """Return a pool whose engines span several nodes."""
     advanced = {"placement_bundles": bundles, "placement_strategy": "STRICT_SPREAD"}
     return pool("long", resources={**resources, "advanced": advanced})
 

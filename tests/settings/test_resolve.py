@@ -1,4 +1,4 @@
-"""What follows from the models of an application, and what does not go together."""
+"""Settings derived from an application's models, and settings that contradict each other."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
 
 
 def tiers(*changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pools of 2,048, 8,192 and 16,384 tokens."""
+    """Return pools of 2,048, 8,192 and 16,384 tokens."""
     pools = [
         {"name": name, "engine": emulated(profile="llama31-8b-rtx4090-tp1", max_model_len=limit)}
         for name, limit in (("small", 2_048), ("middle", 8_192), ("large", 16_384))

@@ -1,4 +1,4 @@
-"""Servers as a table of their control pages."""
+"""Servers defined by a table of their control pages."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ def recorded(name: str) -> bytes:
 
 
 def server(pages: Mapping[str, object], *, log: list[str] | None = None) -> Get:
-    """A server with these pages: bytes, what becomes JSON, or a status. All other paths answer 404."""
+    """Return a server with these pages: bytes, a JSON value, or a status. Other paths answer 404."""
 
     async def get(path: str) -> PageAnswer:
         if log is not None:
@@ -29,13 +29,13 @@ def server(pages: Mapping[str, object], *, log: list[str] | None = None) -> Get:
 
 
 def models(*names: str, owner: str, **more: object) -> dict[str, object]:
-    """A list of models as `/v1/models` gives it."""
+    """Return a model list as `/v1/models` answers it."""
     entries = [{"id": name, "object": "model", "owned_by": owner, **more} for name in names]
     return {"object": "list", "data": entries}
 
 
 def page_of(pages: Mapping[str, object], path: str) -> bytes:
-    """The body of one page of a server."""
+    """Return the body of one page of a server."""
 
     async def body() -> bytes:
         return (await server(pages)(path)).body

@@ -1,7 +1,7 @@
-"""How engines reject a prompt that is too long: status, body, and the limit that the body states.
+"""Rejections of too long prompts by engine: status, body, and the limit that the body states.
 
-Those of vLLM and llama.cpp are of real servers. The others are as their sources and issues have them, with
-figures of our own.
+Those of vLLM and llama.cpp were recorded from real servers. The others follow the engines' sources and
+issues, with our own figures.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""One server of each kind by its recorded pages, under load, as the table of the documents lists them."""
+"""One server of each kind under load, by its recorded pages; the documentation's table lists them."""
 
 from tests.engines.adapters.pages import models, recorded
 

@@ -1,4 +1,4 @@
-"""What each kind of server tells, read from its recorded pages."""
+"""Load and limits of each kind of server, read from its recorded pages."""
 
 import asyncio
 from collections.abc import Mapping

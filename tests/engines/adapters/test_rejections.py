@@ -1,4 +1,4 @@
-"""The words of engines that reject what is too long for them."""
+"""Rejections by which engines report that a request is too long."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
     assert isinstance(failure, TooLongError)
     assert failure.failure is DispatchFailure.TOO_LONG
     assert stated_context(str(failure)) == limit
-    # The client hears the engine's own words.
+    # The client receives the engine's own message.
     said = body.get("error", body)
     assert failure.message == (said if isinstance(said, str) else said["message"])
 

@@ -1,4 +1,4 @@
-"""The table of the documents against the recorded pages: each cell is what the adapter finds."""
+"""The documentation's table of servers, cell by cell against the recorded pages."""
 
 import asyncio
 from dataclasses import replace
@@ -24,12 +24,12 @@ def documented() -> list[str]:
 
 
 def found(name: str) -> str:
-    """The row of one server, as the adapter finds it."""
+    """Return the table row of one server as its adapter reads it."""
     described = asyncio.run(identify(server(SERVERS[name])))
     path = described.metrics_path
     reading = described.read(page_of(SERVERS[name], path)) if path else EngineReading()
     limits = described.limits
-    # A page with the load may state a limit beside it.
+    # A metrics page may also state a limit.
     limits = replace(limits, kv_tokens=limits.kv_tokens or reading.kv_tokens)
     cells = (
         *(reading.waiting, reading.running, reading.kv_usage_ratio, reading.token_gaps),

@@ -60,7 +60,7 @@ def test_engine_cores_are_added_up_and_their_cache_usage_averaged() -> None:
         'vllm:num_requests_waiting{engine="1"} 1.0',
         'vllm:kv_cache_usage_perc{engine="0"} 0.2',
         'vllm:kv_cache_usage_perc{engine="1"} 0.6',
-        # Blocks are those of both cores together, the size in tokens is that of one.
+        # Blocks are those of both cores together; the size in tokens is that of one core.
         f'vllm:cache_config_info{{engine="0",{cache}}} 1.0',
         f'vllm:cache_config_info{{engine="1",{cache}}} 1.0',
     ]

@@ -1,4 +1,4 @@
-"""The emulated engine through a real server, a real HTTP client and OpenAI's own SDK."""
+"""Emulated engine through a real server, with an HTTP client and OpenAI's SDK."""
 
 import asyncio
 import json
@@ -223,7 +223,7 @@ async def test_embeddings_are_unit_vectors_that_follow_their_input(engine: Serve
     assert vectors[0] == vectors[2] != vectors[1]
     assert sum(value * value for value in vectors[0]) == pytest.approx(1.0)
     assert answer.usage.prompt_tokens == 3
-    # The SDK asks for base64 on its own; as plain numbers they are the same.
+    # The SDK requests base64 by default; plain numbers must be equal.
     plain = await engine.sdk.embeddings.create(
         model="tiny", input=["one"], dimensions=8, encoding_format="float"
     )
@@ -350,7 +350,7 @@ async def test_the_load_shows_waiting_running_and_time_per_token() -> None:
         load = await it.engine.load()
         assert (load.waiting, load.running) == (3, 2)
         assert 0.0 < load.kv_usage_ratio < 1.0
-        # The profile says 4.2 ms for two sequences. A busy machine wakes up late and catches up 0.1 s.
+        # The profile's TPOT for two sequences is 4.2 ms. A busy machine wakes late and catches up 0.1 s.
         assert load.tpot_s is not None
         assert 0.0035 < load.tpot_s < 0.1
         request.cancel()

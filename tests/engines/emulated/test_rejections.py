@@ -1,4 +1,4 @@
-"""Rejections of the emulated engine, in vLLM's words."""
+"""Rejections of the emulated engine, worded as vLLM's."""
 
 import asyncio
 from typing import Any

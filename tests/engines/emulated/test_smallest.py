@@ -1,4 +1,4 @@
-"""The smallest instances of JSON schemas, judged by `jsonschema`, and the shortest matches of patterns."""
+"""Smallest instances of JSON schemas, validated by `jsonschema`, and shortest matches of patterns."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def test_a_schema_that_nothing_meets_is_rejected_with_the_reason(schema: Any, wh
 
 
 def schemas() -> st.SearchStrategy[Any]:
-    """Schemas that contradict themselves now and then."""
+    """Generate schemas, some of which contradict themselves."""
     small = st.integers(-5, 5)
     leaves = st.one_of(
         st.just({}),

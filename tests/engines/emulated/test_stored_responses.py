@@ -1,4 +1,4 @@
-"""Responses that the emulated engine keeps; work in the background is tested in front of a gateway."""
+"""Stored responses of the emulated engine; gateway tests cover background work."""
 
 import openai
 import pytest

@@ -1,4 +1,4 @@
-"""Structured outputs of the emulated engine: JSON that parses and validates, patterns and choices."""
+"""Structured outputs of the emulated engine: valid JSON, patterns and choices."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tool calls of the emulated engine, through OpenAI's SDK."""
+"""Tool calls of the emulated engine through OpenAI's SDK."""
 
 import json
 from typing import Any
@@ -152,7 +152,7 @@ async def test_a_call_that_max_tokens_cuts_ends_with_length(engine: Served, choi
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
-    # vLLM parses a whole list of calls, or hands on the arguments of the named tool as they are.
+    # vLLM parses only complete lists of calls, but passes on a named tool's arguments as they are.
     assert len(answer.choices[0].message.tool_calls or []) == calls
 
 

@@ -1,25 +1,25 @@
-"""Short names for what the tests of the engine model are made of."""
+"""Builders for engine model tests."""
 
 from collections.abc import Iterable, Sequence
 
 from serve_app.engines.model import EngineModel, EngineModelSettings, EngineSequence, StepOutcome
 from serve_app.engines.model.step_time import StepTimeModel
 
-# Round numbers, so that durations can be worked out in one's head: a step with D decoding sequences and P
-# prompt tokens takes 10 ms (or 2 ms without decoding) + D ms + P * 0.1 ms.
+# Round numbers for mental arithmetic: a step with D decoding sequences and P prompt tokens takes 10 ms (or 2
+# ms without decoding) + D ms + P * 0.1 ms.
 STEP_TIME = StepTimeModel(
     decode_base_s=0.010, decode_per_sequence_s=0.001, prefill_base_s=0.002, prefill_per_token_s=0.0001
 )
 
 
 def settings(**values: object) -> EngineModelSettings:
-    """Settings with a small context and plenty of blocks."""
+    """Return settings with a small context and plenty of blocks."""
     defaults: dict[str, object] = {"max_model_len": 4_096, "kv_tokens": 65_536}
     return EngineModelSettings(**(defaults | values))  # type: ignore[arg-type]
 
 
 def model(**values: object) -> EngineModel:
-    """An engine with round step times."""
+    """Return an engine model with round step times."""
     return EngineModel(settings(**values), STEP_TIME)
 
 
@@ -32,7 +32,6 @@ def sequence(
     priority: int = 0,
     hashes: Sequence[int] = (),
 ) -> EngineSequence:
-    """A sequence."""
     return EngineSequence(
         sequence_id=name,
         prompt_tokens=prompt,
@@ -44,7 +43,7 @@ def sequence(
 
 
 def step(engine: EngineModel, now: float | None = None) -> StepOutcome:
-    """One whole step."""
+    """Run one whole step."""
     assert engine.begin_step(0.0 if now is None else now) is not None
     return engine.end_step()
 
@@ -52,7 +51,7 @@ def step(engine: EngineModel, now: float | None = None) -> StepOutcome:
 def run_until_idle(
     engine: EngineModel, arrivals: Iterable[EngineSequence] = (), *, max_steps: int = 1
 ) -> list[StepOutcome]:
-    """Drive an engine through arrivals, in order of time, until nothing is left to do."""
+    """Feed arrivals in order of time and step until the engine is idle."""
     pending = list(arrivals)[::-1]
     outcomes: list[StepOutcome] = []
     now = 0.0
@@ -71,12 +70,12 @@ def run_until_idle(
 
 
 def names(sequences: Iterable[EngineSequence]) -> list[str]:
-    """Their ids."""
+    """Return the IDs of the sequences."""
     return [each.sequence_id for each in sequences]
 
 
 def held_blocks(engine: EngineModel) -> int:
-    """Blocks that sequences hold, counted one sequence at a time and not through the pool."""
+    """Count the blocks that sequences hold, by sequence rather than through the pool."""
     batcher = engine._batcher
     block_size = engine.settings.block_size
     private = 0

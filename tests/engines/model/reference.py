@@ -1,4 +1,4 @@
-"""A plain implementation of the engine model's rules: a loop over all sequences per step, no prefix cache.
+"""Reference engine model: a loop over all sequences per step, without a prefix cache.
 
 It is slow and obvious; the fast model is compared with it.
 """

@@ -1,4 +1,4 @@
-"""What engines hold: the reckoning against known cases, and its usual lengths against the named workloads."""
+"""Engine capacity: the calculation against known cases, and its typical lengths against named workloads."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_a_cache_that_is_given_in_bytes_needs_its_room_beside_the_weights() -> N
     small = engine_setup("llama31-8b", "h100", 1)
     given = replace(small, kv_cache_memory_bytes=13_107_200_000, gpu_memory_utilization=0.3)
     assert kv_tokens(given) == 100_000
-    # 16 GB of weights, 13 of cache and what CUDA and activations take, of 85 GB.
+    # 16 GB of weights, 13 GB of cache and the use of CUDA and activations, of 85 GB.
     assert 0.35 < memory_share(given) < 0.40
     assert memory_share(small) == small.gpu_memory_utilization
     too_much = replace(small, kv_cache_memory_bytes=10**12)

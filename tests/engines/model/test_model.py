@@ -1,6 +1,6 @@
-"""Examples worked out by hand.
+"""Engine model examples, calculated by hand.
 
-Steps take 10 ms (2 ms without decoding), or 0.1 ms per prompt token where that is more, and 1 ms per decoding
+Steps take 10 ms (2 ms without decoding), or 0.1 ms per prompt token if that is more, plus 1 ms per decoding
 sequence.
 """
 
@@ -54,7 +54,7 @@ def test_short_prefills_overtake_a_long_one_when_a_threshold_is_set() -> None:
     first, second = step(engine), step(engine)
     assert (first.prefill_tokens, names(first.first_tokens)) == (70, ["short"])
     assert (second.prefill_tokens, second.sequences) == (40, 1)
-    # Alone in the engine, it takes the whole budget: 120 tokens are left.
+    # Alone in the engine, it gets the whole budget: 120 tokens are left.
     assert [step(engine).prefill_tokens for _ in range(2)] == [100, 20]
 
 
@@ -64,7 +64,7 @@ def test_a_sequence_waits_while_prefills_before_it_take_the_budget() -> None:
     engine.add(sequence("second", 40, 2), 0.0)
     both = step(engine)
     assert (both.prefill_tokens, both.sequences) == (8, 0)
-    # Nothing is left for a third one while two long prefills run.
+    # Two long prefills use the budget, so a third gets nothing.
     third = sequence("third", 1, 2)
     engine.add(third, 0.0)
     assert step(engine).prefill_tokens == 8
@@ -87,8 +87,7 @@ def test_the_last_admitted_is_preempted_and_computes_everything_anew() -> None:
     assert names(lost.preempted) == ["young"]
     assert lost.sequences == 1
     assert (young.state, young.output_tokens, young.preemptions) == (SequenceState.WAITING, 17, 1)
-    # `old` ends after 40 tokens; then 48 + 17 tokens of `young` are computed again, save what is still
-    # cached.
+    # `old` ends after 40 tokens; then 48 + 17 tokens of `young` are computed again, except for cached ones.
     run_until_idle(engine)
     assert (old.output_tokens, young.output_tokens) == (40, 40)
     assert young.finished_at is not None
@@ -192,7 +191,7 @@ def test_a_run_lasts_until_the_first_sequence_ends() -> None:
     engine.add(sequence("short", 16, 11), 0.0)
     engine.add(sequence("long", 16, 21), 0.0)
     step(engine)
-    # 10 tokens to go for the first to end, at 12 ms each.
+    # The first sequence ends in 10 tokens, at 12 ms each.
     assert engine.begin_step(1.0, max_steps=1_000) == pytest.approx(1.12)
     outcome = engine.end_step()
     assert (outcome.iterations, names(outcome.finished)) == (10, ["short"])
@@ -206,7 +205,7 @@ def test_an_arrival_cuts_a_run_at_the_end_of_the_iteration_under_way() -> None:
     engine.begin_step(1.0, max_steps=1_000)
     newcomer = sequence("b", 16, 1, at=1.025)
     engine.add(newcomer, 1.025)
-    # Iterations of 11 ms: the third is under way.
+    # Iterations of 11 ms: the third is running.
     assert engine.ends_at == pytest.approx(1.033)
     engine.end_step()
     engine.begin_step(1.033)

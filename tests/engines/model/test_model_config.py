@@ -1,4 +1,4 @@
-"""Architectures from `config.json`: what is understood agrees with the table; of the rest nothing is said."""
+"""Architectures from `config.json`: known ones agree with the table, unknown ones give no result."""
 
 import json
 from dataclasses import replace

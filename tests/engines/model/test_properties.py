@@ -1,4 +1,4 @@
-"""Invariants of the engine model, and its equality with a plain implementation of the rules."""
+"""Engine model invariants, and equality with a plain implementation of the rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ arrivals = st.lists(
         Arrival,
         prompt=st.integers(1, 64),
         output=st.integers(0, 32),
-        # Crooked, so that no arrival falls on the end of a step, where rounding would decide.
+        # Irregular gaps, so that no arrival coincides with the end of a step, where rounding would decide.
         gap_s=st.sampled_from([0.0, 0.0, 0.0031415927, 0.0207728134, 0.1057192837]),
         priority=st.integers(-1, 1),
         prefix=st.integers(0, 2),
@@ -89,7 +89,7 @@ def drive(
     items: list[Arrival],
     after_begin: Callable[[], None],
 ) -> list[EngineSequence]:
-    """Run to the end with the given aborts; `after_begin` checks the engine while steps are under way."""
+    """Run to the end with the given aborts; `after_begin` checks the engine during steps."""
     pending = sequences_of(items)
     everything = list(pending)
     deadlines = {each: item.aborted_after_steps for each, item in zip(pending, items, strict=True)}
@@ -163,7 +163,7 @@ def test_every_step_is_the_one_that_the_plain_rules_give(
     limits = replace(limits, prefix_caching=False)
     engine, plain = EngineModel(limits, STEP_TIME), PlainEngine(limits)
     pending = sequences_of(items)
-    # Two arrive before every step, so that both engines see them at the same point.
+    # Two arrive before every step, so that both engines receive them at the same point.
     number = 0
     while pending or engine.has_work:
         for each in pending[:2]:

@@ -1,4 +1,4 @@
-"""The roofline against measurements, the memory of real GPUs, and the profiles in the package."""
+"""Roofline model: against measurements, the memory of real GPUs, and the packaged profiles."""
 
 import csv
 import statistics
@@ -23,8 +23,8 @@ MEASUREMENTS = Path(__file__).parents[4] / "shared" / "measurements"
 SPLITWISE = MEASUREMENTS / "splitwise_h100_a100_llama2_70b.csv"
 RTX4090 = MEASUREMENTS / "rtx4090_llama31_8b" / "requests.jsonl"
 
-# By GPU: largest relative error of a prefill and their root mean square; the range of those of decode steps.
-# The comments of gpus.yaml and of the profiles say the same.
+# By GPU: largest and root mean square relative error of prefills; range of the errors of decode steps. The
+# comments of gpus.yaml and of the profiles have the same figures.
 PREFILL_ERROR = {"a100": (0.212, 0.097), "h100": (0.308, 0.114)}
 DECODE_ERROR = {"a100": (-0.607, -0.110), "h100": (-0.630, -0.190)}
 
@@ -34,7 +34,7 @@ def setup(model: str = "llama3-70b", gpu: str = "a100", tensor_parallel: int = 4
 
 
 def splitwise(gpu: str, column: str) -> dict[tuple[int, int], float]:
-    """Median seconds by tensor-parallel degree and prompt, of one prompt of 512 tokens or more at a time."""
+    """Return median seconds by tensor-parallel degree and length of single prompts from 512 tokens."""
     if not SPLITWISE.exists():
         pytest.skip("the measurements lie beside the project, not in it")
     found = defaultdict(list)
@@ -83,7 +83,7 @@ def test_a_real_run_on_an_rtx_4090_is_replayed_within_the_stated_error() -> None
         assert abs(found[metric].errors.p90) < 0.04
 
 
-# Published single streams: seconds per token, and the error that gpus.yaml states.
+# Published single streams: seconds per token, and the error stated in gpus.yaml.
 SINGLE_STREAMS = [
     ("qwen3-1.7b", "a100", 0.0046, 0.01),
     ("qwen3-30b-a3b", "a100", 0.0096, -0.20),
@@ -104,7 +104,7 @@ def test_the_layers_add_up_to_the_published_parameters(name: str) -> None:
     model = load_model(name)
     assert model.parameters == pytest.approx(model.published_parameters, rel=0.02)
     active = model.published_active_parameters or model.published_parameters
-    # As model cards count: what one token is multiplied with, and both embeddings.
+    # As model cards count: the parameters used per token, and both embeddings.
     used = model.layer_parameters_per_token + 2 * model.embedding_parameters
     if model.tied_embeddings:
         used -= model.embedding_parameters
@@ -135,7 +135,7 @@ def test_the_papers_own_setup_does_not_fit() -> None:
     assert cache == pytest.approx(344e9, rel=0.01)
     assert papers.model.weights_size + cache > 2 * 2 * papers.gpu.memory_gib * GIB
     assert 25_000 < kv_tokens(papers) < 30_000
-    # 34 ms to read the weights at the peak; their model of a step says 8.
+    # Reading the weights takes 34 ms at the peak; the papers' step model says 8.
     assert papers.model.weights_size / (2 * papers.gpu.bandwidth_per_s) > 0.034
 
 

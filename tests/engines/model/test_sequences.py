@@ -99,7 +99,7 @@ def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     pool.share([1])
     assert pool.fits(3, [1, 2])
     assert not pool.fits(4, [1, 2])
-    # The same number of blocks, but one of the hits is itself one of the free ones.
+    # The same number of blocks, but one of the hits is also one of the free blocks.
     pool.take(1)
     assert pool.fits(2, [1, 2])
     assert not pool.fits(3, [1, 2])

@@ -1,4 +1,4 @@
-"""Requests on which the emulated engine has to agree with real vLLM: rejections, and the form of answers."""
+"""Requests on which the emulated engine must agree with vLLM: rejections, and the form of answers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ASK: dict[str, dict[str, Any]] = {
 }
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 
-# Parameters that both reject in the same words.
+# Parameters that both reject with the same message.
 REJECTED: list[tuple[str, dict[str, Any]]] = [
     *((path, {name: value}) for path in (CHAT, TEXT) for name, value in (
         ("temperature", -0.5), ("temperature", 3.0), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -5),
@@ -40,7 +40,7 @@ REJECTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"structured_outputs": {"json": {}, "regex": "a"}}),
 ]  # fmt: skip
 
-# Parameters that both answer, with an answer of the same form.
+# Parameters that both accept, with answers of the same form.
 ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}),
     (CHAT, {"logprobs": True, "max_tokens": 2}),
@@ -56,7 +56,7 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-# Whose answers are the same whether they come in one piece or are assembled from a stream.
+# Parameters whose answers are equal in one piece and assembled from a stream.
 ASSEMBLED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"max_tokens": 20}),
     (CHAT, {"max_tokens": 9, "n": 2, "temperature": 0.7, "seed": 3}),
@@ -74,7 +74,7 @@ ASSEMBLED: list[tuple[str, dict[str, Any]]] = [
 
 
 def without_ids(value: Any) -> Any:
-    """An answer without ids, times, signatures, and what streams lack: nulls and `system_fingerprint`."""
+    """Remove IDs, times, signatures, and what streams lack: nulls and `system_fingerprint`."""
     left_out = {"id", "created", "created_at", "signature", "system_fingerprint"}
     if isinstance(value, dict):
         kept = {key: without_ids(item) for key, item in value.items() if key not in left_out}
@@ -83,12 +83,12 @@ def without_ids(value: Any) -> Any:
 
 
 async def answer(client: httpx.AsyncClient, path: str, parameters: dict[str, Any]) -> httpx.Response:
-    """The answer to a request with these parameters."""
+    """Return the answer to a request with these parameters."""
     return await client.post(path, json={"model": "m", **ASK[path], **parameters})
 
 
 def form(value: Any) -> Any:
-    """The keys of an answer at all levels, and the types of what stands there; null matches anything."""
+    """Return an answer's keys at all levels with the types of their values; null matches anything."""
     if isinstance(value, dict):
         return {key: form(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def form(value: Any) -> Any:
 
 
 def choice_form(response: httpx.Response) -> Any:
-    """The form of the first choice; the words of `top_logprobs` are keys and differ."""
+    """Return the form of the first choice, with sizes for the words of `top_logprobs`, which differ."""
     (choice,) = response.json()["choices"]
     logprobs = choice.get("logprobs") or {}
     if "top_logprobs" in logprobs:

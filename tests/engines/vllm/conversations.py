@@ -1,4 +1,4 @@
-"""A coding agent's conversations: a long system prompt that all share, tools, and turns that grow."""
+"""Coding agent conversations: a shared long system prompt, tools, and growing turns."""
 
 import random
 import string
@@ -20,12 +20,12 @@ TOOLS: Any = [
 
 @dataclass(frozen=True)
 class AgentTurn:
-    """What one answer has said.
+    """One answer of the agent's model.
 
     Attributes:
-        content: its blocks, without ids and signatures.
-        events: types of the stream's events, runs of deltas as one.
-        prompt_tokens: read from the cache, written to it, or neither.
+        content: its blocks, without IDs and signatures.
+        events: event types of the stream; a run of deltas counts as one.
+        prompt_tokens: all prompt tokens, cached or not.
     """
 
     content: list[dict[str, Any]]
@@ -39,13 +39,13 @@ class AgentTurn:
 
 
 def told(about: str) -> str:
-    """A text that no other conversation has."""
+    """Return a text that no other conversation contains."""
     words = random.Random(about)
     return f"{about}: " + " ".join("".join(words.choices(string.ascii_lowercase, k=5)) for _ in range(60))
 
 
 async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[AgentTurn]:
-    """A conversation's turns: results of tools are sent back, and a user answers what is said to him."""
+    """Return a conversation's turns: tool results are sent back, and a user replies to text."""
     messages: list[Any] = [{"role": "user", "content": told(task)}]
     turns: list[AgentTurn] = []
     for number in range(TURNS):
@@ -59,7 +59,7 @@ async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[AgentTur
             extra_body={"temperature": 0},
         ) as stream:
             async for event in stream:
-                # The client adds events of its own beside those of the stream.
+                # The client adds its own events to those of the stream.
                 if event.type.startswith(("message_", "content_block_")) and events[-1:] != [event.type]:
                     events.append(event.type)
             message = await stream.get_final_message()

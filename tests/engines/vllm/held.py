@@ -1,4 +1,4 @@
-"""Requests of every scheduled endpoint, whose answers through us have to be those of the engine itself."""
+"""Requests of every scheduled endpoint whose answers must equal the engine's own."""
 
 import math
 from collections.abc import Iterable
@@ -43,14 +43,14 @@ EMBEDDED: list[Case] = [
 
 
 def held() -> set[str]:
-    """The paths that are held against an engine."""
+    """Return the paths that are compared with an engine."""
     return {path for path, _ in (*GENERATED, *RANKED, *EMBEDDED)}
 
 
 async def same_answer(clients: Iterable[httpx.AsyncClient], path: str, body: dict[str, Any]) -> Any:
-    """What all of these servers answer, without ids and times.
+    """Return the common answer of these servers, without IDs and times.
 
-    Numbers of a model may differ in their last digits: they depend on what else is in the batch.
+    A model's numbers may differ in their last digits: they depend on the rest of the batch.
     """
     answers = [await client.post(path, json={"model": "m", **body}) for client in clients]
     assert [answer.status_code for answer in answers] == [200] * len(answers), [a.text for a in answers]

@@ -1,4 +1,4 @@
-"""A gateway, a scheduler and a replica in front of an engine that runs already, all in this process."""
+"""A gateway, a scheduler and a replica in this process, in front of a running engine."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 
 @dataclass(frozen=True)
 class Heard:
-    """What a client has got.
+    """A client's view of one answer.
 
     Attributes:
         end: `answered`, `error event`, `cut`, or the code of a rejection.
-        tokens: ids of tokens that came.
+        tokens: number of received tokens.
     """
 
     end: str
@@ -32,18 +32,18 @@ class Heard:
 
 @dataclass(frozen=True)
 class Front:
-    """What stands in front of the engine, and a client of it."""
+    """The processes in front of the engine, and a client."""
 
     replica: PoolReplica
     world: Simulation
     http: httpx.AsyncClient
 
     def start(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> "asyncio.Task[Heard]":
-        """Send a request; each test gives every request a length of its own, by which answers are known."""
+        """Send a request; its length must be unique in the test, because it identifies the answer."""
         return asyncio.create_task(self.ask(stream=stream, tokens=tokens, prompt=prompt))
 
     async def ask(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> Heard:
-        """The answer to a request."""
+        """Send a request and return its answer."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
         url, document = "/v1/completions", {**body, "return_token_ids": True}
         if not stream:
@@ -53,7 +53,7 @@ class Front:
                 return Heard(str(content["error"]["code"]))
             return Heard("answered", len(content["choices"][0]["token_ids"]))
         async with self.http.stream("POST", url, json=document) as answer:
-            # A stream that waits in the queue for long is kept alive by comments.
+            # A stream with a long queue time gets comments that keep it open.
             lines = [
                 line.removeprefix("data: ")
                 async for line in answer.aiter_lines()
@@ -64,11 +64,11 @@ class Front:
         return _streamed(lines)
 
     async def has_no_replica(self) -> bool:
-        """Whether the scheduler knows of no replica that can serve."""
+        """Return whether the scheduler has no available replica."""
         return not self.world.live.status()["replicas"]
 
     async def waits(self) -> bool:
-        """Whether a request waits in the scheduler."""
+        """Return whether a request is queued in the scheduler."""
         return bool(sum(self.world.live.status()["waiting"].values()) > 0)
 
 
@@ -76,7 +76,7 @@ class Front:
 async def in_front_of(
     engine: Engine, limits: EngineLimits, no_replica_grace_s: float = 1.0, *, tracing: bool = False
 ) -> AsyncIterator[Front]:
-    """Everything in front of an engine that runs already, and goes on running."""
+    """Start gateway, scheduler and replica in front of a running engine, which outlives them."""
     world = Simulation(scheduler_settings(model="m", no_replica_grace_s=no_replica_grace_s), FAST)
     async with contextlib.AsyncExitStack() as stack:
         await world.begin()
@@ -109,7 +109,7 @@ async def in_front_of(
 
 @dataclass(frozen=True)
 class _Running:
-    """An engine that others have started and will stop."""
+    """An engine that is started and stopped elsewhere."""
 
     engine: Engine
     limits: EngineLimits

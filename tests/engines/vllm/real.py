@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, and what tests want to know of it."""
+"""A real vLLM engine in this process, with helpers to inspect it."""
 
 import asyncio
 import contextlib
@@ -28,27 +28,28 @@ ARGS = {
     "dtype": "float32",
     "enforce_eager": True,
 }
-# Else random weights write spaces for ever where a schema lets them.
+# Without this, random weights write spaces for ever where a schema allows them.
 COMPACT_JSON = {"structured_outputs_config": {"disable_any_whitespace": True, "backend": "xgrammar"}}
-# One thread is enough for small models. Threads of several engines would wait for each other, spinning.
+# One thread is enough for small models. Threads of several engines would spin while they wait for each other.
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }
-# The model runs in the process of vLLM's scheduler. One process less imports vLLM, which is most of a start.
+# The model runs in the process of vLLM's scheduler. Importing vLLM is most of a start, and one process less
+# imports it.
 QUICK_START = {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Nobody waits so long but for a defect, however busy the machine is; a test has twice this time.
+# Only a defect takes this long, however busy the machine is; a test has twice this time.
 ANSWER_TIMEOUT_S = 300.0
 
 Prompt = str | list[int]
-"""Text, or the ids of its tokens."""
+"""Text, or token IDs."""
 
 
 @dataclass
 class Running:
-    """An engine that serves, and a client of it."""
+    """A running engine and a client."""
 
     engine: VllmEngine
     limits: EngineLimits
@@ -84,7 +85,7 @@ def _client(url: str) -> httpx.AsyncClient:
 
 
 def tokens_of_its_own(number: int, count: int) -> Prompt:
-    """A prompt of so many tokens, of which no block is in the prefix cache for another number."""
+    """Return a prompt of this length that shares no prefix cache block with other numbers."""
     return [1_000 + number] * count
 
 
@@ -97,7 +98,7 @@ async def open_streams(
 
     async def read(prompt: Prompt) -> None:
         body = {**fixed, "prompt": prompt}
-        while True:  # a quick machine ends a stream before its load was looked at
+        while True:  # a fast machine ends a stream before its load can be read
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_raw():
                     pass
@@ -112,7 +113,7 @@ async def open_streams(
 
 
 async def knows_its_tpot(engine: Engine) -> bool:
-    """It has seen gaps between tokens, which takes two readings of a server's metrics."""
+    """Return whether gaps between tokens were measured, which takes two readings of the metrics."""
     return (await engine.load()).tpot_s is not None
 
 
@@ -129,24 +130,24 @@ async def hangs(engine: Engine) -> bool:
 
 
 async def preemptions(started: Running) -> float:
-    """How many there were so far, by the engine's own metrics."""
+    """Return the number of preemptions so far, from the engine's metrics."""
     return read_counters((await started.client.get("/metrics")).text).preemptions
 
 
 def engine_core() -> psutil.Process:
-    """The process of vLLM's scheduler."""
+    """Return the process of vLLM's scheduler."""
     (core,) = [one for one in engine_processes() if "EngineCore" in " ".join(one.cmdline())]
     return core
 
 
 def engine_processes() -> list[psutil.Process]:
-    """The children that vLLM has started; multiprocessing's own helper may stay."""
+    """Return the child processes of vLLM, except multiprocessing's resource tracker."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The data of a stream; its end mark is checked and left out."""
+    """Return the data of a stream without its end mark, which is checked."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"

@@ -1,4 +1,4 @@
-"""Tools and thoughts of a real vLLM engine: with every client, and in the conversations of coding agents."""
+"""Tools and reasoning of a real vLLM engine: with every client, and in coding agent conversations."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ class TestAgentEngine:
         assert through == straight
         turns = [turn for conversation in through for turn in conversation]
         assert len(turns) == CONVERSATIONS * TURNS
-        # Both ends are met, and every answer begins with its thoughts.
+        # Both ends occur, and every answer begins with reasoning.
         assert {turn.stop_reason for turn in turns} == {"tool_use", "end_turn"}
         assert {tuple(turn.kinds()) for turn in turns} == {
             ("thinking", "text"),

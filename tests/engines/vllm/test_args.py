@@ -1,4 +1,4 @@
-"""Arguments on a plain argparse parser that is built like vLLM's; `test_real.py` uses vLLM's own."""
+"""Engine arguments on an argparse parser built like vLLM's; `test_real.py` uses vLLM's own."""
 
 import argparse
 from typing import Any

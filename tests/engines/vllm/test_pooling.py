@@ -1,4 +1,4 @@
-"""Models that generate nothing, on a real vLLM engine: asked through everything in front, and directly."""
+"""Pooling models on a real vLLM engine, through the gateway and directly."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def embedding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[P
 
 
 async def both(pair: Pair, path: str, body: dict[str, Any]) -> Any:
-    """The answer that comes through everything in front, which is the engine's own."""
+    """Return the answer through the gateway, which must equal the engine's own."""
     started, front = pair
     return await same_answer((front.http, started.client), path, body)
 

@@ -1,4 +1,4 @@
-"""A real vLLM engine on the CPU, which serves in this process and at last is killed."""
+"""Real vLLM engine on the CPU, in this process; the last test kills it."""
 
 import asyncio
 import json
@@ -47,9 +47,9 @@ from tests.engines.vllm.real import (
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 
-# Of the tiny engine, for two sequences of full length: so that it can be filled.
+# Two sequences of full length fill the tiny engine's cache.
 KV_BLOCKS, BLOCK_TOKENS = 9, 128
-# Its iterations take milliseconds, unless the machine does other things.
+# Its iterations take milliseconds on an idle machine.
 STALL_TIMEOUT_S = 8.0
 JSON = {"content-type": "application/json"}
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -68,7 +68,7 @@ async def tiny() -> AsyncIterator[Running]:
 class TestTinyEngine:
     async def test_its_limits_are_those_of_the_engine(self, tiny: Running) -> None:
         assert (tiny.limits.max_model_len, tiny.limits.max_num_seqs) == (MAX_MODEL_LEN, MAX_NUM_SEQS)
-        # One block is vLLM's own.
+        # vLLM reserves one block.
         assert tiny.limits.kv_tokens == (KV_BLOCKS - 1) * BLOCK_TOKENS
 
     async def test_a_stream_ends_with_its_usage_and_a_mark(self, tiny: Running) -> None:
@@ -118,7 +118,7 @@ class TestTinyEngine:
         assert error["message"].startswith("This model's maximum context length is 512 tokens. However, your")
 
     async def test_an_answer_that_would_not_fit_is_cut_short_without_a_word(self, tiny: Running) -> None:
-        # So no engine says that a request belongs elsewhere when only its answer is too long.
+        # Hence no engine rejects a request as too long when only its answer is.
         answer = await tiny.post(
             "/v1/completions", prompt="word " * 400, max_tokens=MAX_MODEL_LEN, ignore_eos=True
         )
@@ -175,7 +175,7 @@ class TestTinyEngine:
     async def test_the_parser_of_vllm_takes_what_our_configurations_use(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        # An empty cache: nothing was accepted before.
+        # An empty cache: no arguments were accepted before.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         args = {
             **ARGS,
@@ -222,7 +222,7 @@ class TestTinyEngine:
     ) -> None:
         for path, parameters in ASSEMBLED:
             wanted = {"temperature": 0.0, **parameters}
-            # The first fills the prefix cache, of which usage tells.
+            # The first answer fills the prefix cache, which the usage of the second reports.
             await answer(tiny.client, path, wanted)
             whole = await answer(tiny.client, path, wanted)
             usage = {"stream": True, "stream_options": {"include_usage": True}}
@@ -232,7 +232,7 @@ class TestTinyEngine:
             assert without_ids(json.loads(assembly.whole())) == without_ids(whole.json()), parameters
 
     async def test_an_urgent_request_overtakes_a_backlog_inside_the_engine(self, tiny: Running) -> None:
-        """Bodies and priorities are the gateway's, which replaces the `priority` of each client."""
+        """Bodies and priorities come from the gateway, which replaces each client's `priority`."""
         priorities = EnginePriorities(EnginePrioritySettings(enabled=True))
         ended: list[str] = []
 
@@ -250,17 +250,17 @@ class TestTinyEngine:
             return (load.running, load.waiting) == (MAX_NUM_SEQS, 12 - MAX_NUM_SEQS)
 
         batch = [request(f"a{n}", tenant="a", priority=PriorityClass.BATCH) for n in range(12)]
-        # Four of them fill the KV cache, so that none is preempted.
+        # Four of them fill the KV cache, so none is preempted.
         asked = [asyncio.create_task(ask(one, 250)) for one in batch]
         await until(backlog_waits)
-        # From the last to the first in order: a batch request of a new tenant, and an interactive one.
+        # From last to first in order: a batch request of a new tenant, and an interactive one.
         asked.append(asyncio.create_task(ask(request("b0", tenant="b", priority=PriorityClass.BATCH), 5)))
         await asyncio.sleep(0.05)
         asked.append(
             asyncio.create_task(ask(request("c0", tenant="c", priority=PriorityClass.INTERACTIVE), 5))
         )
         await asyncio.gather(*asked)
-        # Only running requests ended before; no waiting one did. In order of arrival it would be 12 and 13.
+        # Only running requests ended before, no queued ones. In order of arrival it would be 12 and 13.
         assert ended.index("c0") <= MAX_NUM_SEQS
         assert ended.index("b0") <= MAX_NUM_SEQS + 1
 
@@ -291,7 +291,7 @@ class TestTinyEngine:
             assert typed_events(replayed) == told[2:]
 
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
-        """Sequences are preempted and computed again, which no client may see."""
+        """Sequences are preempted and computed again, which clients must not notice."""
         before = await preemptions(tiny)
 
         async def begun() -> bool:
@@ -309,7 +309,8 @@ class TestTinyEngine:
                 for length, prompt in zip(lengths, prompts[2:], strict=True)
             ]
             await until(begun, ANSWER_TIMEOUT_S)
-            # Past the scheduler, which would not fill the cache, and more urgent: so ours are preempted.
+            # These streams bypass the scheduler, which would not fill the cache, and have priority: ours are
+            # preempted.
             async with open_streams(tiny.client, prompts[:2], priority=-1):
                 await until(preempted, ANSWER_TIMEOUT_S)
             assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
@@ -317,9 +318,10 @@ class TestTinyEngine:
     async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
         self, tiny: Running
     ) -> None:
-        # The replica is taken out while its engine hangs, and comes back: what arrives then waits for it.
+        # The replica leaves while its engine hangs and then returns: requests that arrive in between wait for
+        # it.
         async with in_front_of(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as front:
-            # More than are computed before the engine is stopped.
+            # More tokens than are computed before the engine is stopped.
             asked = [front.start(stream=bool(n % 2), tokens=496 + n) for n in range(2)]
             await until(lambda: runs(tiny, 2))
             core = engine_core()
@@ -329,7 +331,7 @@ class TestTinyEngine:
                 # Ray replaces the replica after three such checks.
                 with pytest.raises(EngineError, match="hangs: it has 2 requests"):
                     await front.replica.check_health()
-                # The scheduler hears of it with the next report.
+                # The scheduler learns of it from the next report.
                 await until(front.has_no_replica)
                 asked.append(front.start(stream=True, tokens=5))
                 await until(front.waits)
@@ -339,7 +341,7 @@ class TestTinyEngine:
         assert heard == [Heard("answered", tokens) for tokens in (496, 497, 5)]
 
     async def test_a_dead_engine_is_unhealthy_and_every_client_hears_of_it(self, tiny: Running) -> None:
-        """The last test of this engine, which does not outlive it."""
+        """The engine is dead afterwards, so this is its last test."""
         body = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
         async with in_front_of(tiny.engine, tiny.limits) as front:
             pending = asyncio.create_task(tiny.post("/v1/completions", **body))
@@ -348,7 +350,7 @@ class TestTinyEngine:
             engine_core().kill()
             assert (await asyncio.wait_for(pending, 30)).status_code == 500
             heard = await asyncio.wait_for(begun, 30)
-            # It had begun, or it was tried again, as the other one was.
+            # It had begun, or it was dispatched again like the other one.
             assert heard.end in ("error event", "no_replica")
             assert await asyncio.wait_for(whole, 30) == Heard("no_replica")
             assert await asyncio.wait_for(front.ask(stream=True, tokens=5), 30) == Heard("no_replica")
@@ -360,7 +362,7 @@ class TestTinyEngine:
 
 
 def typed_events(answer: httpx.Response) -> list[Any]:
-    """The data of a stream of the Responses API, which has no end mark."""
+    """Return the data of a Responses API stream, which has no end mark."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines]
 

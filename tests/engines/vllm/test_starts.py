@@ -1,4 +1,4 @@
-"""Real vLLM engines that start for one test: in this process, and as servers that are endpoints."""
+"""Real vLLM engines that start for one test: in this process, and as remote endpoints."""
 
 import contextlib
 import os
@@ -38,9 +38,9 @@ PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> None:
     async with running(SMOLLM2) as started:
-        # 1 GiB at 30 layers, 3 heads of 64 and float32, in blocks of which one is vLLM's own.
+        # 1 GiB at 30 layers, 3 heads of 64 and float32; vLLM reserves one of the blocks.
         assert started.limits.kv_tokens == (2**30 // (30 * 2 * 3 * 64 * 4) // 128 - 1) * 128
-        # The priority is taken though this engine ignores it.
+        # The priority is accepted, though this engine ignores it.
         question = {"messages": PARIS, "max_tokens": 12, "temperature": 0, "priority": 5}
         answer = await started.post("/v1/chat/completions", **question)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]
@@ -91,7 +91,7 @@ async def test_adapters_are_listed_and_used_and_come_and_go(tmp_path: Path) -> N
 
 
 async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() -> None:
-    # One block of the KV cache holds no sequence of 512 tokens, which only the core finds out.
+    # One KV cache block cannot hold a sequence of 512 tokens; only the engine core detects this.
     args = {**ARGS, "num_gpu_blocks_override": 1}
     engine = VllmEngine(VllmEngineSettings(model=str(TINY), args=args, env=ENV))
     with pytest.raises(EngineError, match=r"vLLM could not start .*its own log lines above have the cause"):
@@ -102,7 +102,7 @@ async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() 
 
 @contextlib.contextmanager
 def vllm_server() -> Iterator[str]:
-    """A vLLM server, started on the command line; yields its base URL before it listens."""
+    """Start a vLLM server from the command line; yield its base URL before it listens."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={TINY}"]
     command += ["--served-model-name=m", f"--port={port}", "--dtype=float32", "--enforce-eager"]

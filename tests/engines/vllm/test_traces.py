@@ -1,4 +1,4 @@
-"""The spans of a real vLLM engine, below those of the gateway in front of it."""
+"""Spans of a real vLLM engine, as children of the gateway's spans."""
 
 import pytest
 
@@ -21,7 +21,7 @@ async def test_the_span_of_the_engine_stands_below_ours_and_none_without(
 ) -> None:
     with collecting() as collector:
         endpoint = f"{collector.url}/v1/traces"
-        # vLLM writes this one itself, for its other processes.
+        # vLLM writes this variable itself, for its other processes.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         environment = {**QUICK_START, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
@@ -36,7 +36,7 @@ async def test_the_span_of_the_engine_stands_below_ours_and_none_without(
                 answer = await front.http.post("/v1/completions", json=body, headers=headers)
                 assert answer.status_code == 200
 
-            # The last one is sampled, so whatever was to be sent of the second has been sent.
+            # This request is sampled, so all spans of the second one were exported before its own.
             await front.http.post("/v1/completions", json=body)
             await until(lambda: there(collector, "llm_request"), 30.0)
             await until(lambda: there(collector, "text_completion m"), 30.0)

@@ -1,4 +1,4 @@
-"""A real emulated engine behind a real HTTP server, in a thread of its own."""
+"""Real emulated engine behind a real HTTP server, in its own thread."""
 
 import asyncio
 import socket
@@ -13,9 +13,9 @@ from serve_app.engines.emulated.engine import EmulatedEngine, EmulatedEngineSett
 
 @contextmanager
 def emulated_endpoint(settings: EmulatedEngineSettings) -> Iterator[str]:
-    """Serves the engine; yields its URL."""
+    """Serve the engine; yield its URL."""
     listening = socket.create_server(("127.0.0.1", 0))
-    # asyncio leaves Nagle on for sockets that were made elsewhere: first tokens would come 40 ms late.
+    # asyncio leaves Nagle on for sockets created elsewhere: first tokens would arrive 40 ms late.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ready, stop = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""An HTTP server on a real socket that answers by script, down to the last byte."""
+"""HTTP server on a real socket whose answers are scripted byte by byte."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from serve_app.lab.bench.connection import Target
 
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
-"""Answers one request; returns when the connection may carry the next."""
+"""Answers one request; returns when the connection may be reused."""
 
 
 def event(document: object) -> bytes:
@@ -78,7 +78,7 @@ async def silence(writer: asyncio.StreamWriter) -> None:
 
 @dataclass
 class ScriptedServer:
-    """Gives the n-th request the n-th script; the last one answers all that follow.
+    """Server that answers the n-th request with the n-th script; the last one serves all further requests.
 
     Attributes:
         get: answers every GET.

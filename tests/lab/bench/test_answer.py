@@ -8,7 +8,7 @@ from tests.lab.bench.scripted import DONE, event, role_event, stream_of, token_e
 
 
 def answer(*pieces: bytes, status: int = 200, stream: bool = True, complete: bool = True) -> Answer:
-    """An answer that got these pieces at 1 s, 2 s and so on, and was complete at 99 s."""
+    """Return an answer that received these pieces at 1 s, 2 s and so on, and completed at 99 s."""
     ended: list[Answer] = []
     one = Answer(stream=stream, on_end=ended.append)
     one.status = status

@@ -1,4 +1,4 @@
-"""`bench --compare`: two servers whose latencies are known, end to end."""
+"""`bench --compare` end to end: two servers with known latencies."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def delayed(delay_s: float) -> Script:
 
 @contextmanager
 def servers(*answers: Callable[[int], Script]) -> Iterator[list[str]]:
-    """Servers that answer the requests of the n-th slice in this way."""
+    """Run servers that answer the requests of the n-th slice in this way."""
     ready, ended = threading.Event(), threading.Event()
     urls: list[str] = []
 
@@ -60,7 +60,7 @@ def servers(*answers: Callable[[int], Script]) -> Iterator[list[str]]:
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     path = tmp_path / "trace.csv"
-    # All requests of a slice arrive soon after its beginning.
+    # All requests of a slice arrive soon after its start.
     arrivals_s = [number * SLICE_S + 0.01 * (number > 0) for number in range(SLICES) for _ in range(MEMBERS)]
     rows = [f"{arrival_s},20,3" for arrival_s in arrivals_s]
     path.write_text("\n".join(("arrival_s,prompt_tokens,output_tokens", *rows)))
@@ -78,11 +78,11 @@ def compared(urls: list[str], trace: str, tmp_path: Path, *more: str) -> dict[st
 def test_the_interval_holds_the_difference_of_two_servers(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The second is slower by 60 ms in the mean, by 40 and by 80 in turns.
+    # The second server is slower by 60 ms on average, alternately by 40 and 80.
     with servers(lambda _: delayed(0.02), lambda number: delayed(0.06 + 0.04 * (number % 2))) as urls:
         found = compared(urls, trace, tmp_path)
     ttft = found["comparison"]["latencies"]["ttft_s"]["mean"]
-    # Whether it leaves out zero depends on how busy this machine is: see `test_comparison`.
+    # Whether the interval excludes zero depends on the machine's load: see `test_comparison`.
     assert ttft["low"] <= 0.06 <= ttft["high"]
     assert ttft["n"] == SLICES * MEMBERS
     assert found["comparison"]["errors"] == {

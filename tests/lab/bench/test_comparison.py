@@ -1,4 +1,4 @@
-"""The statistics of a comparison, on latencies that are drawn, and so have a known difference."""
+"""Statistics of a comparison, on drawn latencies with a known difference."""
 
 import random
 
@@ -22,7 +22,7 @@ def record(ttft_s: float, *, completed: bool = True) -> RequestRecord:
 
 
 def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[AnswerPair]:
-    """Latencies that differ from slice to slice; the other endpoint's are `factor` of the first one's."""
+    """Draw latencies that differ between slices; the other endpoint's are `factor` times the first one's."""
     pairs = []
     for number in range(slices):
         moment = rng.uniform(0.8, 1.2)
@@ -42,7 +42,7 @@ def test_nineteen_of_twenty_intervals_hold_the_true_difference() -> None:
             low, high = ttft[name].low, ttft[name].high
             assert low is not None
             assert high is not None
-            # Of a uniform distribution from 0.1 to 0.3 mean and median are 0.2.
+            # Mean and median of a uniform distribution from 0.1 to 0.3 are 0.2.
             held[name] += low <= 0.5 * 0.2 <= high
     assert min(held.values()) >= 51, held
 
@@ -57,7 +57,7 @@ def test_a_clear_difference_is_called_one_and_chance_is_not() -> None:
 
 
 def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
-    """Moments that differ tenfold leave a difference of a hundredth as clear as it is."""
+    """A tenfold difference between slices does not hide a difference of 1 % between endpoints."""
     pairs = [
         AnswerPair(
             number,

@@ -62,7 +62,7 @@ async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> 
         (streaming(stream_of()), Outcome.COMPLETED),
     ]
     async with scripted(*[script for script, _ in scripts]) as server:
-        # Far enough apart that the n-th request meets the n-th script.
+        # Far enough apart that the n-th request gets the n-th script.
         result = await drive(server.target, trace(*[0.05 * place for place in range(8)]), timeout_s=0.5)
     ended = {record.request_id: record.outcome for record in result.records}
     assert len(result.records) == len(ended) == 8

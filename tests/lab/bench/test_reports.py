@@ -1,4 +1,4 @@
-"""`bench --report`: what the page shows is what the JSON output has, for one endpoint and for two."""
+"""`bench --report`: the page agrees with the JSON output, for one endpoint and for two."""
 
 import json
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_the_figures_of_an_endpoint_are_those_of_the_json_output(url: str, tmp_p
                 pytest.approx(expected[each]) for each in ("mean", "p50", "p95", "p99", "max")
             ]
             if size == "all":
-                # 120 requests are enough for an interval of everything but the longest.
+                # 120 requests suffice for an interval of every figure but the maximum.
                 assert ["±" in text for text in texts[2:]] == [True, True, True, True, False]
     assert page.table("The whole run").column("value")["requests completed"] == 120
     assert page.table("TTFT of tenants").column("requests")["<i>search</i>"] == pytest.approx(90, abs=25)
@@ -94,5 +94,5 @@ def test_an_endpoint_compared_with_itself_is_not_called_better_or_worse(url: str
     }
     judged = {row[1] for row in page.table("B against A").texts[1:]}
     assert judged <= {"no clear difference", "better", "worse"}
-    # One in twenty figures may look clear by chance; the page says what the figures say, no more.
+    # One in twenty figures may look clear by chance; the verdict must match the figures.
     assert bool(clear) == bool(judged & {"better", "worse"})

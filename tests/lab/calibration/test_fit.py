@@ -1,4 +1,4 @@
-"""Fits to runs of the engine model itself, where the coefficients are known, and to a real engine."""
+"""Fits to runs of the engine model, with known coefficients, and to a real engine."""
 
 import functools
 from dataclasses import asdict
@@ -31,7 +31,7 @@ def fitted(load: str) -> StepTimeModel:
 @pytest.mark.parametrize("load", RUNS)
 def test_the_coefficients_that_dominate_are_recovered(load: str) -> None:
     found = fitted(load)
-    # Under heavy load hardly a step is without prompt tokens, which hide the base.
+    # Under heavy load nearly all steps have prompt tokens, which hide the base.
     assert found.decode_base_s == pytest.approx(TRUTH.decode_base_s, rel=0.05)
     assert found.prefill_per_token_s == pytest.approx(TRUTH.prefill_per_token_s, rel=0.05)
 

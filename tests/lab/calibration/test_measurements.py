@@ -1,4 +1,4 @@
-"""`calibrate` on what `bench --records` writes."""
+"""`calibrate` on the output of `bench --records`."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ from tests.lab.calibration.builders import LIMITS, TRUTH, engine_run, measured_r
 
 
 def test_a_replay_with_the_true_coefficients_repeats_the_measurement() -> None:
-    # Enough load for waiting and preemption; the replay combines steps that the measurement made singly.
+    # Enough load for queueing and preemption; the replay combines steps that were measured singly.
     requests = engine_run(80, per_s=2.5)
     ours, theirs = replay(requests, LIMITS, TRUTH), measured(requests)
     assert ours.preemptions > 0
@@ -48,7 +48,7 @@ def test_measured_timings_are_those_of_the_definitions() -> None:
 
 def test_errors_are_signed_and_those_of_the_statistics() -> None:
     measured: Floats = np.arange(1.0, 102.0, dtype=np.float64)
-    # The slowest ten take twice as long; which request is which does not matter.
+    # The slowest ten take twice as long; which requests these are does not matter.
     played: Floats = np.where(measured > 91, 2 * measured, measured)[::-1]
     half: Floats = 0.5 * measured
     found = compare(Timings(played, played, half), Timings(measured, measured, measured))

@@ -1,4 +1,4 @@
-"""Small mixes, engines and demands to plan for."""
+"""Small mixes, engines and demands for planning tests."""
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def pool_model(
 def demand(
     rate_per_s: float, *, requests: int = 400, ttft_s: float = 1.0, tpot_s: float | None = None
 ) -> Workload:
-    """The paper's mix, for the profile of a laptop."""
+    """Return a demand with the paper's mix, for a laptop's profile."""
     return Workload(
         trace=TraceChoice(name="paper-mix", requests=requests, arrivals="poisson"),
         rate_per_s=rate_per_s,

@@ -1,4 +1,4 @@
-"""`plan`: what it prints and writes, and that its report shows what the JSON output has."""
+"""`plan`: its output and files, and agreement of report and JSON."""
 
 import io
 import json
@@ -23,7 +23,7 @@ def plan(*arguments: str) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """What one plan printed and wrote."""
+    """Output and files of one plan."""
 
     text: str
     document: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A planned fleet, written down."""
+"""Configuration written for a planned fleet."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -67,7 +67,7 @@ def test_engines_of_vllm_have_the_limits_and_the_gpus_of_the_plan(tmp_path: Path
     assert short.engine.vllm.args["max_num_seqs"] == 64
     assert short.engine.max_model_len == 2_048
     assert long.engine.vllm.args["tensor_parallel_size"] == long.resources.num_gpus == 4
-    # Ray has no type of its own for every card.
+    # Ray has no accelerator type for some cards.
     assert (short.resources.accelerator_type, long.resources.accelerator_type) == (None, "H100")
     vllm = fleet_of_file(path, LARGE)
     assert [vllm.profile_of(pool) for pool in vllm.replicas] == [LARGE, LARGE]

@@ -35,7 +35,7 @@ def test_the_undivided_fleet_may_use_every_profile_of_a_pool() -> None:
     assert {one.plan.pools["all"].profile for one in undivided} == {LARGE, SMALL}
     costs = [one.usd_per_hour for one in undivided]
     assert costs == sorted(costs)
-    # One that cannot hold the longest request does not compete.
+    # A fleet that cannot hold the longest request is excluded.
     longest = LengthMix(np.append(MIXED.prompts, 16_000), np.append(MIXED.outputs, 300))
     able = planner(FleetOptions(profile=LARGE, short_profiles=("laptop",)), lengths=longest).paged
     assert {one.plan.pools["all"].profile for one in able} == {LARGE}

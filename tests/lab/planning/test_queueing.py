@@ -25,7 +25,7 @@ CHAT = mix(*[(200, 100)] * 3, (1_000, 50))
 
 
 def point_of(model: PoolModel, rate_per_s: float) -> OperatingPoint:
-    """The operating point at a rate below capacity."""
+    """Return the operating point at a rate below capacity."""
     point = model.at_rate(rate_per_s)
     assert point is not None
     return point
@@ -40,7 +40,7 @@ def test_an_idle_engine_takes_a_decode_step_for_each_token() -> None:
 
 
 def test_the_operating_point_solves_its_equation() -> None:
-    # Without prompts to speak of, t = base + n * per sequence with n = r * (o - 1 + 1) * t, in closed form.
+    # With negligible prompts, t = base + n * per sequence with n = r * (o - 1 + 1) * t, in closed form.
     free = replace(STEP_TIME, prefill_per_token_s=0.0, prefill_base_s=0.004)
     model = pool_model(mix((10, 101)), step_time=free, max_num_seqs=256)
     rate = 20.0
@@ -74,7 +74,7 @@ def test_every_rate_below_capacity_has_its_operating_point(name: str) -> None:
     points = [point_of(model, share / 20 * model.capacity_per_s) for share in range(1, 20)]
     iterations = [point.iteration_s for point in points]
     assert iterations == sorted(iterations)
-    # Capacity is where the batch is full or prefill takes all time, not where a solver gives up.
+    # Capacity is reached where the batch is full or prefill takes all time, not where a solver fails.
     assert points[-1].sequences > 0.5 * model.slots or iterations[-1] > 2 * iterations[0]
 
 
@@ -84,7 +84,7 @@ def test_an_engine_ends_where_its_slots_or_its_prefill_do() -> None:
     assert few.capacity_per_s < many.capacity_per_s
     point = point_of(few, 0.999 * few.capacity_per_s)
     assert point.sequences == pytest.approx(4, rel=0.01)
-    # 400 prompt tokens of 0.1 ms each in the mean: no engine computes 25 of them in a second.
+    # 400 prompt tokens of 0.1 ms each on average: no engine computes 25 of them per second.
     assert many.capacity_per_s < 25
     assert many.at_rate(26) is None
 

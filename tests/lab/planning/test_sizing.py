@@ -58,7 +58,7 @@ def test_pools_are_sized_for_their_own_share() -> None:
 
 
 def test_equal_engines_for_equal_requests_save_nothing() -> None:
-    # Both sides of the border hold the same lengths but for one token of prompt.
+    # Both sides of the border have the same lengths, except for one prompt token.
     lengths = mix((1_000, 100), (1_001, 100))
     form = closed_form(paged_fleet(LARGE), split_fleet(LARGE, LARGE, 1_100), lengths, SLO, CostTable.load())
     assert form.short_request_ratio == 0.5

@@ -94,7 +94,7 @@ DIVIDED = split_fleet(PoolPlan(profile="laptop"), PoolPlan(profile="laptop"), 1_
 
 
 class ScriptedVerifier(Verifier):
-    """A verifier with given needs per seed; with spill, spare long replicas count as short ones."""
+    """Verifier with given needs per seed; with spill, spare long replicas count as short ones."""
 
     def __init__(self, *, need: Counts, second_seed: Counts | None = None, spill: bool = False) -> None:
         super().__init__(demand(10.0))
@@ -165,7 +165,7 @@ def test_two_pools_are_found_under_all_seeds_whatever_their_sizes(needs: tuple[i
     verifier = ScriptedVerifier(need=first, second_seed=second)
     found = smallest_fleet(verifier, DIVIDED, first, costs=CostTable.load(), seeds=range(2))
     if found is None:
-        # Only sizes far beyond the guess may end the search.
+        # Only sizes far above the first guess may end the search.
         assert any(second[pool] > 4 * first[pool] for pool in first)
     else:
         assert all(found.counts[pool] >= max(first[pool], second[pool]) for pool in first)

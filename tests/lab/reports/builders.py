@@ -35,7 +35,7 @@ def plot(name: str = "ours") -> Plot:
 
 
 def report(name: str = "ours", **changes: object) -> ResultReport:
-    """A report with every kind of block, in which a user named a policy."""
+    """Return a report with every kind of block and a policy named by a user."""
     whole = ResultReport(
         title=f"{name} against theirs",
         question=f"Is {name} better than theirs?",

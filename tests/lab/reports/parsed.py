@@ -1,4 +1,4 @@
-"""A report as a program reads it: its elements, its text, and its tables by caption."""
+"""Report parser: elements, text, and tables by caption."""
 
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -8,14 +8,14 @@ VOID = {"meta", "input", "br", "line", "circle", "polygon"}
 
 @dataclass
 class ParsedTable:
-    """Rows of cells; `values` has the unrounded figures, None where a cell holds text."""
+    """Rows of cells; `values` has the unrounded figures, None for text cells."""
 
     caption: str = ""
     texts: list[list[str]] = field(default_factory=list)
     values: list[list[float | None]] = field(default_factory=list)
 
     def column(self, heading: str) -> dict[str, float | None]:
-        """The values under a heading, by the first cell of their row."""
+        """Return the values under a heading, by the first cell of their row."""
         place = self.texts[0].index(heading)
         return {
             texts[0]: values[place] for texts, values in zip(self.texts[1:], self.values[1:], strict=True)
@@ -23,7 +23,7 @@ class ParsedTable:
 
 
 class ParsedReport(HTMLParser):
-    """Reads a page; fails where elements do not close in the order in which they opened."""
+    """HTML parser that fails on elements closed in the wrong order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class ParsedReport(HTMLParser):
             self.tables[-1].texts[-1][-1] = (self.tables[-1].texts[-1][-1] + data).strip()
 
     def inside(self, tag: str) -> list[str]:
-        """The texts directly inside of elements of this name."""
+        """Return the texts directly inside elements of this name."""
         return [text for within, text in self.texts if within and within[-1] == tag]
 
     @property
     def text(self) -> str:
-        """What a reader without a script sees."""
+        """Return the text that a reader sees without scripts."""
         seen = (text for within, text in self.texts if not {"script", "style"} & set(within))
         return " ".join(" ".join(seen).split())
 
     def table(self, beginning: str) -> ParsedTable:
-        """The one table whose caption begins like this."""
+        """Return the only table whose caption begins like this."""
         (found,) = [table for table in self.tables if table.caption.startswith(beginning)]
         return found

@@ -84,7 +84,7 @@ def test_a_baseline_of_zero_has_no_change_in_shares() -> None:
 
 
 def test_a_time_is_not_told_to_fall_by_more_than_all() -> None:
-    # A symmetric interval of few seeds reaches below nothing.
+    # A symmetric interval of few seeds can reach below zero.
     found = replace(DIFFERENCE, base=4.0, other=0.2, difference=-3.8, low=-5.3, high=-2.3)
 
     assert found.change_interval == (-1.0, -2.3 / 4.0)

@@ -1,4 +1,4 @@
-"""A report as a reader meets it: in a browser, from a file, without a network."""
+"""Report in a browser: from a file, without a network."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,12 +26,12 @@ async def page(tmp_path: Path) -> AsyncIterator[BrowserPage]:
 
 
 async def settled(page: BrowserPage) -> None:
-    """Wait until what was asked for is drawn."""
+    """Wait until the page has been drawn."""
     await page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 80)))")
 
 
 async def inks(page: BrowserPage, selector: str = "canvas") -> int:
-    """How many pixels of a plot are drawn."""
+    """Return the number of drawn pixels of a plot."""
     found = await page.evaluate(
         f"""(() => {{
           const canvas = document.querySelector('{selector}');
@@ -43,7 +43,7 @@ async def inks(page: BrowserPage, selector: str = "canvas") -> int:
 
 
 async def box(page: BrowserPage) -> list[float]:
-    """Left, top, width and height of the plotted area, which is brought into the window."""
+    """Scroll the plot area into view; return its left, top, width and height."""
     found: list[float] = await page.evaluate(
         """(() => {
           const area = document.querySelector('.u-over');
@@ -56,7 +56,7 @@ async def box(page: BrowserPage) -> list[float]:
 
 
 async def colours(page: BrowserPage) -> set[str]:
-    """The colours that a plot has much of."""
+    """Return the dominant colours of a plot."""
     found = await page.evaluate(
         """(() => {
           const canvas = document.querySelector('canvas');
@@ -105,7 +105,7 @@ async def test_names_with_markup_change_nothing(tmp_path: Path) -> None:
 
 async def test_the_values_under_the_mouse_are_told(page: BrowserPage) -> None:
     left, top, width, height = await box(page)
-    # Places are 10 ms, 100 ms, 1 s and 10 s on a logarithmic axis: the third part is at 100 ms.
+    # The axis is logarithmic, with 10 ms, 100 ms, 1 s and 10 s: a third of the width is 100 ms.
     await page.mouse(("mouseMoved", left + width / 3, top + height / 2))
     await page.becomes(f"{READING} === 'at TTFT 100 ms:'")
     assert await page.evaluate(VALUES) == ["20 %", "50 %"]
@@ -121,7 +121,7 @@ async def test_a_drag_with_the_mouse_looks_closer(page: BrowserPage) -> None:
     )
     await settled(page)
     assert await inks(page) != whole
-    # 10 ms at the left edge are out of the range now: 100 ms and 1 s are at 1/3 and 2/3 of the whole.
+    # 10 ms at the left edge is out of range now: 100 ms and 1 s are at 1/3 and 2/3 of the width.
     await page.mouse(("mouseMoved", left + 0.02 * width, middle))
     await page.becomes(f"{READING} === 'at TTFT 100 ms:' || {READING} === 'at TTFT 1 s:'")
     await page.evaluate(f"{FIGURE}.querySelector('.whole').click()")
@@ -187,7 +187,7 @@ async def test_colours_follow_the_scheme_and_paper_is_light(page: BrowserPage) -
         found[scheme, medium] = (background, await colours(page))
     assert found["light", "screen"][0] == found["dark", "print"][0] == "rgb(255, 255, 255)"
     assert found["dark", "screen"][0] != "rgb(255, 255, 255)"
-    # The line of the candidate is in the second colour of each scheme.
+    # The candidate's line has the second colour of each scheme.
     assert "199 80 0" in found["light", "screen"][1]
     assert "199 80 0" in found["dark", "print"][1]
     assert "255 155 82" in found["dark", "screen"][1]
@@ -209,7 +209,7 @@ async def test_without_scripts_the_values_are_there_and_no_dead_switch_is_shown(
     path = tmp_path / "report.html"
     write_report(path, report())
     async with open_page(path.as_uri(), tmp_path, scripts=False) as opened:
-        # Scripts of the page do not run; the tools of the browser still read it.
+        # The page's scripts do not run; the browser's tools can still read it.
         text = await opened.evaluate("document.body.innerText")
         assert "The drawing needs a script" in text
         assert "ours is better" in text

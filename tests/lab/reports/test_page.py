@@ -18,7 +18,7 @@ def scripts_of(page: str) -> list[str]:
 def test_names_are_text_wherever_they_stand() -> None:
     page = report_as_html(report(HOSTILE))
     parsed, harmless = ParsedReport(page), ParsedReport(report_as_html(report("ours")))
-    # The same elements in the same order: no name became one. Words of a command line have a span each.
+    # The elements are equal, so no name became markup. Words of a command line have one span each.
     expected = [tag for tag, _ in harmless.elements if tag != "span"]
     assert [tag for tag, _ in parsed.elements if tag != "span"] == expected
     assert parsed.inside("title")[0] == f"{HOSTILE} against theirs"
@@ -70,7 +70,7 @@ def test_the_licence_of_the_plotting_library_goes_with_it() -> None:
     assert library.startswith("/*! https://github.com/leeoniya/uPlot (v")
     assets = Path(__file__).parents[3] / "serve_app/lab/reports/assets"
     assert "MIT License" in (assets / "uPlot.LICENSE").read_text()
-    # The one foreign asset of a report stays small.
+    # The only foreign asset of a report stays small.
     assert len(library) < 60_000
 
 

@@ -49,7 +49,7 @@ def test_requests_wait_from_their_arrival_to_their_first_token() -> None:
     assert curves.lines["a"][10] == pytest.approx(1.0)
     assert curves.lines["a"][150] == pytest.approx(2.0)
     assert set(curves.lines["none"]) == {0.0}
-    # Nobody is counted twice: the area under the line is the time that all have waited.
+    # No request counts twice: the area under the line is the total wait.
     width = 10.0 / len(curves.places)
     assert sum(value or 0.0 for value in curves.lines["a"]) * width == pytest.approx(15.0)
 

@@ -1,4 +1,4 @@
-"""Small fleets and requests to simulate."""
+"""Small fleets and requests for simulation tests."""
 
 import random
 
@@ -32,7 +32,7 @@ def plan(
 def mixed_requests(
     count: int, *, rate_per_s: float, seed: int, timeout_s: float = 300.0
 ) -> list[SimulatedRequest]:
-    """Mostly short, some long, exact lengths, Poisson arrivals."""
+    """Return mostly short, some long requests: exact lengths, Poisson arrivals."""
     rng = random.Random(seed)
     now, requests = 0.0, []
     for number in range(count):

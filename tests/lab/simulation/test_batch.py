@@ -43,7 +43,7 @@ def test_requests_finish_as_they_come_below_the_saturated_rate_and_not_above() -
     last_arrival_s = below.records[-1].arrived_at
     assert below.whole.makespan_s < 1.1 * last_arrival_s
     assert above.whole.makespan_s > 1.2 * above.records[-1].arrived_at
-    # What is finished per second in overload is what load 1.0 says.
+    # The throughput in overload defines load 1.0.
     rate = saturated_rate_per_s(ONE, PAPER_MIX, 0)
     assert len(above.records) / above.whole.makespan_s == pytest.approx(rate, rel=0.1)
 
@@ -62,7 +62,7 @@ def test_a_chunk_limit_of_one_pool_has_no_part_in_it_either() -> None:
     rate = saturated_rate_per_s(two, PAPER_MIX, 0)
     assert saturated_rate_per_s(chunked, PAPER_MIX, 0) == rate
     assert saturated_rates([run(fleet=two), run(fleet=chunked)], jobs=1) == [rate, rate]
-    # What else is changed in that pool counts.
+    # Other changes to the pool's engine have an effect.
     fewer = PoolChanges(engine=EngineChanges(long_prefill_token_threshold=64, max_num_seqs=2))
     assert saturated_rate_per_s(replace(two, by_pool={"long": fewer}), PAPER_MIX, 0) < rate
 

@@ -1,4 +1,4 @@
-"""Requests at one instant on idle engines: what is rejected at once, and what that costs."""
+"""Simultaneous requests on idle engines: immediate rejections, and their cost."""
 
 import random
 from collections import Counter
@@ -38,7 +38,7 @@ def requests(count: int, max_tokens: int | None, mean_output: float) -> list[Sim
 
 
 class UnstatedPlan(ReplicaPlan):
-    """An engine that does not state its pace, so that nothing is rejected before a wait was seen."""
+    """Engine that does not report its pace, so nothing is rejected before a wait was measured."""
 
     @property
     def spec(self) -> ReplicaSpec:
@@ -46,7 +46,7 @@ class UnstatedPlan(ReplicaPlan):
 
 
 def play(simulated: list[SimulatedRequest], plan: type[ReplicaPlan] = ReplicaPlan) -> list[RequestRecord]:
-    """How they end on the two replicas of the default configuration."""
+    """Return the records of a run on the two replicas of the default configuration."""
     plans = [
         plan(
             replica_id=f"{pool}-1",

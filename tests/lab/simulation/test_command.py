@@ -26,7 +26,7 @@ def simulate(*arguments: str) -> int:
 
 
 def run_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The only run in the JSON output."""
+    """Return the only run of the JSON output."""
     out = tmp_path / "out.json"
     assert simulate(*arguments, "--json", str(out)) == 0
     (run,) = json.loads(out.read_text())["runs"]
@@ -70,7 +70,7 @@ def test_short_is_up_to_256_tokens_unless_said_otherwise(tmp_path: Path) -> None
         run = run_of(tmp_path, "--policy", "direct", "--rate", "5", "--slo-tpot-s", "9", *extra)
         shares.append(run["metrics"]["ttft_s"]["long"]["mean"])
         assert run["settings"]["short_at_tokens"] == (64 if extra else 256)
-    # More prompts count as long, and those are the quick ones.
+    # More prompts count as long, and those are the fast ones.
     assert shares[1] < shares[0]
 
 

@@ -18,7 +18,7 @@ def test_power_of_two_prefers_the_less_busy_of_those_it_draws() -> None:
     records = DirectSimulation(plans, Balance.POWER_OF_TWO).run(requests)
     served = Counter(record.replica for record in records)
     assert set(served) == set("abcd")
-    # Chance alone would leave them further apart, and turns would leave them equal.
+    # Random choice would leave them further apart, round robin would leave them equal.
     assert 0 < max(served.values()) - min(served.values()) < 40
     again = DirectSimulation(plans, Balance.POWER_OF_TWO).run(mixed_requests(200, rate_per_s=8.0, seed=2))
     assert again == records

@@ -1,4 +1,4 @@
-"""Batch work alone: nobody is there for whom it should be kept back."""
+"""Batch work alone: there is no other work to hold it back for."""
 
 import random
 

@@ -58,7 +58,7 @@ def test_queues_are_learned_from_the_first_arrivals_and_used_from_then_on() -> N
     after = {record.length_queue for record in result.records if (record.dispatched_at or 0.0) > at}
     assert not before & learned
     assert after & learned
-    # What is no learned queue is a bubble: the prior is gone.
+    # Names other than learned queues are bubble queues: the prior is gone.
     assert all(name.startswith("~") for name in after - learned)
 
 

@@ -1,4 +1,4 @@
-"""The report of `simulate`: what it shows is what the JSON output has."""
+"""Report of `simulate`: it agrees with the JSON output."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_it_says_what_was_asked_and_where_it_comes_from(
     assert found["provenance"]["trace"]["source"] in page.text
     assert str(found["provenance"]["commit"] or "-") in page.text
     assert "--policy ewsjf,fcfs --seeds 3" in page.text
-    # The tenant's name has markup, which is text here.
+    # The tenant's name contains markup, which must appear as text.
     assert "<b>mean</b>" in page.table("Mean TTFT of tenants").column("ewsjf")
 
 

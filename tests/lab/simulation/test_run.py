@@ -138,7 +138,7 @@ def test_known_output_lengths_are_told_and_unknown_ones_are_not() -> None:
 def test_reports_and_control_latency_are_those_of_the_settings() -> None:
     near = simulate(settings())
     far = simulate(settings(simulation=SimulationSettings(control_latency_s=0.3, report_interval_s=1.0)))
-    # A grant reaches its engine late, so nobody has a first token any sooner than that.
+    # Grants reach engines late, so no first token can be earlier.
     assert min(record.ttft_s or 0.0 for record in far.records) > 0.3
     assert min(record.ttft_s or 0.0 for record in near.records) < 0.3
 

@@ -1,4 +1,4 @@
-"""Traffic without long prompts: there is nobody to protect from anybody, so nobody waits for isolation."""
+"""Traffic without long prompts: nothing needs protection, so no request waits for isolation."""
 
 import random
 from collections.abc import Callable

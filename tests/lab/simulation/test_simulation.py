@@ -54,7 +54,7 @@ def test_overload_expires_or_rejects_requests_instead_of_losing_them() -> None:
     records = simulation().run(requests)
     outcomes = [record.outcome for record in records]
     assert len(outcomes) == 200
-    # Those of the first two seconds expire; by then it is known that others would, too.
+    # Requests of the first two seconds expire; then the scheduler predicts that others would, too.
     assert set(outcomes) == {Outcome.COMPLETED, Outcome.EXPIRED, Outcome.REJECTED_DEADLINE_UNMEETABLE}
     for record in records:
         if record.outcome is Outcome.EXPIRED:

@@ -1,4 +1,4 @@
-"""Engines that tell neither their load nor their limits: the scheduler finds their batch by their latency."""
+"""Engines that report neither load nor limits: the scheduler finds their batch size from latency."""
 
 from serve_app.lab.simulation.fleet import ONE_POOL, EngineChanges, FleetSettings
 from serve_app.lab.simulation.run import RunSettings, simulate
@@ -17,7 +17,7 @@ def fleet(*, tells_load: bool) -> FleetSettings:
 
 
 def run(*, tells_load: bool) -> float:
-    """Goodput of an engine with a batch of 16 near its saturation."""
+    """Return the goodput of an engine with a batch of 16 near saturation."""
     trace = TraceChoice(name="paper-mix", requests=400)
     result = simulate(
         RunSettings(policy="ewsjf", fleet=fleet(tells_load=tells_load), trace=trace, rate_per_s=5.0)

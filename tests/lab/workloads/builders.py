@@ -1,10 +1,10 @@
-"""Traces for the tests of workloads."""
+"""Traces for workload tests."""
 
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
 
 def trace(*arrivals_s: float, name: str = "t") -> Trace:
-    """Requests at these times; the n-th has n prompt tokens, so that each can be told from the others."""
+    """Return requests at these times; the n-th has n prompt tokens, which identify it."""
     requests = tuple(
         TraceRequest(arrival_s=at, prompt_tokens=number, output_tokens=5)
         for number, at in enumerate(arrivals_s, start=1)

@@ -1,4 +1,4 @@
-"""Every command that plays a published trace says when it plays generated lengths instead."""
+"""Notices of commands that replay a published trace with generated lengths."""
 
 import json
 from pathlib import Path

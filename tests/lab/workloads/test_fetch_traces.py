@@ -39,7 +39,7 @@ class Publisher(BaseHTTPRequestHandler):
         self.wfile.write(CONTENT)
 
     def log_message(self, *_: object) -> None:
-        """Be silent."""
+        """Suppress the log."""
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.builders import ManualDriver, one_replica
 
 
 def busy() -> ManualDriver:
-    """Return an engine that two tenants used, for two seconds and one; a third request is queued."""
+    """Return an engine that two tenants used: one for two seconds, one for one second."""
     driver = one_replica(backpressure=BackpressureSettings(report_limit_s=1_000.0))
     for tenant, seconds in (("heavy", 2.0), ("light", 1.0)):
         driver.arrive(tenant, tenant=tenant, prompt_tokens=1, priority=PriorityClass.BATCH)

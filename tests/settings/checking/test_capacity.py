@@ -1,4 +1,4 @@
-"""Warnings of `check` and of the start: what an engine cannot hold, by figures, with the remedy."""
+"""Capacity warnings of `check` and `serve`: what an engine cannot hold, with figures and remedy."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_more_sequences_than_the_cache_carries_are_told() -> None:
     assert told.startswith("models[0].pools[0].engine.vllm.args.max_num_seqs: 256 sequences of a usual 1,400")
     assert "lower it to 2" in told
     assert warned(pool(max_model_len=8_192, max_num_seqs=16)) == []
-    # Requests that cannot be longer than 64 tokens need less.
+    # Requests limited to 64 tokens need less.
     assert warned(pool(max_model_len=64, max_num_seqs=256)) == []
 
 
@@ -150,7 +150,7 @@ def test_the_cards_of_this_machine_are_asked_for(
 def test_the_start_warns_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, context=600_000)
     asked = path.read_text().replace("num_gpus: 4.0}", "num_gpus: 4.0, accelerator_type: H100}")
-    # The same start is rejected on any machine, so that nothing is started.
+    # Another mistake in the file rejects the start on any machine, so nothing is started.
     path.write_text(asked.replace("http_options:", "http_option:"))
     assert main(["serve", str(path)]) == 2
     told = capsys.readouterr().err

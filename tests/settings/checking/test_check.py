@@ -1,4 +1,4 @@
-"""The command `check`, as it is used: one sentence per mistake with its line, and status 2."""
+"""The command `check`: one sentence per mistake with its line, and status 2."""
 
 import socket
 import sys
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def local(**changes: str) -> str:
-    """configs/local.yaml on a free port, with some texts replaced."""
+    """Return configs/local.yaml on a free port, with some texts replaced."""
     text = LOCAL.replace("port: 8000", f"port: {free_port()}")
     for old, new in changes.items():
         found = old.replace("__", ": ")
@@ -86,7 +86,7 @@ def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: 
 def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     text = local(**{"# state_uri__/var/lib/ewsjf": "gateway: {tracing: true}"})
     assert check(text)[0] == 0
-    # What an import does that finds nothing.
+    # Makes the import fail.
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     status, told = check(text)
     assert status == 2

@@ -1,4 +1,4 @@
-"""Lines of a YAML file, and what is wrong with it as YAML."""
+"""Lines of a YAML file, and its syntax errors."""
 
 from pathlib import Path
 

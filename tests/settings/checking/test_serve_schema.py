@@ -1,4 +1,4 @@
-"""The keys of Ray Serve's own blocks: those of the installed release, and what is said of wrong ones."""
+"""Keys of Ray Serve's own blocks in the installed release, and messages about wrong ones."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
-"""What clients can do through a gateway before a real engine: a check for each cell of docs/clients.md.
+"""Client compatibility through a gateway with a real engine: one check per cell of docs/clients.md.
 
-`counter.py` has the gateway and what is asked; each other file has the checks of one client.
+`counter.py` has the gateway and the requests; each other file has the checks of one client.
 """
 
 from tests.engines.vllm.clients import anthropic_python, javascript, langchain, openai_python, vllm_bench
@@ -8,7 +8,7 @@ from tests.engines.vllm.clients.counter import Checks, counter
 
 __all__ = ["CHECKS", "WITH_TOOLS", "counter"]
 
-# Client and feature, as the table in the documentation names them.
+# Client and feature, named as in the documentation's table.
 CHECKS: Checks = {
     **openai_python.CHECKS,
     **anthropic_python.CHECKS,
@@ -16,5 +16,5 @@ CHECKS: Checks = {
     **javascript.CHECKS,
     **vllm_bench.CHECKS,
 }
-# Features that need an engine with a tool parser, and a model that writes calls.
+# Features that need an engine with a tool parser and a model that writes calls.
 WITH_TOOLS = frozenset({"tools", "streamed tools"})

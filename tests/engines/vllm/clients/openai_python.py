@@ -17,9 +17,9 @@ from tests.engines.vllm.clients.counter import (
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
-# Also what other clients of this API send.
+# Other clients of this API send the same request.
 SHORT: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "temperature": 0}
-# Strict: else vLLM lets a model write any JSON as arguments.
+# Without strict, vLLM lets a model write any JSON as arguments.
 TOOL: Any = {"type": "function", "function": {"name": TOOL_NAME, "parameters": TOOL_SCHEMA, "strict": True}}
 CALL: Any = {
     **SHORT,
@@ -51,7 +51,7 @@ async def streams(at: Counter) -> None:
 
 
 async def calls_tools(at: Counter) -> None:
-    # A tool that is named, and one that the model has to choose: both end as a client expects.
+    # A named tool and one that the model must choose: both end as a client expects.
     for choice, reason in ((CALL["tool_choice"], "stop"), ("required", "tool_calls")):
         answer = await at.openai.chat.completions.create(**{**CALL, "tool_choice": choice})
         assert answer.choices[0].finish_reason == reason

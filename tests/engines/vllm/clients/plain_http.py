@@ -1,10 +1,10 @@
-"""What is asked without any client's library."""
+"""Plain HTTP requests, without a client library."""
 
 from tests.engines.vllm.clients.counter import MODEL, Counter
 
 
 async def small_questions(at: Counter) -> None:
-    """What is asked of any replica, and the endpoints that a model of this kind does not have."""
+    """Check requests that any replica serves, and endpoints that this kind of model lacks."""
     tokens = (await at.front.post("/tokenize", json={"model": MODEL, "prompt": "Hello there"})).json()
     text = await at.front.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]})
     assert text.json() == {"prompt": "Hello there"}

@@ -21,7 +21,7 @@ async def streams(at: Counter) -> None:
     assert (found["completed"], found["failed"]) == (PROMPTS, 0)
     assert found["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS
     assert found["mean_ttft_ms"] > 0
-    # It asks once more, before it measures, whether the server is there.
+    # It sends one more request before the measurement, to check that the server is ready.
     assert at.first_tokens() - before >= PROMPTS
     counted = [usage.output_tokens for _, outcome, usage in ended(at) if outcome is Outcome.COMPLETED]
     assert counted[-PROMPTS:] == [OUTPUT_TOKENS] * PROMPTS
@@ -32,7 +32,7 @@ def ended(at: Counter) -> list[tuple[Any, ...]]:
 
 
 async def bench(at: Counter, backend: str, endpoint: str) -> Any:
-    """The result that it writes; its own log is shown when it fails."""
+    """Return the result file; print the log if the command fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "backend": backend,

@@ -1,1 +1,1 @@
-"""Models that are written for tests: no model hub has them."""
+"""Models and adapters whose weights are written by tests."""

@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, in the files that PEFT writes."""
+"""LoRA adapters with random weights in PEFT's file format."""
 
 import json
 import zlib
@@ -8,7 +8,7 @@ _RANK = 8
 
 
 def write_adapter(model: Path, folder: Path) -> None:
-    """An adapter of the query and value projections of every layer; its weights follow from its name."""
+    """Write an adapter of every layer's query and value projections; its weights depend on its name."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Small models of random weights that rank and that embed, with the tokenizer of another one."""
+"""Small ranking and embedding models with random weights and another model's tokenizer."""
 
 import importlib
 from pathlib import Path
@@ -8,12 +8,12 @@ MAX_TOKENS, WIDTH = 256, 64
 
 
 def make_ranking(folder: Path, tokenizer_of: Path) -> Path:
-    """A cross-encoder, which says one number of a pair of texts; the folder."""
+    """Write a cross-encoder, which scores a pair of texts; return its folder."""
     return _make(folder, tokenizer_of, "BertForSequenceClassification", num_labels=1)
 
 
 def make_embedding(folder: Path, tokenizer_of: Path) -> Path:
-    """An encoder, which makes a vector of a text; the folder."""
+    """Write an encoder, which embeds a text; return its folder."""
     return _make(folder, tokenizer_of, "BertModel")
 
 
@@ -28,7 +28,7 @@ def _make(folder: Path, tokenizer_of: Path, kind: str, **options: Any) -> Path:
         intermediate_size=2 * WIDTH,
         max_position_embeddings=MAX_TOKENS,
         pad_token_id=tokenizer.pad_token_id,
-        # Else all texts are nearly alike.
+        # With a smaller range, all texts are nearly alike.
         initializer_range=0.3,
         **options,
     )

@@ -1,12 +1,12 @@
-"""A model that thinks, and then says something or calls a tool, though nobody has trained it.
+"""Scripted model: thinks, then answers or calls a tool, without any training.
 
-Random weights never end an answer, nor write a tool call that a parser would find. So these are written down.
-Each token belongs to one step of a script, and the last token alone decides which step comes next. Which of
-its words is said is decided by attention to all that came before, whose weights are random. So answers differ
-with the context, as those of a trained model do, and are the same whenever the context is.
+Random weights never end an answer, nor write a tool call that a parser would find, so these parts are
+scripted. Each token belongs to one step of the script, and the last token alone decides the next step.
+Attention over the whole context, with random weights, chooses among the step's words. So answers differ with
+the context, as a trained model's do, and are equal for equal contexts.
 
-The hidden state has three parts: one number for each step, what a token is for attention, and what attention
-found. The output layer reads the first and the last.
+The hidden state has three parts: a number for each step, the token's values for attention, and the result of
+attention. The output layer reads the first and the last.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 
 CITIES = ("Paris", "London", "Rome", "China", "Japan", "Boston")
 TOOL_NAME = "look_up"
-# What the script's tool calls satisfy.
+# The script's tool calls satisfy this schema.
 TOOL_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": list(CITIES)}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -28,7 +28,7 @@ TOOL_SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 _THOUGHTS, _WORDS, _CHOICES = 12, 4, 6
-# A call before its city, between that and its days, and after them; in pieces, so that it is streamed.
+# A call before its city, between city and days, and after the days; in pieces, so that it is streamed.
 _CALL = (
     ("<tool_call>", '{"name": "', TOOL_NAME, '", "arguments": ', '{"city": "'),
     ('",', ' "days": '),
@@ -38,7 +38,7 @@ _CALL = (
 _STEPS, _TOKENS, _FOUND = 96, 80, 80
 _HIDDEN, _HEADS = 256, 4
 _CONTEXT = 8192
-# How much the step counts beside the choice between its words, and how sharply attention looks.
+# Weight of the step relative to the choice among its words, and sharpness of attention.
 _STEP_WEIGHT, _SHARPNESS = 100.0, 12.0
 _STEP_VALUE, _FAVOUR_OF_CALLS = 4.0, 1.0
 _TEMPLATE = """\
@@ -54,11 +54,11 @@ _TEMPLATE = """\
 
 @dataclass(frozen=True)
 class _ScriptStep:
-    """The tokens of which one is said.
+    """Alternative tokens of one step.
 
     Attributes:
-        favour: added to the first of them, so that it is said more often than its share.
-        shortcut: said in place of the next step's where a grammar allows only that.
+        favour: added to the first token, which makes it more frequent.
+        shortcut: replaces the next step's token where a grammar allows only this one.
     """
 
     tokens: Sequence[int]
@@ -67,7 +67,7 @@ class _ScriptStep:
 
 
 def make_scripted(folder: Path, tokenizer_of: Path) -> Path:
-    """Write the model into this folder, with the tokenizer of another one; the folder."""
+    """Write the model into this folder with another model's tokenizer; return the folder."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_of)
     tokenizer.add_tokens(["<think>", "</think>", *(_written(piece) for part in _CALL for piece in part)])
@@ -122,7 +122,7 @@ def _script(tokenizer: Any) -> list[_ScriptStep]:
 
 
 def _written(piece: str) -> str:
-    """How a vocabulary of bytes writes it."""
+    """Return a piece as a byte-level vocabulary writes it."""
     return piece.replace(" ", "Ġ")
 
 
@@ -137,7 +137,7 @@ def _words(vocabulary: dict[str, int]) -> Iterator[int]:
 
 
 def _write(model: Any, script: Sequence[_ScriptStep], torch: Any) -> None:
-    """Make the weights those of the script."""
+    """Set the weights for the script."""
     random_numbers = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Any:
