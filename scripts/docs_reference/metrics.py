@@ -25,12 +25,12 @@ from serve_app.serving.state import StateKeeper, StateStore
 _INTRODUCTION = """
 # Metrics reference
 
-`GET /metrics` of the application answers with the metrics of all gateways and of the scheduler of every
-model, which also tells of autoscaling and of the tuner. `GET /metrics/engines` lists the engines' own pages,
-which can be had at the same address; see [scraping](../operations.md#scraping).
+`GET /metrics` of the application returns the metrics of all gateways and of the scheduler of every model.
+The scheduler's metrics include autoscaling and the tuner. `GET /metrics/engines` lists the engines' own
+metrics pages, which the same address serves; see [scraping](../operations.md#scraping).
 
 Names are those of the samples, so counters end in `_total`. A histogram `x` has the samples `x_bucket`,
-`x_sum` and `x_count`. Times are in seconds. Each series of a gateway has the label `gateway`; add them up.
+`x_sum` and `x_count`. Times are in seconds. Each series of a gateway has the label `gateway`; sum over it.
 """
 
 
@@ -149,13 +149,13 @@ _SECTIONS = (
     _Section("Scheduler", "One set of series for each model.", _scheduler),
     _Section(
         "Autoscaling",
-        "Exported with the scheduler's metrics, for every pool, whoever scales it.",
+        "Exported with the scheduler's metrics for every pool, also for pools that another system scales.",
         _scaling,
     ),
     _Section(
         "Usage",
-        "Exported with the scheduler's metrics: what requests with API keys have used since the start of the "
-        "scheduler's process. After 1,000 keys, further ones share the label `other`.",
+        "Exported with the scheduler's metrics: usage by API key since the start of the scheduler's process. "
+        "After 1,000 keys, further ones share the label `other`.",
         _usage,
     ),
     _Section(
@@ -165,8 +165,8 @@ _SECTIONS = (
     ),
     _Section(
         "Emulated engine",
-        "The metrics of vLLM that the emulated engine has, under vLLM's own names. Real vLLM engines have "
-        "these and more; see vLLM's documentation.",
+        "vLLM metrics that the emulated engine exports, under vLLM's names. Real vLLM engines export these "
+        "and more; see vLLM's documentation.",
         _emulated_engine,
     ),
 )

@@ -1,4 +1,4 @@
-"""The files of dashboards, and the chart's copies of them and of the alerts."""
+"""Generated files: the Grafana dashboards, and the chart's copies of the dashboards and alerts."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ DASHBOARDS = (OVERVIEW, SATURATION, SCHEDULING, TENANTS, POOLS, TUNER)
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Every generated file with its text."""
+    """Yield every generated file with its text."""
     for dashboard in DASHBOARDS:
         text = json.dumps(rendered(dashboard), indent=2) + "\n"
         for folder in (OBSERVABILITY, _CHART):
@@ -30,7 +30,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 
 def write_files() -> None:
-    """Write every generated file, replacing what is there."""
+    """Write every generated file."""
     for path, text in files():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

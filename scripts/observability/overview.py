@@ -1,4 +1,4 @@
-"""How the application does, at a glance."""
+"""Overview dashboard: traffic, latencies and SLO attainment."""
 
 from observability.panels import Dashboard, Panel, Query, line
 from observability.queries import GATEWAY, attainment, gauge, quantile, rate
@@ -29,15 +29,15 @@ _NOT_SERVED = f'sum(rate(ewsjf_gateway_requests_total{{model=~"$model",{FAILED}}
 OVERVIEW = Dashboard(
     name="overview",
     title="overview",
-    text="How the application does: traffic, latencies, targets kept, and what waits.",
+    text="Traffic, latencies, SLO attainment and queued requests.",
     sections=(
         (
             "Now",
             (
-                _stat("Requests", "Requests that ended, of all outcomes.", "reqps", _ALL),
+                _stat("Requests", "Concluded requests of all outcomes.", "reqps", _ALL),
                 _stat(
-                    "Within targets",
-                    "Share of requests that kept the latency targets of their class.",
+                    "SLO attainment",
+                    "Share of requests that met the latency targets of their class.",
                     "percentunit",
                     attainment("model").replace("sum by (model) ", "sum "),
                 ),
@@ -47,16 +47,16 @@ OVERVIEW = Dashboard(
                     "percentunit",
                     f"{_NOT_SERVED} / {_ALL} or 0 * {_ALL}",
                 ),
-                _stat("First token, P99", "Arrival to the first byte.", "s", quantile(0.99, TTFT)),
+                _stat("TTFT, P99", "Time from arrival to the first byte.", "s", quantile(0.99, TTFT)),
                 _stat(
-                    "Waiting",
-                    "Requests in the queue.",
+                    "Queued",
+                    "Queued requests.",
                     "short",
                     'sum(max by (model, class) (ewsjf_requests_waiting{model=~"$model"}))',
                 ),
                 _stat(
-                    "In engines",
-                    "Requests that were sent to replicas.",
+                    "In flight",
+                    "Requests in flight on replicas.",
                     "short",
                     'sum(max by (model, replica) (ewsjf_requests_in_flight{model=~"$model"}))',
                 ),
@@ -67,27 +67,27 @@ OVERVIEW = Dashboard(
             (
                 line(
                     "Requests by outcome",
-                    "How requests end. What is rejected or fails shows here first.",
+                    "Concluded requests. Rejections and failures show here first.",
                     "reqps",
                     (rate("ewsjf_gateway_requests_total", "outcome"), "{{outcome}}"),
                     stacked=True,
                 ),
                 line(
                     "Tokens per second",
-                    "Prompt and output tokens, as the engines counted them.",
+                    "Prompt and output tokens, as counted by the engines.",
                     "short",
                     (rate("ewsjf_gateway_tokens_total", "model, kind"), "{{model}} {{kind}}"),
                 ),
                 line(
-                    "Within targets by class",
-                    "Share of requests that kept the latency targets of their class.",
+                    "SLO attainment by class",
+                    "Share of requests that met the latency targets of their class.",
                     "percentunit",
                     (attainment("class"), "{{class}}"),
                     at_most=1,
                 ),
                 line(
-                    "Requests waiting",
-                    "Requests in the queue, by class.",
+                    "Queued requests",
+                    "Queued requests by class.",
                     "short",
                     (gauge("ewsjf_requests_waiting", "model, class"), "{{model}} {{class}}"),
                     stacked=True,
@@ -97,25 +97,33 @@ OVERVIEW = Dashboard(
         (
             "Latencies",
             (
-                _by_class("Time to first token", "Arrival to the first byte of streamed answers.", TTFT),
-                _by_class("Wait in the queue", "Arrival to the last grant, a part of the former.", WAIT),
-                _by_class("Time per output token", "After the first token, mean of each answer.", TPOT),
-                _by_class("Latency between tokens", "Gaps in streams; the tail shows stutter.", ITL),
-                _by_class("End to end", "Arrival to conclusion of completed requests.", E2E),
+                _by_class(
+                    "Time to first token", "Time from arrival to the first byte of streamed answers.", TTFT
+                ),
+                _by_class(
+                    "Queue time",
+                    "Time from arrival to the last grant; part of the time to first token.",
+                    WAIT,
+                ),
+                _by_class(
+                    "Time per output token", "After the first token, mean of each streamed answer.", TPOT
+                ),
+                _by_class("Inter-token latency", "Gaps in streams; the tail shows stutter.", ITL),
+                _by_class("End to end", "Time from arrival to completion, of completed requests.", E2E),
                 line(
-                    "Added by the application, P99",
-                    "Reading a request, asking the scheduler apart from the queue, and deciding.",
+                    "Overhead of the application, P99",
+                    "Stages: parse, schedule (round trip to the scheduler without queue time), decide.",
                     "s",
                     (quantile(0.99, "ewsjf_overhead_seconds", "stage"), "{{stage}}"),
                 ),
             ),
         ),
         (
-            "What runs",
+            "Versions",
             (
                 Panel(
                     "Builds",
-                    "Versions of all processes; more than one for long means an upgrade that got stuck.",
+                    "Versions of all processes. More than one for long: an upgrade is stuck.",
                     "short",
                     (Query("count by (process, version, commit, ray, vllm) (ewsjf_build_info)"),),
                     kind="table",

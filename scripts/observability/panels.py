@@ -1,4 +1,4 @@
-"""Panels and dashboards as they are written here, and the JSON that Grafana reads."""
+"""Definitions of panels and dashboards, and their conversion to Grafana's JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 _WIDTH, _HEIGHT, _STAT_HEIGHT = 24, 8, 4
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# The schema of Grafana 11; later ones read it as it is.
+# The schema of Grafana 11; later releases read it unchanged.
 _SCHEMA_VERSION = 39
 
 Json = dict[str, Any]
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query of a panel, and how Grafana names its series."""
+    """A query of a panel, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -25,11 +25,11 @@ class Panel:
     """A panel.
 
     Attributes:
-        text: what it shows and what to make of it.
-        unit: Grafana's name of the unit.
-        rows: of a heatmap: one for each bucket of a histogram, or for each series.
-        at_most: upper end of the axis.
-        stacked: values are parts of a whole.
+        text: description: content and interpretation.
+        unit: unit name in Grafana.
+        rows: rows of a heatmap: buckets of a histogram, or series.
+        at_most: upper limit of the axis.
+        stacked: stack the series.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A further choice on top of a dashboard: values of a label."""
+    """A drop-down at the top of a dashboard: values of a label."""
 
     name: str
     metric: str
@@ -57,8 +57,8 @@ class Dashboard:
     """A dashboard.
 
     Attributes:
-        name: of its file, and the end of its uid.
-        sections: a title and its panels.
+        name: file name and end of the uid.
+        sections: pairs of title and panels.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Dashboard:
 
 
 def line(title: str, text: str, unit: str, *queries: tuple[str, str] | str, **more: Any) -> Panel:
-    """A panel of lines, of expressions with or without a legend."""
+    """Return a line panel of expressions with or without a legend."""
     made = tuple(Query(each) if isinstance(each, str) else Query(*each) for each in queries)
     return Panel(title, text, unit, made, **more)
 
 
 def rendered(dashboard: Dashboard) -> Json:
-    """The JSON of a dashboard."""
+    """Return the JSON of a dashboard."""
     variables = [_datasource(), _choice(Variable("model", "ewsjf_requests_waiting", "model")), _interval()]
     return {
         "title": f"ewsjf: {dashboard.title}",

@@ -1,9 +1,9 @@
-"""Pools and their engines."""
+"""Dashboard of pools and their engines."""
 
 from observability.panels import Dashboard, line
 from observability.queries import GATEWAY, gauge, quantile, rate
 
-HITS, ASKED = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 
 def _engines(name: str, how: str = "sum") -> str:
@@ -13,34 +13,34 @@ def _engines(name: str, how: str = "sum") -> str:
 POOLS = Dashboard(
     name="pools",
     title="pools and engines",
-    text="Size, load and speed of each pool, and what its engines say themselves.",
+    text="Size, load and speed of each pool, and the metrics of its engines.",
     sections=(
         (
             "Size",
             (
                 line(
                     "Replicas by state",
-                    "Only open ones are sent requests.",
+                    "Only open replicas receive requests.",
                     "short",
                     (gauge("ewsjf_pool_replicas", "pool, state"), "{{pool}} {{state}}"),
                     stacked=True,
                 ),
                 line(
                     "Desired replicas",
-                    "What autoscaling asks for, and the engines that arrivals fill.",
+                    "Result of autoscaling, and the offered load in engines.",
                     "short",
                     (gauge("ewsjf_desired_replicas", "model, pool"), "{{model}} {{pool}} desired"),
                     (gauge("ewsjf_pool_load_engines", "model, pool"), "{{model}} {{pool}} load"),
                 ),
                 line(
                     "Backlog",
-                    "Work that waits, in seconds of one engine.",
+                    "Queued work, in seconds of one engine.",
                     "s",
                     (gauge("ewsjf_pool_backlog_seconds", "model, pool"), "{{model}} {{pool}}"),
                 ),
                 line(
                     "Autoscaling decisions",
-                    "Up and down in turn: it is too nervous.",
+                    "Up and down in turn: raise downscale_delay_s.",
                     "ops",
                     (rate("ewsjf_scaling_decisions_total", "pool, direction"), "{{pool}} {{direction}}"),
                 ),
@@ -51,26 +51,26 @@ POOLS = Dashboard(
             (
                 line(
                     "Requests in flight",
-                    "Sent to each replica.",
+                    "By replica.",
                     "short",
                     (gauge("ewsjf_requests_in_flight", "pool, replica"), "{{pool}} {{replica}}"),
                 ),
                 line(
                     "Engines' own queues",
-                    "As last reported; short by design, since requests wait in the scheduler.",
+                    "As last reported. Short by design, because requests wait in the scheduler.",
                     "short",
                     (gauge("ewsjf_replica_waiting", "pool, replica"), "{{pool}} {{replica}}"),
                 ),
                 line(
                     "KV cache in use",
-                    "Of each replica, as last reported.",
+                    "By replica, as last reported.",
                     "percentunit",
                     (gauge("ewsjf_replica_kv_usage_ratio", "pool, replica"), "{{pool}} {{replica}}"),
                     at_most=1,
                 ),
                 line(
-                    "Grants by pool",
-                    "Requests sent to each pool.",
+                    "Dispatches by pool",
+                    "Requests dispatched to each pool.",
                     "reqps",
                     (rate("ewsjf_dispatches_total", "model, pool"), "{{model}} {{pool}}"),
                 ),
@@ -100,27 +100,27 @@ POOLS = Dashboard(
             ),
         ),
         (
-            "What engines say",
+            "Engine metrics",
             (
                 line(
                     "Running and waiting",
-                    "In each engine, of its own page.",
+                    "Requests in each engine, from the engine's metrics.",
                     "short",
                     (_engines("vllm:num_requests_running"), "{{pool}} {{replica}} running"),
                     (_engines("vllm:num_requests_waiting"), "{{pool}} {{replica}} waiting"),
                 ),
                 line(
                     "Preemptions",
-                    "Sequences whose KV cache was taken away.",
+                    "Sequences whose KV cache was evicted.",
                     "ops",
                     (_engines("rate(vllm:num_preemptions_total[$interval])"), "{{pool}} {{replica}}"),
                 ),
                 line(
-                    "Hits in the prefix cache",
-                    "Share of prompt tokens that had not to be computed.",
+                    "Prefix cache hit rate",
+                    "Share of prompt tokens found in the prefix cache.",
                     "percentunit",
                     (
-                        f"{_engines(f'rate({HITS}[$interval])')} / {_engines(f'rate({ASKED}[$interval])')}",
+                        f"{_engines(f'rate({HITS}[$interval])')} / {_engines(f'rate({QUERIES}[$interval])')}",
                         "{{pool}} {{replica}}",
                     ),
                     at_most=1,

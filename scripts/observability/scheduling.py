@@ -1,4 +1,4 @@
-"""Which request goes when, and how well that was foreseen."""
+"""Scheduling dashboard: queue times, decisions and the accuracy of estimates."""
 
 from observability.panels import Dashboard, Panel, Query, line
 from observability.queries import gauge, mean, quantile, rate
@@ -11,32 +11,32 @@ FIRST = ', estimate="first"'
 INSIDE = f'{FIRST}, verdict="inside"'
 
 BLOCKED_HEADS = line(
-    "What heads wait for",
-    "Heads of sub-queues by their home pool and what they wait for.",
+    "Wait causes of queue heads",
+    "Heads of sub-queues by home pool and wait cause.",
     "short",
     (gauge("ewsjf_blocked_heads", "pool, cause"), "{{pool}}: {{cause}}"),
     stacked=True,
 )
-"""Tells of saturation, too."""
+"""Shared with the dashboard of saturation."""
 
 SCHEDULING = Dashboard(
     name="scheduling",
     title="scheduling",
-    text="Who waits in which length queue, for how long and why, and how good estimates are.",
+    text="Queue times by length queue, wait causes, and the accuracy of estimates.",
     sections=(
         (
-            "Waits",
+            "Queue times",
             (
                 Panel(
-                    "Wait by length queue",
-                    "Mean wait of what left each length queue; short lengths ought to be the pale ones.",
+                    "Queue time by length queue",
+                    "Mean queue time of dispatched requests. Short lengths should be the pale rows.",
                     "s",
                     (Query(mean(QUEUE_WAIT, "length_queue"), "{{length_queue}}"),),
                     kind="heatmap",
                 ),
                 Panel(
-                    "Distribution of waits",
-                    "Time in the queue until dispatch, of all requests.",
+                    "Distribution of queue times",
+                    "Queue time until dispatch, of all requests.",
                     "short",
                     (
                         Query(
@@ -48,28 +48,28 @@ SCHEDULING = Dashboard(
                     rows="buckets",
                 ),
                 line(
-                    "Requests by length queue",
-                    "Requests that wait now.",
+                    "Queued requests by length queue",
+                    "Requests that are queued now.",
                     "short",
                     (gauge("ewsjf_length_queue_requests_waiting", "length_queue", "sum"), "{{length_queue}}"),
                     stacked=True,
                 ),
                 line(
                     "Oldest head by length queue",
-                    "How long the oldest head has waited.",
+                    "Queue time so far of the oldest head.",
                     "s",
                     (gauge("ewsjf_length_queue_oldest_wait_seconds", "length_queue"), "{{length_queue}}"),
                 ),
                 BLOCKED_HEADS,
                 line(
-                    "What requests have waited for",
-                    "Seconds of waiting that ended in each second, by cause (see `explain`).",
+                    "Queue time by cause",
+                    "Seconds of queue time per second, of requests that left the queue (see `explain`).",
                     "short",
                     (rate("ewsjf_queue_wait_cause_seconds_total", "cause"), "{{cause}}"),
                     stacked=True,
                 ),
                 line(
-                    "Wait in the queue, P99",
+                    "Queue time, P99",
                     "By pool and class.",
                     "s",
                     (quantile(0.99, "ewsjf_queue_wait_seconds", "pool, class"), "{{pool}} {{class}}"),
@@ -80,63 +80,63 @@ SCHEDULING = Dashboard(
             "Decisions",
             (
                 line(
-                    "Grants and spills",
-                    "Requests sent to each pool, and those that were at home in another.",
+                    "Dispatches and spills",
+                    "Requests dispatched to each pool, and those with another home pool.",
                     "reqps",
                     (rate("ewsjf_dispatches_total", "pool"), "{{pool}}"),
                     (rate("ewsjf_spills_total", "pool"), "{{pool}} spilled"),
                 ),
                 line(
-                    "Time of a decision",
-                    "That the scheduler's core takes for an event.",
+                    "Decision time",
+                    "Time that the scheduler core takes for one event.",
                     "s",
                     (quantile(0.5, "ewsjf_overhead_seconds", "", ',stage="decide"'), "P50"),
                     (quantile(0.99, "ewsjf_overhead_seconds", "", ',stage="decide"'), "P99"),
                 ),
                 line(
-                    "Border of the pools",
-                    "Token budget up to which a request is at home in the first pool.",
+                    "Boundary of the first pool",
+                    "Token budget up to which the first pool is a request's home pool (b_short_tokens).",
                     "short",
                     (gauge("ewsjf_b_short_tokens", "model"), "{{model}}"),
                 ),
                 line(
                     "Length queues",
-                    "That were learned; 0 while the policy has those that it began with.",
+                    "Number of learned length queues; 0 while the policy uses its initial ones.",
                     "short",
                     (gauge("ewsjf_length_queues", "model"), "{{model}}"),
                 ),
             ),
         ),
         (
-            "Foresight",
+            "Accuracy of estimates",
             (
                 line(
                     "Estimated over actual tokens",
-                    "1 is right; above 1 was estimated too high.",
+                    "1 is exact; above 1, the estimate was too high.",
                     "short",
                     (quantile(0.1, "ewsjf_estimate_ratio", "kind"), "P10 {{kind}}"),
                     (quantile(0.5, "ewsjf_estimate_ratio", "kind"), "P50 {{kind}}"),
                     (quantile(0.9, "ewsjf_estimate_ratio", "kind"), "P90 {{kind}}"),
                 ),
                 line(
-                    "Wrong routes",
-                    "Requests whose actual tokens belonged into another pool.",
+                    "Misroutes",
+                    "Requests whose actual tokens belong to another pool.",
                     "reqps",
                     (rate("ewsjf_misroutes_total", "pool, actual"), "{{actual}} in {{pool}}"),
                 ),
                 line(
-                    "Error of predicted waits",
-                    "Predicted minus actual wait, with its sign and by size.",
+                    "Error of predicted queue times",
+                    "Predicted minus actual queue time: mean, and mean of the absolute value.",
                     "s",
                     (gauge(f"{PREDICTION_ERROR}_mean_seconds", "model"), "{{model}} mean"),
                     (
                         gauge(f"{PREDICTION_ERROR}_absolute_mean_seconds", "model"),
-                        "{{model}} size",
+                        "{{model}} absolute",
                     ),
                 ),
                 line(
-                    "Error of predicted waits, quantiles",
-                    "Of requests that had a prediction.",
+                    "Error of predicted queue times, quantiles",
+                    "Of dispatched requests that had a prediction.",
                     "s",
                     (quantile(0.1, "ewsjf_queue_wait_prediction_error_seconds"), "P10"),
                     (quantile(0.9, "ewsjf_queue_wait_prediction_error_seconds"), "P90"),

@@ -1,4 +1,4 @@
-"""Who uses the application, and who waits."""
+"""Dashboard of tenants: usage and fairness."""
 
 from observability.panels import Dashboard, Variable, line
 from observability.queries import gauge, rate
@@ -16,15 +16,15 @@ _OF_ALL = 'sum(rate(ewsjf_tenant_tokens_total{model=~"$model"}[$interval]))'
 TENANTS = Dashboard(
     name="tenants",
     title="tenants",
-    text="Who uses the application, and who waits. After 1,000 names, further tenants are `other`.",
+    text="Usage and queue by tenant. After 1,000 names, further tenants are `other`.",
     variables=(Variable("tenant", "ewsjf_tenant_requests_total", "tenant"),),
     sections=(
         (
-            "Use",
+            "Usage",
             (
                 line(
                     "Tokens per second",
-                    "As the engines counted them, the ten tenants with most.",
+                    "As counted by the engines; the ten largest tenants.",
                     "short",
                     (f"topk(10, {rate('ewsjf_tenant_tokens_total', 'tenant', _CHOSEN)})", "{{tenant}}"),
                     stacked=True,
@@ -41,13 +41,13 @@ TENANTS = Dashboard(
                 ),
                 line(
                     "Requests per second",
-                    "That ended in an engine.",
+                    "Requests that ended in an engine; the ten largest tenants.",
                     "reqps",
                     (f"topk(10, {rate('ewsjf_tenant_requests_total', 'tenant', _CHOSEN)})", "{{tenant}}"),
                 ),
                 line(
                     "Engine time",
-                    "Replicas that work for a tenant all the time, the ten tenants with most.",
+                    "In replicas (engine seconds per second); the ten largest tenants.",
                     "short",
                     (
                         f"topk(10, {rate('ewsjf_tenant_engine_seconds_total', 'tenant', _CHOSEN)})",
@@ -57,13 +57,13 @@ TENANTS = Dashboard(
                 ),
                 line(
                     "Tokens by API key",
-                    "For charging; the ledger behind /debug/usage has days.",
+                    "For charging; GET /debug/usage has days.",
                     "short",
                     (rate("ewsjf_key_tokens_total", "key, kind"), "{{key}} {{kind}}"),
                 ),
                 line(
                     "Requests by API key",
-                    "That ended in an engine.",
+                    "Requests that ended in an engine.",
                     "reqps",
                     (rate("ewsjf_key_requests_total", "key"), "{{key}}"),
                 ),
@@ -73,15 +73,15 @@ TENANTS = Dashboard(
             "Fairness",
             (
                 line(
-                    "Requests waiting",
-                    "One tenant alone waits for itself; all together wait for capacity.",
+                    "Queued requests",
+                    "Only one tenant: it exceeds its share. All tenants: capacity is too small.",
                     "short",
                     (_of_chosen("ewsjf_tenant_requests_waiting", "tenant"), "{{tenant}}"),
                     stacked=True,
                 ),
                 line(
-                    "Delay of others",
-                    "Requests kept waiting, on average, while a tenant took places that they could have had.",
+                    "Imposed delay",
+                    "Mean number of other tenants' requests that a tenant's requests delay.",
                     "short",
                     (
                         f"topk(10, {rate('ewsjf_tenant_imposed_delay_seconds_total', 'tenant', _CHOSEN)})",
@@ -90,7 +90,7 @@ TENANTS = Dashboard(
                 ),
                 line(
                     "Lead in service",
-                    "How far a tenant is ahead of the one with least, weights taken into account.",
+                    "Weighted lead over the tenant with the least service, as a share of all leads.",
                     "percentunit",
                     (_of_chosen("ewsjf_tenant_lead_ratio", "class, tenant"), "{{class}} {{tenant}}"),
                     at_most=1,

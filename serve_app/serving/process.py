@@ -33,23 +33,24 @@ class ProcessMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families; prometheus_client calls this for each page."""
         used = os.times()
-        cpu = CounterMetricFamily("ewsjf_process_cpu_seconds", "Processor time.", labels=self._names)
+        cpu = CounterMetricFamily(
+            "ewsjf_process_cpu_seconds", "CPU time (user and system).", labels=self._names
+        )
         cpu.add_metric(self._values, used.user + used.system)
         yield cpu
-        text = "Memory that a process holds; none where the system does not tell."
+        text = "Resident memory; absent if the system does not report it."
         memory = GaugeMetricFamily("ewsjf_process_resident_memory_bytes", text, labels=self._names)
         if (held := _resident_bytes()) is not None:
             memory.add_metric(self._values, held)
         yield memory
-        text = "When a process was started, in seconds since 1970."
+        text = "Start time of the process, in seconds since 1970."
         started = GaugeMetricFamily("ewsjf_process_start_time_seconds", text, labels=self._names)
         started.add_metric(self._values, _STARTED_AT)
         yield started
         versions = build_info()
         names = (*self._names, *versions)
-        build = GaugeMetricFamily(
-            "ewsjf_build_info", "What runs: 1, with its versions as labels.", labels=names
-        )
+        text = "Always 1; the labels are the versions of the process."
+        build = GaugeMetricFamily("ewsjf_build_info", text, labels=names)
         build.add_metric((*self._values, *versions.values()), 1)
         yield build
 

@@ -325,10 +325,10 @@ class StateKeeper:
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         labels = ("model",)
-        text = "Reads and writes of learned state that failed."
+        text = "Failed reads and writes of learned state."
         failures = Counter("ewsjf_state_failures", text, (*labels, "operation"), registry=self._registry)
         self._failures = {verb: failures.labels(model, verb) for verb in ("load", "save", "restore")}
-        text = "When learned state was last found saved, in seconds since 1970."
+        text = "Last time at which the current learned state was saved, in seconds since 1970."
         self._saved_at = Gauge("ewsjf_state_saved_timestamp_seconds", text, labels, registry=self._registry)
         self._saved_at = self._saved_at.labels(model)
 

@@ -44,8 +44,8 @@ def targets(good: str) -> dict[str, str]:
     """A hundred judged requests a minute, and so many good ones."""
     labels = '{model="m",class="default"}'
     return {
-        f"ewsjf_gateway_judged_requests_total{labels}": STEADY,
-        f"ewsjf_gateway_good_requests_total{labels}": good,
+        f"ewsjf_gateway_slo_requests_total{labels}": STEADY,
+        f"ewsjf_gateway_slo_attained_requests_total{labels}": good,
     }
 
 

@@ -112,43 +112,46 @@ class Telemetry:
     def _make_counters(self) -> None:
         labels = ("gateway", "model", "class", "pool")
         self.requests = self._counter("requests", "Concluded requests.", (*labels, "outcome"))
-        self.tokens = self._counter("tokens", "Tokens as the engines counted them.", (*labels, "kind"))
+        self.tokens = self._counter("tokens", "Tokens as counted by the engines.", (*labels, "kind"))
         self.put_backs = self._counter(
             "put_backs",
-            "Requests that came back from a replica before their first byte.",
+            "Requests put back before their first byte, by failure.",
             ("gateway", "model", "failure"),
         )
-        text = "Requests with latency targets to keep: all but those rejected for what they are."
-        self.judged = self._counter("judged_requests", text, labels)
+        text = (
+            "Requests that count for SLO attainment: all except invalid and rate-limited ones, and those "
+            "whose client disconnected early."
+        )
+        self.judged = self._counter("slo_requests", text, labels)
         text = "Requests that completed within the latency targets of their class."
-        self.good = self._counter("good_requests", text, labels)
-        text = "What kept requests from the latency targets of their class; a request may miss two of them."
+        self.good = self._counter("slo_attained_requests", text, labels)
+        text = "Missed latency targets of requests, by kind; a request may have two kinds."
         self.misses = self._counter("slo_violations", text, (*labels, "kind"))
 
     def _make_histograms(self) -> None:
         labels = ("gateway", "model", "class", "pool")
         self.ttft = self._histogram(
             "time_to_first_token_seconds",
-            "Arrival to first byte of a streamed answer.",
+            "Time from arrival to the first byte of a streamed answer.",
             labels,
             _SECONDS,
         )
-        text = "Time for each output token after the first, mean of a streamed answer."
+        text = "Time per output token after the first, mean of each streamed answer."
         self.tpot = self._histogram("time_per_output_token_seconds", text, labels, _TOKEN_SECONDS)
-        text = "Time between two pieces of a streamed answer, as they came from the engine."
+        text = "Time between two pieces of a streamed answer, as received from the engine."
         self.gaps = self._histogram("inter_token_latency_seconds", text, labels, _TOKEN_SECONDS)
         self.e2e = self._histogram(
-            "e2e_seconds", "Arrival to conclusion of completed requests.", labels, _SECONDS
+            "e2e_seconds", "Time from arrival to completion, of completed requests.", labels, _SECONDS
         )
         self.queue_wait = self._histogram(
-            "queue_wait_seconds", "Arrival to the last grant.", labels, _WAIT_SECONDS
+            "queue_wait_seconds", "Time from arrival to the last grant.", labels, _WAIT_SECONDS
         )
         # The scheduler exports another stage under the same name.
         self.overhead = histograms(
             self.registry,
             "ewsjf_overhead_seconds",
-            "What the application itself adds to a request, by stage: reading it (`parse`), asking the "
-            "scheduler apart from the wait in the queue (`schedule`), and deciding (`decide`).",
+            "Overhead of the application per request, by stage: `parse` (read the request), `schedule` "
+            "(round trip to the scheduler without queue time) and `decide` (decision of the scheduler).",
             ("gateway", "model", "stage"),
             _OVERHEAD_SECONDS,
         )
@@ -211,7 +214,7 @@ class Telemetry:
         labels = ("gateway", "model")
         in_flight = GaugeMetricFamily(
             "ewsjf_gateway_in_flight_requests",
-            "Requests waiting or running; those without a model are being received.",
+            "Requests waiting or running; the label `model` is empty while the body is being read.",
             labels=labels,
         )
         for model, count in self.in_flight.items():
@@ -225,7 +228,7 @@ class Telemetry:
         connects, stale_retries = self._upstream_counts()
         for name, text, value in (
             ("connects", "Connections opened to replicas.", connects),
-            ("stale_retries", "Requests repeated because a kept connection was closed.", stale_retries),
+            ("stale_retries", "Requests retried because the reused connection was closed.", stale_retries),
         ):
             family = CounterMetricFamily(f"ewsjf_gateway_upstream_{name}", text, labels=("gateway",))
             family.add_metric((self._gateway_id,), value)

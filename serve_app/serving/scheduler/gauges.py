@@ -100,8 +100,13 @@ def replica_figures(
         if report is not None and report.waiting is not None:
             waiting[key] = report.waiting
     return [
-        Figures("ewsjf_requests_in_flight", "Requests sent to a replica.", labels, sent),
-        Figures("ewsjf_replica_kv_usage_ratio", "KV cache in use, as last reported.", labels, kv_usage),
+        Figures("ewsjf_requests_in_flight", "Requests in flight on a replica.", labels, sent),
+        Figures(
+            "ewsjf_replica_kv_usage_ratio",
+            "Share of the KV cache in use, as last reported.",
+            labels,
+            kv_usage,
+        ),
         Figures(
             "ewsjf_replica_waiting",
             "Requests in the engine's own queue, as last reported.",
@@ -123,22 +128,22 @@ def core_figures(core: Scheduler) -> list[Figures]:
         ),
         figure(
             "ewsjf_retry_reservations",
-            "Rejected requests whose return is expected.",
+            "Rejected requests whose retry is expected.",
             len(admission.retry_reservations),
         ),
         figure(
             "ewsjf_b_short_tokens",
-            "Token budget up to which a request is at home in the first pool.",
+            "Token budget up to which the first pool is a request's home pool.",
             core.router.b_short_tokens,
         ),
         figure(
             "ewsjf_queue_wait_prediction_error_mean_seconds",
-            "Predicted minus actual wait in the queue, mean of the last fifty or so.",
+            "Predicted minus actual queue time, mean of about the last fifty requests.",
             errors.mean_s,
         ),
         figure(
             "ewsjf_queue_wait_prediction_error_absolute_mean_seconds",
-            "Size of the difference of predicted and actual wait, mean of the last fifty or so.",
+            "Absolute difference of predicted and actual queue time, mean of about the last fifty requests.",
             errors.mean_absolute_s,
         ),
     ]
@@ -174,31 +179,31 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
     return [
         Figures(
             "ewsjf_length_queue_requests_waiting",
-            "Requests in a length queue.",
+            "Queued requests by length queue.",
             ("class", "length_queue"),
             waiting,
         ),
         Figures(
             "ewsjf_length_queue_oldest_wait_seconds",
-            "How long the oldest head of a length queue has waited.",
+            "Queue time so far of the oldest head of a length queue.",
             ("class", "length_queue"),
             oldest_s,
         ),
         Figures(
             "ewsjf_blocked_heads",
-            "Heads of sub-queues by home pool and what they wait for, of the hundred that came first.",
+            "Heads of sub-queues by home pool and wait cause, of the hundred oldest.",
             ("pool", "cause"),
             blocked,
         ),
         Figures(
             "ewsjf_tenant_requests_waiting",
-            "Requests in the queue, by tenant; after 1,000 tenants, further ones share the label `other`.",
+            "Queued requests by tenant; after 1,000 tenants, further ones share the label `other`.",
             ("tenant",),
             tenants,
         ),
         Figures(
             "ewsjf_tenant_lead_ratio",
-            "Service that a tenant is ahead of the one with least, as a share of that of its class.",
+            "Lead of a tenant over the one with the least service, as a share of all leads in its class.",
             ("class", "tenant"),
             leads,
         ),
@@ -227,25 +232,25 @@ def pool_figures(core: Scheduler, now: float) -> list[Figures]:
     return [
         Figures(
             "ewsjf_pool_replicas",
-            "Replicas by what they are to the scheduler: open, saturated, stale, draining or suspended.",
+            "Replicas by state: open, saturated, stale, draining or suspended.",
             ("pool", "state"),
             replicas,
         ),
         Figures(
             "ewsjf_pool_saturation_ratio",
-            "Share of the working replicas of a pool that take nothing more.",
+            "Share of a pool's open and saturated replicas that are saturated.",
             ("pool",),
             saturation,
         ),
         Figures(
             "ewsjf_pool_capacity_ratio",
-            "Requests sent to a pool, over those that its engines run at once.",
+            "In-flight requests of a pool over the concurrency of its engines.",
             ("pool",),
             capacity,
         ),
         Figures(
             "ewsjf_pool_kv_reserved_ratio",
-            "KV cache of a pool that is reserved for requests; none where engines do not tell its size.",
+            "Reserved share of a pool's KV cache; absent if its engines do not report the size.",
             ("pool",),
             reserved,
         ),
@@ -273,14 +278,14 @@ def cost_figures(core: Scheduler, names: Names) -> list[Figures]:
     return [
         Figures(
             "ewsjf_tenant_engine_seconds",
-            "Time that engines worked on the requests of a tenant that have left them.",
+            "Engine time of a tenant's requests that have ended in an engine.",
             labels,
             used,
             SUM,
         ),
         Figures(
             "ewsjf_tenant_imposed_delay_seconds",
-            "Time for which requests of a tenant kept those of others waiting, summed over these.",
+            "Delay that a tenant's requests imposed on other tenants, summed over the delayed requests.",
             labels,
             imposed,
             SUM,

@@ -30,8 +30,12 @@ _SETTLING_S = 6.0
 
 _GAUGES: tuple[tuple[str, str, Callable[[PoolDecision], float]], ...] = (
     ("ewsjf_desired_replicas", "Replicas that a pool should have.", lambda each: each.replicas),
-    ("ewsjf_pool_load_engines", "Engines that a pool's arrivals fill.", lambda each: each.load),
-    ("ewsjf_pool_backlog_seconds", "Work that waits, in seconds of one engine.", lambda each: each.backlog_s),
+    ("ewsjf_pool_load_engines", "Offered load of a pool, in engines.", lambda each: each.load),
+    (
+        "ewsjf_pool_backlog_seconds",
+        "Queued work of a pool, in seconds of one engine.",
+        lambda each: each.backlog_s,
+    ),
 )
 
 
@@ -58,9 +62,9 @@ class LiveScaling(Collector):
         self._core: Scheduler | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        text = "Decisions of autoscaling that failed; the last one stays in force."
+        text = "Failed autoscaling decisions; the last successful one stays in effect."
         self._failures = counters(self._registry, "ewsjf_scaling_failures", text, ("model",))[(model,)]
-        text = "Times that autoscaling asked for more replicas of a pool (`up`), or for fewer (`down`)."
+        text = "Autoscaling decisions by direction: more replicas (`up`) or fewer (`down`)."
         labels = ("model", "pool", "direction")
         self._changes = counters(self._registry, "ewsjf_scaling_decisions", text, labels)
         self._begin_counts()

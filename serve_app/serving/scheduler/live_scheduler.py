@@ -321,16 +321,18 @@ class LiveScheduler:
         return [
             figure(
                 "ewsjf_scheduler_incarnation",
-                "Rises with every scheduler started.",
+                "Incarnation of the scheduler; each new scheduler has a higher one.",
                 self._options.incarnation,
             ),
             Figures(
                 "ewsjf_requests_waiting",
-                "Requests in the queue.",
+                "Queued requests.",
                 ("class",),
                 {(priority.value,): waiting.get(priority, 0) for priority in PriorityClass},
             ),
-            figure("ewsjf_replicas_stale", "Replicas without a fresh report.", len(self._replicas.stale())),
+            figure(
+                "ewsjf_replicas_stale", "Replicas whose load report is too old.", len(self._replicas.stale())
+            ),
             figure("ewsjf_gateways_connected", "Gateways connected.", self._gateways.connected),
             *replica_figures(self._replicas.reports(), book.in_flight()),
             *core_figures(core),

@@ -52,29 +52,34 @@ class SchedulerMetrics:
 
     def _make_counters(self) -> None:
         counter, single = self._counter, self._single
-        self._dispatches = counter("ewsjf_dispatches", "Grants issued.", "pool")
-        text = "Time in the queue, of requests that have left it, by what they waited for."
+        self._dispatches = counter("ewsjf_dispatches", "Requests dispatched.", "pool")
+        text = "Queue time of requests that have left the queue, by cause."
         self._wait_causes = counter("ewsjf_queue_wait_cause_seconds", text, "class", "cause")
-        self._spills = counter("ewsjf_spills", "Grants in another pool than the request's own.", "pool")
-        text = "Requests that came back before their first byte."
+        self._spills = counter(
+            "ewsjf_spills", "Requests dispatched to another pool than their home pool.", "pool"
+        )
+        text = "Requests put back before their first byte, by failure."
         self._put_backs = counter("ewsjf_put_backs", text, "failure")
         for failure in DispatchFailure:
             self._put_backs[self._model, failure].inc(0)
-        text = "Requests that reached their outcome."
+        text = "Concluded requests."
         self._concluded = counter("ewsjf_requests_concluded", text, "class", "outcome")
-        self._stale_reports = single("ewsjf_stale_reports", "Times a replica's report went stale.")
-        text = "Times that learned length queues were put in force."
+        self._stale_reports = single(
+            "ewsjf_stale_reports", "Times that the load report of a replica became stale."
+        )
+        text = "Changes of the learned length queues."
         self._partition_changes = counter("ewsjf_partition_changes", text, "reason")
-        text = "Times that tuned values were put in force, trials and ends of trials among them."
+        text = "Changes of tuned values, including the start and the end of trials."
         self._retunings = single("ewsjf_retunings", text)
-        self._b_short_moves = single("ewsjf_b_short_moves", "Times that the border of the pools moved.")
-        self._errors = single("ewsjf_scheduler_errors", "Events that the core could not handle.")
+        text = "Changes of `b_short_tokens`, the boundary of the first pool."
+        self._b_short_changes = single("ewsjf_b_short_changes", text)
+        self._errors = single("ewsjf_scheduler_errors", "Events that the scheduler core failed to handle.")
         text = (
-            "Requests whose actual tokens belonged into another pool: `long` ones that were at home in the "
-            "first pool, and `short` ones that were not."
+            "Requests whose actual tokens belong to another pool: `long` ones with the first pool as home, "
+            "and `short` ones with another home pool."
         )
         self._misroutes = counter("ewsjf_misroutes", text, "pool", "actual")
-        text = "Tokens as the engines counted them, by tenant."
+        text = "Tokens by tenant, as counted by the engines."
         self._tenant_tokens = counter("ewsjf_tenant_tokens", text, "tenant", "kind")
         text = "Requests that ended in an engine, by tenant."
         self._tenant_requests = counter("ewsjf_tenant_requests", text, "tenant")
@@ -86,23 +91,23 @@ class SchedulerMetrics:
 
     def _make_histograms(self) -> None:
         histogram = self._histogram
-        text = "Time in the queue until dispatch."
+        text = "Queue time until dispatch."
         self._wait = histogram("ewsjf_queue_wait_seconds", text, _WAIT_BOUNDS_S, "pool", "class")
-        text = "Time in the queue until dispatch, by length queue."
+        text = "Queue time until dispatch, by length queue."
         name = "ewsjf_length_queue_wait_seconds"
         # Starts at 5 ms, because there may be a hundred queues.
         self._length_queue_wait = histogram(name, text, _WAIT_BOUNDS_S[1:], "length_queue")
-        text = "Predicted minus actual wait of requests that were dispatched and had a prediction."
+        text = "Predicted minus actual queue time of dispatched requests that had a prediction."
         name = "ewsjf_queue_wait_prediction_error_seconds"
         self._predicted_error = histogram(name, text, _ERROR_BOUNDS_S, "class")
         text = "Actual minus expected start, of the first and the last estimate sent to a queued request."
         name = "ewsjf_queue_estimate_error_seconds"
         self._start_error = histogram(name, text, _ERROR_BOUNDS_S, "class", "estimate")
-        text = "Estimated over actual tokens of ended requests; 1 is right, above 1 was estimated too high."
+        text = "Estimated over actual tokens of ended requests; 1 is exact."
         estimates = histogram("ewsjf_estimate_ratio", text, _RATIO_BOUNDS, "kind")
         self._estimates = {kind: estimates[self._model, kind] for kind in ("prompt", "output")}
         # The gateways export two other stages under the same name.
-        text = "What the application itself adds to a request, by stage."
+        text = "Overhead of the application per request, by stage."
         overhead = histogram("ewsjf_overhead_seconds", text, _DECISION_BOUNDS_S, "stage")
         self._decisions = overhead[self._model, "decide"]
 
@@ -138,7 +143,7 @@ class SchedulerMetrics:
                 if isinstance(command, ReportStale):
                     self._stale_reports.inc()
                 elif isinstance(command, BShortChanged):
-                    self._b_short_moves.inc()
+                    self._b_short_changes.inc()
 
     def on_end(
         self, ended: ScheduledRequest, outcome: Outcome, pools: tuple[str, ...], b_short_tokens: int

@@ -270,40 +270,43 @@ class TuningEndpoint:
         return [
             figure(
                 "ewsjf_length_queues",
-                "Learned length queues in force; 0 while the policy has those that it began with.",
+                "Number of learned length queues; 0 while the policy uses its initial ones.",
                 len(self.queues),
             ),
             figure(
                 "ewsjf_partition_age_seconds",
-                "Time since the length queues in force were learned.",
+                "Time since the current length queues were learned.",
                 self.queues.age_s(now),
             ),
             Figures(
                 "ewsjf_tuned_value",
-                "A setting that is tuned, as it is in force.",
+                "Current value of a tuned setting.",
                 ("setting",),
                 {(path,): value for path, value in self._tuned.items()},
             ),
             Figures(
                 "ewsjf_twin_error_ratio",
-                "Mean latency in the tuner's twin over that of the engines, less 1, as last measured.",
+                "Last measured error of the twin: its mean latency over that of the engines, minus 1.",
                 ("latency",),
                 {(latency,): error[f"{latency}_ratio"] for latency in ("ttft", "tpot") if error},
             ),
-            figure("ewsjf_tuner_searches", "Searches of the tuner that ended.", counts["searches"], SUM),
+            figure("ewsjf_tuner_searches", "Finished searches of the tuner.", counts["searches"], SUM),
             figure(
-                "ewsjf_tuner_trials", "Candidates that the tuner tried in its twin.", counts["trials"], SUM
+                "ewsjf_tuner_trials",
+                "Candidates that the tuner evaluated in its twin.",
+                counts["trials"],
+                SUM,
             ),
             Figures(
                 "ewsjf_tuner_decisions",
-                "Decisions of the tuner about values that it tried in production.",
+                "Decisions of the tuner about candidates on trial in production.",
                 ("decision",),
                 {(decision,): count for decision, count in counts["decisions"].items()},
                 SUM,
             ),
             figure(
                 "ewsjf_tuner_frozen",
-                "1 while the tuner may try nothing, by command or because it failed.",
+                "1 while the tuner is frozen, by a command or after a failure: no trials.",
                 bool(self.frozen) if self.shown.get("counts") else None,
             ),
         ]

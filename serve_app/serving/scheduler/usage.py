@@ -51,7 +51,7 @@ class UsageLedger:
         self._registry = CollectorRegistry()
         text = "Requests that ended in an engine, by API key."
         self._requests = counters(self._registry, "ewsjf_key_requests", text, ("model", "key"))
-        text = "Tokens as the engines counted them, by API key."
+        text = "Tokens by API key, as counted by the engines."
         self._tokens = counters(self._registry, "ewsjf_key_tokens", text, ("model", "key", "kind"))
 
     def __repr__(self) -> str:

@@ -157,7 +157,7 @@ class TunerActor:
                 answer = await call
         except Exception as error:  # noqa: BLE001 - the next update retries
             if not self._is_disconnected:
-                logger.warning("event=tuner_without_scheduler model=%s reason=%r", self._model, error)
+                logger.warning("event=tuner_scheduler_unreachable model=%s reason=%r", self._model, error)
             self._is_disconnected = True
             return None
         self._is_disconnected = False

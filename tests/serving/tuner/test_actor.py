@@ -147,7 +147,7 @@ async def test_an_unreachable_scheduler_is_logged_once_and_used_again(
     tuner = TunerActor("m", QUICK, calls)
     with caplog.at_level(logging.WARNING, "ray.serve"):
         await asyncio.sleep(0.1)
-    assert caplog.text.count("event=tuner_without_scheduler model=m") == 1
+    assert caplog.text.count("event=tuner_scheduler_unreachable model=m") == 1
     await tuner.check_health()
     calls.is_cut = False
     await ask(simulation, await simulation.gateway())

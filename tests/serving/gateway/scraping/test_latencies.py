@@ -44,13 +44,13 @@ async def test_the_gaps_between_tokens_and_their_mean_are_measured() -> None:
     assert 0.1 <= found[f"{gaps}_sum"] < 5
     assert found["ewsjf_gateway_time_per_output_token_seconds_count"] == 1
     assert 0.01 <= found["ewsjf_gateway_time_per_output_token_seconds_sum"] < 1
-    assert found["ewsjf_gateway_good_requests_total"] == 1
+    assert found["ewsjf_gateway_slo_attained_requests_total"] == 1
     assert found["ewsjf_gateway_slo_violations_total"] == 0
 
 
 async def test_an_answer_beyond_its_targets_is_counted_by_what_it_missed() -> None:
     found = await page_after_a_stream(STRICT)
-    assert found["ewsjf_gateway_good_requests_total"] == 0
+    assert found["ewsjf_gateway_slo_attained_requests_total"] == 0
     assert found["ewsjf_gateway_slo_violations_total tpot"] == 1
     assert found["ewsjf_gateway_slo_violations_total ttft"] == 0
 
