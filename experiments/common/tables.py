@@ -1,4 +1,4 @@
-"""Tables in Markdown, made from rows, with a caption that says where the figures come from."""
+"""Markdown tables of rows, with a caption that states the origin of the figures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class Table:
     """A table of an experiment.
 
     Attributes:
-        text: makes the Markdown, without a caption.
-        where: what a row's key must have to be in the table, see `rows.where`.
-        note: begins the caption: what the columns mean, in a sentence.
+        text: returns the Markdown, without a caption.
+        where: selects the rows of the table by their key, see `rows.where`.
+        note: start of the caption: a sentence on the meaning of the columns.
     """
 
     text: Callable[[Sequence[Row]], str]
@@ -27,10 +27,10 @@ class Table:
     note: str = ""
 
     def written(self, rows: Sequence[Row]) -> str:
-        """The table and its caption.
+        """Return the table and its caption.
 
         Raises:
-            SettingsError: no row belongs to it.
+            SettingsError: it has no rows.
         """
         mine = where(rows, **self.where)
         if not mine:
@@ -39,29 +39,29 @@ class Table:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
-    """A table whose first columns are text, and whose others are figures, to the right."""
+    """Return a Markdown table: leading columns are text, the others figures, aligned right."""
     rule = ["---"] * text_columns + ["--:"] * (len(head) - text_columns)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
 def plus_minus(values: Sequence[float | None], decimals: int = 2, *, scale: float = 1.0) -> str:
-    """The mean over seeds and half the width of its 95 % interval; `-` when there are no values."""
+    """Return the mean over seeds and half the width of its 95 % interval; `-` without values."""
     numbers = [value for value in values if value is not None]
     return interval_95(numbers).as_text(decimals, scale) if numbers else "-"
 
 
 def load_note(rows: Sequence[Row]) -> str:
-    """How busy the machine was, our own work included: it matters where time is real."""
+    """Return the load of the machine, including the experiment; relevant to live measurements."""
     loads = [row.machine.load_average[0] for row in rows if row.machine.load_average]
     if not loads:
         return ""
     low, high = f"{min(loads):.1f}", f"{max(loads):.1f}"
     span = low if low == high else f"{low} to {high}"
-    return f"The machine's load average was {span} with this experiment at work."
+    return f"Load average of the machine during the experiment: {span}."
 
 
 def caption(rows: Sequence[Row], note: str = "") -> str:
-    """Where the figures come from: seeds, traces, commit, date, machine, and the experiment."""
+    """Return the origin of the figures: seeds, traces, commit, date, machine and experiment."""
     measured = f"Measured {_dates(rows)} at commit {_commits(rows)} on {_machines(rows)}"
     parts = [note, _seeds(rows), *_traces(rows), f"{measured}, by `experiments/run {rows[0].experiment}`"]
     return " ".join(f"{part.rstrip('.')}." for part in parts if part)

@@ -13,13 +13,13 @@ _FORMS = {
     "by_work": "by work, w_s (1 - 1/rho)",
     "by_both_pools": "both pools",
 }
-_BASELINES = {WORST_CASE: "16 places", PAGED: "one paged pool"}
+_BASELINES = {WORST_CASE: "16 sequences", PAGED: "one paged pool"}
 _NONE = "-"
 _HOURS_A_YEAR = 8_760
 
 
 def _cases(rows: Sequence[Row]) -> str:
-    head = ["demand", "one pool, 16 places", "one paged pool", "two pools", "cost against the paged pool"]
+    head = ["demand", "one pool, 16 sequences", "one paged pool", "two pools", "cost against one paged pool"]
     lines = [
         [
             row.settings["title"],
@@ -52,7 +52,7 @@ def _cost(row: Row) -> str:
 
 
 def _against(row: Row, baseline: str) -> Mapping[str, Any] | None:
-    """What two pools save of a baseline; None where one of the fleets is missing."""
+    """Return the saving of two pools against a baseline; None if one of the fleets is missing."""
     pools = row.figures["fleets"].get(POOLS)
     found: Mapping[str, Any] | None = None if pools is None else pools["savings"].get(baseline)
     return found
@@ -76,7 +76,7 @@ def _saved_a_year(row: Row, baseline: str) -> str:
 
 
 def _promises(rows: Sequence[Row]) -> str:
-    """How much more each closed form promises than the simulation finds, in percentage points."""
+    """Return the excess of each closed form over the simulation, in percentage points."""
     head = ["closed form"]
     for baseline, title in _BASELINES.items():
         found = [one["simulated"] for row in rows if (one := _against(row, baseline))]
@@ -101,17 +101,17 @@ TABLES = {
     "cases": Table(
         text=_cases,
         where={"case": ANY},
-        note="Simulated; ± is one replica of what was simulated, and nothing finer can be told. Left out for "
-        "time: Azure on A100, and Qwen3-235B on MI300X",
+        note="Simulated; ± is the resolution of the search, one simulated replica. Not measured: Azure on "
+        "A100, and Qwen3-235B on MI300X",
     ),
     "dollars": Table(
         text=_dollars,
         where={"case": ANY},
-        note="What two pools save, at the prices per GPU and hour of the planner's table; a minus is a loss",
+        note="Saving by two pools at the GPU prices of the planner's table; negative values are losses",
     ),
     "grid": Table(
         text=_promises,
         where={"mix": ANY},
-        note="Percentage points of cost that a closed form promises beyond what the simulation finds",
+        note="Excess of the closed form's saving over the simulated one, in percentage points of cost",
     ),
 }

@@ -11,7 +11,7 @@ from tests.docs.documents import CODE_WORD, ROOT, heading_anchors, passages, pas
 from tests.docs.marks import BlockError
 from tests.docs.sentences import MAX_WORDS, sentences, words
 
-README_LINES = 150
+README_LINES = 130
 
 DOCUMENTS = documents.documents()
 # What was true of a release may name what is gone since.
