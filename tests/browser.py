@@ -1,9 +1,9 @@
-"""A headless Chromium for tests of pages, driven through its DevTools protocol.
+"""Headless Chromium for page tests, driven through its DevTools protocol.
 
     async with open_page(url, tmp_path) as page:
         assert await page.evaluate("document.title") == "..."
 
-Tests that need it carry the mark `needs_browser`.
+Tests that use it are marked `needs_browser`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _FOUND = next((path for name in _PROGRAMS if (path := shutil.which(name))), None)
 _LISTENING = b"DevTools listening on "
 _WAIT_S = 60.0
-# In a container there is neither a sandbox nor much of /dev/shm; a graphics card is nowhere.
+# Containers have no sandbox, little /dev/shm and no graphics card.
 _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
     *("--no-first-run", "--disable-background-networking", "--remote-debugging-port=0"),
@@ -41,8 +41,8 @@ class BrowserPage:
     """One open page.
 
     Attributes:
-        requests: addresses that it asked for, its own first.
-        problems: errors of scripts, and what a policy of the page rejected.
+        requests: requested addresses, the page's own first.
+        problems: script errors, and violations of the page's policy.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -55,7 +55,7 @@ class BrowserPage:
         self._loaded = asyncio.Event()
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript; a promise is waited for."""
+        """Return the value of a JavaScript expression; await promises."""
         found = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
         )
@@ -63,14 +63,14 @@ class BrowserPage:
         return found["result"].get("value")
 
     async def becomes(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true."""
+        """Return the value of an expression once it is true."""
         async with asyncio.timeout(_WAIT_S):
             while not (value := await self.evaluate(expression)):  # noqa: ASYNC110 - a page tells no event
                 await asyncio.sleep(0.05)
         return value
 
     async def press(self, key: str) -> None:
-        """Press a key where the focus is."""
+        """Press a key on the focused element."""
         common: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, ord(key[0]))}
         if len(key) == 1:
             common["text"] = key
@@ -78,7 +78,7 @@ class BrowserPage:
         await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def mouse(self, *steps: tuple[str, float, float]) -> None:
-        """Move, press and release the mouse: `("mouseMoved", 10, 20)` and the like."""
+        """Send mouse events such as `("mouseMoved", 10, 20)`."""
         for kind, x, y in steps:
             held = kind != "mouseMoved"
             await self.call(
@@ -86,7 +86,7 @@ class BrowserPage:
             )
 
     async def emulate(self, *, scheme: str = "light", medium: str = "screen", width: int = 1_280) -> None:
-        """Show the page in a colour scheme, on a screen or on paper, so many pixels wide."""
+        """Show the page in a colour scheme, on screen or paper, with this width in pixels."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", media=medium, features=features)
         await self.call(
@@ -94,12 +94,12 @@ class BrowserPage:
         )
 
     async def screenshot(self, path: Path) -> None:
-        """Write a picture of the whole page."""
+        """Write a screenshot of the whole page."""
         found = await self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         await asyncio.to_thread(path.write_bytes, base64.b64decode(found["data"]))
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol."""
+        """Send one protocol command."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -111,7 +111,7 @@ class BrowserPage:
         return found
 
     async def listen(self) -> None:
-        """Read what the browser says, until it ends."""
+        """Read the browser's messages until it ends."""
         async for message in self._socket:
             found = message.json()
             if "id" in found:
@@ -120,7 +120,7 @@ class BrowserPage:
                 self._note(found["method"], found.get("params", {}))
 
     async def open(self, url: str, *, scripts: bool) -> None:
-        """Open a page, and wait until it is loaded."""
+        """Open a page and wait until it has loaded."""
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -154,14 +154,14 @@ class BrowserPage:
 
 @contextlib.asynccontextmanager
 async def open_page(url: str, folder: Path, *, scripts: bool = True) -> AsyncIterator[BrowserPage]:
-    """A page in a browser of its own.
+    """Open a page in a new browser.
 
     Args:
         folder: for the browser's files.
-        scripts: whether the page may run any.
+        scripts: whether the page may run scripts.
     """
     assert _FOUND is not None
-    # Its start takes no time; what it says is read in a thread.
+    # Starting is instant; a thread reads the output.
     program = subprocess.Popen(  # noqa: ASYNC220 - see above
         [_FOUND, *_OPTIONS, f"--user-data-dir={folder / 'browser'}", "about:blank"],
         stdout=subprocess.DEVNULL,
@@ -183,7 +183,7 @@ async def open_page(url: str, folder: Path, *, scripts: bool = True) -> AsyncIte
             finally:
                 listening.cancel()
     finally:
-        # Its own process group: the launcher and everything that it started.
+        # A separate process group: the launcher and all of its children.
         os.killpg(program.pid, signal.SIGKILL)
         program.communicate()
 

@@ -1,4 +1,4 @@
-"""Builders of the core's values, and a scheduler on a driver clock."""
+"""Builders for core values, and a scheduler on a manual clock."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def request(
 
 
 def key(key_id: str = "k1", *, weight: float | None = None, **limits: int) -> KeyTerms:
-    """What a request says of its API key."""
+    """Return the terms of an API key."""
     return KeyTerms(key_id=key_id, weight=weight, limits=KeyLimits(**limits))
 
 
@@ -122,7 +122,7 @@ def report(
 
 
 def settings(**changes: Any) -> SchedulerSettings:
-    """FCFS, unless a test needs another policy."""
+    """Return settings with FCFS as the default policy."""
     usual = {"model": "m", "policy": "fcfs", "routing": RoutingSettings(b_short_tokens=500)}
     return SchedulerSettings(**{**usual, **changes})
 
@@ -134,13 +134,13 @@ _ESTIMATOR = TokenEstimator(EstimatorSettings())
 def scheduled_request(
     request_id: str = "r1", *, sequence: int = 1, pools: tuple[str, ...] = ("only",), **fields: Any
 ) -> ScheduledRequest:
-    """A request as the scheduler admits it."""
+    """Return a request in the form that the scheduler admits."""
     wanted = request(request_id, **fields)
     return ScheduledRequest(wanted, _ESTIMATOR.estimate(wanted), sequence, pools)
 
 
 class ManualDriver:
-    """A scheduler on a driver clock."""
+    """A scheduler on a manual clock."""
 
     def __init__(self, **changes: Any) -> None:
         self.scheduler = Scheduler(settings(**changes))
@@ -161,7 +161,7 @@ class ManualDriver:
         return self.feed(Arrived(request(request_id, **fields)))
 
     def find(self, request_id: str) -> ScheduledRequest:
-        """A request that waits or runs."""
+        """Return a queued or running request."""
         found = self.scheduler.find(request_id)
         assert found is not None
         return found
@@ -173,14 +173,14 @@ class ManualDriver:
 def one_replica(
     replica_id: str = "r1", *, limits: Mapping[str, float | None] | None = None, **changes: Any
 ) -> ManualDriver:
-    """A scheduler with a single pool of one replica."""
+    """Return a scheduler with a single pool of one replica."""
     driver = ManualDriver(routing=ONE_POOL, **changes)
     driver.join(replica_id, "only", **(limits or {}))
     return driver
 
 
 def two_pools(**changes: Any) -> ManualDriver:
-    """A scheduler with a short pool of replica `s1` and a long pool of replica `l1`."""
+    """Return a scheduler with a short pool of replica `s1` and a long pool of replica `l1`."""
     driver = ManualDriver(**changes)
     driver.join("s1", "short", max_model_len=1_000)
     driver.join("l1", "long", max_model_len=4_000, kv_tokens=16_000)
@@ -188,7 +188,7 @@ def two_pools(**changes: Any) -> ManualDriver:
 
 
 def fill(driver: ManualDriver, name: str = "f", **fields: Any) -> None:
-    """Three requests whose answers have not begun, after which a replica gets no more."""
+    """Submit three requests whose answers have not begun, which close a replica."""
     for number in range(3):
         driver.arrive(f"{name}{number}", **fields)
 
@@ -206,14 +206,14 @@ def concluded(commands: Sequence[Command]) -> list[tuple[str, str]]:
 
 
 def the_conclusion(commands: Sequence[Command]) -> Conclusion:
-    """How the one request ended that the only command is about."""
+    """Return the conclusion in the only command."""
     (command,) = commands
     assert isinstance(command, Conclude)
     return command.conclusion
 
 
 def retry_after_s(commands: Sequence[Command]) -> float:
-    """What the client of the one rejected request is told."""
+    """Return the `Retry-After` of the only rejected request."""
     told = the_conclusion(commands).retry_after_s
     assert told is not None
     return told

@@ -1,4 +1,4 @@
-"""One profile of hypothesis for all tests, and fixtures that several packages use."""
+"""Hypothesis profile for all tests, and shared fixtures."""
 
 import functools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import pytest
 from serve_app.lab.workloads import catalog
 from tests.parallel import Schedule, applications_first
 
-# How long an example takes depends on what else the machine does.
+# The time of an example depends on the machine's load.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
@@ -28,7 +28,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
 
 @pytest.fixture(autouse=True, scope="session")
 def certificates_read_once() -> Iterator[None]:
-    """Reading the machine's certificates takes 27 ms of CPU time, and every client of httpx would do it."""
+    """Read the machine's certificates once: every httpx client would take 27 ms of CPU time for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "httpx._transports.default.create_ssl_context", functools.cache(httpx.create_ssl_context)
@@ -38,7 +38,7 @@ def certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture
 def no_trace_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The usual folders of trace files are empty."""
+    """Point the usual trace folders at an empty one."""
     monkeypatch.delenv(catalog.TRACES_VARIABLE, raising=False)
     monkeypatch.setattr(catalog, "DOWNLOAD_FOLDER", tmp_path / "none")
     monkeypatch.setattr(catalog, "_SHARED_FOLDER", tmp_path / "none")

@@ -1,4 +1,4 @@
-"""HTTP servers for tests, on the event loop of the test."""
+"""HTTP servers on the test's event loop."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from serve_app.serving.listening import listening_socket
 
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, port: int = 0) -> AsyncIterator[int]:
-    """Serve an ASGI app; yields the port. Responses that are open at the end are cut."""
+    """Serve an ASGI app; yield the port. Responses that are open at the end are cut."""
     server = HttpServer("a test", app, HttpServerOptions(idle_s=5.0))
     sock = listening_socket("127.0.0.1", port, 1, 256)
     port = sock.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Which tests share a process when `scripts/test` runs them in two: those that serve an application do.
+"""Distribution of tests over the two processes of `scripts/test`: one gets all that serve an application.
 
-They wait most of their time, for processes of Ray, and share one application. The other process goes through
-the other files meanwhile, and helps with what is left. So it is with real engines, whose starts take half a
-minute each, mostly on one core.
+These mostly wait for Ray's processes, and share one application. The other process runs the other files, then
+helps with the rest. Tests with real engines are in the first group, too: their starts take half a minute
+each, mostly on one core.
 """
 
 import pytest
@@ -17,17 +17,17 @@ _APPLICATIONS = (
 
 
 class Schedule(LoadScopeScheduling):
-    """Gives a process all tests with applications, or the next file."""
+    """Scheduler that assigns all tests with applications, or the next file, to a process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "applications" if serves_an_application(nodeid) else nodeid.partition("::")[0]
 
 
 def serves_an_application(nodeid: str) -> bool:
-    """Whether the test may start processes of Ray."""
+    """Return whether the test may start processes of Ray."""
     return nodeid.startswith(_APPLICATIONS)
 
 
 def applications_first(items: list[pytest.Item]) -> None:
-    """Put the longest piece of work before the others, which keep their order."""
+    """Move the longest piece of work to the front; the others keep their order."""
     items.sort(key=lambda item: not serves_an_application(item.nodeid))

@@ -1,4 +1,4 @@
-"""A relay in front of a server, which treats bytes as bad networks do."""
+"""TCP relay that imitates bad networks."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,14 @@ _CHUNK_BYTES = 65_536
 
 
 class Relay:
-    """Passes connections on to a server.
+    """Forwards connections to a server.
 
     Attributes:
-        delay_s: every piece of data arrives so much later.
-        partitioned: nothing passes, neither data nor ends of connections. What is sent meanwhile arrives when
-            the network is whole again, as TCP sees to it.
-        mute_up: what clients send is lost for ever, and nobody is told.
-        mute_down: the same for what the server sends.
+        delay_s: delay of every piece of data.
+        partitioned: nothing passes, neither data nor ends of connections. Data sent in the partition arrives
+            after it, as in TCP.
+        mute_up: data from clients is lost without notice.
+        mute_down: the same for data from the server.
         rejects: new connections are reset at once.
         accepted: connections so far.
     """
@@ -46,7 +46,7 @@ class Relay:
 
     @property
     def port(self) -> int:
-        """Where clients connect."""
+        """Return the port for clients."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -55,14 +55,14 @@ class Relay:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
 
     def cut(self) -> None:
-        """Break every connection, and heal."""
+        """Break every connection, then heal."""
         self.mute_up = self.mute_down = False
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def heal(self) -> None:
-        """Be an ordinary network again. What passes nothing any more stays so: such connections break."""
+        """Work normally again. Mute connections cannot recover, so they break."""
         muted = self.mute_up or self.mute_down
         self.delay_s, self.rejects, self.partitioned = 0.0, False, False
         if muted:
@@ -106,7 +106,7 @@ class Relay:
                     writer.write(data)
         await self._whole.wait()
         if muted():
-            # A host that vanished tells nobody: its peer's connection stays half-open.
+            # As with a host that vanished: the peer's connection stays half-open.
             return
         writer.close()
         self._writers.discard(writer)

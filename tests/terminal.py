@@ -1,4 +1,4 @@
-"""A program on a terminal of a given width, as a user sees it."""
+"""Program on a terminal of a given width, as a user sees it."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def shown_on_terminal(*arguments: str, columns: int, timeout_s: float = 120) -> str:
-    """What `python ARGUMENTS` writes to its standard output, which is a terminal."""
+    """Return what `python ARGUMENTS` writes to standard output, with a terminal attached."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}

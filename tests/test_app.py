@@ -1,4 +1,4 @@
-"""The deployments that `build_app` binds, without a cluster."""
+"""Deployments that `build_app` binds, without a cluster."""
 
 import pickle
 from dataclasses import is_dataclass
@@ -29,13 +29,13 @@ def settings(*models: dict[str, Any], **changes: Any) -> AppSettings:
 
 
 def deployments(application: Application) -> dict[str, Deployment]:
-    """Every deployment of an application, as Serve builds it."""
+    """Return every deployment of an application, as Serve builds it."""
     built = build_with_serve(application, name="ewsjf")
     return {deployment.name: deployment for deployment in built.deployments}
 
 
 def arguments(deployment: Deployment) -> tuple[Any, ...]:
-    """The constructor arguments of its replicas."""
+    """Return the constructor arguments of its replicas."""
     return cast("tuple[Any, ...]", deployment.init_args)
 
 
@@ -152,7 +152,7 @@ def test_the_gateway_knows_every_name_of_every_model() -> None:
 
 
 def test_the_same_settings_build_the_same_application() -> None:
-    """Serve restarts replicas whose arguments have changed; nothing random may be among them."""
+    """Serve restarts replicas whose arguments have changed, so nothing random may be among them."""
 
     def pickled() -> dict[str, list[bytes]]:
         found = deployments(application_of(load_settings(CONFIGS / "local.yaml")))

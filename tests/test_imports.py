@@ -1,8 +1,7 @@
-"""The direction of imports: the core imports nothing else, there are no cycles, Ray and vLLM have one home.
+"""Direction of imports: the core imports nothing else, no cycles, one place each for Ray and vLLM.
 
-A component is a package at the top of `serve_app`, or one of the modules there. Imports are read from the
-source, so those inside functions count as well; only what stands under `if TYPE_CHECKING` is none at run
-time.
+A component is a top-level package or module of `serve_app`. Imports are read from the source, so those inside
+functions count as well; those under `if TYPE_CHECKING` do not exist at run time.
 """
 
 import ast
@@ -17,12 +16,12 @@ from serve_app.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1] / "serve_app"
 
-# The packages and modules at the top of `serve_app`, and what each may import besides itself.
+# Top-level packages and modules of `serve_app`, and what each may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "request": set(),
     "errors": {"request"},
     "core": {"request", "errors"},
-    # What answers requests, and the model of an engine that simulation and the emulated engine share.
+    # The engines, and the engine model that simulation and the emulated engine share.
     "engines": {"request", "errors", "core"},
     # The simulator and the live application drive the same core. Neither imports the other.
     "lab": {"request", "errors", "core", "engines"},
@@ -34,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
-# What is pure: it computes, and takes time, chance and everything else as arguments.
+# Pure modules only compute: time, randomness and everything else are arguments.
 PURE = (
     "core",
     *(
@@ -49,10 +48,10 @@ IMPURE_STANDARD_LIBRARY = {
     *("signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
 }
 
-# A library that computes and does nothing else, and the one module of the core that needs it.
+# A library that only computes, and the only module of the core that needs it.
 PURE_LIBRARIES = {"core/decision_log.py": "msgspec"}
 
-# Where the heavy libraries may be imported.
+# Places where the heavy libraries may be imported.
 HOMES = {
     "ray": ("serving", "app.py", "cli/serve/cluster.py", "cli/serve/draining.py"),
     "vllm": ("engines/vllm/library.py",),
@@ -66,7 +65,7 @@ HOMES = {
 
 @dataclass(frozen=True)
 class Import:
-    """One import: by which file (path under `serve_app`), of what, where."""
+    """One import: file (path under `serve_app`), target, and place."""
 
     file: str
     module: str
@@ -87,7 +86,7 @@ def imports_in(source: str, file: str) -> Iterator[Import]:
 
 
 def running_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node that is executed at run time."""
+    """Yield every node that is executed at run time."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
@@ -113,7 +112,7 @@ def is_within(file: str, places: tuple[str, ...]) -> bool:
 
 
 def named_in_the_table_of_commands() -> Iterator[Import]:
-    """The modules that the command line imports by the name that its table has."""
+    """Yield the modules that the command line imports by the name in its table."""
     for entry in COMMANDS:
         yield Import("cli/__init__.py", entry.module, 0)
 

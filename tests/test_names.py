@@ -1,4 +1,4 @@
-"""Guides in the tree: every module and package states what it is."""
+"""Names and docstrings: every module and package states its content."""
 
 import ast
 import re

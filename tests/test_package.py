@@ -1,4 +1,4 @@
-"""What an installation holds: every file that the code reads stands in a pattern of pyproject.toml."""
+"""Package contents: every file that the code reads matches a pattern of pyproject.toml."""
 
 import tomllib
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Private interfaces of Ray, uvicorn and vLLM: each has a home, a reason, and still exists.
+"""Private interfaces of Ray, uvicorn and vLLM: each is used in one place for a reason, and still exists.
 
-A failure after an update of a library names what breaks; docs/upgrading.md says what to do.
+A failure after a library update names what breaks; docs/upgrading.md describes what to do.
 """
 
 import ast
@@ -56,7 +56,7 @@ def test_private_interfaces_have_one_home_for_each_library() -> None:
 
 
 def private_uses(source: str) -> Iterator[tuple[int, str]]:
-    """Private names imported from a library, and private attributes of anything but the own object."""
+    """Yield private names imported from a library, and private attributes of objects other than `self`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
             if any(part.startswith("_") for part in [*node.module.split("."), *(a.name for a in node.names)]):
@@ -75,7 +75,7 @@ def is_private(name: str) -> bool:
 
 
 def is_of_a_library(value: ast.expr) -> bool:
-    """Own modules and objects are excepted: ruff's SLF001 watches over those."""
+    """Exclude our own modules and objects, which ruff's SLF001 checks."""
     root = value
     while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
         root = root.func if isinstance(root, ast.Call) else root.value

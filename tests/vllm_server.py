@@ -1,4 +1,4 @@
-"""A vLLM server: a process of its own on this machine, and what its engine counted."""
+"""vLLM server as a separate process on this machine, with its engine's counters."""
 
 import contextlib
 import json
@@ -18,21 +18,21 @@ from experiments.common.processes import cpu_s, process_tree
 from serve_app.lab.bench.connection import BenchError
 
 _ROOT = Path(__file__).resolve().parents[1]
-# Two servers that start side by side on two cores take about two minutes.
+# Two servers that start in parallel on two cores take about two minutes.
 _START_TIMEOUT_S = 420.0
 _END_TIMEOUT_S = 30.0
 
 Option = str | int | float | bool
-"""The value of one of vLLM's own options; a switch is on or off."""
+"""Value of a vLLM option; a switch is on or off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServerSettings:
-    """What a server is started with.
+    """Start-up settings of a server.
 
     Attributes:
         model: folder or hub name.
-        served_model_names: clients may ask for any of them.
+        served_model_names: names that clients may use.
         options: vLLM's own, by name with underscores.
         environment: added to this process's own.
     """
@@ -43,7 +43,10 @@ class VllmServerSettings:
     environment: Mapping[str, str]
 
     def command(self, port: int) -> list[str]:
-        """What is run. Not `vllm serve`: vLLM's CPU build lacks what its console script needs."""
+        """Return the command line.
+
+        `vllm serve` is not usable: the CPU build lacks what its console script needs.
+        """
         return [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--host", "127.0.0.1", "--port", str(port), "--model", self.model),
@@ -54,14 +57,14 @@ class VllmServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """What an engine has done; the difference of two readings is what it did in between.
+    """Counters of an engine; the difference of two readings covers the time between them.
 
     Attributes:
-        steps: iterations of its scheduler that computed something.
+        steps: scheduler iterations that computed something.
         step_tokens: prompt and output tokens computed in them.
-        started: requests that left its own queue.
-        queue_wait_s: how long those waited in it, summed.
-        preemptions: requests thrown out of its batch.
+        started: requests that left the engine's queue.
+        queue_wait_s: their summed wait in that queue.
+        preemptions: requests removed from the batch.
     """
 
     steps: float
@@ -71,7 +74,7 @@ class EngineCounters:
     preemptions: float
 
     def since(self, before: "EngineCounters") -> "EngineCounters":
-        """What was counted after `before`."""
+        """Return the difference to an earlier reading."""
         return EngineCounters(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
 
 
@@ -85,7 +88,7 @@ _NAMES = (
 
 
 def read_counters(metrics: str) -> EngineCounters:
-    """The counters in the text of vLLM's `/metrics`, summed over its engine cores."""
+    """Return the counters of a `/metrics` text, summed over engine cores."""
 
     def total(name: str) -> float:
         samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})?\s+(\S+)", metrics, re.MULTILINE)
@@ -96,10 +99,10 @@ def read_counters(metrics: str) -> EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """A server that was started; several can start side by side.
+    """A started server; several can start in parallel.
 
     Attributes:
-        log: where its output goes.
+        log: file for its output.
     """
 
     url: str
@@ -107,7 +110,7 @@ class VllmServer:
     process: "subprocess.Popen[bytes]"
 
     def wait_until_healthy(self) -> None:
-        """Return as soon as it answers.
+        """Return once it answers.
 
         Raises:
             BenchError: it ended, or does not answer within seven minutes.
@@ -123,21 +126,21 @@ class VllmServer:
         raise BenchError(f"vLLM did not answer within {_START_TIMEOUT_S:.0f} s: read {self.log}")
 
     def cpu_s(self) -> float:
-        """CPU time that its processes have used until now, in seconds."""
+        """Return the CPU time of its processes so far, in seconds."""
         return cpu_s(process_tree(self.process.pid))
 
     def counters(self) -> EngineCounters:
-        """What its engine has counted until now."""
+        """Return its engine's counters so far."""
         return read_counters(_get(f"{self.url}/metrics"))
 
 
 @contextlib.contextmanager
 def started_vllm(settings: VllmServerSettings, port: int, log: Path) -> Iterator[VllmServer]:
-    """Start a server, which is ended afterwards; it answers only after a while.
+    """Start a server and end it afterwards; it answers only after a while.
 
     Args:
-        port: a free one.
-        log: where its output goes.
+        port: a free port.
+        log: file for its output.
     """
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -169,7 +172,7 @@ def _get(url: str) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask the server to end, and kill what is left of it after a while."""
+    """Terminate the server, then kill what is left of it."""
     family = process_tree(process.pid)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""axe-core, which looks for barriers in a page; `scripts/setup dev` installs it here by npm."""
+"""Accessibility checks with axe-core, which `scripts/setup dev` installs here with npm."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ needs_axe = pytest.mark.skipif(
 
 
 async def barriers(page: BrowserPage) -> list[str]:
-    """What axe-core finds wrong in the page as it is now: each rule with the elements that break it."""
+    """Return axe-core's findings in the page's current state: each rule with the violating elements."""
     if not await page.evaluate("typeof window.axe === 'object'"):
         await page.evaluate(_AXE.read_text(encoding="utf-8") + "; true")
     found: list[dict[str, Any]] = await page.evaluate(

@@ -1,4 +1,4 @@
-"""Engines whose every word names its request, and requests whose answers are accounted for word by word."""
+"""Engines whose words name their request, so that every word of every answer can be audited."""
 
 import asyncio
 import json
@@ -29,18 +29,18 @@ class MarkedEngine(Engine):
 
 
 def name_of(parsed: dict[str, Any]) -> str:
-    """The name that a request gives itself in its prompt."""
+    """Return the request's name from its prompt."""
     name: str = parsed["messages"][0]["content"].partition(":")[0]
     return name
 
 
 def computed(engines: Sequence[Engine]) -> Counter[str]:
-    """How often engines got each request."""
+    """Count how often engines received each request."""
     return Counter(name_of(json.loads(body)) for engine in engines for body in engine.bodies)
 
 
 async def answers(fleet: Fleet, count: int, over_s: float, tokens: int = 10, label: str = "r") -> list[Ended]:
-    """Send so many requests, spread evenly, and account for each."""
+    """Send this many requests, evenly spaced, and audit each."""
 
     async def one(number: int) -> Ended:
         await asyncio.sleep(number * over_s / count)
@@ -53,5 +53,5 @@ async def answers(fleet: Fleet, count: int, over_s: float, tokens: int = 10, lab
 
 
 def ends_of(ended: Sequence[Ended]) -> Counter[str]:
-    """How many ended in which way."""
+    """Count the requests by kind of end."""
     return Counter(one.end for one in ended)

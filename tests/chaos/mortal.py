@@ -1,6 +1,6 @@
-"""An application whose emulated engines die, and do not start, while a file exists.
+"""Application whose emulated engines die, and fail to start, while a file exists.
 
-A dead engine is as vLLM's is when its core process was killed: the replica's own process lives, and both
+A dead engine behaves like vLLM after its core process was killed: the replica's process lives, and both
 `load` and `check_health` raise `EngineError`.
 """
 
@@ -23,7 +23,7 @@ FILE_VARIABLE = "EWSJF_TEST_ENGINES_ARE_DEAD"
 
 
 class MortalEngine(EmulatedEngine):
-    """Dies when the file appears, and stays dead."""
+    """Engine that dies when the file appears, and stays dead."""
 
     def __init__(self, settings: EmulatedEngineSettings) -> None:
         super().__init__(settings)
@@ -51,11 +51,11 @@ class MortalEngine(EmulatedEngine):
 
 
 class MortalPool(deployment.PoolDeployment):
-    """Replicas import this module for it, and with it what stands below."""
+    """Deployment whose replicas import this module, and so the patch below."""
 
 
 def make_mortal(self: EmulatedEngineSettings) -> EmulatedEngine:
-    """In place of `EmulatedEngineSettings.make`."""
+    """Replacement for `EmulatedEngineSettings.make`."""
     return MortalEngine(self)
 
 
@@ -63,6 +63,6 @@ EmulatedEngineSettings.make = make_mortal  # type: ignore[method-assign]
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """As `serve_app.app.build_app`."""
+    """Build the application with mortal engines."""
     vars(serve_app.app)["PoolDeployment"] = MortalPool
     return serve_app.app.build_app(args)

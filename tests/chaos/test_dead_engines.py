@@ -1,4 +1,4 @@
-"""What clients hear of a cold application, and of one parts of which are dead or stand still."""
+"""Client view of a cold application, and of one with dead or suspended parts."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ MODEL = {
     ],
 }
 
-# Serve's own 90 s would take as long to wait for.
+# Serve's default of 90 s would take that long to wait for.
 KEEP_ALIVE_S = 3
 
 
@@ -61,7 +61,7 @@ def code_of(response: httpx.Response) -> str:
 
 
 async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal) -> None:
-    """The first test of the application: it has seen no wait, and serves about five requests a second."""
+    """This test comes first: no wait was measured yet, and about five requests per second are served."""
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
         answers = await asyncio.gather(*(mortal.ask(http, 100, timeout_s=2.0) for _ in range(60)))
     ends = Counter(answer.status_code for answer in answers)
@@ -71,14 +71,14 @@ async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal)
     rejected = [answer for answer in answers if answer.status_code == 429]
     assert {code_of(answer) for answer in rejected} == {"deadline_unmeetable"}
     told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in rejected)
-    # One after the other; all is over in about ten seconds.
+    # The retries follow one another and end within about ten seconds.
     assert told[0] < told[len(told) // 2] < told[-1] < 30
 
 
 async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_stood_still(
     mortal: Mortal,
 ) -> None:
-    """It comes on a kept connection, and the gateway reads it after the idle limit."""
+    """It arrives on an idle kept-alive connection, and the gateway reads it after the idle limit."""
     (gateway,) = mortal.served.replicas("gateway")
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=100) as http:
         assert (await mortal.ask(http)).status_code == 200
@@ -93,10 +93,10 @@ async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gat
 
 
 async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None:
-    """Those that wait and those that come hear 503 long before their timeout of 200 s."""
+    """Queued and new requests get 503 long before their timeout of 200 s."""
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=250) as http:
         assert (await mortal.ask(http)).status_code == 200
-        # Two run, three wait in the engine, and the others in the scheduler.
+        # Two run, three queue in the engine, and the others queue in the scheduler.
         waiting = [asyncio.create_task(mortal.ask(http, 4_000)) for _ in range(12)]
         await asyncio.to_thread(
             wait_for, lambda: mortal.served.metric("ewsjf_requests_waiting") > 0, 30, "a queue"
@@ -110,7 +110,7 @@ async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None
         assert {code_of(answer) for answer in rejected} == {"no_replica"}
         assert rejected
         assert "no replica of demo is alive" in rejected[0].json()["error"]["message"]
-        # The others were in the engine, and were broken off by its death.
+        # The others were in the engine and were broken off by its death.
         assert {answer.status_code for answer in answers} <= {503, 500, 502}
 
         late = await mortal.ask(http)

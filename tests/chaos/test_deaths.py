@@ -1,4 +1,4 @@
-"""The effect on clients when a part of a running application is killed."""
+"""Effect on clients when a part of a running application is killed."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def body(name: str, max_tokens: int, *, stream: bool) -> dict[str, object]:
 
 
 async def streamed(http: httpx.AsyncClient, name: str, max_tokens: int) -> Answer:
-    """Ask for exactly `max_tokens` tokens, and count tokens, ends and errors."""
+    """Request exactly `max_tokens` tokens; count tokens, ends and errors."""
     tokens = ends = errors = 0
     request = body(name, max_tokens, stream=True)
     headers = {"x-request-id": name, "x-ewsjf-queue": "comments"}
@@ -83,7 +83,7 @@ def kill_one(app: Served, deployment: str) -> psutil.Process:
 
 
 def attempts_by_request(app: Served, prefix: str) -> Counter[str]:
-    """The dispatches of each completed request, by its client's id."""
+    """Count the dispatches of each completed request, by its client's ID."""
     found: Counter[str] = Counter()
     for line in app.log_lines("gateway"):
         concluded = re.search(
@@ -126,7 +126,7 @@ async def test_a_replica_killed_before_its_first_byte_costs_its_clients_nothing(
 
     answers = await under_load(app, 60, whole, partial(kill_one, app, "short"))
     assert {(answer.status, answer.tokens) for answer in answers} == {(200, 300)}
-    # The line of an answer is written after its last byte.
+    # The log line of an answer follows its last byte.
     await asyncio.to_thread(
         wait_for, lambda: len(attempts_by_request(app, "replica-")) >= 60, 10, "all log lines"
     )
@@ -147,7 +147,7 @@ async def test_a_replica_killed_in_mid_answer_ends_its_streams_with_an_error(app
     whole = [answer for answer in answers if answer.errors == 0]
     broken = [answer for answer in answers if answer.errors]
     assert broken
-    # Never a silent truncation: an answer is complete, or ends with an error.
+    # Never truncated silently: an answer is complete or ends with an error.
     assert {(answer.tokens, answer.ends) for answer in whole} == {(800, 1)}
     assert {answer.errors for answer in broken} == {1}
     await asyncio.to_thread(wait_for, lambda: len(app.replicas("short")) == 2, 60, "a new replica")
@@ -161,7 +161,8 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
         )
         await asyncio.to_thread(kill_one, app, "gateway")
         killed_at = time.monotonic()
-        # Those of the dead gateway break at once, which a busy machine may show late; the others continue.
+        # Streams of the dead gateway break at once, though a busy machine may notice late; the others
+        # continue.
         await asyncio.wait(streams, timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.2)
         left = sum(not stream.done() for stream in streams)
@@ -169,7 +170,7 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
         await asyncio.to_thread(
             wait_for, lambda: app.metric("ewsjf_requests_in_flight") <= left, 10, "released places"
         )
-        # Two seconds, and time for the polling of this test on a busy machine.
+        # Two seconds, plus polling time on a busy machine.
         assert time.monotonic() - killed_at < 3.5
         ended = await asyncio.gather(*streams, return_exceptions=True)
     survivors = [answer for answer in ended if isinstance(answer, Answer)]

@@ -1,4 +1,4 @@
-"""A full disk costs what would have been written to it, and no request."""
+"""Full disk: pending writes are lost, but no request."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from .audited import MarkedEngine, answers, ends_of
 
 
 class Disk:
-    """The disk that fsspec writes to: once it is full, half of a write succeeds, as a kernel does it."""
+    """fsspec's disk: once it is full, a write succeeds in half, as in a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = False
@@ -36,7 +36,7 @@ class Disk:
 
 
 def full_log() -> DecisionLogSettings:
-    """A log on a disk that is full: what is buffered fails when it is written."""
+    """Return a log on a full disk: buffered lines fail when they are written."""
     return DecisionLogSettings(path="/dev/full")
 
 
@@ -50,7 +50,7 @@ async def test_requests_go_on_when_the_decision_log_finds_its_disk_full() -> Non
 
 
 async def test_a_scheduler_stops_in_order_when_its_decision_log_cannot_be_written() -> None:
-    """Its successor begins where `stop` returns, as after a change of its settings."""
+    """Its successor starts once `stop` returns, as after a settings change."""
     world = Simulation(scheduler_settings(), FAST)
     live = await world.begin(decision_log=full_log())
     live.stop("its settings have changed")

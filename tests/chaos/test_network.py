@@ -1,6 +1,6 @@
-"""Networks that delay, drop, break and partition: what clients hear, told by the words of every answer.
+"""Networks that delay, drop, break and partition, audited by every word of every answer.
 
-All on one event loop, with real sockets: a gateway over HTTP, a live scheduler, engines, and relays between.
+Everything is on one event loop with real sockets: a gateway over HTTP, a live scheduler, engines, and relays.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.serving.gateway.fleet import Fleet, fleet_of
 
 from .audited import MarkedEngine, answers, computed, ends_of
 
-# A peer is given up in a second, so that faults which last longer are short enough for a test.
+# A peer counts as dead after a second, so that faults which last longer are short enough for a test.
 CHANNEL = ChannelSettings(
     heartbeat_s=0.1,
     dead_after_s=0.6,
@@ -30,7 +30,7 @@ CHANNEL = ChannelSettings(
     backoff_max_s=0.1,
 )
 OUTAGE_S = 1.8
-# Of an engine, where a fault makes silence; elsewhere a busy machine must not be taken for one.
+# Engine silence limit where a fault causes silence; elsewhere a busy machine must not count as silent.
 SILENCE_S = 2.0
 PATIENCE_S = 60.0
 BROKEN, REJECTED = "ended with an error event", "rejected with a reason"
@@ -63,7 +63,7 @@ async def partitioned(fleet: Fleet) -> None:
 
 
 async def half_open(fleet: Fleet) -> None:
-    """Nothing of the old connection arrives any more; new ones work."""
+    """Drop everything on the old connection; new ones work."""
     wire = wire_of(fleet)
     wire.mute_up = wire.mute_down = True
     await asyncio.sleep(OUTAGE_S)
@@ -86,7 +86,7 @@ async def cut_often(fleet: Fleet) -> None:
 
 
 async def test_a_bad_network_to_the_scheduler_costs_nothing_but_time() -> None:
-    """Each fault lasts longer than a silent gateway keeps its places."""
+    """Each fault lasts longer than a silent gateway keeps its slots."""
     faults = (delayed, partitioned, half_open, deaf_scheduler, deaf_gateway, cut_often)
 
     async def played(fault: Fault) -> tuple[str, Counter[str], set[int]]:
@@ -127,7 +127,7 @@ async def slow(relay: Relay) -> None:
 
 
 async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
-    """Streams that have begun end with an error event, silent ones with 504; the rest is sent elsewhere."""
+    """Started streams end with an error event, silent ones with 504; the rest is dispatched elsewhere."""
     told = {
         slow: set[str](),
         rejecting: {BROKEN},
@@ -148,7 +148,8 @@ async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
             assert set(ends) <= {"answered", *also}, (fault, ends)
             assert ends["answered"] >= 10, (fault, ends)
             assert all("504: the engine gave no answer in time" in one.detail for one in rejected(ended))
-            # What is silent is not computed again; what a dead connection took may be, and was not heard.
+            # Silent requests are not computed again; those of a dead connection may be, since their answers
+            # were lost.
             assert max(computed(engines).values()) <= 2
             await eventually(lambda: len(fleet.core) == 0, PATIENCE_S)
             await serves_again(fleet, engines[0])
@@ -158,7 +159,7 @@ async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
 
 
 async def serves_again(fleet: Fleet, engine: MarkedEngine) -> None:
-    """Until the first replica gets requests of a whole network, and nobody hears of its past."""
+    """Wait until the healed replica serves requests again and no client sees an effect of the fault."""
     fleet.relays[0].heal()
     before, rounds, ends = len(engine.bodies), 0, Counter[str]()
     while len(engine.bodies) == before or set(ends) != {"answered"}:
@@ -171,7 +172,7 @@ def rejected(ended: Sequence[Ended]) -> list[Ended]:
 
 
 async def campaign(seed: int, seconds: float) -> None:
-    """Faults at random on every way, while requests come."""
+    """Inject random faults on every connection while requests arrive."""
     rng = random.Random(seed)
     engines = [MarkedEngine(token_delay_s=0.01) for _ in range(3)]
     async with bad_network(engines) as fleet:

@@ -1,6 +1,6 @@
-"""Whole nodes of a Ray cluster die under load, the head among them: what clients hear, what becomes whole.
+"""Node failures of a Ray cluster under load, including the head: effect on clients, and recovery.
 
-Each node is a `ray start` of its own. Gateways and the scheduler find cores on two of them, engines their
+Each node is a separate `ray start`. Gateways and the scheduler find cores on two of them, engines their
 resources on three others, and the head has neither.
 """
 
@@ -40,7 +40,7 @@ def pool(name: str, longest: int, replicas: int, resources: dict[str, Any]) -> d
     }
 
 
-# An engine of the long pool spans two nodes; its second half is only reserved, since it is emulated.
+# An engine of the long pool spans two nodes; it is emulated, so its second half is only reserved.
 BUNDLES = {"placement_bundles": [{"long": 1}, {"long": 1}], "placement_strategy": "STRICT_SPREAD"}
 ARGS = {
     "models": [
@@ -66,7 +66,7 @@ def cluster() -> Iterator[NodeApplication]:
 
 @pytest.fixture
 def nodes(cluster: NodeApplication) -> NodeApplication:
-    """The application with all of its nodes, whatever the last test has left."""
+    """Return the application with all of its nodes, whatever the previous test left."""
     dead = [name for name, node in cluster.cluster.nodes.items() if not node.is_up]
     cluster.cluster.start(*dead)
     cluster.wait(cluster.is_whole, WHOLE_S, "a whole fleet")
@@ -76,13 +76,13 @@ def nodes(cluster: NodeApplication) -> NodeApplication:
 
 
 def entrances(nodes: NodeApplication, *but: str) -> list[str]:
-    """The nodes that clients may connect to, without some."""
+    """Return the nodes that clients can connect to, except some."""
     return sorted(set(nodes.entrances()) - set(but))
 
 
 @dataclass
 class Load:
-    """Requests at a steady rate, streamed and not by turns, through the gateways of some nodes.
+    """Steady requests, half of them streamed, through the gateways of some nodes.
 
     Attributes:
         killed_at: when a node was killed, on the clock of `Ended`.
@@ -95,7 +95,7 @@ class Load:
     killed_at: float = 0.0
 
     async def run(self, requests: int, over_s: float, strike: Callable[[], Awaitable[None]]) -> None:
-        """Start the requests evenly; `strike` is called in the middle. Returns when all have ended."""
+        """Start the requests evenly and call `strike` in the middle; return when all have ended."""
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(name)) for name in self.through]
 
@@ -117,7 +117,7 @@ class Load:
         return httpx.AsyncClient(base_url=self.served.cluster.nodes[node].url, timeout=60, limits=LIMITS)
 
     def ends(self, *, streamed: bool) -> Counter[str]:
-        """How those of one kind have ended."""
+        """Count the ends of streamed or of whole answers."""
         return Counter(one.end for one in self.ended if (number_of(one) % 2 == 0) is streamed)
 
     def others(self) -> list[Ended]:
@@ -125,7 +125,7 @@ class Load:
 
 
 async def whole(http: httpx.AsyncClient, name: str, tokens: int) -> tuple[str, str]:
-    """Send a request whose first byte is its last."""
+    """Send a request that is answered in one piece."""
     body = {**body_of(name, tokens), "stream": False}
     del body["stream_options"]
     try:
@@ -181,7 +181,7 @@ async def test_requests_of_a_dead_node_are_answered_elsewhere_or_end_with_an_eve
 
 
 async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplication) -> None:
-    """Connections through its gateway break, and no other."""
+    """Only connections through its gateway break."""
     victim = nodes.node_of("scheduler-demo")
     incarnation = nodes.status()["incarnation"]
     load = Load(nodes, "scheduler", entrances(nodes, victim))
@@ -202,7 +202,7 @@ async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: Nod
     load = Load(nodes, "head", entrances(nodes, HEAD))
     await load.run(60, 6.0, killing(nodes, HEAD))
     assert {one.end for one in load.ended} == {ANSWERED}
-    # A replica that dies now has no successor, and the rest serves.
+    # A replica that dies now is not replaced, and the rest serves.
     await asyncio.to_thread(nodes.kill_replica, "short-demo")
     without = Load(nodes, "without", entrances(nodes, HEAD))
     await without.run(60, 12.0, nothing)
@@ -214,7 +214,7 @@ async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: Nod
         )
     await asyncio.to_thread(nodes.cluster.start, HEAD)
     await asyncio.to_thread(nodes.wait, nodes.is_whole, WHOLE_S, "a replica in place of the dead one")
-    # Nobody has replaced the scheduler: it was never away.
+    # The scheduler was never replaced.
     assert nodes.status()["incarnation"] == incarnation
     later = Load(nodes, "with", entrances(nodes))
     await later.run(12, 1.0, nothing)
@@ -224,7 +224,7 @@ async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: Nod
 async def test_the_head_ends_with_its_control_service_and_its_successor_finds_all(
     nodes: NodeApplication,
 ) -> None:
-    """`ray start --block` ends when a process of Ray does, so that whoever watches it starts it again."""
+    """`ray start --block` ends when one of Ray's processes does, so that a supervisor restarts it."""
 
     async def strike() -> None:
         nodes.cluster.kill_control_service()

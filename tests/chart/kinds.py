@@ -1,7 +1,7 @@
-"""Whether objects are what an API server takes: by Kubernetes' own schemas, and custom kinds by our fields.
+"""Validation of rendered objects: built-in kinds by Kubernetes' schemas, custom kinds by our field lists.
 
-Custom kinds are described here by their public API references (KubeRay 1.4, Prometheus operator, KEDA 2). A
-field that is not described fails, so a new one is looked up before it is used.
+Custom kinds are described here from their public API references (KubeRay 1.4, Prometheus operator, KEDA 2).
+An undescribed field fails, so new fields are looked up before they are used.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Object = dict[str, Any]
 Schema = Mapping[str, Any]
 
 KUBERNETES = ("1.25", "1.37")
-"""The first version that the chart says it needs, and the last whose schemas are installed."""
+"""The chart's minimum version, and the newest version with installed schemas."""
 
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -120,7 +120,7 @@ _CUSTOM: Mapping[tuple[str, str], Schema] = {
 
 
 def check_object(found: Object, version: str) -> None:
-    """See that a Kubernetes of this version takes it, and none of its fields is unknown there.
+    """Check that this Kubernetes version accepts the object and knows all of its fields.
 
     Raises:
         jsonschema.ValidationError, kubernetes_validate.ValidationError: it does not.
@@ -142,7 +142,7 @@ def check_object(found: Object, version: str) -> None:
 
 
 def _builtin_parts(found: Object) -> list[Object]:
-    """What stands in a custom kind by Kubernetes' own schemas, each as an object of a kind that holds it."""
+    """Return the built-in parts of a custom object, each wrapped in a kind that contains it."""
     spec = found["spec"]
     if found["kind"] == "ScaledObject":
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]

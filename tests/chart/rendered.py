@@ -1,4 +1,4 @@
-"""What the chart makes of values, by Helm itself."""
+"""Chart rendering with Helm."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,23 +17,23 @@ Object = dict[str, Any]
 
 
 def helm() -> Any:
-    """Helm as a library; the test that asks for it is skipped where there is none."""
+    """Return Helm as a library; skip the test if it is not installed."""
     return pytest.importorskip("helm_python", reason="helm-python-sdk has wheels for Linux alone")
 
 
 def values_of(example: str) -> dict[str, Any]:
-    """The values of an example; of `default` none."""
+    """Return the values of an example; `default` has none."""
     return {} if example == "default" else dict(yaml.safe_load(EXAMPLES[example].read_text()))
 
 
 def install(values: Mapping[str, Any], name: str = "ewsjf") -> Mapping[str, Any]:
-    """What `helm install --dry-run` says, with the objects under `manifest`; values are validated, too.
+    """Return the result of `helm install --dry-run`, which validates values; objects are under `manifest`.
 
     Raises:
         HelmError: values that the chart rejects.
     """
     library = helm()
-    # Nothing is asked of a cluster, and none is there.
+    # Nothing contacts a cluster, and there is none.
     with library.Config(
         namespace="llm", storage_driver="memory", kube_apiserver="http://127.0.0.1:9"
     ) as config:
@@ -42,7 +42,7 @@ def install(values: Mapping[str, Any], name: str = "ewsjf") -> Mapping[str, Any]
 
 
 def render(values: Mapping[str, Any], name: str = "ewsjf") -> list[Object]:
-    """The objects that an installation makes.
+    """Return the objects of an installation.
 
     Raises:
         HelmError: values that the chart rejects.
@@ -51,7 +51,7 @@ def render(values: Mapping[str, Any], name: str = "ewsjf") -> list[Object]:
 
 
 def only(objects: list[Object], kind: str, ending: str = "") -> Object:
-    """The one object of a kind whose name ends so."""
+    """Return the only object of a kind whose name ends like this."""
     (found,) = (
         each for each in objects if each["kind"] == kind and each["metadata"]["name"].endswith(ending)
     )
@@ -59,24 +59,24 @@ def only(objects: list[Object], kind: str, ending: str = "") -> Object:
 
 
 def groups(service: Object) -> Iterator[Object]:
-    """The head's group and those of workers."""
+    """Yield the groups of the head and of the workers."""
     cluster = service["spec"]["rayClusterConfig"]
     yield cluster["headGroupSpec"]
     yield from cluster["workerGroupSpecs"]
 
 
 def container(group: Object) -> Object:
-    """The Ray container of a group's pods."""
+    """Return the Ray container of a group's pods."""
     (found,) = group["template"]["spec"]["containers"]
     return dict(found)
 
 
 def environment(group: Object) -> dict[str, str]:
-    """What the Ray container finds in its environment."""
+    """Return the Ray container's environment."""
     return {entry["name"]: entry["value"] for entry in container(group)["env"]}
 
 
 def application(service: Object) -> AppSettings:
-    """The settings that the service deploys."""
+    """Return the settings that the service deploys."""
     (found,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     return settings_of(found["args"])

@@ -1,4 +1,4 @@
-"""What Ray's own autoscaler makes of the cluster: pods for every replica, of the right group."""
+"""Ray's own autoscaler on the rendered cluster: pods of the right group for every replica."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def service_of(example: str) -> Object:
 
 
 def read_by_ray(service: Object) -> dict[str, Any]:
-    """What the autoscaler reads in the RayCluster that KubeRay makes of it."""
+    """Return the autoscaling configuration that Ray reads from KubeRay's RayCluster."""
     cluster = {
         "metadata": {"name": "ewsjf-abcde", "namespace": "llm"},
         "spec": service["spec"]["rayClusterConfig"],
@@ -29,7 +29,7 @@ def read_by_ray(service: Object) -> dict[str, Any]:
 
 
 def demand(pool: PoolSettings) -> Mapping[str, float]:
-    """What Serve asks Ray for, for one replica."""
+    """Return the resources that Serve requests for one replica."""
     asked = pool.resources
     found = {"CPU": asked.num_cpus, "GPU": asked.num_gpus, **asked.custom}
     if asked.accelerator_type is not None:
@@ -38,7 +38,7 @@ def demand(pool: PoolSettings) -> Mapping[str, float]:
 
 
 def plan(service: Object, demands: list[Mapping[str, float]]) -> SchedulingReply:
-    """What the autoscaler starts for these demands where nothing runs."""
+    """Return the pods that the autoscaler starts for these demands in an empty cluster."""
     config = AutoscalingConfig(read_by_ray(service), skip_content_hash=True)
     requests = [ResourceRequestUtil.make(dict(each)) for each in demands]
     return ResourceDemandScheduler().schedule(
@@ -86,7 +86,7 @@ def test_there_are_pods_for_all_replicas_that_there_may_be(example: str) -> None
 def test_each_pool_starts_pods_of_its_own_group() -> None:
     service = service_of("pool_groups")
     short, long = application(service).models[0].pools
-    # The fewest are there already, or start in any case.
+    # Minimum replicas start in any case.
     assert started(plan(service, [demand(short)] * 5)) == {"short": 5, "long": 1}
     assert started(plan(service, [demand(long)] * 3)) == {"short": 2, "long": 3}
 

@@ -1,4 +1,4 @@
-"""Alerts, dashboards and scaling by metrics: they use what is exported, and say what the documents say."""
+"""Alerts, dashboards and metric-based scaling: they use exported metrics and match the documents."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_prometheus_shows_the_key_that_the_application_asks_for() -> None:
     assert secret["key"] == application["gateway"]["advanced"]["metrics_key"]["env"]
     for group in groups(service):
         assert container(group)["envFrom"] == [{"secretRef": {"name": secret["name"]}}]
-    # What KubeRay calls the Service of the application `ewsjf`; one target, since each page shows all.
+    # KubeRay's Service name for the application `ewsjf`; one target, because each page covers all gateways.
     assert scraped["staticConfigs"] == [{"targets": ["ewsjf-serve-svc.llm:8000"]}]
     engines = only(objects, "ScrapeConfig", "-engines")["spec"]
     assert engines["authorization"] == scraped["authorization"]
@@ -89,7 +89,7 @@ def test_fleets_scale_by_the_pool_that_they_serve() -> None:
         assert found is not None
         assert found.groups() == (fleet["model"], fleet["pool"])
         assert fleet["pool"] in pools
-        # An average over replicas of a wish for replicas, divided by one, is the wish.
+        # The average of a replica count over replicas, with a threshold of one, is that count.
         assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
 
 

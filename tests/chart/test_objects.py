@@ -1,4 +1,4 @@
-"""What the chart makes: objects that Kubernetes takes, of the application that configs/kuberay.yaml has."""
+"""Rendered objects: valid in Kubernetes, and equal to configs/kuberay.yaml."""
 
 import re
 import tomllib
@@ -103,7 +103,7 @@ def test_the_configuration_that_is_deployed_passes_our_own_check(example: str, t
 
 
 def _without_labels(group: Object) -> Object:
-    """A group without what the chart adds to the plain file: labels, and what pools choose groups by."""
+    """Return a group without the chart's additions to the plain file: labels and pool resources."""
     template = {"spec": group["template"]["spec"]}
     parameters = {key: value for key, value in group["rayStartParams"].items() if key != "resources"}
     (found,) = template["spec"]["containers"]
@@ -159,7 +159,7 @@ def test_a_pod_that_must_go_gets_the_time_of_its_open_answers(example: str) -> N
     for group in groups(service):
         found = environment(group)
         ray_s = float(found["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        # The engine ends after the last answer, before Ray ends it.
+        # The engine ends after the last answer, and before Ray ends it.
         assert ray_s >= drain_s + 30
         hook_s = 0.0
         if "lifecycle" in container(group):
@@ -233,7 +233,7 @@ def test_pods_may_discover_endpoints_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["a", "a-release-of-a-long-name-of-53-letters-that-helm-takes-x"[:53]])
 def test_names_leave_room_for_what_kuberay_appends(name: str) -> None:
     objects = render(EVERYTHING, name)
-    # KubeRay rejects longer ones.
+    # KubeRay rejects longer names.
     assert len(only(objects, "RayService")["metadata"]["name"]) <= 47
     for each in objects:
         assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", each["metadata"]["name"])

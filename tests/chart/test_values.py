@@ -1,4 +1,4 @@
-"""Values of the chart: what is rejected, and in which words."""
+"""Values of the chart that are rejected, with their messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An application as commands see it: a server on a thread of its own that answers with pages."""
+"""Application as commands see it: a server in a thread with fixed pages."""
 
 import json
 import threading
@@ -10,15 +10,15 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[str, str, Message], tuple[int, object]]
-"""Status and content for a method, a path and the headers; what is no text is sent as JSON."""
+"""Status and content by method, path and headers; content other than text is sent as JSON."""
 
 
 @contextmanager
 def answering(answer: Answer, skew_s: float = 0.0) -> Iterator[str]:
-    """Serve these answers; yields the URL.
+    """Serve these answers; yield the URL.
 
     Args:
-        skew_s: how far the server's clock is ahead.
+        skew_s: by how much the server's clock is ahead.
     """
 
     class Handler(BaseHTTPRequestHandler):

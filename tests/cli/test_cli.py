@@ -82,7 +82,7 @@ def test_a_command_imports_no_other_command() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder with the program that an installation makes."""
+    """Return a folder with the program of an installation."""
     path = tmp_path / "ewsjf"
     path.write_text(
         f"#!{sys.executable}\n"

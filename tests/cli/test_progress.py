@@ -1,4 +1,4 @@
-"""Progress bars of long commands: what is done, how much time is left, and silence in a pipe."""
+"""Progress bars of long commands: work done, time left, and silence in a pipe."""
 
 import json
 import re
@@ -14,18 +14,18 @@ SIMULATE = ["simulate", "--trace", "paper-mix", "--profile", "laptop", "--replic
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    # rich takes any output for a terminal then.
+    # rich then treats any output as a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
 
 
 def plain(shown: str) -> str:
-    """Without colours and movements."""
+    """Strip colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
 def bars(shown: str) -> dict[str, tuple[int, int]]:
-    """The last state of each bar: steps done, and of how many."""
+    """Return the last state of each bar: steps done and total."""
     found = re.findall(r"([a-z][a-z0-9. ]*?) [━╸╺ ]+ *(\d+)/(\d+) ", plain(shown))
     return {name: (int(done), int(total)) for name, done, total in found}
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app status` against documents with the fields of a live scheduler's."""
+"""`python -m serve_app status` on documents with a live scheduler's fields."""
 
 import json
 import socket

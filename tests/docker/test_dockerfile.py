@@ -1,4 +1,4 @@
-"""The container image: linted and held to the package everywhere, built and run where a builder is."""
+"""Container image: linted and compared with the package everywhere, built and run where possible."""
 
 import configparser
 import json
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 300
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each instruction with its arguments, continued lines joined."""
+    """Return each instruction with its arguments, continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if line and not line.startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     found = (line.split(None, 1) for line in text.splitlines())
@@ -38,7 +38,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def only(word: str) -> str:
-    """The arguments of an instruction that stands there once."""
+    """Return the arguments of an instruction that occurs once."""
     (arguments,) = [arguments for found, arguments in instructions() if found == word]
     return arguments
 
@@ -137,7 +137,7 @@ def test_open_answers_have_time_to_end() -> None:
 
 
 def _builder() -> str | None:
-    """A program that can build and run images here."""
+    """Return a program that can build and run images here."""
     for name in ("docker", "podman"):
         program = shutil.which(name)
         if program is not None:
@@ -163,7 +163,7 @@ def builder() -> str:
 
 @pytest.fixture
 def container(builder: str) -> Iterator[tuple[str, str]]:
-    """A running container of a fresh image; yields its name and the address of the application."""
+    """Run a container of a fresh image; yield its name and the application's address."""
     name = f"ewsjf-test-{uuid.uuid4().hex[:8]}"
     call([builder, "build", "--file", str(DOCKERFILE), "--tag", name, str(ROOT)], BUILD_TIMEOUT_S)
     published = ["--publish", "127.0.0.1::8000"]

@@ -1,4 +1,4 @@
-"""Blocks of Python, YAML, JSON and PromQL in documents: what can be said of them without running them."""
+"""Python, YAML, JSON and PromQL blocks in documents, checked without running them."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ _OURS = ("serve_app", "experiments")
 
 
 def check_python(text: str) -> None:
-    """Compile it, and see that what it imports from this project is there.
+    """Compile it, and check that its imports from this project exist.
 
     Raises:
         BlockError: it does not compile, or imports a name that does not exist.
@@ -49,10 +49,10 @@ def _module(name: str) -> Any:
 
 
 def check_yaml(text: str, mark: Mark) -> None:
-    """Read settings by the classes that the application reads them with; other YAML needs a mark or a rule.
+    """Parse settings with the application's own classes; other YAML needs a mark or a rule.
 
     Raises:
-        BlockError: it is no YAML, is rejected, or nothing says what it is.
+        BlockError: it is not YAML, is rejected, or has no known kind.
     """
     try:
         contents = list(yaml.safe_load_all(text))
@@ -83,10 +83,10 @@ def _check_document(content: Any) -> None:
 
 
 def check_json(text: str) -> None:
-    """Read it.
+    """Parse it.
 
     Raises:
-        BlockError: it is no JSON.
+        BlockError: it is not JSON.
     """
     try:
         json.loads(text)
@@ -95,7 +95,7 @@ def check_json(text: str) -> None:
 
 
 def check_promql(text: str) -> None:
-    """See that its brackets close and its metrics exist.
+    """Check that its brackets close and its metrics exist.
 
     Raises:
         BlockError: they do not.

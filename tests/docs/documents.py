@@ -1,4 +1,4 @@
-"""The documents that tests read, and what is in them: code blocks, paragraphs, links, headings."""
+"""Documents and their parts: code blocks, paragraphs, links, headings."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class CodeBlock:
 
     Attributes:
         language: the first word after the fence; empty for an indented block.
-        mark: what the comment `<!-- test: ... -->` directly before the block says; empty when there is none.
+        mark: text of the comment `<!-- test: ... -->` directly before the block; empty without one.
     """
 
     document: str
@@ -35,17 +35,17 @@ class CodeBlock:
 
     @property
     def place(self) -> str:
-        """File and line, as editors and terminals link them."""
+        """Return file and line, as editors and terminals link them."""
         return f"{self.document}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A paragraph, the text of a list's item, a heading, or a row of a table.
+    """A paragraph, the text of a list item, a heading, or a row of a table.
 
     Attributes:
         kind: `paragraph`, `heading` or `table`.
-        text: what is read, code spans and emphasis without their signs, each code span one word.
+        text: plain text without markup, with each code span as one word.
         code: the code spans.
         links: targets of links and images.
     """
@@ -59,28 +59,28 @@ class Passage:
 
     @property
     def place(self) -> str:
-        """File and line, as editors and terminals link them."""
+        """Return file and line, as editors and terminals link them."""
         return f"{self.document}:{self.line}"
 
 
 def documents() -> list[str]:
-    """Paths of all documents below the root."""
+    """Return the paths of all documents below the root."""
     return sorted({str(path.relative_to(ROOT)) for each in _PATTERNS for path in ROOT.glob(each)})
 
 
 def is_generated(document: str) -> bool:
-    """Whether a generator wrote it, whose sentences stand in the code."""
+    """Return whether the document is generated, so that its sentences come from the code."""
     return NOTICE in (ROOT / document).read_text(encoding="utf-8")
 
 
 @cache
 def code_blocks(document: str) -> tuple[CodeBlock, ...]:
-    """All code blocks, in order."""
+    """Return all code blocks, in order."""
     return tuple(blocks_in(document, (ROOT / document).read_text(encoding="utf-8")))
 
 
 def blocks_in(document: str, text: str) -> Iterator[CodeBlock]:
-    """The code blocks of a text."""
+    """Yield the code blocks of a text."""
     mark = ""
     for token in _PARSER.parse(text):
         if token.type == "html_block":
@@ -102,12 +102,12 @@ def blocks_in(document: str, text: str) -> Iterator[CodeBlock]:
 
 @cache
 def passages(document: str) -> tuple[Passage, ...]:
-    """All passages, in order."""
+    """Return all passages, in order."""
     return tuple(passages_in(document, (ROOT / document).read_text(encoding="utf-8")))
 
 
 def passages_in(document: str, text: str) -> Iterator[Passage]:
-    """The passages of a text."""
+    """Yield the passages of a text."""
     around: list[str] = []
     for token in _PARSER.parse(text):
         if token.nesting:
@@ -125,7 +125,7 @@ def passages_in(document: str, text: str) -> Iterator[Passage]:
 
 
 def heading_anchors(document: str) -> set[str]:
-    """The fragments under which a repository's page reaches the headings of a document."""
+    """Return the fragments by which a repository's page links to a document's headings."""
     anchors: set[str] = set()
     for passage in passages(document):
         if passage.kind == "heading":
@@ -136,11 +136,11 @@ def heading_anchors(document: str) -> set[str]:
 
 
 CODE_WORD = "`code`"
-"""Stands for a code span in the text of a passage."""
+"""Replaces a code span in a passage's text."""
 
 
 def _spelled(passage: Passage) -> str:
-    """The text with its code spans in place."""
+    """Return the text with its code spans."""
     spans = iter(passage.code)
     return re.sub(re.escape(CODE_WORD), lambda _: next(spans), passage.text)
 

@@ -1,4 +1,4 @@
-"""Settings in documents: whole files, and fragments that are put into a small complete file and read."""
+"""Settings in documents: whole files, and fragments that are completed and parsed."""
 
 import re
 import tempfile
@@ -12,7 +12,7 @@ from serve_app.errors import SettingsError
 from serve_app.settings.loading import load_settings
 from tests.docs.marks import BlockError
 
-# What a block needs besides a fragment for it.
+# Settings that a block needs besides its fragment.
 _STARTS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"model": "any"},
     "remote": {"endpoints": ["http://engine.example:8000"]},
@@ -35,7 +35,7 @@ def _application(pools: int) -> dict[str, Any]:
 
 
 def check_application(content: Mapping[str, Any]) -> None:
-    """Read a whole Ray Serve configuration.
+    """Parse a whole Ray Serve configuration.
 
     Raises:
         BlockError: our settings reject it.
@@ -50,12 +50,12 @@ def check_application(content: Mapping[str, Any]) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Read the arguments of an application."""
+    """Parse the arguments of an application."""
     check_application({"applications": [{"import_path": "serve_app.app:build_app", "args": dict(arguments)}]})
 
 
 def check_fragment(fragment: object, path: str) -> None:
-    """Put a fragment where it belongs, `args` or a path below it such as `models[0].scheduler`, and read it.
+    """Insert a fragment at `args` or a path below it, such as `models[0].scheduler`, and parse the result.
 
     Raises:
         BlockError: there is no such place, or the settings are rejected.
@@ -63,7 +63,7 @@ def check_fragment(fragment: object, path: str) -> None:
     if not isinstance(fragment, Mapping):
         raise BlockError(f"settings must be a mapping, got {type(fragment).__name__}")
     steps = [] if path == "args" else path.removeprefix("args.").split(".")
-    # With one pool, a fragment for it need not fit the other one's context.
+    # With one pool, its fragment need not fit the other pool's context.
     arguments = _application(1 if "pools" in path else 2)
     place: Any = arguments
     for step in steps:
@@ -77,7 +77,7 @@ def _inside(place: Any, step: str, path: str) -> Any:
     if found is None or not isinstance(place, dict):
         raise BlockError(f"{path} is no place for settings: write one such as models[0].scheduler")
     if step in {"vllm", "remote"} and step not in place:
-        # Another engine takes the place of the emulated one.
+        # Another engine replaces the emulated one.
         place.clear()
     start = dict(_STARTS.get(found[1], {}))
     inner = place.setdefault(found[1], start if found[2] is None else [start])
@@ -90,7 +90,7 @@ def _inside(place: Any, step: str, path: str) -> Any:
 
 def _merge(place: dict[str, Any], fragment: Mapping[str, Any]) -> None:
     for key, value in fragment.items():
-        # An engine is one of three, so another one takes its place.
+        # A pool has exactly one engine, so another one replaces it.
         if isinstance(value, Mapping) and isinstance(place.get(key), dict) and key != "engine":
             _merge(place[key], value)
         else:

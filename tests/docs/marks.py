@@ -1,4 +1,4 @@
-"""What the comment before a code block asks of its test."""
+"""Marks of code blocks: comments that select their test."""
 
 import re
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ _MARK = re.compile(
 
 
 class BlockError(AssertionError):
-    """A code block is wrong, or nothing says how to test it."""
+    """A code block is wrong, or has no known test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a block is tested.
+    """Test of a code block.
 
     Attributes:
         word: `run`, `settings`, `parse`, `gpu`, `cloud`, or empty for the rule of its language.
-        detail: arguments for each command (run), where settings belong (settings), or the reason (others).
+        detail: arguments for each command (run), place of the settings (settings), or reason (others).
     """
 
     word: str = ""
@@ -28,15 +28,15 @@ class Mark:
 
     @property
     def is_not_run(self) -> bool:
-        """Whether it may hold what no rule knows, because it cannot be run here."""
+        """Return whether it may contain unknown words, because it cannot run here."""
         return self.word in {"parse", "gpu", "cloud"}
 
 
 def parse_mark(text: str) -> Mark:
-    """Read a mark.
+    """Parse a mark.
 
     Raises:
-        BlockError: it is none, or its details are missing or belong to another.
+        BlockError: it is no mark, or its details are missing or do not match.
     """
     if not text:
         return Mark()

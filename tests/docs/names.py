@@ -17,12 +17,12 @@ _SETTING = re.compile(r"[a-z_0-9]+(?:\[[0-9]*\])?(?:\.[a-z_0-9]+(?:\[[0-9]*\])?)
 _FILE = re.compile(r"[\w.<>*-]+(?:/[\w.<>*-]+)+/?\Z")
 _MODULE = re.compile(r"serve_app(?:\.[A-Za-z_]\w*)+(?::\w+)?\Z")
 _SUFFIXES = (".py", ".md", ".yaml", ".toml", ".json", ".jsonl", ".txt", ".sh", ".csv", ".env", ".log")
-# Made by a program, so they need not be there.
+# Created by programs, so they need not exist.
 _MADE = ("build/", "out/", "models/", ".venv/", ".cache/")
 
 
 def check_metrics(text: str) -> None:
-    """See that every metric of ours in a text is exported.
+    """Check that every metric of ours in a text is exported.
 
     Raises:
         BlockError: one is not.
@@ -39,7 +39,7 @@ def _known_metrics() -> frozenset[str]:
 
 
 def check_setting(text: str) -> None:
-    """See that a dotted path that begins like one of settings leads to a setting or block.
+    """Check that a dotted path that begins like a setting leads to a setting or block.
 
     Raises:
         BlockError: it begins with the name of a block, and leads nowhere.
@@ -57,13 +57,13 @@ def check_setting(text: str) -> None:
 
 @cache
 def _span_words() -> frozenset[str]:
-    """Names of spans and of their attributes."""
+    """Return the names of spans and of their attributes."""
     return frozenset(str(word) for name, word in vars(span_names).items() if name.isupper())
 
 
 @cache
 def _setting_paths() -> frozenset[str]:
-    """Every setting and block, without the brackets of lists."""
+    """Return every setting and block, without the brackets of lists."""
     found = {setting.path for block in blocks() for setting in block.settings}
     return frozenset(path.replace("[]", "") for path in found)
 
@@ -74,10 +74,10 @@ def _block_names() -> frozenset[str]:
 
 
 def check_file(text: str) -> None:
-    """See that what looks like a file or folder of the repository is there.
+    """Check that a path of the repository exists.
 
     Raises:
-        BlockError: its first folder is one of the repository's, and it is not there.
+        BlockError: its first folder is in the repository, but it does not exist.
     """
     name = text.partition(":")[0].partition("#")[0]
     if not _FILE.match(name) or name.startswith(_MADE) or not (ROOT / name.partition("/")[0]).is_dir():
@@ -88,10 +88,10 @@ def check_file(text: str) -> None:
 
 
 def check_module(text: str) -> None:
-    """See that a dotted name of the package leads to a module, or to something in one.
+    """Check that a dotted name of the package is a module, or a name in one.
 
     Raises:
-        BlockError: it does not.
+        BlockError: it is not.
     """
     if not _MODULE.match(text):
         return

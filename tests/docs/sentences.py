@@ -1,4 +1,4 @@
-"""Sentences of documents, and how long they are."""
+"""Sentences of documents, and their length."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ _ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|cf|approx|Eq|Fig|No)\.\s")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of a paragraph. Abbreviations do not end one; colons and semicolons do not either."""
+    """Yield the sentences of a paragraph. Abbreviations, colons and semicolons do not end a sentence."""
     for sentence in _END.split(_ABBREVIATION.sub(r"\1 ", " ".join(text.split()))):
         if sentence:
             yield sentence
 
 
 def words(sentence: str) -> int:
-    """How many words it has: what stands between spaces and holds a letter or digit; a code span is one."""
+    """Count the words with a letter or digit; a code span counts as one."""
     return sum(any(sign.isalnum() for sign in word) for word in sentence.split())

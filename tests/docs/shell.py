@@ -1,4 +1,4 @@
-"""Shell lines in documents: each command is held to what its program really takes, without running it."""
+"""Shell lines in documents: checked against the arguments of each program, without running it."""
 
 import contextlib
 import functools
@@ -21,14 +21,14 @@ from tests.docs.marks import BlockError
 
 PROMPT = "$ "
 LOCAL_URL = "http://127.0.0.1:8000"
-"""Where documents say that the application of `scripts/serve` answers."""
+"""Address of the `scripts/serve` application in documents."""
 
 _SEPARATORS = {"|", "||", "&&", ";", "&"}
 _REDIRECTIONS = {">", ">>", "<", "2>", "2>>"}
 _ASSIGNMENT = re.compile(r"\w+=")
-# Folders whose files documents name; what a command writes lies elsewhere.
+# Folders with files that documents name; outputs of commands are elsewhere.
 _FOLDERS = ("configs", "docs", "experiments", "scripts", "serve_app", "tests")
-# Programs of the system that do no harm and of which any use is right.
+# System programs that are harmless and whose arguments are not checked.
 _COMMON = frozenset(
     {"cat", "cd", "cp", "echo", "export", "grep", "head", "jq", "ls", "mkdir", "source", "tail"}
 )
@@ -36,10 +36,10 @@ _TOOLS = frozenset({"docker", "git", "pip", "uv"})
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a console block, continuation lines joined; lines without a prompt are output.
+    """Return the commands of a console block, continuation lines joined; lines without a prompt are output.
 
     Raises:
-        BlockError: it holds no command.
+        BlockError: it has no command.
     """
     found: list[str] = []
     goes_on = False
@@ -57,7 +57,7 @@ def commands(text: str) -> list[str]:
 
 
 def check_command(command: str, *, anything_goes: bool) -> None:
-    """Hold each program of a command to its arguments.
+    """Check the arguments of each program of a command.
 
     Raises:
         BlockError: a program is unknown and `anything_goes` is not set, its arguments are wrong, or a file is
@@ -76,10 +76,10 @@ def check_command(command: str, *, anything_goes: bool) -> None:
 
 
 def is_request(text: str) -> bool:
-    """Whether a console block only sends requests, so that it can be carried out.
+    """Return whether a console block only sends requests, so that it can be executed.
 
     Raises:
-        BlockError: it sends requests and does something else, so that it cannot.
+        BlockError: it mixes requests with other commands, so that it cannot.
     """
     programs = {words[0] for command in commands(text) for words in _programs(command)}
     if "curl" in programs and not programs <= _COMMON | {"curl"}:
@@ -104,7 +104,7 @@ def _programs(command: str) -> Iterator[list[str]]:
 
 
 def _without_surroundings(words: list[str]) -> list[str]:
-    """Without assignments before the program, and without redirections."""
+    """Remove assignments before the program, and redirections."""
     while len(words) > 1 and _ASSIGNMENT.match(words[0]):
         words = words[1:]
     kept: list[str] = []
@@ -153,7 +153,7 @@ def _check_module(words: list[str]) -> None:
 
 
 def _check_own(words: list[str]) -> None:
-    """Let the real parser read the arguments; it ends the process with a message when they are wrong."""
+    """Parse the arguments with the real parser, which exits with a message if they are wrong."""
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
@@ -177,7 +177,7 @@ def _check_script(words: list[str]) -> None:
 
 
 def _check_options(path: Path, arguments: list[str]) -> None:
-    """Options and sub-commands must stand in the program's source, or in that of the module that it runs."""
+    """Check that options and sub-commands occur in the source of the program or of its module."""
     source = path.read_text(encoding="utf-8")
     for module in re.findall(r"python\S* -m ((?:serve_app|experiments)(?:\.\w+)+)", source):
         source += (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
@@ -212,7 +212,7 @@ def _check_configurations(words: list[str]) -> None:
 
 
 def _check_click(words: list[str]) -> None:
-    """Let Ray's own parsers read the arguments of `serve` and `ray`."""
+    """Parse the arguments of `serve` and `ray` with Ray's own parsers."""
     if words[0] == "serve":
         from ray.serve.scripts import cli as program  # takes seconds, for few blocks
 
@@ -242,7 +242,7 @@ _RULES: Mapping[str, Rule] = {
     "pytest": _check_pytest,
 }
 
-# Packages whose modules are run by `python -m`.
+# Packages whose modules `python -m` can run.
 _MODULES: Mapping[str, Rule] = {
     "serve_app": _check_module,
     "experiments": _check_module,

@@ -1,6 +1,6 @@
-"""Every code block of every document is tested; docs/writing.md says how.
+"""Tests of every code block of every document; docs/writing.md has the rules.
 
-A block that no rule knows fails, so that none is left out by a typing error.
+A block without a rule fails, so that a typing error leaves none out.
 """
 
 import os
@@ -20,7 +20,7 @@ RUN_TIMEOUT_S = 120
 
 
 def check(block: CodeBlock) -> None:
-    """Hold a block to the rule of its language.
+    """Check a block by the rule of its language.
 
     Raises:
         BlockError: it breaks the rule, or there is none.
@@ -51,10 +51,10 @@ def check(block: CodeBlock) -> None:
 
 
 def is_run(block: CodeBlock) -> bool:
-    """Whether it is carried out: where a mark says so, and where it only asks the application something.
+    """Return whether it is executed: if a mark says so, or if it only sends requests to the application.
 
     Raises:
-        BlockError: its mark is none, or it asks and does something else.
+        BlockError: its mark is invalid, or it sends requests and does something else.
     """
     mark = parse_mark(block.mark)
     if mark.word:
@@ -65,7 +65,7 @@ def is_run(block: CodeBlock) -> bool:
 
 
 def _may_be_run(block: CodeBlock) -> bool:
-    """As `is_run`; what is wrong with a block is the first test's business."""
+    """Return `is_run`, but leave errors of the block to the first test."""
     try:
         return is_run(block)
     except BlockError:
@@ -96,7 +96,7 @@ def test_a_block_that_can_be_run_works(
 
 
 def _run(block: CodeBlock, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a block in a folder where the repository's files seem to lie, and what it writes does no harm."""
+    """Run a block in a folder of links to the repository, where its output does no harm."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in {"out", "build"}:
             (folder / entry.name).symlink_to(entry)
@@ -104,7 +104,7 @@ def _run(block: CodeBlock, text: str, folder: Path) -> subprocess.CompletedProce
     if block.language == "console":
         extra = parse_mark(block.mark).detail
         lines = [f"{command} {extra}".strip() for command in shell.commands(text)]
-        # A request that is rejected has failed.
+        # A rejected request counts as a failure.
         functions = ["set -euo pipefail", 'curl() { command curl --fail-with-body "$@"; }']
         program = ["bash", "-c", "\n".join([*functions, *lines])]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

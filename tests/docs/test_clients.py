@@ -1,4 +1,4 @@
-"""The tables of clients and endpoints say what the tests with real engines show."""
+"""Tables of clients and endpoints, compared with the tests of real engines."""
 
 from serve_app.serving.gateway.request.endpoints import SCHEDULED
 from tests.docs.documents import ROOT
@@ -22,5 +22,5 @@ def test_every_cell_has_a_check_and_every_check_a_cell() -> None:
 
 
 def test_every_scheduled_endpoint_is_held_against_an_engine() -> None:
-    """As the page of endpoints says; forms carry sounds, which no engine of these tests understands."""
+    """As the endpoints page states; forms contain audio, which no engine of these tests accepts."""
     assert held() == set(SCHEDULED)

@@ -1,4 +1,4 @@
-"""Commands in documents and in `--help` write only to folders that git ignores, or outside the checkout."""
+"""Outputs of commands in documents and `--help`: only in ignored folders or outside the checkout."""
 
 import shlex
 import subprocess
@@ -16,7 +16,7 @@ _OWN = "python -m serve_app "
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """Where a command of ours is shown, and its arguments."""
+    """Yield the place of every shown command of ours, and its arguments."""
     for document in documents.documents():
         for block in code_blocks(document):
             if block.language == "console":
@@ -44,7 +44,7 @@ def written_by(arguments: list[str]) -> list[Path]:
 def test_what_it_writes_is_ignored_by_git(place: str, command: str) -> None:
     arguments = shlex.split(command, comments=True)
     for path in written_by(arguments):
-        # What lies below is asked for, because a pattern such as `out/` is of a folder.
+        # A path below the folder, because a pattern such as `out/` matches only folders.
         ignored = subprocess.run(
             ["git", "-C", str(ROOT), "check-ignore", "-q", str(path / "file")], check=False
         )

@@ -1,4 +1,4 @@
-"""What documents say is short, leads somewhere, and names only what exists."""
+"""Prose of documents: short sentences, working links, existing names."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.docs.sentences import MAX_WORDS, sentences, words
 README_LINES = 130
 
 DOCUMENTS = documents.documents()
-# What was true of a release may name what is gone since.
+# An entry about an old release may name what no longer exists.
 NAMING = [document for document in DOCUMENTS if document != "CHANGELOG.md"]
 WRITTEN = [document for document in DOCUMENTS if not documents.is_generated(document)]
 
@@ -55,7 +55,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def _broken(document: str, link: str) -> str | None:
-    """What is wrong with a link inside the repository; links to other places are not followed."""
+    """Return what is wrong with a link inside the repository; other links are not followed."""
     if re.match(r"[a-z]+:", link):
         return None
     name, _, fragment = unquote(link).partition("#")

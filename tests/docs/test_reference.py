@@ -1,4 +1,4 @@
-"""Generated pages say what the code says, and nothing that exists is missing from them."""
+"""Generated pages: equal to the code, and complete."""
 
 import ast
 import inspect
@@ -68,7 +68,7 @@ def test_every_module_that_registers_metrics_is_in_the_reference() -> None:
         )
     }
     read = {module for module in making if module in inspect.getsource(metrics)}
-    # The emulated engine and the live scheduler make their metrics themselves.
+    # The emulated engine and the live scheduler render their metrics themselves.
     assert making - read == {"serve_app.engines.emulated.metrics", "serve_app.serving.scheduler.metrics"}
 
 

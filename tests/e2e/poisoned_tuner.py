@@ -1,4 +1,4 @@
-"""An application whose tuner is wrong: its search is sure of what serves badly, and its twin of itself.
+"""Application with a broken tuner: its search is confident of bad values, and its twin claims no error.
 
 Everything else is `serve_app.app`: the same scheduler, the same loop, the same rollout.
 """
@@ -23,7 +23,7 @@ AWFUL = {"a_u": 0.01, "b_u": 5.0, "max_long_prefills": 8, "max_longest_prefills"
 
 
 async def poisoned(work: Work) -> Result:
-    """A search that is sure of what is awful. The twin has no error, however loaded the machine is."""
+    """Search that is confident of bad values. The twin has no error, however loaded the machine is."""
     if isinstance(work, SearchTask):
         sure = Comparison(mean=0.2, low=0.1, high=0.3, windows=12)
         return Finding(
@@ -42,15 +42,15 @@ async def poisoned(work: Work) -> Result:
 
 
 class PoisonedTunerDeployment(TunerDeployment):
-    """The tuner with that search."""
+    """Tuner deployment with the poisoned search."""
 
     @staticmethod
     def worker() -> Worker | None:
-        """That search."""
+        """Return the poisoned search."""
         return poisoned
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """The application of `serve_app.app`, with the poisoned tuner."""
+    """Build the application of `serve_app.app` with the poisoned tuner."""
     vars(app)["TunerDeployment"] = PoisonedTunerDeployment
     return app.build_app(args)

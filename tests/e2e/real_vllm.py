@@ -1,4 +1,4 @@
-"""vLLM's own server with the demo model, and what is asked of it, for tests with real engines."""
+"""vLLM's own server with the demo model, and requests to it, for tests with real engines."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ needs_model = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def vllm_server(log: Path, names: tuple[str, ...] = (MODEL,), **options: Option) -> Iterator[VllmServer]:
-    """A server that answers, under these names and with these options of vLLM."""
+    """Run a server with these names and vLLM options; yield it once it answers."""
     settings = VllmServerSettings(
         model=f"models/{MODEL}",
         served_model_names=names,
@@ -39,7 +39,7 @@ def vllm_server(log: Path, names: tuple[str, ...] = (MODEL,), **options: Option)
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """The arguments in one of our configurations."""
+    """Return the arguments of a shipped configuration."""
     content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     args: dict[str, Any] = content["applications"][0]["args"]
     return args
@@ -50,7 +50,7 @@ def sdk(app: Served) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, text: str, **options: Any) -> tuple[str, Any]:
-    """The pool that served it, and the completion."""
+    """Return the serving pool, and the completion."""
     raw = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=20, temperature=0, **options
     )

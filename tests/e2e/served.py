@@ -1,4 +1,4 @@
-"""A served application with processes and ports of its own, for tests of the whole."""
+"""Served application with its own processes and ports, for end-to-end tests."""
 
 import contextlib
 import time
@@ -20,8 +20,8 @@ from serve_app.settings.checking.serve_file import NO_PROXY
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 200.0
 
-# Two gateways and two short replicas, so that tests may kill one of each. At 4 ms a step, an answer of 1,500
-# tokens takes six seconds: long enough to interrupt it.
+# Two gateways and two short replicas, so that tests may kill one of each. At 4 ms per step, an answer of
+# 1,500 tokens takes six seconds: long enough to interrupt it.
 ARGS = {
     "models": [
         {
@@ -47,7 +47,7 @@ ARGS = {
                 "routing": {"b_short_tokens": 2000},
                 "max_waiting": 300,
             },
-            # Learns from dozens of requests; the defaults need hundreds.
+            # Dozens of requests suffice to learn; the defaults need hundreds.
             "tuner": {
                 "profile": "laptop",
                 # Never searches: a search would take CPU time from other tests.
@@ -68,11 +68,11 @@ class Served:
 
     @property
     def url(self) -> str:
-        """Of its gateways."""
+        """Return the URL of its gateways."""
         return self.application.url
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
-        """The processes of a deployment's replicas, by the beginning of its name."""
+        """Return the processes of a deployment's replicas, by the beginning of its name."""
         found = []
         for process in psutil.Process(self.application.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -81,19 +81,19 @@ class Served:
         return found
 
     def log_lines(self, deployment: str) -> list[str]:
-        """The log of a deployment's replicas, including those that have ended."""
+        """Return the log of a deployment's replicas, including those that have ended."""
         return self.application.log_lines(deployment)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels, from any gateway."""
+        """Return the sum of a metric's samples with these labels, from any gateway."""
         return sum(value for found, value in self._samples(name) if labels.items() <= found.items())
 
     def pools(self) -> set[str]:
-        """The pools of which a replica has joined."""
+        """Return the pools with at least one joined replica."""
         return {labels["pool"] for labels, _ in self._samples("ewsjf_requests_in_flight")}
 
     def wait_until_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until the gateway knows a replica of every model."""
+        """Wait until the gateway has a replica of every model."""
         wait_for(lambda: self._get("/ready").status_code == 200, timeout_s, "/ready")
 
     def _samples(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
@@ -110,9 +110,9 @@ _RUNNING = pytest.StashKey[Served | Exception]()
 
 
 def shared(config: pytest.Config) -> Served:
-    """The one application of a test session, started when first needed.
+    """Return the application of the test session, started when first needed.
 
-    A test that kills a part of it leaves it to the next test to wait until that part is back.
+    A test that kills a part of it leaves the wait for recovery to the next test.
     """
     if _RUNNING not in config.stash:
         manager = serve(ARGS)
@@ -120,7 +120,7 @@ def shared(config: pytest.Config) -> Served:
             config.stash[_RUNNING] = manager.__enter__()
             config.add_cleanup(partial(_leave, manager))
         except BenchError as exc:
-            # One attempt is enough: a start that fails takes minutes.
+            # No second attempt: a failing start takes minutes.
             config.stash[_RUNNING] = exc
     running = config.stash[_RUNNING]
     if isinstance(running, Exception):
@@ -150,7 +150,7 @@ def serve(
     start_timeout_s: float = START_TIMEOUT_S,
     proxy_location: str = NO_PROXY,
 ) -> Iterator[Served]:
-    """Serve an application with these settings, and end every process of it afterwards."""
+    """Serve an application with these settings; afterwards end all of its processes."""
     with served_application(
         serve_config("ewsjf", args, proxy_location=proxy_location),
         environment=environment or {},
@@ -160,5 +160,5 @@ def serve(
 
 
 def serve_config_of(served: Served, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that gives a running application these arguments."""
+    """Return the configuration that gives a running application these arguments."""
     return serve_config("ewsjf", args, port=int(served.url.rsplit(":", 1)[1]))

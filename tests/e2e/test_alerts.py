@@ -1,8 +1,8 @@
-"""Every alert is fired by its fault, in a running application that a real Prometheus watches.
+"""Every alert fired by its fault, in a running application scraped by a real Prometheus.
 
-Times are shortened: no `for`, windows of seconds, and two thresholds that would take minutes to reach. Not
-here are SchedulerFault, ScalingFails and MixedVersions: a fault of this project or half an upgrade would have
-to be made first. tests/observability/test_rules.py has them, as all others, on series.
+Times are shortened: no `for`, windows of seconds, and two thresholds that would take minutes to reach.
+SchedulerFault, ScalingFails and MixedVersions are not here: they need a fault of this project or half an
+upgrade. tests/observability/test_rules.py tests all alerts on series.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ PATIENCE_S = 90.0
 
 
 class FaultyEndpoint(VllmLike):
-    """A server whose engine fails when it is told to."""
+    """Server whose engine fails on demand."""
 
     fails = False
 
@@ -47,7 +47,7 @@ class FaultyEndpoint(VllmLike):
 
 
 class BackgroundServer:
-    """An endpoint on a thread of its own, which can be stopped."""
+    """Endpoint in its own thread that can be stopped."""
 
     def __init__(self, engine: FaultyEndpoint) -> None:
         self.engine, self.port = engine, free_port()
@@ -61,7 +61,7 @@ class BackgroundServer:
             await self._stop.wait()
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(20)
@@ -69,7 +69,7 @@ class BackgroundServer:
 
 @contextlib.contextmanager
 def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: Any) -> Iterator[None]:
-    """So many clients, each with one request after the other, until the block ends."""
+    """Run this many clients until the block ends, each with one request after another."""
     stop = threading.Event()
 
     async def client(http: httpx.AsyncClient, number: int) -> None:
@@ -79,7 +79,7 @@ def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: 
             with contextlib.suppress(httpx.HTTPError):
                 async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
                     await answer.aread()
-                # Whoever is rejected comes back at once, but not as fast as the machine can.
+                # Rejected clients retry soon, but not as fast as the machine can.
                 if answer.status_code != 200:
                     await asyncio.sleep(0.2)
 
@@ -98,7 +98,7 @@ def load(url: str, clients: int, headers: dict[str, str] | None = None, **body: 
 
 
 def hurried(text: str) -> str:
-    """The rules with short times."""
+    """Return the rules with short times."""
     text = re.sub(r"\n +for: \w+", "", text)
     text = re.sub(r"\[(5m|10m|1h)\]", "[15s]", text)
     assert "> 900" in text
@@ -108,7 +108,7 @@ def hurried(text: str) -> str:
 
 @dataclass
 class Watched:
-    """The application, its watcher, and what has fired."""
+    """The application, its Prometheus, and the alerts that have fired."""
 
     app: Served
     watcher: Prometheus
@@ -120,17 +120,17 @@ class Watched:
         self.fired.add(name)
 
     def quiet(self, *names: str) -> None:
-        """Wait until none of these fires any more."""
+        """Wait until none of these alerts fires."""
         until(lambda: not self.watcher.firing() & set(names), PATIENCE_S, self.watcher.firing)
 
     def process(self, deployment: str) -> psutil.Process:
-        """A replica of a deployment."""
+        """Return a replica's process."""
         until(lambda: self.app.replicas(deployment), 60)
         return self.app.replicas(deployment)[0]
 
 
 def args(endpoint: str, state: Path) -> dict[str, Any]:
-    """A small model that is easily overrun, and one of a server outside."""
+    """Return a small model that is easily overloaded, and a model on an external server."""
     engine = {"profile": "laptop", "max_model_len": 2048, "max_num_seqs": 4, "advanced": {"kv_tokens": 2048}}
     targets = {"ttft_s": 0.3, "advanced": {"long_ttft_s": 0.3}}
     return {
@@ -140,10 +140,10 @@ def args(endpoint: str, state: Path) -> dict[str, Any]:
                 "pools": [{"name": "only", "engine": {"emulated": engine}, "resources": {"num_cpus": 0.1}}],
                 "scheduler": {
                     "max_waiting": 40,
-                    # More is promised than there is, so the engine takes it away again.
+                    # The ledger promises more than the engine has, so the engine preempts.
                     "backpressure": {"advanced": {"kv_fill_ratio": 4.0}},
                 },
-                # Of other engines: the twin is wrong until it has been fitted.
+                # A profile of other engines: the twin is wrong until it has been fitted.
                 "tuner": {
                     "mode": True,
                     "profile": "llama2-70b-h100-tp4",
@@ -193,7 +193,7 @@ def test_every_alert_is_fired_by_its_fault(outside: BackgroundServer, tmp_path: 
 
 
 def in_order(watched: Watched) -> None:
-    """Light traffic fires nothing but what the wrong profile of the twin does."""
+    """Check that light traffic fires nothing except the alert for the wrong profile."""
     with load(watched.app.url, 1, max_tokens=4), load(watched.app.url, 1, model=MODEL, max_tokens=4):
         time.sleep(10)
         assert watched.watcher.firing() <= {"TwinError"}
@@ -201,12 +201,12 @@ def in_order(watched: Watched) -> None:
 
 
 def too_many_requests(watched: Watched) -> None:
-    """More than one small engine takes: it preempts, rejects, lets others wait, and lets them expire."""
+    """Overload one small engine: it preempts, rejects, queues, and lets requests expire."""
     url = watched.app.url
     with load(url, 60, max_tokens=800, ignore_eos=True):
         for name in ("OverCapacity", "PoolSaturated", "RequestsWaitLong", "TargetsMissed", "Preemptions"):
             watched.expect(name)
-    # Fewer than may wait: of a full queue, all would be rejected before they can expire.
+    # Fewer than the queue holds: with a full queue, all would be rejected before they can expire.
     with (
         load(url, 30, max_tokens=800, ignore_eos=True),
         load(url, 4, {"x-queue-timeout-s": "0.4", "x-priority": "batch"}),
@@ -216,7 +216,7 @@ def too_many_requests(watched: Watched) -> None:
 
 
 def failing_engines(watched: Watched, outside: BackgroundServer) -> None:
-    """A server answers 500, and then not at all."""
+    """Make a server answer 500, then stop it."""
     with load(watched.app.url, 2, model=MODEL, max_tokens=4):
         outside.engine.fails = True
         watched.expect("EnginesFail")
@@ -225,13 +225,13 @@ def failing_engines(watched: Watched, outside: BackgroundServer) -> None:
 
 
 def silent_and_dying_replicas(watched: Watched) -> None:
-    """A replica that stands still, and one that dies under requests."""
+    """Suspend one replica, and kill one under load."""
     silent = watched.process("only-demo")
     silent.suspend()
     try:
         watched.expect("StaleReplicas")
     finally:
-        # Serve may have replaced it meanwhile.
+        # Serve may already have replaced it.
         with contextlib.suppress(psutil.Error):
             silent.resume()
     watched.quiet("StaleReplicas")
@@ -242,7 +242,7 @@ def silent_and_dying_replicas(watched: Watched) -> None:
 
 
 def slow_and_dying_schedulers(watched: Watched) -> None:
-    """A scheduler that stands still now and then, and one that dies again and again."""
+    """Suspend a scheduler repeatedly, then kill it repeatedly."""
     serving = 'ewsjf_pool_replicas{model="demo",state="open"} > 0'
     until(lambda: watched.watcher.value(serving), PATIENCE_S)
     scheduler = watched.process("scheduler-demo")
@@ -273,7 +273,7 @@ def slow_and_dying_schedulers(watched: Watched) -> None:
 
 
 def lost_state(watched: Watched, state: Path) -> None:
-    """What is learned cannot be saved any more."""
+    """Make saving of learned state fail."""
     shutil.rmtree(state)
     state.write_text("a file where the folder was")
     with load(watched.app.url, 2):

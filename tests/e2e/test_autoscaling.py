@@ -1,4 +1,4 @@
-"""Pools that grow and shrink apart, down to nothing, without losing a request."""
+"""Pools that scale independently, down to zero, without losing a request."""
 
 import asyncio
 import time
@@ -58,7 +58,7 @@ async def the_short_pool_grows_and_drains(http: httpx.AsyncClient, app: Served) 
     ending = asyncio.Event()
     clients = [asyncio.create_task(keep_asking(http, ending)) for _ in range(24)]
     await replicas(app, "short", 2, within_s=60)
-    # Both serve: the scheduler dispatches to both.
+    # Both replicas serve.
     await asyncio.sleep(1)
     ending.set()
     served_by = set().union(*await asyncio.gather(*clients))
@@ -71,7 +71,7 @@ async def the_short_pool_grows_and_drains(http: httpx.AsyncClient, app: Served) 
 
 
 async def scaling_once_ready(http: httpx.AsyncClient, admin: dict[str, str]) -> dict[str, Any]:
-    """What is told of the long pool, which is looked at once a second."""
+    """Return the long pool's scaling document once it is ready; it is updated every second."""
     async with asyncio.timeout(6):
         while True:
             (model,) = (await http.get("/debug/scaling", headers=admin)).json()["models"]
@@ -82,7 +82,7 @@ async def scaling_once_ready(http: httpx.AsyncClient, admin: dict[str, str]) -> 
 
 
 async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event) -> set[str]:
-    """Send one request after the other; returns the replicas that answered."""
+    """Send one request after another; return the replicas that answered."""
     seen = set()
     while not ending.is_set():
         seen.add(await ask(http, 100))

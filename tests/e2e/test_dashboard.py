@@ -1,4 +1,4 @@
-"""The page of a served application, through everything in front of a gateway."""
+"""Dashboard of a served application, through the real port."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def test_figures_flow_through_the_front_end_and_outlive_their_scheduler(app: Ser
             told.append(next(shown))
             assert len(told) < 60
         assert told[-1]["incarnation"] > before["incarnation"]
-        # Those who know nothing of it any more are there again within seconds.
+        # The new scheduler has all replicas again within seconds.
         while sum(pool["ready"] for pool in told[-1]["pools"]) < 3:
             told.append(next(shown))
             assert len(told) < 90

@@ -1,4 +1,4 @@
-"""Every query of every dashboard and alert, by a real Prometheus that scrapes the running application."""
+"""Every query of every dashboard and alert, on a real Prometheus that scrapes the application."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from observability.files import OBSERVABILITY
 from tests.e2e.served import Served, serve
 from tests.observability.prometheus import Prometheus, prometheus, rules, until
 
-# What shows nothing in an application without the thing, by a part of the query.
+# Queries that may be empty, by a part of the query, with the reason.
 MAY_BE_EMPTY = {
     "ewsjf_spills_total": "no pool may be full for long enough",
     "ewsjf_misroutes_total": "no estimate may be wrong",
@@ -36,13 +36,13 @@ def watcher(app: Served, tmp_path: Path) -> Iterator[Prometheus]:
 async def overload(
     url: str, seconds: float = 12.0, key: str = "", *, clients: int = 280, **changes: Any
 ) -> None:
-    """More than the engines take, of several tenants and classes."""
+    """Overload the engines, with several tenants and classes."""
     stop = asyncio.get_running_loop().time() + seconds
     own = {"authorization": f"Bearer {key}"} if key else {}
 
     async def send(number: int) -> None:
         words = "word " * (20 if number % 4 else 900)
-        # Each has its own pool of connections: one pool for all of them takes longer than the engines.
+        # One connection pool per client: a shared one is slower than the engines.
         async with httpx.AsyncClient(base_url=url, timeout=120, headers=own, verify=False) as http:
             while asyncio.get_running_loop().time() < stop:
                 body = {
@@ -66,7 +66,7 @@ async def overload(
 
 
 def queries() -> dict[str, str]:
-    """Every expression by its place."""
+    """Return every expression by its place."""
     found = {}
     for path in sorted((OBSERVABILITY / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
@@ -79,10 +79,10 @@ def queries() -> dict[str, str]:
 
 
 def test_every_query_of_every_dashboard_shows_something(app: Served, watcher: Prometheus) -> None:
-    # A tuner that has just started reports nothing for some twenty seconds.
+    # A new tuner reports nothing for some twenty seconds.
     asyncio.run(overload(app.url, seconds=24.0))
     assert watcher.targets() == {"ewsjf": 1, "ewsjf-engines": 3}
-    # The queue is empty by now, and a ratio of rates without a value.
+    # The queue is empty by now, and some ratios of rates have no value.
     empty = {
         place: expression
         for place, expression in queries().items()
@@ -100,7 +100,7 @@ def test_every_alert_can_be_asked_and_none_fires_without_its_fault(watcher: Prom
 
 
 SCRAPER, CLIENT = "sk-of-the-scraper", "sk-of-a-client"
-# All that the application of the other tests lacks, but for a value that the tuner tries: that takes an hour.
+# Everything that the other application lacks, except for a tuned value, which takes an hour.
 RARE = {
     "models": [
         {
@@ -140,7 +140,7 @@ def test_what_is_rare_is_shown_where_it_happens(tmp_path: Path) -> None:
     with serve(RARE) as app, prometheus(app.url, tmp_path, key=SCRAPER) as watcher:
         app.wait_until_ready()
         asyncio.run(overload(app.url, 15.0, CLIENT, clients=100))
-        # Answers end long before the most that they may have: they belonged into the short pool.
+        # Answers end long before their limit: they belonged in the short pool.
         asyncio.run(overload(app.url, 5.0, CLIENT, clients=20, max_tokens=2_000))
         rare = {
             place: expression

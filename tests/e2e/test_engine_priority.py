@@ -1,4 +1,4 @@
-"""Priorities through the whole application: clients name classes, and engines order their own queues."""
+"""Priorities through the whole application: clients name classes, engines order their own queues."""
 
 import asyncio
 
@@ -7,10 +7,10 @@ import pytest
 
 from tests.e2e.served import Served, serve, wait_for
 
-# It needs an application of its own; `tests/serving/test_engine_priority.py` tests the same without Ray.
+# It needs its own application; `tests/serving/test_engine_priority.py` tests the same without Ray.
 pytestmark = pytest.mark.slow
 
-# One sequence at a time, at 4 ms a token: a batch request takes two seconds, and six of them are a backlog.
+# One sequence at a time, at 4 ms per token: a batch request takes two seconds, and six are a backlog.
 ENGINE = {"profile": "laptop", "max_num_seqs": 1, "advanced": {"scheduling_policy": "priority"}}
 BATCH_TOKENS, BACKLOG = 500, 6
 ARGS = {
@@ -41,7 +41,7 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
             await asyncio.to_thread(wait_for, lambda: in_flight(app) == BACKLOG, 10, "the backlog")
             before = len(ended)
             urgent = await ask(http, ended, -1, 2)
-            # The running request ends first; no waiting one is scheduled before the urgent one.
+            # The running request ends first; no queued one is scheduled before the urgent one.
             assert ended.index(-1) <= before + 1
             assert urgent["x-pool"] == "only"
             await asyncio.gather(*backlog)
@@ -53,7 +53,7 @@ def in_flight(app: Served) -> float:
 
 
 async def ask(http: httpx.AsyncClient, ended: list[int], priority: int, tokens: int) -> httpx.Headers:
-    """Ask as a client of vLLM would, with a number for a class."""
+    """Send a request as a client of vLLM does, with a number for a class."""
     body = {"model": "demo", "prompt": "Hi", "max_tokens": tokens, "ignore_eos": True, "priority": priority}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Two tenants with one request each and one that floods, through the whole application."""
+"""Two tenants with one request each beside a flooding tenant, through the whole application."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ FLOOD = 200
 
 
 async def queue_wait_ms(http: httpx.AsyncClient, tenant: str) -> float:
-    """The queue wait of a short request of `tenant`, which must be answered."""
+    """Return the queue time of a short request of `tenant`, which must be answered."""
     answer = await http.post(
         "/v1/chat/completions",
         headers={"x-tenant": tenant},
@@ -35,14 +35,14 @@ async def test_a_tenant_with_one_request_is_served_before_a_flood(app: Served) -
         late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
         waits = sorted(await asyncio.gather(*flood))
     assert all(sub_queue["why"] for sub_queue in waiting)
-    # Only requests that were dispatched already are served before them, and most of the flood after.
+    # Only requests that were already dispatched are served before them, and most of the flood after.
     assert max(late) < waits[-FLOOD // 4]
 
 
 async def sub_queues_once_many_wait(
     http: httpx.AsyncClient, flood: list[asyncio.Task[float]], admin: dict[str, str]
 ) -> list[dict[str, object]]:
-    """The flood's sub-queues in the admin API, once a quarter of it waits."""
+    """Return the flood's sub-queues from the admin API once a quarter of it is queued."""
     while not all(task.done() for task in flood):
         (model,) = (await http.get("/debug/queue", headers=admin)).json()["models"]
         sub_queues = [sub_queue for sub_queue in model["sub_queues"] if sub_queue["tenant"] == "flood"]

@@ -1,7 +1,6 @@
-"""The tuner of values in a served application: it learns the engine, tries a step, is frozen and stays so.
+"""Parameter tuner in a served application: it fits the engine, tries a step, and stays frozen.
 
-The search is one that is sure of bad values (`poisoned_tuner`), so that a trial begins whatever the machine
-does.
+The search is confident of bad values (`poisoned_tuner`), so that a trial begins on any machine.
 """
 
 import asyncio
@@ -91,7 +90,7 @@ def acts(tuner: dict[str, Any]) -> set[str]:
 
 @contextlib.asynccontextmanager
 async def traffic(served: Served) -> Any:
-    """Streamed requests of some lengths, a few at a time, until the end of the block."""
+    """Stream requests of several lengths, a few at a time, until the block ends."""
 
     async def client(number: int) -> None:
         body = {"model": "demo", "prompt": "word " * (20 + 150 * number), "max_tokens": 16, "stream": True}

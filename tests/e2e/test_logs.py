@@ -1,4 +1,4 @@
-"""Logs and traces of a served application: JSON lines with who has called, through the real port."""
+"""Logs and traces of a served application: JSON lines with the caller, through the real port."""
 
 import json
 import time
@@ -27,7 +27,7 @@ MODEL = {
 
 
 def told(application: Application, count: int) -> list[dict[str, Any]]:
-    """The documents of concluded requests in the gateway's log."""
+    """Return the documents of concluded requests in the gateway's log."""
     deadline = time.monotonic() + 20
     while True:
         documents = [json.loads(line) for line in application.log_lines("gateway")]
@@ -53,7 +53,7 @@ def test_a_line_of_json_says_who_has_called_and_leads_to_the_trace() -> None:
     headers = {
         "authorization": "Bearer s3cret-of-acme",
         "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
-        # A client may write what it likes; who has connected is known better.
+        # The header is the client's claim; the connection's address is reliable.
         "x-forwarded-for": "9.9.9.9",
     }
     with collecting() as collector:
@@ -71,7 +71,7 @@ def test_a_line_of_json_says_who_has_called_and_leads_to_the_trace() -> None:
     assert served["forwarded_for"] == "9.9.9.9"
     assert (served["trace_id"], served["output_tokens"], served["pool"]) == (TRACE, 5, "only")
     assert isinstance(served["e2e_s"], float)
-    # Serve's own fields are there, and this process has another name than the replica of the engine.
+    # Serve's own fields are present, and the gateway is named differently from the engine's replica.
     assert served["deployment"] == "logs_gateway"
     assert served["replica"] != served["gateway"]
     assert (unknown["outcome"], unknown["status"]) == ("rejected_unauthorised", 401)

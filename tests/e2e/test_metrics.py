@@ -1,4 +1,4 @@
-"""The reference of metrics against a scrape of a running application, in both directions."""
+"""Metrics reference against a scrape of a running application, in both directions."""
 
 import httpx
 import pytest
@@ -9,9 +9,9 @@ from tests.e2e.served import Served, wait_for
 
 pytestmark = pytest.mark.usefixtures("app")
 
-# Exported only where something is set that this application leaves out.
+# Exported only with settings that this application leaves out.
 _WITH_STATE = {"ewsjf_state_failures_total", "ewsjf_state_saved_timestamp_seconds"}
-# No series before something has happened, or where somebody does something: named with what that is.
+# Without series until this has happened or is used.
 _WITHOUT_SERIES = {
     "ewsjf_gateway_put_backs_total": "an engine that fails",
     "ewsjf_key_requests_total": "API keys",
@@ -37,7 +37,7 @@ _WITHOUT_SERIES = {
 
 
 def scrape(app: Served) -> dict[str, tuple[str, set[str], int]]:
-    """Type, labels and number of series of every metric of ours, by the name in the reference."""
+    """Return type, labels and number of series of every metric of ours, by its name in the reference."""
     found = {}
     for family in text_string_to_metric_families(httpx.get(f"{app.url}/metrics", timeout=10).text):
         if not family.name.startswith("ewsjf_"):
@@ -81,5 +81,5 @@ def test_one_scrape_shows_every_gateway(app: Served) -> None:
         }
 
     wait_for(lambda: len(gateways()) == 2, 30, "both gateways are shown")
-    # Each new connection may reach another one.
+    # Each new connection may reach another gateway.
     assert len({frozenset(gateways()) for _ in range(6)}) == 1

@@ -1,4 +1,4 @@
-"""The official OpenAI SDK against the whole application: gateway, scheduler, replicas."""
+"""OpenAI's SDK against the whole application: gateway, scheduler, replicas."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ async def test_a_streamed_chat_arrives_in_chunks_and_ends_once(client: openai.As
     async for chunk in stream:
         came.append(time.monotonic())
         reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
-        # The gateway asked for the usage itself, and hides what this client did not ask for.
+        # The gateway requests usage itself, and hides it from clients that did not request it.
         assert chunk.usage is None
     assert len(reasons) == 1
     assert came[-1] - came[0] > 0.03
@@ -88,7 +88,7 @@ async def test_the_token_budget_picks_the_pool(
 async def test_a_prompt_too_long_for_the_short_engine_is_answered_by_the_long_pool(
     client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """A short text that the emulated engine counts as 3,000 tokens, which no estimate can know."""
+    """A short text that the emulated engine counts as 3,000 tokens, which no estimate can predict."""
     raw = await client.chat.completions.with_raw_response.create(
         model="demo", messages=HELLO, max_tokens=5, stream=stream, extra_body={"ewsjf_prompt_tokens": 3_000}
     )
@@ -155,12 +155,12 @@ async def test_a_client_that_leaves_frees_its_engine_within_a_second(
     await stream.close()
     idle = ("ewsjf_requests_in_flight", "ewsjf_replica_kv_usage_ratio")
     await wait_for_async(lambda: all(app.metric(name) == 0 for name in idle), 5, "a freed engine")
-    # A second for the engine, and time for the report and the polling of this test on a busy machine.
+    # A second for the engine, plus time for its report and for polling on a busy machine.
     assert time.monotonic() - left_at < 2.5
 
 
 async def test_no_wait_is_rejected_at_once_without_capacity(app: Served, client: openai.AsyncOpenAI) -> None:
-    """More long answers than the engines and their queues hold; then a request that must not wait."""
+    """Long answers fill the engines and their queues; then a `no-wait` request follows."""
     load = [
         asyncio.create_task(
             client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Gateways behind Ray Serve's own proxy, which calls them as any ASGI app; other tests go straight."""
+"""Gateways behind Ray Serve's own proxy, which calls them as ASGI apps; other tests bypass it."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_a_proxy_of_serve_reaches_gateways_as_it_reaches_any_asgi_app() -> None:
         assert whole.usage.completion_tokens == 20
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 20
-        # A client that leaves in the middle of a stream ends its request.
+        # A client that disconnects in mid-stream ends its request.
         body = {**ASKED, "max_tokens": 3_000, "stream": True}
         headers = {"x-request-id": "left"}
         url = f"{served.url}/v1/chat/completions"

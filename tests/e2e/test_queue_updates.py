@@ -1,4 +1,4 @@
-"""Streams that ask where they stand, of an application with more to do than it can take."""
+"""Streams with queue updates, in an overloaded application."""
 
 import asyncio
 import json
@@ -12,18 +12,18 @@ from tests.e2e.served import Served
 
 pytestmark = pytest.mark.timeout(300)
 
-# Waits of seconds: who waits is told once a second at most.
+# Waits of seconds, because updates come at most once per second.
 STREAMS, TOKENS = 200, 400
 UPDATE = re.compile(r": queue state=(\w+)(?: position=(\d+))?(?: expected_start_s=([\d.e-]+))?")
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What one stream heard.
+    """One client's view of its stream.
 
     Attributes:
-        positions: those that it was told, in order.
-        after_answer: updates that came after the first event of its answer.
+        positions: received positions, in order.
+        after_answer: updates after the first event of the answer.
     """
 
     status: int
@@ -77,7 +77,7 @@ async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app:
         assert max(one.positions) <= STREAMS
         assert one.states[-1] == "started"
         assert set(one.states) <= {"waiting", "started"}
-    # Of a single stream it may rise: a shorter prompt that comes later may go first.
+    # The position of a single stream may rise: a shorter prompt that arrives later may go first.
     moved = [one.positions for one in told if len(one.positions) >= 2]
     assert sum(positions[-1] for positions in moved) < sum(positions[0] for positions in moved)
     assert app.metric("ewsjf_queue_estimates_total", estimate="first") > before

@@ -1,4 +1,4 @@
-"""A real model on real vLLM engines, as configs/cpu_vllm.yaml has it."""
+"""Real model on real vLLM engines, with configs/cpu_vllm.yaml."""
 
 import json
 from typing import Any
@@ -56,6 +56,6 @@ def test_two_real_engines_share_the_requests_by_their_length() -> None:
             assert ask(client, "What is the capital of France?")[0] == "short"
             pool, answer = ask(client, LONG)
             assert pool == "long"
-            # More than the short pool's engine holds.
+            # More than the short pool's context.
             assert answer.usage.prompt_tokens > 2_048
             check_tools_and_missing_routes(client)

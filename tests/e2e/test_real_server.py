@@ -1,4 +1,4 @@
-"""A real vLLM server that was started by hand: answers, backpressure by its reports, its own priorities."""
+"""Manually started vLLM server: answers, backpressure by its reports, engine priorities."""
 
 import asyncio
 import contextlib
@@ -25,16 +25,16 @@ from tests.vllm_server import VllmServer
 
 SEQUENCES, TARGET = 4, 3
 FLOOD, TOKENS = 24, 40
-# Of the backlog that the urgent request overtakes: long compared with its time of arrival.
+# The backlog that the urgent request overtakes: long compared with its arrival.
 LONG_TOKENS = 150
-# A real engine on a shared CPU may take longer for a token than the gate allows, and would be sent nothing.
+# A real engine on a shared CPU may exceed the TPOT gate, and would then get no requests.
 NO_GATE = {"tpot_gate_s": None}
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900), needs_model]
 
 
 def model(name: str, url: str, **scheduler: Any) -> dict[str, Any]:
-    """A model in front of the server, which serves it under this name."""
+    """Return a model on the server, which serves it under this name."""
     return {
         "name": name,
         "pools": [
@@ -86,15 +86,15 @@ async def test_the_queue_of_a_real_engine_stays_at_its_target(app: Served, serve
     waiting_in_engine, running, waiting_outside = zip(*seen, strict=True)
     assert max(waiting_in_engine) <= TARGET
     assert max(running) == SEQUENCES
-    # The number depends on the rate at which requests arrive on a machine that the engine loads.
+    # The number depends on the arrival rate, on a machine that the engine loads.
     assert max(waiting_outside) > SEQUENCES + TARGET
-    # While requests wait in the scheduler, the batch is full except when a sequence has just left.
+    # While requests wait in the scheduler, the batch is full unless a sequence has just left.
     busy = [running for _, running, outside in seen if outside > SEQUENCES]
     assert sum(busy) > 0.85 * SEQUENCES * len(busy)
 
 
 async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served, server: VllmServer) -> None:
-    """A long queue in the engine does no harm there: an urgent newcomer is scheduled next."""
+    """A long engine queue does no harm there: an urgent request is scheduled next."""
     ended: list[str] = []
 
     async def noted(name: str, **options: Any) -> None:
@@ -106,7 +106,7 @@ async def test_an_engine_with_priorities_takes_the_urgent_one_first(app: Served,
         await until(lambda: waiting(server), more_than=TARGET)
         before = len(ended)
         await noted("urgent", priority=-1, max_tokens=2)
-        # Running sequences continue; hardly a waiting one is scheduled before.
+        # Running sequences continue; hardly any queued one is scheduled before.
         assert ended.index("urgent") <= before + 2 * SEQUENCES
         await flood
     assert len(ended) == FLOOD + 1
@@ -120,7 +120,7 @@ async def clients(app: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, name: str, **options: Any) -> None:
-    """One streamed answer, to its end."""
+    """Stream one answer to its end."""
     body = {"model": name, "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True, **options}) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -129,7 +129,7 @@ async def ask(http: httpx.AsyncClient, name: str, **options: Any) -> None:
 
 
 async def samples(http: httpx.AsyncClient, server: VllmServer, name: str) -> tuple[float, float, float]:
-    """Waiting and running in the engine, by its own metrics, and waiting in the scheduler."""
+    """Return the engine's queued and running requests, and those queued in the scheduler."""
     theirs, ours = await asyncio.gather(http.get(f"{server.url}/metrics"), http.get("/metrics"))
     return (
         gauge(theirs.text, "vllm:num_requests_waiting"),
@@ -139,13 +139,13 @@ async def samples(http: httpx.AsyncClient, server: VllmServer, name: str) -> tup
 
 
 async def waiting(server: VllmServer) -> float:
-    """Requests that wait in the engine."""
+    """Return the number of requests queued in the engine."""
     async with httpx.AsyncClient() as http:
         return gauge((await http.get(f"{server.url}/metrics")).text, "vllm:num_requests_waiting")
 
 
 def gauge(metrics: str, name: str, of_model: str | None = None) -> float:
-    """The sum of a gauge's samples, of one model where it is named."""
+    """Return the sum of a gauge's samples, optionally of one model."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(metrics)
@@ -155,9 +155,9 @@ def gauge(metrics: str, name: str, of_model: str | None = None) -> float:
 
 
 async def until(figure: Callable[[], Awaitable[float]], *, more_than: float) -> None:
-    """Wait until the figure is above."""
+    """Wait until the figure exceeds a value."""
     async with asyncio.timeout(60):
-        # A figure of another process: nothing here could set an event when it changes.
+        # The figure belongs to another process: nothing here could set an event when it changes.
         while await figure() <= more_than:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -165,7 +165,7 @@ async def until(figure: Callable[[], Awaitable[float]], *, more_than: float) -> 
 async def while_running(
     work: "asyncio.Future[Any]", sample: Callable[[], Awaitable[tuple[float, float, float]]]
 ) -> AsyncIterator[tuple[float, float, float]]:
-    """Samples, ten a second, until the work is done."""
+    """Yield samples, ten per second, until the work is done."""
     while not work.done():
         yield await sample()
         await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ CLASSES = ("interactive", "default", "batch")
 async def one(
     http: httpx.AsyncClient, number: int, rng: random.Random, room: asyncio.Semaphore
 ) -> httpx.Response:
-    """A request of a random length, class and tenant; every third is streamed."""
+    """Send a request of random length, class and tenant; every third is streamed."""
     content = "word " * rng.choice((5, 20, 100, 600))
     async with room:
         return await http.post(
@@ -60,7 +60,7 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
     served = [pair for pair in zip(answers, receipts, strict=True) if pair[0].status_code == 200]
     assert len(served) > REQUESTS / 2
     divided = [receipt for _, receipt in served if receipt["queue"]["causes"]]
-    # The first burst alone exceeds what the replicas hold; how many wait later depends on the client's speed.
+    # The first burst alone exceeds the replicas' capacity; later waits depend on the client's speed.
     assert len(divided) > REQUESTS / 10
     for answer, receipt in served:
         check(answer, receipt)
@@ -69,7 +69,7 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
     assert "before_scheduler" not in causes
 
     assert {row["tenant"] for row in costs["rows"]} >= {f"tenant-{number}" for number in range(4)}
-    # Three replicas; every second that requests spent in engines is somebody's.
+    # Three replicas; every engine second with requests is charged to a tenant.
     assert 1 < sum(row["engine_seconds"] for row in costs["rows"]) <= 3 * costs["counted_s"]
     assert sum(row["imposed_delay_seconds"] for row in costs["rows"]) > 0
     assert table.text.count("\n") >= len(costs["rows"])
@@ -84,7 +84,7 @@ async def test_the_causes_of_a_thousand_waits_add_up(app: Served, tmp_path: Path
 
 
 def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
-    """One receipt holds together, and says what the answer said."""
+    """Check that a receipt is consistent and agrees with its answer."""
     queue = receipt["queue"]
     wait_ms = queue["ms"]
     assert receipt["outcome"] == "completed"
@@ -101,7 +101,7 @@ def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
         assert wait_ms <= 1
     stages = {each["stage"]: each["ms"] for each in receipt["stages"]}
     assert stages["queue"] == wait_ms
-    # The clock of gateway and scheduler is the machine's; figures are rounded.
+    # Gateway and scheduler share the machine's clock; figures are rounded.
     assert min(stages.values()) > -0.01, receipt
     assert receipt["attempts"][-1]["pool"] == answer.headers["x-pool"]
     assert receipt["tokens"]["output"] > 0

@@ -1,4 +1,4 @@
-"""A redeployment with other settings, and gateways that come and go, under requests that must not notice."""
+"""Redeployments with other settings, and replaced gateways, under requests that must not be affected."""
 
 import asyncio
 import statistics
@@ -26,7 +26,7 @@ ARGS: dict[str, Any] = {
 
 
 async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event, prefix: str) -> list[tuple[str, str]]:
-    """One request after the other; how each ended."""
+    """Send one request after another; return their ends."""
     ends: list[tuple[str, str]] = []
     while not ending.is_set():
         ends.append(await asked(http, f"{prefix}-{len(ends)}", 20 + len(ends) % 30))
@@ -34,7 +34,7 @@ async def keep_asking(http: httpx.AsyncClient, ending: asyncio.Event, prefix: st
 
 
 async def under_load(app: Served, args: dict[str, Any]) -> list[tuple[str, str]]:
-    """Deploy these arguments while a few clients ask; how their requests ended."""
+    """Deploy these arguments under load; return the ends of the requests."""
     ending = asyncio.Event()
     async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
         clients = [asyncio.create_task(keep_asking(http, ending, f"c{number}")) for number in range(3)]
@@ -89,11 +89,11 @@ async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_req
 
 
 async def ask_again_after(app: Served, name: str, tokens: int) -> tuple[list[tuple[str, str]], float]:
-    """A long stream, then a short one on its connection; how they ended, and how long the second took."""
+    """Stream a long, then a short answer on one connection; return the ends and the latter's duration."""
     one = httpx.Limits(max_connections=1, keepalive_expiry=None)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=one) as http:
         first = await asked(http, f"{name}-long", tokens)
-        # The gateway of the stream has waited for its end, and leaves within two seconds.
+        # The gateway has waited for this stream, and leaves within two seconds after it.
         await asyncio.sleep(4)
         began = time.monotonic()
         second = await asked(http, f"{name}-short", 20)
@@ -108,7 +108,7 @@ async def test_a_second_gateway_comes_under_load_and_its_streams_end_whole_when_
     with serve(args, {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}) as app:
         ending = asyncio.Event()
         async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
-            # Small questions that the gateway answers by itself, as fast as it can.
+            # Small requests that the gateway answers itself, as fast as it can.
             busy = [asyncio.create_task(keep_gateway_busy(http, ending)) for _ in range(24)]
             await gateways(app, 2)
             streams = [asyncio.create_task(asked(http, f"stream-{number}", 3_000)) for number in range(20)]

@@ -1,4 +1,4 @@
-"""An application whose state is in a bucket: stopped and started again, and with a bucket that is slow."""
+"""Application with its state in a bucket: restarted, and with a slow bucket."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ POOL = {
     "drain_timeout_s": 10.0,
 }
 KEY = "secret-of-app"
-# A call takes at least twice as long: once for the question, once for the answer.
+# A call takes at least twice this long: once for the request, once for the answer.
 SLOW_S = 2.0
 
 
@@ -36,7 +36,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 
 @contextlib.asynccontextmanager
 async def relayed(bucket: Bucket) -> AsyncIterator[tuple[Relay, dict[str, str]]]:
-    """A way to the bucket that can be made slow, and the environment that leads there."""
+    """Yield a relay to the bucket that can be slowed down, and the environment that uses it."""
     at = urlsplit(bucket.environment["AWS_ENDPOINT_URL"])
     relay = Relay(lambda: (at.hostname or "", at.port or 0))
     await relay.start()
@@ -48,7 +48,7 @@ async def relayed(bucket: Bucket) -> AsyncIterator[tuple[Relay, dict[str, str]]]
 
 @contextlib.asynccontextmanager
 async def application(bucket: Bucket, environment: dict[str, str]) -> AsyncIterator[Served]:
-    """It starts and ends in a thread, since the relay is on this event loop."""
+    """Start and stop in a thread, because the relay is on this event loop."""
     args: dict[str, Any] = {
         "models": [{"name": "demo", "pools": [POOL]}],
         "gateway": {"keys": [{"tenant": "app", "key": KEY, "admin": True}]},
@@ -65,7 +65,7 @@ async def application(bucket: Bucket, environment: dict[str, str]) -> AsyncItera
 
 
 async def answered(http: httpx.AsyncClient) -> tuple[int, float]:
-    """One request: the token budget that it was given, and how long it took."""
+    """Send one request; return its token budget and its duration."""
     began = time.monotonic()
     answer = await http.post(
         "/v1/chat/completions",
@@ -80,7 +80,7 @@ async def answered(http: httpx.AsyncClient) -> tuple[int, float]:
 
 
 async def requests_used(http: httpx.AsyncClient) -> int:
-    """The requests that the ledger of usage has counted."""
+    """Return the requests counted in the usage ledger."""
     usage = (await http.get("/debug/usage")).json()
     return sum(row["requests"] for model in usage["models"] for row in model["rows"])
 
@@ -93,7 +93,7 @@ async def test_a_restart_goes_on_with_what_is_in_its_bucket_however_slow_that_is
             first, _ = await answered(http)
             await asyncio.gather(*(answered(http) for _ in range(40)))
             learned, _ = await answered(http)
-            # The prompt has 15 tokens, which nobody knows before the engine has counted some.
+            # The prompt has 15 tokens, which is unknown before the engine has counted some.
             assert learned < first - 20
             used = await requests_used(http)
             assert used >= 42
@@ -123,12 +123,12 @@ async def a_slow_bucket_is_not_noticed(http: httpx.AsyncClient, relay: Relay) ->
     assert statistics.median(took) < 2.0 * statistics.median(usual)
     assert max(waited) < SLOW_S
     assert max(took) < SLOW_S + max(usual)
-    # It is slow, and no reason to lose anything.
+    # The bucket is slow, but nothing is lost.
     assert await metric(http, "ewsjf_state_saved_timestamp_seconds") > saved_at
     assert await metric(http, "ewsjf_state_failures_total") == 0.0
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
-    """The sum of its samples."""
+    """Return the sum of a metric's samples."""
     page = text_string_to_metric_families((await http.get("/metrics")).text)
     return sum(sample.value for family in page for sample in family.samples if sample.name == name)

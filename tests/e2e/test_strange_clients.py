@@ -14,12 +14,12 @@ pytestmark = pytest.mark.timeout(300)
 
 CHAT = "/v1/chat/completions"
 ASKED = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-# The page that the shared application lets in; see `tests/e2e/served.py`.
+# The origin that the shared application allows; see `tests/e2e/served.py`.
 PAGE = "https://chat.example.com"
 
 
 def exchange(app: Served, head: str, body: bytes) -> tuple[dict[str, str], bytes]:
-    """One HTTP/1.0 request by hand: headers and body of its answer, which ends with the connection."""
+    """Send one HTTP/1.0 request; return headers and body of the answer, which ends with the connection."""
     address = urlsplit(app.url)
     assert address.port is not None
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:

@@ -1,4 +1,4 @@
-"""A trace of real traffic through the whole application: each request concludes exactly once."""
+"""Real traffic through the whole application: each request concludes exactly once."""
 
 import asyncio
 
@@ -21,8 +21,8 @@ async def test_every_request_of_a_conversation_trace_concludes_exactly_once(app:
         result = await OpenLoop(pool, factory, LoadSettings(timeout_s=100.0), lambda _: None).run(trace)
     finally:
         pool.close()
-    # A request longer than every context is rejected by the engine, or by the gateway once the application
-    # has learned the length of such texts. It concludes like all others.
+    # A request longer than every context is rejected by the engine, or by the gateway once it has learned the
+    # length of such texts. It concludes like all others.
     fits = [request for request in trace.requests if request.prompt_tokens + request.output_tokens <= 8_192]
     assert len({record.request_id for record in result.records}) == len(result.records) == REQUESTS
     completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]

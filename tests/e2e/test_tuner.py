@@ -1,4 +1,4 @@
-"""The strategic loop through the whole application: queues are learned from the arrivals."""
+"""Strategic loop in the whole application: queues are learned from arrivals."""
 
 import asyncio
 import itertools
@@ -10,22 +10,21 @@ import pytest
 from serve_app.cli import main
 from tests.e2e.served import ARGS, Served, serve, wait_for
 
-# The first test waits until the application has started. There is no narrower limit on what it waits for.
+# The first test waits until the application has started; there is no narrower limit on that wait.
 pytestmark = pytest.mark.timeout(300)
 
-# Of tokens, whose number is known. That of a text is learned, and queues of early guesses may stay in force.
+# In tokens, whose number is exact. That of a text is learned, and queues of early guesses may persist.
 SHORT, LONG = 16, 700
-# Each prompt begins in its own way: of one that is cached only the rest counts, and 700 tokens would be 60.
+# Each prompt begins differently: of a cached one only the rest counts, and 700 tokens would be 60.
 BEGINNINGS = itertools.count(1_000)
 PATIENCE_S = 200.0
 
 
 @pytest.fixture(scope="module")
 def untaught() -> Iterator[Served]:
-    """An application that has seen no other lengths.
+    """Yield an application without other learned lengths.
 
-    One that has learned from others keeps a wide queue for good where prompts would hardly be seen otherwise
-    by a narrow one (`min_distance`).
+    After other lengths, a wide queue persists where a narrow one would differ too little (`min_distance`).
     """
     with serve({**ARGS, "gateways": {"replicas": 1, "num_cpus": 0.1}}) as served:
         served.wait_until_ready()
@@ -48,7 +47,7 @@ async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(untaught:
         is_new = app.metric("ewsjf_scheduler_incarnation") > before
         return is_new and app.metric("ewsjf_length_queues", model="demo") >= 2
 
-    # No request arrives meanwhile, so it cannot have learned them itself.
+    # No request arrives in between, so the new scheduler cannot have learned the queues itself.
     await asyncio.to_thread(wait_for, knows_queues, PATIENCE_S, "the queues at the new scheduler")
     async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         short, long = await queue_of(http, SHORT), await queue_of(http, LONG)
@@ -76,7 +75,7 @@ async def queue_of(http: httpx.AsyncClient, tokens: int) -> str:
 
 
 def is_narrow(name: str) -> bool:
-    """Whether it is a learned queue: bubbles bear a mark, and the prior's queues are an octave wide."""
+    """Return whether it is a learned queue: bubbles are marked, and the prior's queues are an octave wide."""
     return not name.startswith("~") and bounds(name)[1] < 1.5 * bounds(name)[0]
 
 

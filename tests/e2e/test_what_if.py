@@ -1,4 +1,4 @@
-"""What would have helped a request of a served application, and whether it really does."""
+"""What-if advice for a request of a served application, verified by applying it."""
 
 import asyncio
 import random
@@ -15,10 +15,10 @@ CLASSES = ("interactive", "default", "batch")
 
 
 async def burst(app: Served, name: str, raised: int | None = None) -> list[float]:
-    """All at once; the waits in milliseconds, of the same requests each time.
+    """Send the same burst each time; return the queue times in milliseconds.
 
     Args:
-        raised: the request that is sent as interactive, whatever it was.
+        raised: the request that is sent as interactive.
     """
     rng = random.Random(5)
     limits = httpx.Limits(max_connections=REQUESTS + 10)
@@ -48,7 +48,7 @@ async def burst(app: Served, name: str, raised: int | None = None) -> list[float
 
 async def test_a_higher_class_would_have_helped_and_does(app: Served) -> None:
     waits = await burst(app, "first")
-    # The last to be served is of the lowest class.
+    # The last one served has the lowest class.
     last = max(range(REQUESTS), key=lambda number: waits[number])
     async with httpx.AsyncClient(base_url=app.url, timeout=120) as http:
         admin = app.application.admin_headers()
@@ -66,7 +66,7 @@ async def test_a_higher_class_would_have_helped_and_does(app: Served) -> None:
     (higher,) = [each for each in told["changes"] if each["value"] == "interactive"]
     assert higher["wait"]["low_ms"] <= higher["wait"]["ms"] <= higher["wait"]["high_ms"]
     assert higher["wait"]["ms"] < waits[last] / 2
-    # An admin knows whom the others are, though the recording does not tell.
+    # Admins know the other tenants, though the recording does not contain them.
     (other,) = [each for each in told["changes"] if each["kind"] == "tenant"]
     assert other["value"] in {"tenant-0", "tenant-1", "tenant-2"} - {receipt["tenant"]}
     assert other["label"].endswith(f" of tenant {other['value']}")

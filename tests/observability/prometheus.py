@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: it scrapes an application, answers queries and fires alerts."""
+"""Real Prometheus for tests: scrapes an application, answers queries and fires alerts."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ _INTERVAL = "1s"
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; the test that asks for it is skipped without one."""
+    """Return the path of `prometheus` or `promtool`; skip the test if it is not installed."""
     fetched = ROOT / os.environ.get("VENV", ".venv") / "opt" / "prometheus" / "bin" / name
     found = str(fetched) if fetched.is_file() else shutil.which(name)
     if found is None:
@@ -32,24 +32,24 @@ def program(name: str) -> str:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """One that runs."""
+    """A running Prometheus."""
 
     url: str
 
     def value(self, query: str) -> list[tuple[dict[str, str], float]]:
-        """What a query gives now, without what is no number."""
+        """Return the current result of a query, without values that are not numbers."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": query}, timeout=10).json()
         assert answer["status"] == "success", (query, answer)
         found = [(each["metric"], float(each["value"][1])) for each in answer["data"]["result"]]
         return [(labels, value) for labels, value in found if value == value]
 
     def firing(self) -> set[str]:
-        """The names of alerts that fire now."""
+        """Return the names of firing alerts."""
         answer = httpx.get(f"{self.url}/api/v1/alerts", timeout=10).json()
         return {each["labels"]["alertname"] for each in answer["data"]["alerts"] if each["state"] == "firing"}
 
     def targets(self) -> dict[str, int]:
-        """Healthy targets by job."""
+        """Return the healthy targets by job."""
         active = httpx.get(f"{self.url}/api/v1/targets", timeout=10).json()["data"]["activeTargets"]
         found: dict[str, int] = {}
         for each in active:
@@ -62,12 +62,12 @@ class Prometheus:
 def prometheus(
     application: str, folder: Path, change: Callable[[str], str] = lambda rules: rules, key: str = ""
 ) -> Iterator[Prometheus]:
-    """Prometheus with the settings of configs/observability, of which only addresses and times differ.
+    """Run Prometheus with the settings of configs/observability; only addresses and times differ.
 
     Args:
         application: its URL.
-        change: of the rules.
-        key: that the application asks of scrapers; empty for none.
+        change: applied to the rules.
+        key: scraper key of the application; empty for none.
     """
     binary = program("prometheus")
     settings = (OBSERVABILITY / "prometheus.yaml").read_text()
@@ -105,7 +105,7 @@ def until(
     timeout_s: float,
     why: Callable[[], object] = lambda: "it did not come true",
 ) -> None:
-    """Wait until it holds; an HTTP error counts as not yet."""
+    """Wait until the condition holds; an HTTP error counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(httpx.HTTPError):
@@ -116,6 +116,6 @@ def until(
 
 
 def rules() -> list[dict[str, Any]]:
-    """The alerts as they are written."""
+    """Return the alerts as written."""
     (group,) = yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())["groups"]
     return list(group["rules"])

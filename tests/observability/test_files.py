@@ -1,4 +1,4 @@
-"""Dashboards and alerts as files: what Grafana and Prometheus would reject, and what a reader would miss."""
+"""Dashboard and alert files: errors that Grafana or Prometheus would report, and omissions."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.docs.code import check_promql
 from tests.observability.prometheus import program, rules
 
 PATHS = sorted((OBSERVABILITY / "dashboards").glob("*.json"))
-# Names of Grafana's units that are used here.
+# Grafana unit names that are used here.
 UNITS = {"s", "short", "reqps", "ops", "percentunit", "bytes"}
 KINDS = {"timeseries", "stat", "heatmap", "table"}
 
@@ -25,7 +25,7 @@ def dashboard(path: Path) -> Any:
 
 
 def panels(path: Path) -> list[Any]:
-    """Panels with queries."""
+    """Return the panels with queries."""
     return [panel for panel in dashboard(path)["panels"] if panel["type"] != "row"]
 
 
@@ -73,7 +73,7 @@ def test_grafana_reads_all_that_a_dashboard_says(path: Path) -> None:
 
 
 def _lost(written: Any, read: Any, place: str = "") -> Iterator[str]:
-    """What is written and was not read as it stands."""
+    """Yield the settings that were read differently from how they are written."""
     if isinstance(written, dict) and isinstance(read, dict):
         for key, value in written.items():
             yield from _lost(value, read.get(key), f"{place}/{key}")

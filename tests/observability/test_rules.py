@@ -1,6 +1,6 @@
-"""Every alert on series of its own, by promtool: what fires it, and what is still in order.
+"""Every alert on its own series, with promtool: values that fire it, and values that do not.
 
-tests/e2e/test_alerts.py fires those alerts that a fault of a live application can fire within minutes.
+tests/e2e/test_alerts.py fires the alerts that a fault of a live application can fire within minutes.
 """
 
 import subprocess
@@ -20,10 +20,10 @@ ONE_BY_ONE, STEADY = "0+1x400", "0+100x400"
 
 @dataclass(frozen=True)
 class Case:
-    """Series of one minute each step, and when they are looked at.
+    """Series with one-minute steps, and the time of evaluation.
 
     Attributes:
-        fault, order: series with which the alert fires, and those with which it does not.
+        fault, order: series with which the alert fires, and series with which it does not.
     """
 
     fault: dict[str, str]
@@ -32,7 +32,7 @@ class Case:
 
 
 def ended(outcome: str, values: str) -> dict[str, str]:
-    """Requests of an outcome, beside a hundred a minute that complete."""
+    """Return requests of an outcome, beside a hundred per minute that complete."""
     labels = 'model="m",class="default"'
     return {
         f'{ENDED}{{{labels},outcome="completed"}}': STEADY,
@@ -41,7 +41,7 @@ def ended(outcome: str, values: str) -> dict[str, str]:
 
 
 def targets(good: str) -> dict[str, str]:
-    """A hundred judged requests a minute, and so many good ones."""
+    """Return a hundred judged requests per minute, with this many good ones."""
     labels = '{model="m",class="default"}'
     return {
         f"ewsjf_gateway_slo_requests_total{labels}": STEADY,
@@ -50,14 +50,14 @@ def targets(good: str) -> dict[str, str]:
 
 
 def overhead(slow: str) -> dict[str, str]:
-    """A hundred requests a minute within 5 ms, and so many slow ones."""
+    """Return a hundred requests per minute within 5 ms, plus this many slow ones."""
     found = {f'{OVERHEAD}{{stage="schedule",le="{bound}"}}': STEADY for bound in ("0.005", "0.1")}
     sums = {"0": STEADY, "5": "0+105x400"}[slow]
     return found | {f'{OVERHEAD}{{stage="schedule",le="{bound}"}}': sums for bound in ("2.5", "+Inf")}
 
 
 def gauge(name: str, labels: str, fault: str, order: str, at: str = "2h") -> Case:
-    """One series."""
+    """Return a case with one series."""
     return Case({f"{name}{{{labels}}}": fault}, {f"{name}{{{labels}}}": order}, at)
 
 
@@ -67,7 +67,7 @@ CASES = {
     "EnginesFail": Case(ended("failed", "0+2x400"), ended("failed", "0+0.5x400")),
     "OverCapacity": Case(ended("rejected_queue_full", "0+10x400"), ended("rejected_queue_full", ONE_BY_ONE)),
     "DeadlinesMissed": Case(ended("expired", "0+2x400"), ended("expired", "0+0.5x400")),
-    # Ten minutes of misses in an hour of good ones are borne.
+    # Ten minutes of misses in an otherwise good hour do not fire.
     "TargetsMissed": Case(targets("0+85x400"), targets("0+100x115 11500+80x10")),
     "PoolSaturated": gauge("ewsjf_pool_saturation_ratio", 'model="m",pool="p"', "1x400", "1x100 0.5x10 1x5"),
     "RequestsWaitLong": gauge(

@@ -21,18 +21,18 @@ def extents(partition: Partition) -> list[tuple[int, int]]:
 
 
 def paper_mix(count: int, seed: int) -> Sample:
-    """80 % of 32 to 256 tokens, 20 % of 1,024 to 4,096."""
+    """Return 80 % of 32 to 256 tokens, 20 % of 1,024 to 4,096."""
     rng = np.random.default_rng(seed)
     short = rng.random(count) < 0.8
     return np.where(short, rng.integers(32, 257, count), rng.integers(1024, 4097, count))
 
 
 def heavy_tail(count: int, seed: int) -> Sample:
-    """Log-normal lengths with a median of 400 tokens: one in a hundred is longer than 6,500."""
+    """Return log-normal lengths with a median of 400 tokens: one in a hundred exceeds 6,500."""
     drawn = np.random.default_rng(seed).lognormal(np.log(400), 1.2, count)
     return np.clip(drawn, 1, 131_072).astype(np.int64)
 
 
 def with_speed(engines: Sequence[ReplicaPlan], factor: float) -> tuple[ReplicaPlan, ...]:
-    """The same engines, every iteration of which takes `factor` times as long."""
+    """Return the same engines with every iteration `factor` times as long."""
     return tuple(replace(engine, step_time=engine.step_time.scaled(factor)) for engine in engines)

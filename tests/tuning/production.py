@@ -1,4 +1,4 @@
-"""The values in force in a production that carries out the commands of a rollout."""
+"""Production that executes the commands of a rollout."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from serve_app.tuning.search_space import Values
 
 
 class Production:
-    """Values in force; those on trial expire, as they do in a scheduler."""
+    """Current values; trial values expire, as in a scheduler."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -17,7 +17,7 @@ class Production:
         self.values: Values = self.permanent
         self.expires_at = math.inf
         self.applied: list[Values] = []
-        # When values came into force, and whether they were those of the step.
+        # When values became current, and whether they were the step's.
         self._sides: list[tuple[float, bool]] = []
 
     def carry_out(self, commands: list[Apply], now: float) -> None:
@@ -35,7 +35,7 @@ class Production:
             self.values, self.expires_at = self.permanent, math.inf
 
     def ticked(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
-        """The commands of a tick, where slices are judged by whether the step was in force."""
+        """Tick; slices are judged by whether they had the step's values."""
         return self.rollout.tick(now, settled_until, lambda start, _: judge(self._was_step(start)))
 
     def tick(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> None:

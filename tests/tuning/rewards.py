@@ -1,4 +1,4 @@
-"""Rewards, small search spaces, studies and search results for the tests of the tuner."""
+"""Rewards, small search spaces, studies and search results for tuner tests."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ def space(current: Values | None = None) -> SearchSpace:
 
 
 def bowl(values: Values, window: int) -> float:
-    """Best at `BEST`, with noise that all candidates of a window share and some of their own."""
+    """Return a reward with its optimum at `BEST`, and noise that candidates of a window share in part."""
     units = [each.unit(values[each.name]) for each in PARAMETERS]
     best = [each.unit(BEST[each.name]) for each in PARAMETERS]
     miss = sum((unit - goal) ** 2 for unit, goal in zip(units, best, strict=True))
@@ -33,7 +33,7 @@ def bowl(values: Values, window: int) -> float:
 
 
 def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | None = None) -> Reward:
-    """A reward with classes as (requests, attainment)."""
+    """Return a reward with classes as (requests, attainment)."""
     return Reward(
         value=value,
         requests=100,
@@ -46,7 +46,7 @@ def rewarded(value: float | None, classes: Mapping[str, tuple[int, float]] | Non
 
 
 def found(values: Values, *, confident: bool = True) -> Finding:
-    """A search that found these values, whatever the traffic."""
+    """Return a search result with these values, for any traffic."""
     gain = Comparison(mean=0.1, low=0.05, high=0.15, windows=4)
     return Finding(
         best=Proposal(1, values),

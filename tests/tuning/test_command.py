@@ -1,4 +1,4 @@
-"""`tune`: what it prints and writes, and that its report shows what the JSON output has."""
+"""`tune`: its output and files, and agreement of report and JSON."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def tune(*arguments: str) -> int:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one search printed and wrote."""
+    """Output and files of one search."""
 
     text: str
     document: dict[str, Any]
@@ -95,7 +95,7 @@ def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> N
 
 
 def test_settings_that_cannot_be_bettered_stand(tmp_path: Path) -> None:
-    # With hardly any load nothing can wait, so nothing can wait less.
+    # With hardly any load no request waits, so no wait can shrink.
     stands = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
     assert not stands.document["confident"]
     for text in (stands.text, stands.page.text):
@@ -117,7 +117,7 @@ def test_the_objective_of_the_paper_and_two_pools_can_be_asked_for(tmp_path: Pat
 def test_the_progress_bar_ends_with_the_candidates_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # rich takes any output for a terminal then.
+    # rich then treats any output as a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert tune("--rate", "20", "--trials", "9") == 0
     shown = capsys.readouterr()

@@ -33,7 +33,7 @@ def test_the_same_values_and_window_give_the_same_records() -> None:
     first, second = DigitalTwin(plan()), DigitalTwin(plan())
     values = plan().space.current
     assert first.records(values, 3) == second.records(values, 3)
-    # Nothing is left over from one window to the next.
+    # No state carries over from one window to the next.
     assert first.play(values, 4) == second.play(values, 4)
     assert first.records(values, 3) == second.records(values, 3)
 
@@ -69,7 +69,7 @@ def test_the_first_part_of_a_window_is_not_measured() -> None:
 def test_the_scheduler_of_the_twin_has_learned_already() -> None:
     twin = DigitalTwin(plan(window=40))
     records = twin.records(plan(window=40).space.current, 0)
-    # Without learning, the first requests would be expected to be as long as the prior says.
+    # Without learning, the first requests would have the prior's expected length.
     known = [one.estimated_tokens for one in records]
     assert all(estimate is not None and estimate < 2_000 for estimate in known[:5])
 

@@ -1,4 +1,4 @@
-"""Step times fitted to simulated engines whose own are known and not told."""
+"""Step times fitted to simulated engines whose true step times are hidden from the fit."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ def served(rate_per_s: float, seed: int, factor: float = 1.0, count: int = 260) 
 
 
 def unlike(plans: tuple[ReplicaPlan, ...]) -> tuple[ReplicaPlan, ...]:
-    """The same engines with step times that are far from theirs, which nothing may depend on."""
+    """Return the same engines with very different step times, which must have no influence."""
     return with_speed(plans, 50.0)
 
 
@@ -38,7 +38,7 @@ def fitted(factor: float = 1.0) -> EngineFitResult:
     return fit_engines(task)
 
 
-# A fit takes some ten seconds of CPU time. Other tests share the one of engines at their own speed.
+# A fit takes some ten seconds of CPU time. Other tests share the fit of unchanged engines.
 @pytest.mark.parametrize("factor", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate_per_s", [3.0, 9.0])
 def test_what_was_fitted_without_a_profile_predicts_other_requests(factor: float, rate_per_s: float) -> None:
@@ -60,7 +60,7 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_told_and_replaced() -> None:
         records=served(8.0, 3), plans=PLANS, until=math.inf, known=known, is_fitted=True, keep_within=0.06
     )
     assert fit_engines(others).engines is None
-    # Twice as many as elsewhere: with 260 the error of the TTFT is 4 to 9 %, by processor.
+    # Twice as many as elsewhere: with 260 the TTFT error is 4 to 9 %, depending on the processor.
     slowed = replace(others, records=served(4.0, 3, 2.0, 520))
     result = fit_engines(slowed)
     assert result.error is not None

@@ -19,7 +19,7 @@ PAPER = ObjectiveSettings(kind="paper", min_requests=1)
 
 
 def served(ttft_s: float, *, tpot_s: float = 0.05, **changes: Any) -> RequestRecord:
-    """Arrives at 0 and takes that long to its first token, then 11 tokens."""
+    """Return a request that arrives at 0, has this TTFT, and then 11 tokens."""
     first = ttft_s
     fields = {"arrived_at": 0.0, "dispatched_at": 0.0, "first_token_at": first}
     return record(**{**fields, "finished_at": first + 10 * tpot_s, **changes})
@@ -51,7 +51,7 @@ def test_the_slo_reward_by_hand() -> None:
     ]
     found = reward_of(counted, SLO)
     assert found.terms["attainment"] == pytest.approx(3 / 5)
-    # Of the worst class, the long one, half of which never got an answer.
+    # The worst class is the long one, half of which never got an answer.
     assert found.terms["tail"] == 1.0
     short, long = (0 + 0.5 + 0.75) / 3, (0.5 + 1) / 2
     assert found.terms["slowness"] == pytest.approx((short + long) / 2)
@@ -66,7 +66,7 @@ def test_slow_decoding_is_out_of_the_slo_but_not_for_batch() -> None:
 
 
 def test_a_tenant_that_gets_nothing_costs_half() -> None:
-    # Both ask for the same while the other arrives; one is served at once, the other after the last arrival.
+    # Both request the same while the other arrives; one is served at once, the other after the last arrival.
     kept = [served(0.0, tpot_s=0.0, tenant="a", request_id=f"a{n}") for n in range(2)]
     late = [served(5.0, tenant="b", request_id=f"b{n}") for n in range(2)]
     unfairness = reward_of([*kept, *late], SLO).terms["unfairness"]

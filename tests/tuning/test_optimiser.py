@@ -7,11 +7,11 @@ from serve_app.tuning.search_space import Values
 from tests.tuning.rewards import BEST, CURRENT, bowl, space
 
 RANDOM = 1_000
-"""A start from the prior that never ends: random search."""
+"""Start-up trials that never end: random search from the prior."""
 
 
 def run(optimiser: TpeOptimiser, trials: int) -> list[Values]:
-    """Try so many proposals on the bowl, without noise."""
+    """Try this many proposals on the bowl, without noise."""
     tried = []
     for _ in range(trials):
         proposal = optimiser.ask()
@@ -56,7 +56,7 @@ def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | Non
         poisoned = proposal.values["a"] > 0
         optimiser.tell(proposal, reward if poisoned else bowl(proposal.values, 0))
         proposals.append(proposal.values["a"])
-    # Two thirds of the prior lie there.
+    # Two thirds of the prior are there.
     assert sum(value > 0 for value in proposals[15:]) <= 7
 
 

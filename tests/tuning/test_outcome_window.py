@@ -7,7 +7,7 @@ from tests.builders import ManualDriver
 
 
 class Watched(ManualDriver):
-    """A scheduler whose outcomes are noted, as the live scheduler does."""
+    """A scheduler whose outcomes are recorded as in the live scheduler."""
 
     def __init__(self) -> None:
         self.window = OutcomeWindow()

@@ -1,4 +1,4 @@
-"""The tuning loop as a machine: observations go in, orders and searches come out."""
+"""Tuning loop as a state machine: observations in, orders and searches out."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ SETTINGS = ParameterTuningSettings(
     every_s=50.0,
     min_requests=20,
     objective=ObjectiveSettings(min_requests=5),
-    # The scripted latencies are those of no engine, and the twin would be found wrong.
+    # The scripted latencies fit no engine, so the twin would fail its check.
     calibration=CalibrationSettings(check_requests=1_000_000),
     rollout=RolloutSettings(mode="on", slice_s=10.0, settle_s=0.0, pairs=4, cool_down_s=20.0),
 )
@@ -53,7 +53,7 @@ def observation(at: float, records: list[RequestRecord] | None = None, **changes
 
 
 def watched(until: int = 40, settings: ParameterTuningSettings = SETTINGS) -> ParameterLoop:
-    """A loop that has observed a request a second."""
+    """Return a loop that has observed one request per second."""
     loop = ParameterLoop(CONFIGURED, settings, 0.0)
     for second in range(until):
         assert loop.observe(observation(second + 1.0, [arrived(second)])) == []
@@ -83,7 +83,7 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
     assert isinstance(task, SearchTask)
     assert len(task.plan.traffic.requests) == 20
     assert [plan.replica_id for plan in task.plan.engines] == ["r1"]
-    # One at a time.
+    # One search at a time.
     assert loop.document()["state"] == "searching"
     assert loop.work_due(observation(21.0)) is None
     frozen = watched(20)
@@ -92,7 +92,7 @@ def test_a_search_needs_traffic_replicas_and_leave() -> None:
 
 
 def searched_again_at(loop: ParameterLoop, since: float) -> float:
-    """When the next search is due, with a request in each second."""
+    """Return when the next search is due, with one request per second."""
     at = since
     while loop.work_due(observation(at)) is None:
         at += 1.0
@@ -130,7 +130,7 @@ def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
 
 
 def tried(seconds: int, ttft_s: float) -> tuple[ParameterLoop, list[Retune]]:
-    """A loop that tries what a search has found, where the step answers in `ttft_s`, else in 0.2 s."""
+    """Return a loop that tries a search result; the step answers in `ttft_s`, other values in 0.2 s."""
     loop = watched()
     loop.work_due(observation(40.0))
     assert loop.finish(found(6), 40.0) == []
@@ -147,7 +147,7 @@ def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
     assert [order.valid_s for order in orders] == [15.0, 15.0, None, 15.0, 15.0, None, None]
     assert loop.rollout.audit[-1].act is Act.ADOPTED
     assert loop.document()["studies"][0]["gain"] == 0.1
-    # And nothing is searched for until the cool-down is over.
+    # No search begins before the cool-down is over.
     assert loop.work_due(observation(135.0)) is None
     assert loop.work_due(observation(150.0)) is not None
 
@@ -180,7 +180,7 @@ def test_while_requests_pass_by_the_twin_forecasts_both_ways() -> None:
     shown = loop.document()["forecast"]
     assert shown["requests"] == 250
     assert shown["scheduled"]["all"]["requests"] == shown["passed"]["all"]["requests"] > 200
-    # The next one comes later, and with everything scheduled there is none.
+    # The next one comes later; in active mode there is none.
     assert loop.work_due(passing) is None
     loop.observe(observation(252.0))
     assert loop.document()["forecast"] is None
@@ -191,7 +191,7 @@ def test_a_new_scheduler_is_given_what_was_in_force_for_good() -> None:
     loop.rollout.incumbent = {**loop.rollout.incumbent, "target_waiting": 5}
     (order,) = loop.begin(CONFIGURED, 3.0)
     assert (order.values[TARGET], order.valid_s) == (5, None)
-    # Its clock is another one, and nothing of the old traffic is left.
+    # Its clock is another one, and none of the old traffic counts.
     assert loop.work_due(observation(4.0)) is None
 
 

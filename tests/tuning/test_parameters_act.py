@@ -1,4 +1,4 @@
-"""Every parameter that is searched changes what is decided: over an inert one, a search wastes candidates."""
+"""Searched parameters all change decisions: a search wastes candidates on an inert one."""
 
 from serve_app.lab.simulation.fleet import ONE_POOL, FleetSettings
 from serve_app.lab.simulation.run import RunSettings, fitted_trace
@@ -7,7 +7,7 @@ from serve_app.lab.simulation.workload import TraceChoice
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
 
-# A little more than one replica serves, so that requests wait and are ordered.
+# Slightly more than one replica can serve, so that requests queue and are ordered.
 RATE_PER_S = 10.0
 
 

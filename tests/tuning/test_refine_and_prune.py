@@ -19,7 +19,7 @@ from tests.tuning.builders import Sample, extents, heavy_tail, interval, paper_m
 
 STABLE = RefineAndPruneSettings()
 FINE = replace(STABLE, alpha=1.0)
-# With the alpha of the code that the authors released.
+# The alpha of the authors' released code.
 RELEASED = replace(PAPER, alpha=5.5)
 EVERY_KIND = pytest.mark.parametrize(
     "kind", [STABLE, FINE, PAPER, RELEASED], ids=["stable", "fine", "paper", "released"]
@@ -28,7 +28,7 @@ EVERY_KIND = pytest.mark.parametrize(
 
 def test_the_published_steps_on_a_sample_worked_by_hand() -> None:
     # k-means: {10 .. 30}, {1000, 1010}, {4000}. In the first, gaps 1 1 17 1: mean 5, 17 > 1.5 * 5 splits;
-    # then 1 1 and 1 hold nothing significant. 1000 and 1010 differ by less than 0.2 of their mean.
+    # then neither 1 1 nor 1 has a significant gap. 1000 and 1010 differ by less than 0.2 of their mean.
     lengths = [10, 11, 12, 29, 30, 1000, 1010, 4000]
     partition = refine_and_prune(lengths, replace(PAPER, min_cluster_size=2))
 
@@ -53,7 +53,7 @@ def test_alpha_decides_which_gaps_of_a_sample_are_significant() -> None:
 
 
 def test_alpha_acts_on_the_gaps_between_logarithms() -> None:
-    # Each 1.3 times the one before, so that all gaps are alike and wide enough to count.
+    # Each is 1.3 times the previous one, so all gaps are alike and wide enough to count.
     lengths = [round(100 * 1.3**step) for step in range(12)]
 
     assert len(refine_and_prune(lengths, replace(STABLE, alpha=0.9))) == 12

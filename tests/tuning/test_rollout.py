@@ -19,7 +19,7 @@ ON = RolloutSettings(
     mode="on", max_step=0.2, slice_s=10.0, settle_s=1.0, judge_limit_s=30.0, pairs=4, cool_down_s=100.0
 )
 Judge = Callable[[bool], Reward]
-"""The reward of a slice, by whether the step was in force."""
+"""The reward of a slice, by whether the step's values were current."""
 
 
 def better(is_step: bool) -> Reward:
@@ -199,7 +199,7 @@ CANDIDATE = st.fixed_dictionaries({"a": st.floats(-9, 9), "b": st.floats(-9, 900
 
 
 class Guarded(RuleBasedStateMachine):
-    """Whatever happens, in whatever order: the rules of the module."""
+    """State machine for the rules of the module, in any order of events."""
 
     @initialize(mode=st.sampled_from(["on", "on", "advise", "off"]), step=st.floats(0.05, 1.0))
     def begin(self, mode: Mode, step: float) -> None:
@@ -243,7 +243,7 @@ class Guarded(RuleBasedStateMachine):
         if self.rollout.acts[Act.ADOPTED] == adopted:
             assert self.rollout.incumbent == before
         else:
-            # The last reward of a pair decides; what is not finite can never be on the winning side.
+            # The last reward of a pair decides; a value that is not finite never wins.
             assert mine is not None
             assert math.isfinite(mine)
             self.never_farther_than_a_step(before, self.rollout.incumbent)

@@ -1,4 +1,4 @@
-"""What a wrong twin can do to requests, from the twin to a simulated production and back."""
+"""Harm that a wrong twin can do to requests, from the twin to a simulated production and back."""
 
 import statistics
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.tuning.production import Production
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 1})
 ROLLOUT = RolloutSettings(mode="on", max_step=0.5, slice_s=10.0, settle_s=0.0, pairs=6, cool_down_s=0.0)
-# Of reward, over all slices, half of which the step serves.
+# In reward, over all slices, half of which run the step.
 MARGIN = 0.05
 STUDY = StudySettings(trials=9, rungs=(1, 3), confirm_windows=4)
 AWFUL = {"target_waiting": 16, "max_long_prefills": 8, "short_work_share": 0.6}
@@ -49,7 +49,7 @@ def recommended(around: TwinPlan) -> Values | None:
 
 
 def serve(production: Production, twin: DigitalTwin, slices: int) -> tuple[float, int]:
-    """Serve so many slices of traffic; mean reward less that of the first incumbent, and slices on trial."""
+    """Serve this many slices; return the mean reward gain over the first incumbent, and slices on trial."""
     rollout, first = production.rollout, dict(production.rollout.incumbent)
     losses, tried, served = [], 0, list[Reward]()
     for number in range(slices):

@@ -5,7 +5,7 @@ from serve_app.lab.simulation.partitions import read_partition
 
 
 def queues(policy: str, folder: Path) -> int:
-    """How many queues a simulated run of a policy has learned."""
+    """Return the number of queues that a simulated run of a policy has learned."""
     out = folder / f"{policy}.yaml"
     arguments = ["--trace", "paper-mix", "--requests", "1100", "--rate", "9", "--jobs", "1"]
     assert main(["simulate", *arguments, "--policy", policy, "--save-partition", str(out)]) == 0

@@ -1,9 +1,9 @@
-"""The same traffic gives the same queues, however much of it was seen.
+"""Stability of learned queues: the same traffic gives the same queues for any sample size.
 
-Stated tolerance, between a sample of 500 to 20,000 requests and one of 50,000 of the same distribution: the
-number of queues differs by at most a quarter or three, whichever is more; and the queues in which the same
-prompts find themselves have mean lengths that differ by at most 45 % on average (`partition_distance`), and
-by a quarter from 5,000 requests on. The published refinement differs by several times as much.
+Tolerance between a sample of 500 to 20,000 requests and one of 50,000 of the same distribution: the number of
+queues differs by at most a quarter or three, whichever is more. The queues of the same prompts have mean
+lengths that differ by at most 45 % on average (`partition_distance`), and by a quarter from 5,000 requests
+on. The published refinement differs by several times as much.
 """
 
 import time
@@ -64,7 +64,7 @@ def test_the_published_refinement_does_not_keep_to_the_same_tolerance() -> None:
 
 @st.composite
 def mixtures(draw: st.DrawFn) -> Callable[[int, int], Sample]:
-    """One to three kinds of prompts, each log-normal, each with at least a tenth of the requests."""
+    """Draw one to three log-normal kinds of prompts, each with at least a tenth of the requests."""
     kinds = draw(
         st.lists(
             st.tuples(st.floats(20, 30_000), st.floats(0.05, 1.5), st.floats(0.2, 1.0)),

@@ -27,7 +27,7 @@ Mix = Callable[[int, int], Sample]
 
 
 def flipped_mix(count: int, seed: int) -> Sample:
-    """20 % of 32 to 256 tokens, 80 % of 1,024 to 4,096."""
+    """Return 20 % of 32 to 256 tokens, 80 % of 1,024 to 4,096."""
     rng = np.random.default_rng(seed)
     short = rng.random(count) < 0.2
     return np.where(short, rng.integers(32, 257, count), rng.integers(1024, 4097, count))
@@ -36,7 +36,7 @@ def flipped_mix(count: int, seed: int) -> Sample:
 def play(
     loop: StrategicLoop, lengths: Sequence[int] | Sample, *, per_s: float = 10.0, since_s: float = 0.0
 ) -> list[PartitionChange]:
-    """Feed one length after the other, ask each time, and return what was put in force."""
+    """Feed the lengths one by one, poll each time, and return the changes."""
     changes = []
     for number, length in enumerate(lengths):
         loop.observe(int(length))
@@ -102,7 +102,7 @@ def test_other_lengths_are_answered_within_two_looks_for_drift() -> None:
     changes = play(loop, after, since_s=300.0)
     assert changes[0].reason is Reason.DRIFT
     assert changes[0].at <= 300.0 + USUAL.window / 10.0
-    # The old traffic has no part in what is in force in the end.
+    # The old traffic has no influence on the final partition.
     alone = refine_and_prune(after, USUAL.refine_and_prune)
     assert loop.change is not None
     assert partition_distance(loop.change.partition, alone, after) < strategic_loop._MIN_DISTANCE
@@ -121,11 +121,11 @@ def test_a_flip_of_the_mix_is_learned_from() -> None:
 
 
 def test_a_kind_of_prompts_that_left_its_queue_is_learned_again_however_few_requests_there_are() -> None:
-    # An estimator that has learned finds the long quarter of the prompts shorter than at first.
+    # A trained estimator sees the long quarter of the prompts as shorter than at first.
     loop = StrategicLoop(replace(USUAL, window=48))
     play(loop, [4, 4, 4, 880] * 12)
     (change,) = play(loop, [4, 4, 4, 735] * 40, since_s=60.0)
-    # Of such samples the drift test is not sure: one such shift in ten is chance.
+    # The drift test is not sure on such samples: one such shift in ten is chance.
     assert not has_drifted([4, 4, 4, 880] * 12, [4, 4, 4, 735] * 15)
     assert change.reason is Reason.DRIFT
     assert queue_means(change.partition, [735])[0] < 880
@@ -152,7 +152,7 @@ def test_without_requests_nothing_happens() -> None:
 def test_a_stationary_mix_keeps_its_partition(mix: Mix, seed: int, per_s: float) -> None:
     loop = StrategicLoop(USUAL)
     changes = play(loop, mix(8000, seed), per_s=per_s)
-    # The first is of 500 lengths, and is put right when there are more.
+    # The first is of 500 lengths, and is corrected when there are more.
     assert reasons(changes)[0] is Reason.FIRST
     assert len(changes) <= 5
     assert len(play(loop, mix(4000, seed + 1), per_s=per_s, since_s=8000 / per_s)) <= 1
@@ -183,7 +183,7 @@ def test_a_shift_counts_when_it_matters_and_is_no_chance() -> None:
     before = paper_mix(2000, 1)
     flipped = np.where(np.random.default_rng(2).random(500) < 0.3, before[:500], 3000)
     assert has_drifted(before, flipped)
-    # Three in a hundred moved: certain, and a trifle. And four lengths say nothing.
+    # Three in a hundred moved: significant, but too few. And four lengths prove nothing.
     many = np.arange(100_000) % 1000 + 1
     assert not has_drifted(many, many + 30)
     assert has_drifted(many, many + 120)
@@ -191,7 +191,7 @@ def test_a_shift_counts_when_it_matters_and_is_no_chance() -> None:
 
 
 def test_the_same_traffic_gives_hardly_a_false_alarm() -> None:
-    # A chance of 0.001 each and the demand for a tenth: one of 200 would be plenty.
+    # A chance of 0.001 each, and the required tenth: one of 200 would be plenty.
     alarms = [has_drifted(heavy_tail(500, seed), heavy_tail(500, seed + 1000)) for seed in range(200)]
     assert sum(alarms) <= 1
 
@@ -202,7 +202,7 @@ TWO = Partition((interval(100, 200, 150.0, 10), interval(1000, 2000, 1500.0, 10)
 
 
 def moved(lengths: Sequence[int]) -> Partition:
-    """Each length a hundred times, so that a queue has enough members."""
+    """Adjust to each length a hundred times, so that a queue has enough members."""
     return adjusted(TWO, list(lengths) * 100)
 
 

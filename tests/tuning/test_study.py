@@ -17,7 +17,7 @@ Objective = Callable[[Values, int], float | None]
 
 
 class Windows:
-    """Plays windows of an objective; each takes a second, and the first ten more."""
+    """Windows of an objective; each takes a second to play, and the first ten seconds more."""
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self.now = objective, 0.0
@@ -42,7 +42,7 @@ def studied(
     rest: Callable[[], object] = lambda: None,
 ) -> Course:
     windows = Windows(objective)
-    # Draws from the prior, which are quicker.
+    # Draws from the prior, which are faster.
     optimiser = TpeOptimiser(space(start), seed=seed, startup=settings.trials)
     return run_study(optimiser, settings, windows, Budget(clock=windows.clock, seconds=seconds, rest=rest))
 

@@ -1,4 +1,4 @@
-"""The sequential test of a step in production, and how often it is wrong."""
+"""Sequential test of a step in production, and its error rates."""
 
 import random
 import statistics
@@ -12,7 +12,7 @@ from serve_app.tuning.trial import Trial, Verdict, evidence, verdict_of
 from tests.tuning.rewards import rewarded
 
 PAIRS, SLICE_S, SETTLE_S, LIMIT_S = 12, 60.0, 10.0, 120.0
-# Standard deviation of the difference of two neighbouring slices of the same values.
+# Standard deviation of the difference of two neighbouring slices with the same values.
 NOISE = 0.05
 
 
@@ -21,7 +21,7 @@ def trial(pairs: int = PAIRS) -> Trial:
 
 
 def play(made: Trial, reward: Callable[[bool], Reward]) -> float:
-    """Drive a trial second by second to its verdict; returns how long the step was in force."""
+    """Drive a trial second by second to its verdict; return how long the step's values were current."""
     sides: dict[float, bool] = {}
     on_trial_s = now = 0.0
     while made.verdict is None and now < 10_000:
@@ -34,11 +34,11 @@ def play(made: Trial, reward: Callable[[bool], Reward]) -> float:
 
 
 class Production:
-    """Rewards of slices that differ by the effect of a step, and by traffic that neighbours share in part."""
+    """Slice rewards that differ by the effect of a step, and by traffic that neighbours share in part."""
 
     def __init__(self, seed: int, effect: float, *, memory: float = 0.5) -> None:
         self._rng, self._effect, self._memory = random.Random(seed), effect, memory
-        # Of a slice, so that the difference of two neighbours scatters by NOISE.
+        # Per slice, so that the difference of two neighbours has the deviation NOISE.
         self._sd = NOISE / (2 * (1 - memory)) ** 0.5
         self._traffic = self._rng.gauss(0, self._sd)
 
@@ -49,7 +49,7 @@ class Production:
 
 
 def verdicts(effect: float, seeds: int, memory: float = 0.5) -> tuple[Counter[Verdict], float]:
-    """The verdicts over many seeds, and the mean time that the step was in force."""
+    """Return the verdicts over many seeds, and the mean time with the step's values."""
     found, times = Counter[Verdict](), []
     for seed in range(seeds):
         made = trial()
@@ -61,7 +61,7 @@ def verdicts(effect: float, seeds: int, memory: float = 0.5) -> tuple[Counter[Ve
 
 @pytest.mark.parametrize("memory", [0.0, 0.5])
 def test_without_a_difference_hardly_a_step_is_kept_and_few_are_withdrawn_early(memory: float) -> None:
-    """The error rates that are stated: 400 trials of the values in force against themselves.
+    """Stated error rates: 400 trials of the current values against themselves.
 
     Measured: 0.2 to 0.5 % end as a gain, 10 % as harm, and 90 % inconclusive.
     """
@@ -125,7 +125,7 @@ def test_a_pair_waits_for_its_requests_and_a_slice_whose_requests_do_not_end_is_
     made.advance(SLICE_S)
     end = 2 * SLICE_S
     assert not made.judge(end, SLICE_S + 1, lambda *_: rewarded(0.5))
-    # A request of the step's slice never ends.
+    # One request of the step's slice never ends.
     assert made.judge(end + LIMIT_S, SLICE_S + 1, lambda *_: rewarded(0.5))
     assert made.verdict is Verdict.HARM
     assert "still open" in made.reason

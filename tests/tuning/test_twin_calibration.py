@@ -1,4 +1,4 @@
-"""When the twin's engines are fitted, and when nothing may be searched for."""
+"""Calibration of the twin's engines, and reasons that block a search."""
 
 import json
 from typing import Any
@@ -77,7 +77,7 @@ def test_without_a_profile_it_fits_first_and_waits_for_the_error() -> None:
 
 def test_a_large_error_is_an_obstacle_until_a_small_one_is_measured() -> None:
     made, traffic = TwinCalibration(SETTINGS, "laptop"), TrafficLog()
-    # A profile is believed until there is reason not to.
+    # A profile is trusted until a check fails.
     assert made.obstacle == ""
     fed(made, 10, traffic)
     assert made.due(traffic, REPLICAS, 10.0, 0.0) is not None
@@ -115,7 +115,7 @@ def test_the_limits_are_those_that_the_replica_states() -> None:
     made = TwinCalibration(SETTINGS, "laptop")
     (plan,) = made.engines(REPLICAS) or ()
     assert (plan.engine.kv_tokens, plan.engine.max_num_seqs) == (32_768, 16)
-    # The profile's where the replica does not say.
+    # The profile applies where the replica reports nothing.
     assert plan.engine.max_num_batched_tokens == 1_024
     assert plan.engine.long_prefill_token_threshold == plan.step_time.chunk_tokens()
     stated = spec("r1", "only", max_model_len=8_192, kv_tokens=4_096, max_num_seqs=16)
@@ -128,7 +128,7 @@ def test_the_limits_are_those_that_the_replica_states() -> None:
     )
     (plan,) = made.engines([stated]) or ()
     assert (plan.engine.max_num_batched_tokens, plan.engine.long_prefill_token_threshold) == (512, 0)
-    # A context that the cache cannot hold is cut.
+    # A context that exceeds the cache is cut.
     assert plan.engine.max_model_len == 4_096
 
 

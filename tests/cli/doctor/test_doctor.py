@@ -1,4 +1,4 @@
-"""The command `doctor` against applications with one thing wrong each, as they tell it over HTTP."""
+"""The command `doctor` against applications with one fault each, simulated over HTTP."""
 
 import asyncio
 import json
@@ -63,8 +63,8 @@ Change = Callable[[dict[str, Any]], object]
 
 @contextmanager
 def running(change: Change | None = None) -> Iterator[str]:
-    """Answers by path; under `status:PATH` there may be another status."""
-    # Through JSON, so that replicas share nothing.
+    """Serve answers by path; `status:PATH` sets another status."""
+    # A copy through JSON, so that replicas share nothing.
     answers = json.loads(json.dumps(HEALTHY))
     if change is not None:
         change(answers)
@@ -286,7 +286,7 @@ def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.
         thread.start()
         assert main(["doctor", "--url", f"http://127.0.0.1:{other.getsockname()[1]}"]) == 1
         thread.join()
-    # What runs tests in parallel may have renamed this process.
+    # Parallel test runners may have renamed this process.
     assert re.search(rf"though its port is taken by \S.*\(process {os.getpid()}\)", capsys.readouterr().out)
 
 

@@ -1,4 +1,4 @@
-"""The command `init`: whatever it writes passes `check`, is explained, and is never written over a file."""
+"""The command `init`: its files pass `check` and have comments, and it never overwrites a file."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from tests.lab.bench.live import emulated_endpoint
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 120.0
 
-# Options, and the contexts and engines of the pools that they give.
+# Options, and the resulting contexts and engines by pool.
 GPUS = {
     "two pools": (["--gpus", "8", "--max-model-len", "65536"], [(8_192, 6), (65_536, 2)]),
     "tensor parallel": (
@@ -36,7 +36,7 @@ GPUS = {
 
 
 def written(path: Path) -> ModelSettings:
-    """The one model of a file, which must be free of mistakes wherever it is to run, and explained."""
+    """Return the only model of a file, which must have no mistakes on any machine, and comments."""
     assert check_file(path, on_this_machine=False).mistakes == []
     comments = [line for line in path.read_text().splitlines() if line.strip().startswith("#")]
     assert len(comments) >= 8
@@ -99,14 +99,14 @@ def test_gpus_are_divided_among_pools(
     assert gpus == int(options[1])
     assert [(pool.engine.max_model_len, pool.replicas) for pool in model.pools] == pools
     told = capsys.readouterr()
-    # No machine that runs these tests has as many GPUs, or none at all.
+    # Test machines have fewer GPUs, or none at all.
     if "machine lacks" in told.out:
         assert f"{path}:" in told.err
         assert told.out.splitlines()[-1].startswith("next, once that is settled: ")
 
 
 def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:
-    """A driver that lists these cards."""
+    """Return a driver that lists these cards."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\nprintf '%s\\n' {' '.join(repr(card) for card in cards)}\n")
     driver.chmod(0o755)
@@ -140,7 +140,7 @@ def test_engines_on_a_known_card_get_what_their_cache_carries(
     assert 16_384 < (long.engine.max_model_len or 0) <= 32_768
     assert check_file(path, on_this_machine=False, gpu="h100").warnings == []
     capsys.readouterr()
-    # A context that was asked for is written, and what is wrong with it is told.
+    # A requested context is written even if it does not fit, with a warning.
     assert main(["init", str(path), *large, "--max-model-len", "131072", "--force"]) == 0
     assert written(path).pools[1].engine.max_model_len == 131_072
     assert "a context of 131,072 tokens exceeds the KV cache" in capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_without_options_and_without_a_terminal_the_options_are_named(tmp_path: 
 
 @contextlib.contextmanager
 def servers(*engines: EmulatedEngineSettings) -> Iterator[list[str]]:
-    """Emulated engines behind real servers; yields their addresses."""
+    """Run emulated engines behind real servers; yield their addresses."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(emulated_endpoint(engine)) for engine in engines]
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app keys`: what a user does with keys, from the first to its revocation."""
+"""`python -m serve_app keys`: the life of a key, from creation to revocation."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ applications:
 
 
 def created(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
-    """The secret of a new key."""
+    """Create a key and return its secret."""
     assert main(["keys", "create", "--file", str(path), "--tenant", "app", *options]) == 0
     out = capsys.readouterr()
     assert out.out.count("\n") == 1

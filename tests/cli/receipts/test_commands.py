@@ -1,4 +1,4 @@
-"""`explain` and `capture` against a real gateway, whose scheduler is played by fixed answers."""
+"""`explain` and `capture` against a real gateway with fixed scheduler answers."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
 
 async def ask(*args: str, lines: int = 1) -> int:
-    """Run a command in a thread beside the gateway that it asks."""
+    """Run a command in a thread, beside the gateway that it calls."""
 
     async def nothing() -> dict[str, Any]:
         return {}
@@ -157,7 +157,7 @@ async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture
     told = capsys.readouterr().out
     assert "one replica more in pool only" in told
     assert "would have helped" in told
-    # Whose requests they are is no secret to an admin.
+    # Admins may see whose requests they are.
     assert " of tenant acme " in told
 
     assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0

@@ -1,4 +1,4 @@
-"""`python -m serve_app` as a user runs it: in a terminal of its own, which may be closed."""
+"""`python -m serve_app` as a user runs it, in a terminal that can be closed."""
 
 import contextlib
 import fcntl
@@ -23,10 +23,10 @@ START_TIMEOUT_S = 200.0
 
 
 class Terminal:
-    """A terminal in which a command runs as the foreground process.
+    """A terminal with a command as its foreground process.
 
     Attributes:
-        output: what stands on it so far.
+        output: the text so far.
     """
 
     def __init__(self, *words: str) -> None:
@@ -47,14 +47,14 @@ class Terminal:
         self._family: list[psutil.Process] = []
 
     def read(self) -> str:
-        """The output so far."""
+        """Return the output so far."""
         with contextlib.suppress(BlockingIOError, OSError):
             while text := os.read(self._screen, 65_536):
                 self.output += text.decode("utf-8", "replace")
         return self.output
 
     def wait_for(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the text stands there."""
+        """Wait for a text in the output."""
         deadline = time.monotonic() + timeout_s
         while text not in self.read():
             assert self.process.poll() is None, self.output
@@ -63,7 +63,7 @@ class Terminal:
         self._family = psutil.Process(self.process.pid).children(recursive=True)
 
     def answer(self, question: str, text: str) -> None:
-        """Wait for a question, and type."""
+        """Wait for a question, then type."""
         self.wait_for(question)
         os.write(self._screen, f"{text}\n".encode())
 
@@ -76,7 +76,7 @@ class Terminal:
         os.close(self._screen)
 
     def ended(self, timeout_s: float) -> int:
-        """The exit status."""
+        """Return the exit status."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.output
@@ -87,7 +87,7 @@ class Terminal:
         return self.process.returncode
 
     def processes_left(self) -> list[str]:
-        """Names of the processes that were started below it and still run."""
+        """Return the names of its descendants that still run."""
         left = []
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -96,7 +96,7 @@ class Terminal:
         return left
 
     def kill(self) -> None:
-        """End what a failed test left; the supervisor's processes end when it does."""
+        """Clean up after a failed test; the supervisor's processes end when it does."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGINT)
@@ -106,7 +106,7 @@ class Terminal:
 
 def _own_terminal() -> None:
     os.setsid()
-    # Under nohup the tests ignore it, and `serve` would, too: that is what nohup asks for.
+    # Under nohup the tests ignore SIGHUP, and `serve` would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -127,12 +127,12 @@ def on_terminal(*words: str) -> Iterator[Terminal]:
 
 
 def listening(ports: tuple[int, ...]) -> list[int]:
-    """Those of the ports on which somebody listens."""
+    """Return the ports in use."""
     return [port for port in ports if not is_free(port)]
 
 
 def configuration(folder: Path, port: int, *, drain_s: float, pools: Any = None) -> Path:
-    """configs/local.yaml with changes, as a file."""
+    """Write configs/local.yaml with changes to a file."""
     content: dict[str, Any] = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     content["http_options"]["port"] = port
     args: Mapping[str, Any] = content["applications"][0]["args"]

@@ -1,4 +1,4 @@
-"""What `serve` writes where nobody looks at a terminal: plain lines, each once."""
+"""Output of `serve` without a terminal: plain lines, each once."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Processes that die while an application starts: Serve replaces them, and the start goes on."""
+"""Processes that die during a start: Serve replaces them, and the start continues."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from serve_app.cli.serve.cluster import Cluster
 from serve_app.cli.serve.messages import HostJob
 from serve_app.errors import ServeAppError
 
-# What Serve says of a replica that got SIGKILL in its constructor, and of one whose constructor raised.
+# Serve's message about a replica that got SIGKILL in its constructor, and about one whose constructor raised.
 KILLED = """A replica failed to start with exception. Retrying 2 more time(s). Error:
 Traceback (most recent call last):
   File "deployment_state.py", line 1, in check_ready
@@ -37,7 +37,7 @@ Tell = Callable[[DeploymentStatus, str], None]
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Sets what Serve says of the one deployment of the application."""
+    """Return a function that sets Serve's status of the application's only deployment."""
 
     def told(status: DeploymentStatus, message: str = "") -> None:
         trigger = DeploymentStatusTrigger.UNSPECIFIED

@@ -1,4 +1,4 @@
-"""The environment that the processes of Ray inherit."""
+"""Environment inherited by Ray's processes."""
 
 import subprocess
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_modules_are_compiled_once_for_all_processes() -> None:
 
 
 def test_sockets_of_ray_fit_into_the_folder_of_an_instance() -> None:
-    # Ray adds its session and the name of a socket to it; the kernel takes 107 bytes.
+    # Ray appends its session and a socket name; the kernel's limit is 107 bytes.
     assert len(str(instance_folder(65_535))) < 35
 
 

@@ -1,4 +1,4 @@
-"""The reason of a failed start: one paragraph, with the engine's own words where it has any."""
+"""Reason of a failed start: one paragraph, with the engine's own message if there is one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Applications find each other on a machine by small files."""
+"""Instance files, by which applications on a machine find each other."""
 
 import os
 from pathlib import Path

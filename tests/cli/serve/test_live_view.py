@@ -1,4 +1,4 @@
-"""The lines that `serve` shows on a terminal while an application runs."""
+"""Lines that `serve` shows on a terminal while an application runs."""
 
 import time
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from tests.cli.serve.application import configuration, terminal
 
 
 class Page:
-    """An application that answers with a page of metrics.
+    """An application with a metrics page.
 
     Attributes:
         counts: concluded requests by outcome.
-        waits: how long requests have waited.
+        waits: queue times of requests.
     """
 
     bounds = (0.001, 0.01, 0.1, 1.0, float("inf"))
@@ -82,7 +82,7 @@ def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[flo
         clock[0] += 2.0
         page.counts["failed"] += 1
         told = view.text()
-    # The rejections were before the looks that count.
+    # The rejections are older than the window of the rates.
     assert "0.5 requests/s, 0.5 failed/s, 1019 so far" in told
 
 

@@ -1,4 +1,4 @@
-"""Start and stop as a user meets them: what the terminal shows, what clients get, and what is left behind."""
+"""Start and stop as users see them: terminal output, client answers, and leftovers."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ END_S = 60.0
 
 
 async def _stream(session: aiohttp.ClientSession, url: str) -> str:
-    """How one stream ended."""
+    """Return the end of one stream."""
     try:
         async with session.post(f"{url}/v1/chat/completions", json=LONG) as answer:
             text = await answer.text()
@@ -55,7 +55,7 @@ async def _ends(url: str, streams: int, stop: "asyncio.Future[None]") -> Counter
 
 
 async def ends_of_streams(url: str, streams: int, opened: Terminal, how: str) -> Counter[str]:
-    """Open streams, stop the application in some way, and tell how the streams ended."""
+    """Open streams, stop the application in one way, and count the ends of the streams."""
     stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ending = asyncio.create_task(_ends(url, streams, stop))
     await stop
@@ -69,7 +69,7 @@ async def ends_of_streams(url: str, streams: int, opened: Terminal, how: str) ->
 
 
 def statuses_of_ready(url: str, opened: Terminal) -> set[int]:
-    """What `/ready` answers until the application has ended."""
+    """Poll `/ready` until the application has ended; return its statuses."""
     found: set[int] = set()
     while opened.process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -176,7 +176,7 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
     with terminal(configuration(tmp_path, port, drain_s=5.0, pools=[pool])) as opened:
         statuses = statuses_of_ready(f"http://127.0.0.1:{port}", opened)
         assert opened.ended(10) == 1
-    # The gateway is there and says that no engine is.
+    # The gateway runs and reports that no engine does.
     assert 503 in statuses
     assert 200 not in statuses
     told = " ".join(opened.output.split())
@@ -194,7 +194,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     with terminal(configuration(tmp_path, port, drain_s=5.0)) as opened:
         opened.wait_for("is fine")
         time.sleep(2.0)
-        opened.wait_for("is fine")  # again, for the processes that there are by now
+        opened.wait_for("is fine")  # again, for the current processes
         opened.type_interrupt()
         assert opened.ended(END_S) == 130
         assert "stopped before it was ready" in opened.output

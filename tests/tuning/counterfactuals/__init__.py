@@ -1,1 +1,1 @@
-"""Recordings, replays and what they tell."""
+"""Tests of recordings, replays and what-if results."""

@@ -1,4 +1,4 @@
-"""A simulated production that keeps receipts as the live scheduler does, so its waits are known exactly."""
+"""Simulated production with the live scheduler's receipts, so that waits are known exactly."""
 
 import asyncio
 import random
@@ -42,7 +42,7 @@ def settings(policy: str = "ewsjf") -> SchedulerSettings:
 
 
 def burst(count: int, seed: int, *, rate_per_s: float = 6.0, streamed: bool = True) -> list[SimulatedRequest]:
-    """More than two replicas serve: three classes and tenants, one prompt in six is long."""
+    """Return an overload for two replicas: three classes and tenants, one prompt in six is long."""
     rng, now, requests = random.Random(seed), 0.0, []
     for number in range(count):
         prompt = rng.randint(1_500, 3_000) if rng.random() < 1 / 6 else rng.randint(20, 300)
@@ -63,14 +63,14 @@ def burst(count: int, seed: int, *, rate_per_s: float = 6.0, streamed: bool = Tr
 
 @dataclass
 class Production:
-    """One run, and what is kept of it."""
+    """One run and its recordings."""
 
     simulation: Simulation
     records: dict[str, RequestRecord]
     recorder: MinutesRecorder
 
     def recording(self, request_id: str) -> Recording:
-        """As a client reads it."""
+        """Return the recording as a client decodes it."""
         looking = self.recorder.recording(request_id, STEP_TIMES, self.simulation.timeline.now)
         made = asyncio.run(in_parts(looking))
         assert made is not None
@@ -85,7 +85,7 @@ class Production:
 def produce(
     requests: list[SimulatedRequest], *, policy: str = "ewsjf", fleet: tuple[str, ...] = FLEET
 ) -> Production:
-    """Play requests as production would, with receipts."""
+    """Simulate these requests as production, with receipts."""
     session, records = GatewaySession("g1"), dict[str, GatewayRequest]()
     plans = [plan(name) for name in fleet]
     simulation = Simulation(settings(policy), ())
@@ -136,7 +136,7 @@ def _times(simulation: Simulation, request_id: str, now: float) -> RequestTimes:
 def with_priority(
     requests: list[SimulatedRequest], request_id: str, priority: PriorityClass
 ) -> list[SimulatedRequest]:
-    """The same requests, one of them with another class."""
+    """Return the same requests, one of them in another class."""
     found = []
     for each in requests:
         request = each.request

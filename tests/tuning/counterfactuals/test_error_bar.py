@@ -1,4 +1,4 @@
-"""Error bars, from residuals that are made up so that the right answer is known."""
+"""Error bars from synthetic residuals with a known right answer."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_the_own_error_is_carried_as_far_as_the_waits_are_alike() -> None:
 
 @pytest.mark.parametrize("share_left", [0.1, 0.5, 1.0])
 def test_nine_in_ten_fall_within_the_bar(share_left: float) -> None:
-    """Where errors are independent, and as large after the change as before it."""
+    """Holds for errors that are independent and equally large before and after the change."""
     rng, inside, count = random.Random(3), 0, 400
     for number in range(count):
         bars = ErrorBars(others(150, number), residual("own", 12.0, rng.gauss(0.0, 0.5)))

@@ -1,4 +1,4 @@
-"""A replay of a recorded simulation is that simulation, and a changed replay is the changed simulation."""
+"""Replays: equal to the recorded simulation, and with a change equal to the changed simulation."""
 
 import msgspec
 import pytest
@@ -44,7 +44,7 @@ def test_a_replay_without_a_change_has_every_wait(policy: str, seed: int) -> Non
 
 
 def really(change: ChangedRecording, seed: int, asked: str) -> Production:
-    """The production in which the change has really been made."""
+    """Return the production with the change applied."""
     requests = burst(COUNT, seed)
     match change.kind:
         case "class":

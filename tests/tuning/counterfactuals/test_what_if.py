@@ -1,4 +1,4 @@
-"""What is told of a recorded simulation, where the truth is known."""
+"""What-if results for a recorded simulation, where the truth is known."""
 
 import json
 import random
@@ -25,14 +25,14 @@ COUNT = 120
 
 
 def recorded(seed: int = 0, count: int = COUNT, asked: str = "") -> Recording:
-    """The minutes around the request that waited longest, or around another one."""
+    """Return the recording around the request that waited longest, or around another one."""
     production = produce(burst(count, seed))
     longest = max(production.records.values(), key=lambda each: each.queue_wait_s or 0.0)
     return production.recording(asked or longest.request_id)
 
 
 def disturbed(recording: Recording, seed: int = 5) -> Recording:
-    """As if the other requests had really waited a little longer or shorter."""
+    """Return the recording with slightly longer or shorter waits of the other requests."""
     rng, requests = random.Random(seed), []
     for each in recording.requests:
         assert each.wait_s is not None
@@ -46,7 +46,7 @@ def test_every_change_is_told_with_its_truth_and_without_error() -> None:
     told, steps = [], []
     result = what_if(recording, lambda: steps.append(1))
 
-    # A policy is replayed on engines a little faster and slower as well.
+    # A policy change is also replayed on slightly faster and slower engines.
     policies = sum(row["kind"] == "policy" for row in result["changes"])
     assert len(steps) == replays_of(recording) == 1 + len(result["changes"]) + 2 * policies
     assert result["replay"]["reproduces"]
@@ -62,7 +62,7 @@ def test_every_change_is_told_with_its_truth_and_without_error() -> None:
 
 
 def test_another_policy_is_told_with_what_small_delays_would_do_to_its_wait() -> None:
-    # The unchanged replay is right to the microsecond, so the bar is made of nothing else.
+    # The unchanged replay is exact to the microsecond, so nothing else adds to the bar.
     rows = {row["label"]: row["wait"] for row in what_if(recorded())["changes"]}
 
     recording = recorded()
