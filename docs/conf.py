@@ -35,7 +35,7 @@ CONTENTS = {
         "reference/outcomes",
         "servers",
     ),
-    "Contribute": ("/CONTRIBUTING", "writing", "/CHANGELOG"),
+    "Contribute": ("/CONTRIBUTING", "code-index", "writing", "/CHANGELOG"),
     "Experiments": ("/experiments/README", "/experiments/*/README"),
 }
 """Captions, and the pages below each: of docs/, or with a slash of the repository."""

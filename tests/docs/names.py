@@ -49,7 +49,7 @@ def check_setting(text: str) -> None:
     if text in _span_words():
         return
     path = re.sub(r"\[\d*\]", "", text).removeprefix("args.")
-    if path.partition(".")[0] in _block_names() and not any(
+    if path.partition(".")[0] in block_names() and not any(
         known == path or known.endswith(f".{path}") for known in _setting_paths()
     ):
         raise BlockError(f"there is no setting {text}")
@@ -69,7 +69,7 @@ def _setting_paths() -> frozenset[str]:
 
 
 @cache
-def _block_names() -> frozenset[str]:
+def block_names() -> frozenset[str]:
     return frozenset(block.path.replace("[]", "").rpartition(".")[2] for block in blocks() if block.path)
 
 
