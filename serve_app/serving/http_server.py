@@ -574,11 +574,11 @@ class Exchange:
             # The server is stopping.
             await self._fail()
         except Exception:
-            logger.exception("event=http_fault path=%r", self.scope["path"])
+            logger.exception("event=http_error path=%r", self.scope["path"])
             await self._fail()
         else:
             if not self.response_complete and not self.disconnected:
-                logger.error("event=http_fault path=%r reason='incomplete response'", self.scope["path"])
+                logger.error("event=http_error path=%r reason='incomplete response'", self.scope["path"])
                 await self._fail()
 
     # Called by the app.

@@ -128,12 +128,12 @@ class StateStore:
             self._name,
             self.path,
             reason,
-            f"starts fresh; the file is kept as {self.path}.rejected",
+            f"start without it; rename it to {self.path}.rejected",
         )
         try:
             self._reached("rename", self._set_aside)
         except StateError as exc:
-            logger.warning("event=state_not_set_aside path=%s reason=%r", self.path, str(exc))
+            logger.warning("event=state_rename_failed path=%s reason=%r", self.path, str(exc))
 
     # Documents.
 
@@ -225,7 +225,7 @@ def _remove(system: Any, path: str) -> None:
     try:
         system.rm_file(path)
     except Exception as exc:  # noqa: BLE001 - see above
-        logger.debug("event=state_temporary_file_left path=%s reason=%r", path, exc)
+        logger.debug("event=state_temporary_file_not_removed path=%s reason=%r", path, exc)
 
 
 # Calls to a store from an event loop, which must not wait for a file system.

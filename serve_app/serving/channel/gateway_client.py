@@ -477,7 +477,11 @@ class GatewayClient:
             pending.answer_with(Grant(dispatch, address))
         else:
             # The table precedes grants that refer to it; the request must not hang even if it did not.
-            logger.error("event=no_address request=%s replica=%s", dispatch.request_id, dispatch.replica_id)
+            logger.error(
+                "event=replica_address_missing request=%s replica=%s",
+                dispatch.request_id,
+                dispatch.replica_id,
+            )
             self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
 
     def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
@@ -513,7 +517,7 @@ class GatewayClient:
     def _expire(self, pending: PendingRequest, now: float) -> None:
         waited_s = now - pending.born_at
         if self._link is not None:
-            logger.error("event=overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
+            logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))
         why = "its turn did not come" if self._link is not None else "the scheduler is away"
         text = f"the request waited {waited_s:.1f} s in the queue and {why}"

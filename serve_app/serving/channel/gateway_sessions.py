@@ -419,7 +419,7 @@ class GatewaySessions:
         try:
             found = await self._host.answer(question.name, question.arguments)
         except Exception as error:
-            logger.exception("event=question_failed name=%s", question.name)
+            logger.exception("event=admin_query_failed name=%s", question.name)
             gateway.tell(Answer(question.serial, b"", is_last=True, error=repr(error)))
             return
         for at in range(0, len(found), _PART_BYTES):

@@ -130,7 +130,7 @@ class ReplicaClient:
             return
         except Exception:
             if self._load_works:
-                logger.exception("event=load_unknown replica=%s", self._register.spec.replica_id)
+                logger.exception("event=load_read_failed replica=%s", self._register.spec.replica_id)
             self._load_works = False
             return
         self._load_works = True

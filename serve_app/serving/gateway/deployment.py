@@ -103,7 +103,7 @@ class GatewayDeployment:
             self._gateway.change(user_config)
         except SettingsError as error:
             logger.error(  # noqa: TRY400 - the message says all
-                "event=settings_rejected reason=%r action='those of before stay in force'", str(error)
+                "event=settings_rejected reason=%r action='the current settings stay in effect'", str(error)
             )
 
     # A coroutine, because Serve runs each call of a plain function in a thread.

@@ -140,7 +140,7 @@ class ScheduledCall:
             self._settle(Outcome.CANCELLED, detail="the server ended the request")
             raise
         except Exception as error:
-            logger.exception("event=gateway_fault request_id=%s", self._job.submission.request_id)
+            logger.exception("event=gateway_error request_id=%s", self._job.submission.request_id)
             self._settle(Outcome.FAILED, detail=repr(error))
             await self._answer(
                 RequestRejected(Outcome.FAILED, "the gateway failed; its log says why", status=500)

@@ -306,14 +306,14 @@ class FileKeys:
             entries = _entries(read_keys(self._path))
         except KeysFileError as exc:
             logger.error(  # noqa: TRY400 - the message says all
-                "event=keys_file_broken path=%s reason=%r action=%r",
+                "event=keys_file_invalid path=%s reason=%r action=%r",
                 self._path,
                 str(exc),
-                f"the {len(self._entries)} keys read before stay in force",
+                f"the current {len(self._entries)} keys stay in effect",
             )
         else:
             self._entries = entries
-            logger.info("event=keys_file_read path=%s keys=%d", self._path, len(entries))
+            logger.info("event=keys_file_loaded path=%s keys=%d", self._path, len(entries))
 
     def _mark(self) -> tuple[int, int, int] | None:
         """Return a fingerprint of the file's state; None if there is no file."""

@@ -379,7 +379,7 @@ class BackgroundWork:
             end = await self._end_of(response_id, replica)
         except Exception as error:
             # Release the capacity on any error.
-            logger.exception("event=background_fault response=%r", response_id)
+            logger.exception("event=background_error response=%r", response_id)
             end = Outcome.FAILED, None, f"in the background: {error!r}"
         on_end(*end)
 

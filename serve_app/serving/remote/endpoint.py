@@ -303,7 +303,7 @@ class Endpoint:
             "max_model_len": identity.max_model_len if identity else None,
             "kv_tokens": identity.kv_tokens if identity else None,
             "max_num_seqs": identity.max_num_seqs if identity else None,
-            "lacks": list(identity.server.lacks) if identity else [],
+            "limitations": list(identity.server.lacks) if identity else [],
         }
 
     async def _run(self) -> None:
@@ -337,9 +337,12 @@ class Endpoint:
             found = replace(found, tpot_s=before.tpot_s)
         self._identity = found
         if before is None:
-            for lack in found.server.lacks:
+            for limitation in found.server.lacks:
                 logger.warning(
-                    "event=endpoint_lacks endpoint=%s server=%s lack=%r", self.url, found.server.kind, lack
+                    "event=endpoint_limitation endpoint=%s server=%s limitation=%r",
+                    self.url,
+                    found.server.kind,
+                    limitation,
                 )
         elif self._client is not None and (spec := self._spec(found)) != self._spec(before):
             logger.info("event=endpoint_changed endpoint=%s spec=%r", self.url, spec)
@@ -399,7 +402,7 @@ class Endpoint:
             self.failure = f"it answers again, and has to for {held_s:.0f} s more, since it failed repeatedly"
             raise EngineError(self.failure)
         if self.failure:
-            logger.info("event=endpoint_serves endpoint=%s", self.url)
+            logger.info("event=endpoint_opened endpoint=%s", self.url)
         self.failure = ""
         now = loop.time()
         if reading.token_gaps is not None and reading.token_gaps_s is not None:

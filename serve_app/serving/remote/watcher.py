@@ -90,12 +90,12 @@ class KeptChoices:
             return False
         store, document = self._store, {"added": sorted(self.added), "removed": sorted(self.removed)}
         if not self._restored:
-            logger.warning("event=endpoints_not_kept reason=%r", f"{store.path} has not been read yet")
+            logger.warning("event=endpoints_not_saved reason=%r", f"{store.path} has not been loaded yet")
             return False
         try:
             await self._calls.answer(lambda: store.save(document), SAVE_TIMEOUT_S)
         except StateError as exc:
-            logger.warning("event=endpoints_not_kept reason=%r", str(exc))
+            logger.warning("event=endpoints_not_saved reason=%r", str(exc))
             return False
         return True
 
@@ -264,7 +264,7 @@ class EndpointWatcher:
         wanted |= {_url(text) for text in self._kept.added if text not in known}
         wanted = {url for url in wanted if str(url) not in self._kept.removed}
         for url in self._endpoints.keys() - wanted:
-            logger.info("event=endpoint_gone pool=%s endpoint=%s", self._shared.pool, url)
+            logger.info("event=endpoint_removed pool=%s endpoint=%s", self._shared.pool, url)
             self._drop(url)
         for url in sorted(wanted - self._endpoints.keys()):
             logger.info("event=endpoint_found pool=%s endpoint=%s", self._shared.pool, url)

@@ -109,12 +109,13 @@ class ChangeLog:
             case EngineSilent(replica_id=replica_id, silent_s=silent_s) if silent_s:
                 logger.warning("event=engine_silent replica=%s silent_s=%.1f", replica_id, silent_s)
             case EngineSilent(replica_id=replica_id):
-                logger.info("event=engine_answers replica=%s", replica_id)
+                logger.info("event=engine_responsive replica=%s", replica_id)
             case ContextLearned(replica_id=replica_id, context_tokens=context_tokens):
                 logger.info("event=context_learned replica=%s context_tokens=%s", replica_id, context_tokens)
             case BShortChanged():
                 logger.info(
-                    "event=b_short_moved model=%s was=%d now=%d short_load=%.3f long_load=%.3f speed=%.2f",
+                    "event=b_short_changed model=%s before=%d after=%d "
+                    "short_load=%.3f long_load=%.3f speed=%.2f",
                     self._model,
                     command.was_tokens,
                     command.b_short_tokens,

@@ -172,7 +172,7 @@ class LiveScaling(Collector):
         fault = _Fault(type(error), frames[-1].filename, frames[-1].lineno)
         if fault != self._fault:
             logger.exception(
-                "event=scaling_failed model=%s reason=%r action='the last decision stays in force'",
+                "event=scaling_failed model=%s reason=%r action='the last decision stays in effect'",
                 self._model,
                 error,
             )

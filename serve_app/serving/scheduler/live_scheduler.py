@@ -405,7 +405,7 @@ class LiveScheduler:
             try:
                 number = await newest()
             except Exception as error:  # noqa: BLE001 - the store is unavailable; peers report it, too
-                logger.warning("event=incarnations_unknown reason=%r", error)
+                logger.warning("event=incarnation_check_failed reason=%r", error)
                 continue
             if number > self._options.incarnation:
                 self._superseded(number)

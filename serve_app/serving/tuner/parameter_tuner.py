@@ -195,7 +195,7 @@ class ParameterTuner:
         result = ended.result()
         if isinstance(result, Finding):
             logger.info(
-                "event=tuner_searched model=%s trials=%d confident=%s reason=%r",
+                "event=tuner_search_finished model=%s trials=%d confident=%s reason=%r",
                 self._model,
                 result.trials,
                 result.confident,
@@ -204,7 +204,7 @@ class ParameterTuner:
         elif isinstance(result, EngineFitResult):
             fault = result.error
             logger.info(
-                "event=twin_checked model=%s fitted=%s requests=%d ttft_error=%s tpot_error=%s",
+                "event=twin_validated model=%s fitted=%s requests=%d ttft_error=%s tpot_error=%s",
                 self._model,
                 result.engines is not None,
                 0 if fault is None else fault.requests,

@@ -108,7 +108,7 @@ def test_a_broken_file_keeps_the_keys_of_before_and_names_the_mistake(
     path.write_text(good.replace('"tenant"', '"tennant"'))
     until(lambda: "tennant" in caplog.text)
     assert "$.keys[0]" in caplog.text
-    assert "keys_file_broken" in caplog.text
+    assert "keys_file_invalid" in caplog.text
     assert keys.caller(secret.encode()) is not None
     path.unlink()
     until(lambda: "cannot be read" in caplog.text)

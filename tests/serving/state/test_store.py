@@ -98,7 +98,7 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
     assert len(rejections(caplog)) == 1
     assert "cut off" in rejections(caplog)[0]
     assert store.path in rejections(caplog)[0]
-    assert "starts fresh" in rejections(caplog)[0]
+    assert "start without it" in rejections(caplog)[0]
     # The next start finds nothing and can save again.
     assert StateStore(uri, "scheduler", "m").load() is None
     assert len(rejections(caplog)) == 1
@@ -209,4 +209,4 @@ def test_a_rejected_document_that_cannot_be_renamed_is_only_logged(
 
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.mv", read_only)
     assert store.load() is None
-    assert any("state_not_set_aside" in record.getMessage() for record in caplog.records)
+    assert any("state_rename_failed" in record.getMessage() for record in caplog.records)

@@ -106,7 +106,7 @@ class Frames:
                 self._latest = await self._frame()
             except Exception:
                 # Watchers receive no frame, and the log has the reason.
-                logger.exception("event=dashboard_fault")
+                logger.exception("event=dashboard_error")
             else:
                 self.drawn += 1
                 is_new, self._is_new = self._is_new, asyncio.Event()
