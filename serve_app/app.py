@@ -156,7 +156,7 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
 
 def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: Application) -> Application:
     engine = pool.engine.hosted
-    assert engine is not None, "asked for such pools only"
+    assert engine is not None, "only called for hosted engines"
     engine.check()
     settings = PoolReplicaSettings(
         pool=pool.name,
@@ -183,7 +183,7 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
 def _endpoints(
     name: str, model: ModelSettings, pool: PoolSettings, settings: AppSettings, scheduler: Application
 ) -> Application:
-    assert pool.engine.remote is not None, "asked for such pools only"
+    assert pool.engine.remote is not None, "only called for remote engines"
     deployment = serve.deployment(
         name=name,
         ray_actor_options={"num_cpus": pool.num_cpus},

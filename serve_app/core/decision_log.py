@@ -98,7 +98,7 @@ def read_runs(lines: Iterable[str]) -> Iterator[LoggedRun]:
     """Yield the runs of a log, in order.
 
     Raises:
-        DecisionLogError: a line is no header, decision or end of this format.
+        DecisionLogError: a line is not a header, decision or end of this format.
     """
     run: LoggedRun | None = None
     for number, text in enumerate(lines, start=1):
@@ -160,14 +160,15 @@ def _decision(line: list[Any], number: int) -> Decision:
             tuple(_converted(command, _COMMANDS[kind], number) for kind, command in commands),
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise DecisionLogError(f"line {number} is no decision of this version: {exc!r}") from exc
+        raise DecisionLogError(f"line {number} is not a decision of this version: {exc!r}") from exc
 
 
 def _converted(content: Any, kind: Any, number: int) -> Any:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as exc:
-        raise DecisionLogError(f"line {number} is no {kind.__name__} of this version: {exc}") from exc
+        name = kind.__name__
+        raise DecisionLogError(f"line {number} is not a valid {name} of this version: {exc}") from exc
 
 
 def _loads(text: str, number: int) -> Any:

@@ -103,7 +103,7 @@ class IsolationSettings:
     # Maximum number of long prefills in flight per replica, including the longest; 0 disables isolation. Two
     # keep the engine busy while first-token notices are in transit, and admit a medium prompt beside a huge
     # one. One lowers the TTFT of short requests slightly, and raises that of long ones much more.
-    max_long_prefills: Annotated[int, NOT_NEGATIVE.hint("0 switches isolation off")] = 2
+    max_long_prefills: Annotated[int, NOT_NEGATIVE.hint("0 disables isolation")] = 2
     # Maximum number of the longest prefills. At `max_long_prefills` both classes have the same limit.
     max_longest_prefills: Annotated[int, POSITIVE] = 1
     # Share of prefill work that counts as short. A higher share isolates less.
@@ -120,7 +120,7 @@ class IsolationSettings:
     # break isolation for each other in overload; at 16, a light tenant's long prompts wait for heavy tenants.
     owed_requests: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # Maximum number of additional long prefills in flight because of `owed_requests`.
-    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 switches it off"), INTERNAL] = 4
+    max_owed: Annotated[int, NOT_NEGATIVE.hint("0 disables it"), INTERNAL] = 4
     # Seconds without a short request above the batch class after which there is none to protect. Then the
     # limit rises to `no_short_long_prefills`. Otherwise a backlog of long prompts alone would leave much of
     # each iteration unused.

@@ -49,6 +49,7 @@ def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> S
             each.name for each in fields(wanted) if getattr(allowed, each.name) != getattr(wanted, each.name)
         ]
         raise ValueError(
-            f"{', '.join(changed)} cannot change so in a running scheduler; what may: {', '.join(RETUNABLE)}"
+            f"{', '.join(changed)} cannot change in a running scheduler; retunable settings: "
+            f"{', '.join(RETUNABLE)}"
         )
     return wanted

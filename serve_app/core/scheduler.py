@@ -151,11 +151,11 @@ class Scheduler:
             now: time in seconds, not less than in the previous call.
 
         Raises:
-            ValueError: time went back.
+            ValueError: the time decreased.
         """
         if now < self._now:
             raise ValueError(
-                f"time went back from {self._now!r} to {now!r}: feed events in the order of one clock"
+                f"time decreased from {self._now!r} to {now!r}: feed events in the order of one clock"
             )
         self._now = now
         self.queue.on_time(now)

@@ -230,7 +230,7 @@ def read(
         as_file: advanced settings are under `advanced`, and internal ones are rejected. Otherwise all are
             side by side, as in Python.
         extended: for each class of a file, the class that completes it. The message for a key that only the
-            latter has says that it follows from the models.
+            latter has says that it is derived from the models.
 
     Raises:
         SettingsError: all unknown, misplaced, missing and out-of-range settings, one line each.
@@ -267,7 +267,7 @@ def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     known = in_files(cls)
     for name, value in values.items():
         if name not in known:
-            raise SettingsError(f"a file gives no setting {name} of {cls.__name__}")
+            raise SettingsError(f"{cls.__name__} has no setting {name} in files")
         block = block_of(known[name].kind)
         given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
         (advanced if known[name].is_advanced else usual)[name] = given
@@ -292,7 +292,7 @@ def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collec
     if wrong := sorted(name for name in given if name not in known or name in cold):
         raise SettingsError(
             f"user_config has {', '.join(map(repr, wrong))}, which cannot change in a running "
-            "process: set it in the args of the application, which replaces the process; what may change: "
+            "process: set it in the args of the application, which replaces the process; changeable: "
             f"{', '.join(sorted(known - set(cold)))}"
         )
     try:
@@ -362,7 +362,7 @@ class _Reader:
 
     def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
         if cls in self._extended and key in self._known(self._extended[cls]):
-            return " is not given here: it follows from models"
+            return " cannot be set here: it is derived from models"
         known = self._known(cls)
         near = difflib.get_close_matches(str(key), known, n=1)
         if not near:
@@ -474,7 +474,7 @@ def _name(kind: Any) -> str:
 
 def _misplaced(here: str, path: str, key: str, *, is_advanced: bool) -> str:
     if is_advanced:
-        return f"{here} is no advanced setting: write it as {_joined(path, key)}"
+        return f"{here} is not an advanced setting: write it as {_joined(path, key)}"
     return f"{here} is an advanced setting: write it as {_joined(_joined(path, ADVANCED.value), key)}"
 
 

@@ -66,7 +66,7 @@ QUEUE: dict[str, Any] = {
                     "waiting": 2,
                     "wait_s": 9.5 - number,
                     "score": 0.5,
-                    "why": "short: others go first",
+                    "why": "short: other requests have precedence",
                 }
                 for number in range(3)
             ],
@@ -136,7 +136,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "stale",
         "l1 does not tell its context limit; learned from rejections: 8,192 tokens",
         "t1",
-        "others go first",
+        "other requests have precedence",
         "2 more",
         "1,200",
         "tuner: advise, watching",
@@ -202,7 +202,7 @@ def test_without_an_address_the_local_application_is_asked(
 ) -> None:
     monkeypatch.setattr(status, "default_url", lambda: url)
     assert main(["status", "--api-key", "k1"]) == 0
-    assert "others go first" in capsys.readouterr().out
+    assert "other requests have precedence" in capsys.readouterr().out
 
 
 def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(

@@ -23,7 +23,7 @@ def test_it_waits_for_its_replica_while_others_idle_and_holds_nobody_up() -> Non
     driver = two_replicas()
     fill(driver, bound_to="s1")
     assert driver.arrive("waits", bound_to="s1") == []
-    assert "it refers to what replica s1 keeps" in driver.why_waiting("waits")
+    assert "it is bound to replica s1" in driver.why_waiting("waits")
     assert dispatched(driver.arrive("other")) == [("other", "s2")]
     assert dispatched(driver.arrive("bound elsewhere", bound_to="s2")) == [("bound elsewhere", "s2")]
     assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("waits", "s1")]
@@ -60,7 +60,7 @@ def test_when_its_replica_stays_away_it_is_told_what_is_gone_and_sent_nowhere_el
     commands = driver.feed(Woke(), after_s=0.5)
     assert concluded(commands) == [("waits", "rejected_unknown_response")]
     rejection = the_conclusion(commands)
-    assert "kept by replica s1 alone, which is gone: send the whole conversation" in rejection.message
+    assert "stored on replica s1, which is lost: send the whole conversation" in rejection.message
     assert rejection.retry_after_s is None
 
 
@@ -111,7 +111,7 @@ def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can
     driver.join("old", "removed", adapters=("sql",))
     end = the_conclusion(driver.arrive("r", bound_to="old"))
     assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
-    assert "which is gone" in end.message
+    assert "which is lost" in end.message
     # Its adapters no longer belong to the application: the request waits as for an unlisted adapter.
     assert driver.arrive("adapted", adapter="sql") == []
     assert driver.scheduler.find("adapted") is not None

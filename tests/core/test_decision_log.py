@@ -106,9 +106,9 @@ def test_a_run_that_cannot_be_replayed_says_why() -> None:
     [
         (["nonsense"], "line 1 is not JSON"),
         ([encode_decision(STEPS[3])], "line 1 is neither a header nor a decision of a run"),
-        ([encode_header(HEADER), '[1.0,"Flew",{},[]]'], "line 2 is no decision of this version"),
-        ([encode_header(HEADER), '[1.0,"Arrived",{},[]]'], "line 2 is no Arrived of this version"),
-        (['{"settings":{"modell":"m"}}'], "line 1 is no RunHeader of this version"),
+        ([encode_header(HEADER), '[1.0,"Flew",{},[]]'], "line 2 is not a decision of this version"),
+        ([encode_header(HEADER), '[1.0,"Arrived",{},[]]'], "line 2 is not a valid Arrived"),
+        (['{"settings":{"modell":"m"}}'], "line 1 is not a valid RunHeader"),
     ],
 )
 def test_lines_of_another_format_are_rejected_by_number(lines: list[str], words: str) -> None:

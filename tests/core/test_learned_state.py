@@ -83,15 +83,15 @@ def test_what_was_taken_does_not_change_any_more() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("estimator",), None, "'estimator' should be a dictionary"),
+        (("estimator",), None, "'estimator' must be a dictionary"),
         (("estimator", "version"), 99, "has version 99, this release reads 1"),
-        (("estimator", "text", "prose", "mean"), "4", "'mean' should be a number"),
-        (("b_short_tokens",), 0, "'b_short_tokens' should be a number from 1"),
-        (("prefill_costs",), [], "'prefill_costs' should be a dictionary"),
+        (("estimator", "text", "prose", "mean"), "4", "'mean' must be a number"),
+        (("b_short_tokens",), 0, "'b_short_tokens' must be a number from 1"),
+        (("prefill_costs",), [], "'prefill_costs' must be a dictionary"),
         (("prefill_costs", "version"), 1, "has version 1, this release reads 2"),
-        (("prefill_costs", "shared", "sums"), [1.0], "'sums' should be a list of 5 numbers"),
-        (("prefill_costs", "shared", "sums"), [1.0, 1.0, 1.0, 1.0, -1.0], "'sums' should be a number from 0"),
-        (("prefill_costs", "shared", "base_s"), 0.0, "no prefill costs 0.0 s"),
+        (("prefill_costs", "shared", "sums"), [1.0], "'sums' must be a list of 5 numbers"),
+        (("prefill_costs", "shared", "sums"), [1.0, 1.0, 1.0, 1.0, -1.0], "'sums' must be a number from 0"),
+        (("prefill_costs", "shared", "base_s"), 0.0, "a positive base_s, got 0.0"),
     ],
 )
 def test_a_document_of_another_shape_meets_an_objection(

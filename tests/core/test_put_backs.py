@@ -78,7 +78,7 @@ def test_a_request_that_all_reject_ends_with_its_budget_and_each_try_waits_longe
     assert all(wait >= 0.1 * 2**number for number, wait in enumerate(waits[1:]))
     assert sum(waits) < 20
     assert (end.conclusion.outcome, end.dispatched) == (Outcome.FAILED, True)
-    assert "sent 9 times" in end.conclusion.message
+    assert "put back 9 times" in end.conclusion.message
 
 
 def test_put_backs_do_not_extend_the_deadline() -> None:
@@ -88,7 +88,7 @@ def test_put_backs_do_not_extend_the_deadline() -> None:
     assert driver.now == pytest.approx(2.0)
     assert len(dispatches) < 8
     assert end.conclusion.outcome is Outcome.EXPIRED
-    assert "came back; the last: no" in end.conclusion.message
+    assert "put back 6 times; last failure: no" in end.conclusion.message
 
 
 def test_a_request_that_comes_back_after_its_deadline_ends_at_once() -> None:
@@ -145,7 +145,7 @@ def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails
     driver.feed(ReplicaLost("s0"))
     sent = [driver.feed(DispatchFailed(name, "s0", LOST)) for name in names]
     assert [dispatched(commands) for commands in sent] == [[("poison", "s1")], [], []]
-    assert "suspects like itself" in driver.why_waiting("r1")
+    assert "another request in quarantine" in driver.why_waiting("r1")
     driver.join("s2", "only")
     assert driver.find("r1").replica_id == "s2"
     driver.feed(ReplicaLost("s1"))

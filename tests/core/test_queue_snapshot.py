@@ -22,7 +22,7 @@ def test_every_sub_queue_is_shown_by_its_head_the_longest_wait_first() -> None:
     first, second = found.sub_queues
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
-    assert first.why == "only: every replica is saturated, too busy, stale or draining"
+    assert first.why == "only: every replica is saturated, gated, suspended, stale or draining"
     assert found.left_out == 0
     assert set(found.served[PriorityClass.DEFAULT]) == {"a", "b"}
 

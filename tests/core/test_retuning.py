@@ -66,7 +66,7 @@ def test_other_weights_change_the_order_and_lose_no_request() -> None:
 def test_settings_that_are_built_into_queues_cannot_change() -> None:
     driver = make_driver()
     current: SchedulerSettings = driver.scheduler.settings
-    with pytest.raises(ValueError, match="policy cannot change so in a running scheduler"):
+    with pytest.raises(ValueError, match="policy cannot change in a running scheduler"):
         driver.feed(Retuned(replace(current, policy="fcfs")))
     with pytest.raises(ValueError, match="isolation"):
         driver.feed(Retuned(replace(current, isolation=replace(current.isolation, max_long_prefills=0))))

@@ -37,7 +37,7 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
         (
             BackpressureSettings,
             {"tpot_gate_s": 0.0},
-            "must be positive, got 0.0: null is no gate",
+            "must be positive, got 0.0: null disables the gate",
         ),
         (EstimatorSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
         (FairnessSettings, {"weights": {"a": 0.0}}, "weights of tenant 'a' must be positive, got 0.0"),

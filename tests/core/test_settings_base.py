@@ -153,7 +153,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
         "colour: unknown key",
         "pump.rate must be positive, got 0.0: 2 is usual",
         "spare is an advanced setting: write it as advanced.spare",
-        "advanced.beds is no advanced setting: write it as beds",
+        "advanced.beds is not an advanced setting: write it as beds",
         "name: is missing",
     ]
 
@@ -162,7 +162,7 @@ def test_an_internal_setting_is_given_in_python_alone() -> None:
     assert read(Pump, {"valve": 3}, as_file=False) == Pump(valve=3)
     with pytest.raises(SettingsError, match="valve: unknown key"):
         read(Pump, {"valve": 3}, as_file=True)
-    with pytest.raises(SettingsError, match="a file gives no setting valve of Pump"):
+    with pytest.raises(SettingsError, match="Pump has no setting valve"):
         as_written(Pump, {"valve": 3})
 
 
@@ -183,5 +183,5 @@ def test_values_are_written_with_the_advanced_ones_apart() -> None:
         "pump": {"rate": 3.0, "advanced": {"pressure": 4.0}},
         "advanced": {"spare": {"rate": 1.0}},
     }
-    with pytest.raises(SettingsError, match="a file gives no setting speed of Pump"):
+    with pytest.raises(SettingsError, match="Pump has no setting speed"):
         as_written(Garden, {"pump": {"speed": 1}})

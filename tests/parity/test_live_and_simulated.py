@@ -257,7 +257,7 @@ def test_they_decide_the_same_about_the_limits_of_keys() -> None:
         for command in commands
         if isinstance(command, Conclude) and command.conclusion.outcome is Outcome.REJECTED_RATE_LIMITED
     ]
-    for limit in ("requests per minute", "tokens per minute", "requests at once", "waiting requests"):
+    for limit in ("requests per minute", "tokens per minute", "concurrent requests", "queued requests"):
         assert any(limit in text for text in texts), limit
     assert run_jumping(live) == expected
 

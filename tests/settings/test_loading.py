@@ -40,9 +40,9 @@ def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
         ),
         (
             {"gateway": {"advanced": {"tracing": True}}},
-            "gateway.advanced.tracing is no advanced setting: write it as gateway.tracing",
+            "gateway.advanced.tracing is not an advanced setting: write it as gateway.tracing",
         ),
-        ({"advanced": {"gateway": {}}}, "advanced.gateway is no advanced setting: write it as gateway"),
+        ({"advanced": {"gateway": {}}}, "advanced.gateway is not an advanced setting: write it as gateway"),
         ({"advanced": {"channel": {"advanced": {}}}}, "advanced.channel.advanced: unknown key"),
         ({"advanced": 3}, "advanced must hold settings, got 3"),
     ],
@@ -156,8 +156,11 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"pools": [pool("long", autoscaling={"min_replicas": 2})]}, "got min 2, initial None, max 1"),
         ({"pools": [pool("long", replicas=1)], "advanced": {"gpu_budget": 0}}, "gpu_budget must be positive"),
         ({"pools": [pool("long", advanced={"server": {"port": 99_999}})]}, "99999"),
-        ({"scheduler": {"model": "other"}}, "models[0].scheduler.model is not given here: it follows"),
-        ({"scheduler": {"routing": {"pools": ["a"]}}}, "models[0].scheduler.routing.pools is not given here"),
+        ({"scheduler": {"model": "other"}}, "models[0].scheduler.model cannot be set here: it is derived"),
+        (
+            {"scheduler": {"routing": {"pools": ["a"]}}},
+            "scheduler.routing.pools cannot be set here",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_rejected_with_its_place(changes: dict[str, Any], message: str) -> None:

@@ -49,21 +49,21 @@ class WaitCause(enum.StrEnum):
 
 
 _MEANINGS = {
-    WaitCause.HIGHER_CLASS: "requests of a higher class took the places that came free",
-    WaitCause.OTHER_TENANTS: "requests of other tenants took the places that came free",
-    WaitCause.OWN_REQUESTS: "other requests of the same tenant took the places that came free",
-    WaitCause.LOWER_CLASS: "requests of a lower class, which were owed it, took the places that came free",
-    WaitCause.ENGINES_BUSY: "no engine took more requests",
-    WaitCause.LONG_PREFILL: "as many long prefills as are allowed were under way",
+    WaitCause.HIGHER_CLASS: "requests of a higher class got the free slots",
+    WaitCause.OTHER_TENANTS: "requests of other tenants got the free slots",
+    WaitCause.OWN_REQUESTS: "other requests of the same tenant got the free slots",
+    WaitCause.LOWER_CLASS: "requests of a lower class got the free slots, by class floor or starvation bound",
+    WaitCause.ENGINES_BUSY: "no engine accepted more requests",
+    WaitCause.LONG_PREFILL: "the maximum number of long prefills was in flight",
     WaitCause.KV_CACHE: "no engine had enough KV cache free",
-    WaitCause.ENGINE_QUEUE: "batch work waits for an engine without a queue of its own",
-    WaitCause.PARTICULAR_REPLICA: "the replicas that hold what it needs took no more requests",
+    WaitCause.ENGINE_QUEUE: "batch work waited for an engine with an empty queue",
+    WaitCause.PARTICULAR_REPLICA: "no replica with its adapter or stored response accepted more requests",
     WaitCause.NO_REPLICA: "no replica was connected",
-    WaitCause.STALE_REPORT: "the replicas did not report, or drained",
-    WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures",
-    WaitCause.BACKOFF: "it rested after coming back from replicas",
-    WaitCause.EARLIER_ATTEMPT: "it was on a replica that gave it back",
-    WaitCause.BEFORE_SCHEDULER: "another scheduler held it, or it was on its way",
+    WaitCause.STALE_REPORT: "the replicas did not report or were draining",
+    WaitCause.FAILING_REPLICAS: "the replicas were suspended after failures or hung",
+    WaitCause.BACKOFF: "it was in backoff after put-backs",
+    WaitCause.EARLIER_ATTEMPT: "it was on a replica that put it back",
+    WaitCause.BEFORE_SCHEDULER: "it was in transit or queued in another scheduler",
 }
 
 

@@ -249,7 +249,7 @@ class Admission:
         places = math.ceil(settings.max_waiting * (1 - reserved))
         yield _Condition(
             Outcome.REJECTED_QUEUE_FULL,
-            f"the queue of {settings.model} is full: {waiting} requests wait already",
+            f"the queue of {settings.model} is full: {waiting} requests are queued",
             QueueLimit(waiting, per_s, places - 1),
             settings.max_waiting - 1,
             lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
@@ -261,7 +261,7 @@ class Admission:
         if excess > 0:
             yield _Condition(
                 Outcome.REJECTED_QUEUE_FULL,
-                f"{own} requests of this tenant wait already, and the rest of the queue is for others",
+                f"{own} requests of this tenant are queued, and the rest of the queue is for other tenants",
                 QueueLimit(own, per_s * own / waiting, own - excess),
                 settings.max_waiting - 1,
                 lambda reserved: float(reserved.count) if reserved.tenant == request.tenant else 0.0,
@@ -275,7 +275,7 @@ class Admission:
         own, limit = self._queue.waiting_by_key[key.key_id], key.limits.queued
         yield _Condition(
             Outcome.REJECTED_RATE_LIMITED,
-            f"this API key has a limit of {limit:,} waiting requests, and {own:,} wait already",
+            f"this API key has a limit of {limit:,} queued requests, and {own:,} are queued",
             QueueLimit(own, share_per_s * own, limit - 1),
             limit - 1,
             lambda _: 0.0,
@@ -311,7 +311,7 @@ class Admission:
     def _no_wait(self, scheduled: ScheduledRequest) -> Denial:
         prediction = scheduled.prediction
         wait_s = prediction.wait_s if prediction else 0.0
-        message = "no replica can take the request right now, and it asked not to wait"
+        message = "no replica can accept the request now, and it was sent with x-queue: no-wait"
         return Denial(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
@@ -323,8 +323,8 @@ class Admission:
 
 def _unmeetable(ahead_s: float, timeout_s: float) -> str:
     return (
-        f"about {ahead_s:.1f} s of work come first, and the request may wait {timeout_s:.1f} s: "
-        "come again when Retry-After says, or allow more time with x-queue-timeout-s"
+        f"about {ahead_s:.1f} s of work are ahead, and the queue timeout is {timeout_s:.1f} s: "
+        "retry after the delay in Retry-After, or raise x-queue-timeout-s"
     )
 
 
@@ -335,6 +335,6 @@ def too_long(request: Request, estimate: TokenEstimate, limit: int | None) -> Co
         Outcome.REJECTED_TOO_LONG,
         # The first sentence is OpenAI's: client libraries parse its number.
         f"This model's maximum context length is {limit} tokens. The prompt is estimated at "
-        f"{estimate.expected_prompt_tokens:,} tokens and {output:,} are asked for as output; at the lowest "
+        f"{estimate.expected_prompt_tokens:,} tokens, and the requested output is {output:,}; by the lowest "
         f"estimate the request needs {least:,}. Shorten the prompt or lower max_tokens.",
     )

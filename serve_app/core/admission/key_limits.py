@@ -139,7 +139,8 @@ class KeyAccounts:
         found: list[tuple[float, str]] = []
         if (limit := limits.requests_per_minute) is not None:
             wait_s = account.requests.admits_in_s(1, limit, now)
-            found.append((wait_s, f"{limit:,} requests per minute, and that many came in the last one"))
+            used = f"{account.requests.used:,} were admitted in the last minute"
+            found.append((wait_s, f"{limit:,} requests per minute, and {used}"))
         if (limit := limits.tokens_per_minute) is not None:
             amount = estimate.expected_tokens
             wait_s = account.tokens.admits_in_s(amount, limit, now)
@@ -147,7 +148,8 @@ class KeyAccounts:
             found.append((wait_s, f"{limit:,} tokens per minute: {used}"))
         if (limit := limits.concurrent) is not None:
             wait_s = _UNKNOWN_S if account.open_requests >= limit else 0.0
-            found.append((wait_s, f"{limit:,} requests at once, and that many wait or run"))
+            used = f"{account.open_requests:,} are queued or running"
+            found.append((wait_s, f"{limit:,} concurrent requests, and {used}"))
         wait_s, text = max(found, default=(0.0, ""), key=lambda one: one[0])
         if wait_s == 0:
             return None
@@ -220,5 +222,5 @@ def _rejection(text: str, wait_s: float) -> Conclusion:
     if wait_s == math.inf:
         message = f"this API key has a limit of {text}, which is more than the limit: send a smaller request"
         return Conclusion(Outcome.REJECTED_RATE_LIMITED, message)
-    message = f"this API key has a limit of {text}: come again in {max(wait_s, 0.1):.1f} s"
+    message = f"this API key has a limit of {text}: retry in {max(wait_s, 0.1):.1f} s"
     return Conclusion(Outcome.REJECTED_RATE_LIMITED, message, wait_s)

@@ -93,11 +93,10 @@ class Outages:
 
     def describe(self, model: str, pools: Iterable[str], now: float) -> str:
         """Return a description of the outage for a client."""
-        whole = self.concern(self._pools)
-        where = model if whole else f"{model} that can take this request"
+        suitable = "" if self.concern(self._pools) else " that can serve this request"
         return (
-            f"no replica of {where} is alive, for {self.age_s(pools, now):.1f} s now: "
-            "its engines are starting, or failed and are being replaced; come again when Retry-After says"
+            f"{model} has had no live replica{suitable} for {self.age_s(pools, now):.1f} s: its engines are "
+            "starting or being replaced; retry after the delay in Retry-After"
         )
 
     def _rest_s(self, age_s: float) -> float:

@@ -71,7 +71,7 @@ class BackpressureSettings:
     batch_prefill_s: Annotated[float, NOT_NEGATIVE, INTERNAL] = 0.02
     # Time per output token, in seconds, above which a replica receives no more requests. The default is seven
     # tokens per second, about the speed of reading. Null sets no limit.
-    tpot_gate_s: Annotated[float | None, POSITIVE.hint("null is no gate")] = 0.15
+    tpot_gate_s: Annotated[float | None, POSITIVE.hint("null disables the gate")] = 0.15
     # Share of the KV cache in use above which a replica receives no more requests, because further blocks
     # would need a preemption.
     kv_gate_ratio: Annotated[float, POSITIVE, INTERNAL] = 0.98

@@ -410,28 +410,29 @@ class Dispatcher:
         if limit is None:
             return "no replica is connected"
         if not self._ledger.open.has_any(pool, now):
-            return "every replica is saturated, too busy, stale or draining"
+            return "every replica is saturated, gated, suspended, stale or draining"
         tokens = min(head.estimate.expected_tokens, limit)
-        kept = self.reservations.of(pool)
-        for_it = "" if kept is None or kept.scheduled is not head else "; room is being kept for it"
+        reservation = self.reservations.of(pool)
+        is_reserved = reservation is not None and reservation.scheduled is head
+        reserved = "; capacity is reserved for it" if is_reserved else ""
         roomy = _bound(head, CapacityQuery(pool, tokens))
         wanted = roomy.destination
         if wanted is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
             if wanted.replica_id is not None:
-                return f"it refers to what replica {wanted.replica_id} keeps, and that one takes nothing now"
-            return f"no replica that holds the adapter {wanted.adapter} takes anything now"
+                return f"it is bound to replica {wanted.replica_id}, which accepts no requests now"
+            return f"no replica with the adapter {wanted.adapter} accepts requests now"
         elsewhere = self._query(head, roomy)
         isolated = replace(elsewhere, long_limits=self._limits(head, now))
         alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
         for query, reason in (
-            (roomy, f"no open replica has {tokens:,} free KV tokens{for_it}"),
-            (elsewhere, "it has failed on every open replica, or waits for suspects like itself"),
-            (isolated, "long prefills are under way on every open replica"),
+            (roomy, f"no open replica has {tokens:,} free KV tokens{reserved}"),
+            (elsewhere, "it has failed on every open replica, or each has another request in quarantine"),
+            (isolated, "every open replica has the maximum number of long prefills in flight"),
             (alone, "batch work waits for an engine with an empty queue"),
         ):
             if self._ledger.open.best(query, now) is None:
                 return reason
-        return "others go first"
+        return "other requests have precedence"
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self._queue}>"

@@ -174,9 +174,9 @@ def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Concl
     """Return the failure of a request that may not be retried, or None if it may."""
     reason = scheduled.last_failure
     if scheduled.losses >= settings.max_attempts:
-        text = f"{scheduled.losses} replicas were lost under this request; the last: {reason}"
+        text = f"{scheduled.losses} replicas were lost under this request; last failure: {reason}"
     elif scheduled.put_backs >= settings.max_put_backs:
-        text = f"the request was sent {scheduled.put_backs} times and came back each time; the last: {reason}"
+        text = f"the request was put back {scheduled.put_backs} times; last failure: {reason}"
     else:
         return None
     return Conclusion(Outcome.FAILED, text)
@@ -184,13 +184,13 @@ def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Concl
 
 def described(request: Request, scheduled: ScheduledRequest, now: float) -> str:
     """Describe an expired request for its client: its wait, the main cause and its put-backs."""
-    text = f"the request waited {now - request.arrived_at:.1f} s in the queue and its turn did not come"
+    text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
     if not scheduled.put_backs:
         waited = wait_breakdown(scheduled, now)
         cause = waited.main_cause if waited is not None else None
-        return text if cause is None else f"{text}; for most of that time {cause.meaning}"
-    again = f"{text} again: it was sent {scheduled.put_backs} times and came back"
-    return f"{again}; the last: {scheduled.last_failure}" if scheduled.last_failure else again
+        return text if cause is None else f"{text}; main cause: {cause.meaning}"
+    text = f"{text}; it was put back {scheduled.put_backs} times"
+    return f"{text}; last failure: {scheduled.last_failure}" if scheduled.last_failure else text
 
 
 def _backoff_s(scheduled: ScheduledRequest) -> float:

@@ -60,7 +60,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
         ValueError: the sample is empty, or `percent` is outside 0 to 100.
     """
     if not ordered:
-        raise ValueError("percentile of an empty sample: check for records before asking")
+        raise ValueError("percentile of an empty sample")
     if not 0 <= percent <= 100:
         raise ValueError(f"percent must be within 0 and 100, got {percent}")
     position = (len(ordered) - 1) * percent / 100

@@ -30,7 +30,7 @@ class LengthInterval:
                 f"{self.max_tokens}"
             )
         if self.count < 1:
-            raise ValueError(f"an interval holds at least one prompt, got count {self.count}")
+            raise ValueError(f"an interval needs at least one prompt, got count {self.count}")
 
     @property
     def width_tokens(self) -> int:
@@ -51,12 +51,12 @@ class Partition:
 
     def __post_init__(self) -> None:
         if not self.intervals:
-            raise ValueError("a partition has at least one interval")
+            raise ValueError("a partition needs at least one interval")
         for lower, upper in zip(self.intervals, self.intervals[1:], strict=False):
             if lower.max_tokens >= upper.min_tokens:
                 raise ValueError(
-                    f"intervals must be in order and apart, got one that ends at {lower.max_tokens} before "
-                    f"one that begins at {upper.min_tokens}"
+                    f"intervals must be sorted and must not overlap, got one that ends at "
+                    f"{lower.max_tokens} before one that begins at {upper.min_tokens}"
                 )
 
     def __len__(self) -> int:

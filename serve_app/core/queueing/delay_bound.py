@@ -35,7 +35,7 @@ class DelayBoundSettings:
 
     # A long prompt is overdue when it has waited this many times the longest recent wait under first come,
     # first served. A higher ratio serves more requests early, and the last ones later.
-    wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 switches the bound off")] = 1.2
+    wait_ratio: Annotated[float, NOT_NEGATIVE.hint("0 disables the bound")] = 1.2
 
 
 class DelayBound:

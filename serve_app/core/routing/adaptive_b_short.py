@@ -276,7 +276,7 @@ class AdaptiveBShortSettings:
     tolerance_ratio: Annotated[float, INNER_SHARE, INTERNAL] = 0.15
     # Largest single move, in octaves.
     max_step_octaves: Annotated[
-        float, at_least(1 / PER_OCTAVE).hint("the distance of two borders"), INTERNAL
+        float, at_least(1 / PER_OCTAVE).hint("the distance between two boundaries"), INTERNAL
     ] = 2.0
     # Seconds after a move without another one. The effect of a move shows only when the requests that arrived
     # before it have ended.

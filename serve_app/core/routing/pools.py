@@ -80,19 +80,19 @@ class RoutingSettings(WrittenRouting):
 
     def __post_init__(self) -> None:
         if not self.pools:
-            raise ValueError("a model has at least one pool, got none")
+            raise ValueError("a model needs at least one pool, got none")
         if len(set(self.pools)) != len(self.pools):
             raise ValueError(f"pool names must differ, got {', '.join(self.pools)}")
         if self.boundaries_tokens and len(self.boundaries_tokens) != len(self.pools) - 2:
             raise ValueError(
-                f"boundaries_tokens has one value for each pool between the first and the last, got "
+                f"boundaries_tokens must have one value for each pool between the first and the last, got "
                 f"{len(self.boundaries_tokens)} for {len(self.pools)} pools"
             )
         if self.costs and (len(self.costs) != len(self.pools) or min(self.costs) <= 0):
-            raise ValueError(f"costs has one positive value for each pool, got {self.costs}")
+            raise ValueError(f"costs must have one positive value for each pool, got {self.costs}")
         given = [self.b_short_tokens, *(each for each in self.boundaries_tokens if each is not None)]
         if given != sorted(given):
-            raise ValueError(f"the boundaries between pools must rise, b_short_tokens first, got {given}")
+            raise ValueError(f"the boundaries between pools must increase, b_short_tokens first, got {given}")
         self._check_adaptive()
 
     def _check_adaptive(self) -> None:
@@ -101,7 +101,7 @@ class RoutingSettings(WrittenRouting):
             return
         if len(self.pools) > _ADAPTIVE_POOLS:
             raise ValueError(
-                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: switch it off, and set "
+                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: disable it, and set "
                 "b_short_tokens"
             )
         lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens

@@ -72,7 +72,9 @@ class PrefillCost:
         sums = numbers(state, "sums", len(self._sums), at_least=0)
         base_s, per_token_s = number(state, "base_s", at_least=0), number(state, "per_token_s", at_least=0)
         if not (base_s > 0 and sums[0] > 0):
-            raise ValueError(f"learned state: no prefill costs {base_s} s; delete the state to learn anew")
+            raise ValueError(
+                f"learned state: prefill costs need observations and a positive base_s, got {base_s}"
+            )
         observations = int(number(state, "observations", at_least=0))
         self._sums, self.base_s, self.per_token_s = sums, base_s, per_token_s
         self.observations = observations

@@ -131,15 +131,15 @@ class RequestRouting:
 def _unknown_adapter(adapter: str) -> Conclusion:
     return Conclusion(
         Outcome.REJECTED_UNKNOWN_MODEL,
-        f"no engine lists the adapter {adapter[:100]!r} any more: load it, or ask for its base model",
+        f"no engine lists the adapter {adapter[:100]!r}: load it, or request its base model",
     )
 
 
 def _gone(replica_id: str) -> Conclusion:
     return Conclusion(
         Outcome.REJECTED_UNKNOWN_RESPONSE,
-        f"what this request refers to was kept by replica {replica_id} alone, which is gone: send the whole "
-        "conversation",
+        f"the response that this request refers to was stored on replica {replica_id}, which is lost: send "
+        "the whole conversation",
     )
 
 

@@ -67,5 +67,5 @@ def check_version(state: Snapshot, expected: int) -> None:
 
 def _malformed(name: str, wanted: str, value: object) -> ValueError:
     return ValueError(
-        f"learned state: {name!r} should be {wanted}, got {str(value)[:80]!r}; delete the state to learn anew"
+        f"learned state: {name!r} must be {wanted}, got {str(value)[:80]!r}; delete the state to learn again"
     )

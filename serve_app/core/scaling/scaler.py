@@ -86,7 +86,8 @@ class PoolScaler:
         needed, reason, load, backlog_s = self._need(view)
         replicas = self._bounded(view, math.ceil(needed - _ROUNDING), now)
         if replicas > math.ceil(needed - _ROUNDING):
-            reason = f"{reason}; its minimum or the last {self._settings.downscale_delay_s:g} s ask for more"
+            window_s = self._settings.downscale_delay_s
+            reason = f"{reason}; raised to the minimum or the need of the last {window_s:g} s"
         self._last, self._at = view, now
         return PoolDecision(
             replicas=replicas,
@@ -144,7 +145,7 @@ class PoolScaler:
             # Any work at all requires one engine.
             needed = max(needed, _ROUNDING * 2)
         else:
-            needed, reason = 0.0, "nothing waits, runs or arrives"
+            needed, reason = 0.0, "no requests"
         return needed, reason, load, backlog_s
 
     def _by_work(self, view: PoolView, load: float, backlog_s: float, start_s: float) -> tuple[float, str]:
@@ -153,9 +154,9 @@ class PoolScaler:
             (load / self._settings.target_utilization_ratio, f"arrivals fill {load:.2f} engines"),
             (
                 load + backlog_s / horizon_s,
-                f"{backlog_s:.1f} s of an engine wait, and arrivals fill {load:.2f}",
+                f"the backlog is {backlog_s:.1f} engine-seconds, and arrivals fill {load:.2f} engines",
             ),
-            (view.full_ratio * view.ready, f"{view.full_ratio:.0%} of its engines is in use"),
+            (view.full_ratio * view.ready, f"{view.full_ratio:.0%} of its slots or KV cache are in use"),
         )
 
     def _by_slots(self, view: PoolView) -> tuple[float, str]:
@@ -163,9 +164,9 @@ class PoolScaler:
         requests = view.in_flight + view.waiting_requests
         slots = max(1.0, self._speed.slots)
         if not view.ready and self._speed.slots < 1:
-            return float(min(requests, 1)), f"{requests} requests, and no engine has run yet"
+            return float(min(requests, 1)), f"{requests} requests, and no engine has started yet"
         needed = requests / (slots * self._settings.target_utilization_ratio)
-        return needed, f"{requests} requests for {slots:.0f} slots each; the engines' speed is not known yet"
+        return needed, f"{requests} requests for {slots:.0f} slots each; engine speed unknown"
 
     def _arrived(self, view: PoolView) -> bool:
         return self._last is not None and view.arrived_requests > self._last.arrived_requests
@@ -281,7 +282,7 @@ class FleetScaler:
                 # The decision reports the pool's need, but the budget is charged for its fixed replicas.
                 continue
             if given[name] < decisions[name].replicas:
-                reason = f"{decisions[name].reason}; the GPU budget leaves no more"
+                reason = f"{decisions[name].reason}; limited by the GPU budget"
                 decisions[name] = replace(
                     # The replicas beyond this number are already given to another pool.
                     decisions[name],

@@ -41,8 +41,8 @@ RECEIPT: dict[str, Any] = {
         "ms": 3_000.0,
         "predicted_ms": 2_500.0,
         "causes": [
-            {"cause": "higher_class", "ms": 2_000.0, "meaning": "requests of a higher class took the places"},
-            {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine took more requests"},
+            {"cause": "higher_class", "ms": 2_000.0, "meaning": "a higher class got the slots"},
+            {"cause": "engines_busy", "ms": 1_000.0, "meaning": "no engine accepted more requests"},
         ],
         "ahead": {"higher_class": 12},
         "served": {
@@ -70,7 +70,7 @@ WAITING: dict[str, Any] = {
     "stages": [{"stage": "queue", "ms": 3_000.0}],
     "queue": {
         **RECEIPT["queue"],
-        "meaning": "no engine took more requests",
+        "meaning": "no engine accepted more requests",
         "pool": "short",
         "position": 3,
         "waiting": 12,
@@ -132,7 +132,7 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert "of this: engine queue (estimated)" in told
     assert "meanwhile: at least 12 interactive of tenant rival, 2 of others" in told
     assert "predicted wait: 2,500.0 ms, real: 3,000.0 ms" in told
-    assert told.index("requests of a higher class") < told.index("no engine took more")
+    assert told.index("a higher class got") < told.index("no engine accepted more")
 
 
 async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.Captu
 
     told = capsys.readouterr().out
     assert "gw-2: waiting now, batch of tenant acme" in told
-    assert "number 3 of 12 in pool short, since no engine took more requests" in told
+    assert "number 3 of 12 in pool short, since no engine accepted more requests" in told
     assert "expected to start in 400 ms, in four of five cases between 150 and 1,900; gives up" in told
     assert "gives up in 57,000 ms" in told
     assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in told

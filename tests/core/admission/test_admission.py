@@ -41,7 +41,7 @@ def test_a_deadline_that_cannot_be_met_is_rejected_on_arrival_with_a_retry_after
     assert waiting == 8
     rejection = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
     assert rejection.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
-    assert "may wait 4.0 s" in rejection.message
+    assert "queue timeout is 4.0 s" in rejection.message
     # Eight seconds of work must drain to four, less the margin.
     assert rejection.retry_after_s == pytest.approx(waiting - 4.0 / 1.2, abs=2.0)
     assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []

@@ -133,7 +133,7 @@ def test_a_limit_on_concurrent_requests_counts_those_that_wait() -> None:
         driver.arrive(name, key=limited)
     assert len(driver.scheduler.queue) == 3
     conclusion = rejected(driver, "e", key=limited).conclusion
-    assert "limit of 4 requests at once" in conclusion.message
+    assert "limit of 4 concurrent requests" in conclusion.message
     assert conclusion.retry_after_s == 1.0
     finish(driver, "a")
     assert not concluded(driver.arrive("f", key=limited))
@@ -147,7 +147,7 @@ def test_a_limit_on_waiting_requests_leaves_those_that_run_alone() -> None:
     assert len(driver.scheduler.queue) == 1
     conclusion = rejected(driver, "e", key=limited).conclusion
     assert conclusion.outcome is Outcome.REJECTED_RATE_LIMITED
-    assert "limit of 1 waiting requests" in conclusion.message
+    assert "limit of 1 queued requests" in conclusion.message
     assert not concluded(driver.arrive("f", key=key("k2", queued=1)))
 
 

@@ -35,7 +35,7 @@ def test_a_request_that_waits_when_the_last_replica_dies_is_rejected_after_the_g
     assert driver.scheduler.next_wakeup() == driver.now + GRACE_S
     commands = driver.feed(Woke(), after_s=GRACE_S)
     assert concluded(commands) == [("waits", "rejected_no_replica")]
-    assert "no replica of m is alive" in the_conclusion(commands).message
+    assert "m has had no live replica for" in the_conclusion(commands).message
 
 
 def test_one_that_joins_within_the_grace_takes_it() -> None:
@@ -95,7 +95,7 @@ def test_a_request_that_fits_only_the_dead_pool_is_rejected_and_others_are_serve
     commands = [command for _ in range(12) for command in driver.report("s1", after_s=0.5)]
     rejection = next(command for command in commands if isinstance(command, Conclude))
     assert (rejection.request_id, rejection.conclusion.outcome) == ("long", Outcome.REJECTED_NO_REPLICA)
-    assert "no replica of m that can take this request is alive" in rejection.conclusion.message
+    assert "m has had no live replica that can serve this request" in rejection.conclusion.message
     assert dispatched(driver.arrive("short", prompt_tokens=20)) == [("short", "s1")]
 
 

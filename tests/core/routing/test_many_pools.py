@@ -81,7 +81,7 @@ def test_a_rejected_request_goes_to_a_longer_pool() -> None:
         ({"pools": ()}, "at least one pool"),
         ({"pools": ("a", "a")}, "must differ"),
         ({"pools": ("a", "b", "c"), "boundaries_tokens": (1, 2)}, "got 2 for 3 pools"),
-        ({"pools": ("a", "b", "c"), "boundaries_tokens": (8_000,)}, r"must rise.*\[8192, 8000\]"),
+        ({"pools": ("a", "b", "c"), "boundaries_tokens": (8_000,)}, r"must increase.*\[8192, 8000\]"),
         ({"costs": (1.0,)}, "one positive value for each pool"),
         ({"costs": (1.0, 0.0)}, "one positive value for each pool"),
         (

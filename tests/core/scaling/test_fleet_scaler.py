@@ -35,7 +35,7 @@ def test_the_budget_leaves_a_pool_less_than_it_needs_and_says_so() -> None:
     fleet.decide({"short": IDLE, "long": IDLE}, 0.0)
     decisions = fleet.decide({"short": busy(240), "long": busy(180)}, 1.0)
     assert {name: each.replicas for name, each in decisions.items()} == {"short": 4, "long": 1}
-    assert "the GPU budget leaves no more" in decisions["long"].reason
+    assert "limited by the GPU budget" in decisions["long"].reason
     # The short pool is idle: its GPUs move to the other pool after its delay.
     for second in range(2, 310):
         decisions = fleet.decide({"short": IDLE, "long": busy(180)}, float(second))

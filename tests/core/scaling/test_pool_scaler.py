@@ -117,7 +117,7 @@ def test_a_speed_that_is_not_known_yet_is_replaced_by_the_slots() -> None:
     unknown: dict[str, Any] = {"prefill_token_s": None, "stated": None}
     decision = pool.look(in_flight=9, waiting_requests=12, is_wanted=True, full_ratio=0.9, **unknown)
     assert decision.replicas == 3
-    assert "not known yet" in decision.reason
+    assert "engine speed unknown" in decision.reason
 
 
 def test_the_speed_of_a_pool_that_has_stopped_is_remembered() -> None:

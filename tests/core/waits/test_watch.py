@@ -258,8 +258,7 @@ def test_a_client_hears_what_its_expired_request_has_waited_for() -> None:
 
     assert isinstance(command, Conclude)
     assert command.conclusion.message == (
-        "the request waited 2.0 s in the queue and its turn did not come; "
-        "for most of that time no engine took more requests"
+        "the queue timeout of the request ended after 2.0 s; main cause: no engine accepted more requests"
     )
 
 

@@ -104,7 +104,7 @@ def test_a_partition_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ("[]", "at least one interval"),
         ("[{min: 5, max: 3, mean: 4}]", "min <= mean <= max"),
-        ("[{min: 1, max: 9, mean: 4}, {min: 5, max: 20, mean: 9}]", "in order and apart"),
+        ("[{min: 1, max: 9, mean: 4}, {min: 5, max: 20, mean: 9}]", "sorted and must not overlap"),
         ("[{min: 1, max: 9, mean: 4, colour: red}]", "colour"),
         ("queues: 3", "list"),
         ("{", "is no partition"),

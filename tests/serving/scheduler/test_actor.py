@@ -137,7 +137,7 @@ async def test_the_same_settings_change_nothing(cluster: Cluster) -> None:
 async def test_a_setting_that_cannot_change_is_rejected_by_name(cluster: Cluster) -> None:
     actor = cluster.actor()
     with pytest.raises(
-        SettingsError, match=r"'model', .* what may change: .*max_waiting, no_replica_grace_s, .*policy"
+        SettingsError, match=r"'model', .* changeable: .*max_waiting, no_replica_grace_s, .*policy"
     ):
         await actor.reconfigure({"model": "other"})
     with pytest.raises(SettingsError, match=r"names other pools than the .* of this scheduler"):
@@ -207,7 +207,7 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     actor = cluster.actor(str(tmp_path))
     await actor.check_health()
     await until(lambda: Path(f"{store.path}.rejected").exists())
-    assert "'b_short_tokens' should be a number from 1" in caplog.text
+    assert "'b_short_tokens' must be a number from 1" in caplog.text
     assert (
         'ewsjf_state_failures_total{model="m",operation="restore"} 1.0' in await shell_of(actor).exposition()
     )

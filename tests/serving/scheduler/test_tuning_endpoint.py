@@ -105,7 +105,7 @@ async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simu
     [
         ({"backpressure.nonsense": 1}, "no setting"),
         ({TARGET: 0}, "target_waiting must be at least 1"),
-        ({"max_waiting": 5}, "max_waiting cannot change so"),
+        ({"max_waiting": 5}, "max_waiting cannot change"),
     ],
 )
 async def test_what_cannot_be_changes_nothing_and_harms_nobody(

@@ -180,9 +180,7 @@ def _weights(state: Snapshot) -> list[float]:
     weights = [0.0] * _BUCKETS
     for name in state:
         if not (name.isdecimal() and int(name) < _BUCKETS):
-            raise ValueError(
-                f"learned state: {name!r} is no bucket of output lengths; delete it to learn anew"
-            )
+            raise ValueError(f"learned state: {name!r} is not a bucket of output lengths; delete the state")
         weights[int(name)] = number(state, name, at_least=0)
     return weights
 

@@ -125,7 +125,7 @@ class TemplateOverhead:
         message_variance = number(state, "message_variance", at_least=0)
         covariance = number(state, "covariance")
         if covariance * covariance > request_variance * message_variance * 1.001:
-            raise ValueError(f"learned state: covariance {covariance} is impossible beside {dict(state)}")
+            raise ValueError(f"learned state: covariance {covariance} is inconsistent with {dict(state)}")
         self.per_request, self.per_message, self._covariance = per_request, per_message, covariance
         self._request_variance, self._message_variance = request_variance, message_variance
 

@@ -214,7 +214,7 @@ async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
     shown = "document.querySelector('#panel-request').innerText"
     told = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
     assert "1 of 1 in pool short" in told
-    assert "the replicas did not report, or drained" in told
+    assert "the replicas did not report or were draining" in told
     await page.evaluate("location.hash = '#playground'")
 
 
@@ -240,7 +240,7 @@ async def test_a_request_that_waited_has_a_receipt(
             " && document.querySelector('#panel-request').innerText"
         )
     )
-    assert "the replicas did not report, or drained" in told
+    assert "the replicas did not report or were draining" in told
     assert "until the first token" in told
     assert "of this: prefill (estimated)" in told
     assert "generation" in told
