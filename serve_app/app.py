@@ -40,7 +40,7 @@ from serve_app.settings.loading import settings_of
 _STOP_MARGIN_S = 30.0
 # Time between the end of a gateway's last responses and the end of its process.
 _GATEWAY_STOP_MARGIN_S = 5.0
-_MOST_PROXIED = 10_000
+_MAX_PROXIED = 10_000
 # The replica's own health check times out before Ray's, because its message names the engine.
 _HEALTH_RATIO = 0.8
 
@@ -88,7 +88,7 @@ def application_of(settings: AppSettings) -> Application:
         name="gateway",
         **_scale_of(gateways),
         # Only effective if a proxy of Ray Serve forwards requests.
-        max_ongoing_requests=_MOST_PROXIED,
+        max_ongoing_requests=_MAX_PROXIED,
         graceful_shutdown_timeout_s=gateways.deregister_s + gateways.drain_timeout_s + _GATEWAY_STOP_MARGIN_S,
         # A gateway waits for its requests itself.
         graceful_shutdown_wait_loop_s=0.1,

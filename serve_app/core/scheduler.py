@@ -24,18 +24,18 @@ from typing import Any
 from serve_app.core import commands as cmd
 from serve_app.core import events as ev
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
-from serve_app.core.accounting.waits import WaitWatch, note_attempt, wait_breakdown
+from serve_app.core.accounting.waits import WaitWatch, record_attempt, wait_breakdown
 from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
-from serve_app.core.dispatch.backpressure import EngineBackpressure, LoneBatch
+from serve_app.core.dispatch.backpressure import BatchOnlyMode, EngineBackpressure
 from serve_app.core.dispatch.dispatcher import Choice, Dispatcher, Placement
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.in_flight import (
     InFlight,
     Suspensions,
     exhausted,
-    note_earlier_dispatches,
-    note_put_back,
+    record_put_back,
+    restore_put_backs,
 )
 from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillWatch
@@ -114,7 +114,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.passing = PassThrough(settings.active_share, self.ledger)
-        self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.told)
+        self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.reported)
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
         slots = SlotRate(self.queue, self.ledger, self.prefill_costs, backpressure.target_waiting)
@@ -123,7 +123,7 @@ class Scheduler:
         self._rerouting = Rerouting(self.queue, self._routing, self.ledger, self.admission.outages)
         self._expiry = ExpiryHeap()
         self._requests = RequestTable()
-        self._lone_batch = LoneBatch(self._requests, self._backpressure, self.ledger)
+        self._batch_only = BatchOnlyMode(self._requests, self._backpressure, self.ledger)
         self._sequence = 0
         self._now = now
         self._commands: list[cmd.Command] = []
@@ -208,10 +208,10 @@ class Scheduler:
             self._conclude(request, self.admission.deny(scheduled, denial, now))
             return
         self._remember(scheduled)
-        is_lone = choice is None and denial is None and not self.queue.waiting
-        if is_lone and (lone := self.dispatcher.lone_choice(scheduled, now)) is not None:
-            self._send(lone, now)
-            self.dispatcher.on_lone_dispatch(scheduled, now)
+        is_alone = choice is None and denial is None and not self.queue.waiting
+        if is_alone and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
+            self._send(immediate, now)
+            self.dispatcher.on_immediate_dispatch(scheduled, now)
             return
         self._enqueue(scheduled)
         if choice is not None:
@@ -235,7 +235,7 @@ class Scheduler:
         scheduled.cached_tokens = self.affinity.cached_tokens(request, estimate.expected_prompt_tokens)
         self.arrived.add(pools, request, estimate, scheduled.cached_tokens)
         self.isolation.on_arrival(scheduled, now)
-        note_earlier_dispatches(scheduled, self.settings)
+        restore_put_backs(scheduled, self.settings)
         return scheduled
 
     def _on_resume(self, event: ev.Resumed, now: float) -> None:
@@ -296,8 +296,8 @@ class Scheduler:
             return
         if event.failure is ev.DispatchFailure.TOO_LONG:
             self._on_contexts_learned(self._contexts.on_rejection(scheduled, event.stated_context), now)
-        note_attempt(scheduled, now)
-        note_put_back(scheduled, event, self.ledger[event.replica_id], now)
+        record_attempt(scheduled, now)
+        record_put_back(scheduled, event, self.ledger[event.replica_id], now)
         self.in_flight.release(scheduled, now, ran=False)
         if event.failure is not ev.DispatchFailure.ENGINE_ERROR:
             # The tenant remains charged after an engine error, because the engine has worked for it.
@@ -309,7 +309,7 @@ class Scheduler:
             self._put_back(scheduled, event.message, now)
 
     def _put_back(self, scheduled: ScheduledRequest, message: str, now: float) -> None:
-        """Queue a put-back request again, as `note_put_back` has recorded."""
+        """Queue a put-back request again, as `record_put_back` has recorded."""
         # Route it again, because an engine may have rejected it as too long, and pools may have changed
         # since.
         scheduled.pools, rejection = self._routing.route_again(scheduled, now)
@@ -343,7 +343,7 @@ class Scheduler:
         if self.ledger.report(event.replica_id, event.report, now):
             self._commands.append(cmd.ReportFresh(replica_id=event.replica_id))
         state = self.ledger.get(event.replica_id)
-        if state is not None and (silent_s := state.answers.look(now)) is not None:
+        if state is not None and (silent_s := state.hang_detector.check(now)) is not None:
             self._commands.append(cmd.EngineSilent(replica_id=event.replica_id, silent_s=silent_s))
             self.ledger.open.update(state, now)
         self.admission.outages.observe(self.ledger.has_alive, now)
@@ -384,7 +384,7 @@ class Scheduler:
         self.ledger.on_limits_changed(now)
 
     def _dispatch(self, now: float) -> None:
-        self._lone_batch.look(now)
+        self._batch_only.update(now)
         for choice in self.dispatcher.choices(now):
             self._send(choice, now)
 
@@ -408,7 +408,7 @@ class Scheduler:
     def _remember(self, scheduled: ScheduledRequest) -> None:
         self._requests.add(scheduled)
         self.admission.keys.on_admission(scheduled, self._now)
-        scheduled.counted_at = self.router.on_arrival(scheduled.estimate)
+        scheduled.arrival_mark = self.router.on_arrival(scheduled.estimate)
 
     def _enqueue(self, scheduled: ScheduledRequest) -> None:
         self.queue.add(scheduled)
@@ -439,7 +439,7 @@ class Scheduler:
         """Emit the outcome of a request. A request rejected on arrival is not in the table."""
         waited = None
         if (scheduled := self._requests.pop(request.request_id)) is not None:
-            self.router.on_departure(scheduled.estimate, scheduled.counted_at)
+            self.router.on_departure(scheduled.estimate, scheduled.arrival_mark)
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:

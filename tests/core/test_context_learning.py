@@ -5,13 +5,13 @@ from typing import Any
 from serve_app.core.commands import Command, Conclude, ContextLearned
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.routing.replica import UNTOLD_CONTEXT
+from serve_app.core.routing.replica import UNREPORTED_CONTEXT
 from serve_app.errors import Outcome
 from serve_app.request import PromptShape, Usage
 from tests.builders import ManualDriver, concluded, dispatched, request
 
 
-def fleet(short: int = UNTOLD_CONTEXT, long: int = 16_000) -> ManualDriver:
+def fleet(short: int = UNREPORTED_CONTEXT, long: int = 16_000) -> ManualDriver:
     driver = ManualDriver(routing=RoutingSettings(pools=("short", "long"), b_short_tokens=16_000))
     driver.join("s1", "short", max_model_len=short, kv_tokens=None)
     driver.join("l1", "long", max_model_len=long, kv_tokens=None)
@@ -87,7 +87,7 @@ def test_a_limit_that_is_told_is_never_changed() -> None:
 
 def test_nothing_is_rejected_by_what_was_only_learned() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
-    driver.join("s1", "only", max_model_len=UNTOLD_CONTEXT, kv_tokens=None)
+    driver.join("s1", "only", max_model_len=UNREPORTED_CONTEXT, kv_tokens=None)
     arrive(driver, "a", 5_000)
     commands = reject(driver, "a", 4_096)
     assert learned(commands) == [("s1", 4_096)]
@@ -99,7 +99,7 @@ def test_nothing_is_rejected_by_what_was_only_learned() -> None:
 
 
 def test_two_pools_that_both_tell_nothing_are_tried_one_after_the_other() -> None:
-    driver = fleet(long=UNTOLD_CONTEXT)
+    driver = fleet(long=UNREPORTED_CONTEXT)
     assert arrive(driver, "a", 5_000) == "s1"
     assert dispatched(reject(driver, "a", 4_096)) == [("a", "l1")]
     commands = reject(driver, "a", 4_608)
@@ -114,20 +114,20 @@ def test_it_is_kept_until_the_replica_joins_anew() -> None:
     arrive(driver, "a", 5_000)
     reject(driver, "a", 4_096)
     assert driver.scheduler.ledger.context_limit("short") == 4_096
-    assert driver.scheduler.ledger.contexts.told("short") == UNTOLD_CONTEXT
-    driver.join("s1", "short", max_model_len=UNTOLD_CONTEXT, kv_tokens=None)
-    assert driver.scheduler.ledger.context_limit("short") == UNTOLD_CONTEXT
+    assert driver.scheduler.ledger.contexts.reported("short") == UNREPORTED_CONTEXT
+    driver.join("s1", "short", max_model_len=UNREPORTED_CONTEXT, kv_tokens=None)
+    assert driver.scheduler.ledger.context_limit("short") == UNREPORTED_CONTEXT
 
 
 def test_a_known_cache_of_an_engine_without_a_told_context_is_a_limit() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
-    driver.join("s1", "only", max_model_len=UNTOLD_CONTEXT, kv_tokens=10_000)
+    driver.join("s1", "only", max_model_len=UNREPORTED_CONTEXT, kv_tokens=10_000)
     assert driver.scheduler.ledger["s1"].kv_budget <= 10_000
 
 
 def test_an_adapter_that_is_loaded_does_not_end_what_was_learned_of_its_engine() -> None:
     driver = fleet()
-    limits = {"max_model_len": UNTOLD_CONTEXT, "kv_tokens": None, "max_num_seqs": None}
+    limits = {"max_model_len": UNREPORTED_CONTEXT, "kv_tokens": None, "max_num_seqs": None}
     driver.join("s1", "short", **limits)
     arrive(driver, "a", 5_000)
     reject(driver, "a", 4_096)

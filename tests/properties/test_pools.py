@@ -18,7 +18,7 @@ from serve_app.core.commands import Command
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.routing.replica import UNTOLD_CONTEXT
+from serve_app.core.routing.replica import UNREPORTED_CONTEXT
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from tests.builders import ManualDriver, concluded, dispatched, request
@@ -132,7 +132,7 @@ def test_finds_the_pool_that_takes_it(
     limits: list[int], told: list[bool], states: bool, prompts: list[int]
 ) -> None:
     # Only pools that report a context are ordered.
-    shown = [limit if tells else UNTOLD_CONTEXT for limit, tells in zip(limits, told, strict=False)]
+    shown = [limit if tells else UNREPORTED_CONTEXT for limit, tells in zip(limits, told, strict=False)]
     places = sorted(range(len(limits)), key=lambda place: shown[place])
     limits, shown = [limits[place] for place in places], [shown[place] for place in places]
     driver = fleet(shown, [1.0] * len(limits), b_short_tokens=20_010)

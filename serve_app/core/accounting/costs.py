@@ -9,7 +9,7 @@ from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.request import PriorityClass, Request
 
 # Bound on memory: seconds of tenants beyond these are summed under `OTHERS`.
-_MOST = 1_000
+_MAX_TENANTS = 1_000
 OTHERS = "other"
 """The name under which all tenants beyond the bound are summed."""
 
@@ -17,7 +17,7 @@ OTHERS = "other"
 class TenantTotals:
     """Seconds by place (such as a pool), class and tenant: at most `most` sums, and those of `OTHERS`."""
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = _MAX_TENANTS) -> None:
         self._most = most
         self._seconds: dict[tuple[str, PriorityClass, str], float] = {}
 
@@ -86,7 +86,7 @@ class EngineTime:
     def on_dispatch(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
         """Open the account of a request that the replica already holds.
 
-        A request whose answer has already started owes no prefill.
+        A request whose answer has already started is charged no prefill.
         """
         spec = state.spec
         time = self._replicas.get(spec.replica_id)

@@ -1,4 +1,4 @@
-"""Accounts of the engine time that one request owes to its replica (see `costs`)."""
+"""Accounts of the engine time that one request uses on its replica (see `costs`)."""
 
 
 class ReplicaTime:

@@ -112,7 +112,7 @@ class WaitAccount:
         return _STATES[self.state - BUSY]
 
     @property
-    def is_particular(self) -> bool:
+    def is_restricted(self) -> bool:
         """True if only some replicas can serve its requests."""
         return self.destination is not ANYWHERE
 
@@ -289,7 +289,7 @@ def waits_for(scheduled: ScheduledRequest) -> WaitCause:
     return tally.account.cause
 
 
-def note_attempt(scheduled: ScheduledRequest, now: float) -> None:
+def record_attempt(scheduled: ScheduledRequest, now: float) -> None:
     """Attribute the time since the dispatch to the replica that put the request back."""
     tally = _tally(scheduled, scheduled.dispatched_at)
     tally.add(WaitCause.EARLIER_ATTEMPT, nanoseconds(now) - nanoseconds(scheduled.dispatched_at))
@@ -401,7 +401,7 @@ class WaitWatch:
 
     def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
         """Return what the requests of a kind lack on every replica of their pool that has capacity."""
-        if account.is_particular:
+        if account.is_restricted:
             return WaitCause.PARTICULAR_REPLICA
         best = self._ledger.open.best
         query = CapacityQuery(account.pool, self._tokens(account, account.pool))

@@ -49,7 +49,7 @@ from serve_app.request import PriorityClass, Request
 _SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
 # Retry-After while the drain rate is unknown: a short delay for one client, but enough to bound the load.
 _UNKNOWN_S = 1.0
-_LEAST_S = 0.1
+_MIN_RETRY_AFTER_S = 0.1
 RETRY_AFTER_CAP_S = 60.0
 """Upper bound of `Retry-After`, in seconds; the OpenAI SDK honours up to 120 s."""
 # The predicted wait plus this share must end before the deadline, because the drain rate of a saturated fleet
@@ -316,7 +316,7 @@ class Admission:
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
         """Return the `Retry-After` in seconds: the time plus a small spread, at most the cap."""
-        wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _LEAST_S)
+        wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _MIN_RETRY_AFTER_S)
         spread = zlib.crc32(request.request_id.encode()) / 2**32
         return min(RETRY_AFTER_CAP_S, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
 

@@ -25,7 +25,7 @@ from serve_app.errors import Conclusion, Outcome
 from serve_app.request import KeyTerms, LimitStatus, RateLimitStatus, Request
 
 # Amounts have a resolution of one second. A second counts until all of it is more than a minute old.
-_KEPT_S = 61
+_WINDOW_S = 61
 
 
 class MinuteWindow:
@@ -43,7 +43,7 @@ class MinuteWindow:
 
     def expire(self, now: float) -> None:
         """Remove amounts older than a minute."""
-        passed = bisect.bisect_right(self._seconds, now - _KEPT_S)
+        passed = bisect.bisect_right(self._seconds, now - _WINDOW_S)
         if passed:
             self.used -= sum(self._amounts[:passed])
             del self._seconds[:passed], self._amounts[:passed]
@@ -51,7 +51,7 @@ class MinuteWindow:
     def add(self, at: float, amount: int, now: float) -> None:
         """Add an amount at time `at`, which may be before `now`."""
         second = math.floor(at)
-        if not amount or second + _KEPT_S <= now:
+        if not amount or second + _WINDOW_S <= now:
             return
         index = self._index(second)
         if index < len(self._seconds) and self._seconds[index] == second:
@@ -61,7 +61,7 @@ class MinuteWindow:
             self._amounts.insert(index, amount)
         self.used += amount
 
-    def take_back(self, at: float, amount: int) -> None:
+    def subtract(self, at: float, amount: int) -> None:
         """Subtract a part of what was added at `at`, unless it has expired."""
         second = math.floor(at)
         index = self._index(second)
@@ -78,13 +78,13 @@ class MinuteWindow:
         for second, freed in zip(self._seconds, self._amounts, strict=True):
             excess -= freed
             if excess <= 0:
-                return second + _KEPT_S - now
+                return second + _WINDOW_S - now
         return math.inf
 
     def status(self, limit: int, now: float) -> LimitStatus:
         """Return the limit, what remains of it, and the seconds until all of it is available."""
         self.expire(now)
-        reset_s = self._seconds[-1] + _KEPT_S - now if self.used else 0.0
+        reset_s = self._seconds[-1] + _WINDOW_S - now if self.used else 0.0
         return LimitStatus(limit, max(0, limit - self.used), reset_s)
 
     def _index(self, second: int) -> int:
@@ -94,7 +94,7 @@ class MinuteWindow:
 # Retry-After for the concurrency limit: the time until a running request ends is unknown.
 _UNKNOWN_S = 1.0
 # Bound on memory: above this number of accounts, idle ones are removed.
-_KEPT = 4_096
+_MAX_ACCOUNTS = 4_096
 # Outcomes after which the engine may have worked for the client without reporting usage.
 _SERVED = frozenset({Outcome.COMPLETED, Outcome.CANCELLED})
 
@@ -177,7 +177,7 @@ class KeyAccounts:
         account.open_requests -= 1
         if not dispatched and outcome.is_rejection and key.limits.requests_per_minute is not None:
             account.requests.expire(now)
-            account.requests.take_back(at, 1)
+            account.requests.subtract(at, 1)
         charge, usage = scheduled.key_charge, scheduled.usage
         if charge is None:
             return
@@ -187,7 +187,7 @@ class KeyAccounts:
             used = charge if dispatched and outcome in _SERVED else 0
         account.tokens.expire(now)
         if used < charge:
-            account.tokens.take_back(at, charge - used)
+            account.tokens.subtract(at, charge - used)
         else:
             account.tokens.add(now, used - charge, now)
 
@@ -212,7 +212,7 @@ class KeyAccounts:
     def _account(self, key: KeyTerms, now: float) -> _KeyAccount:
         account = self._accounts.get(key.key_id)
         if account is None:
-            if len(self._accounts) >= _KEPT:
+            if len(self._accounts) >= _MAX_ACCOUNTS:
                 self._accounts = {name: one for name, one in self._accounts.items() if not one.is_idle(now)}
             account = self._accounts[key.key_id] = _KeyAccount()
         return account

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 # Engines do not start in less time.
-_LEAST_S = 2.0
+_MIN_S = 2.0
 # Weight of one outage in the mean of their lengths.
 _WEIGHT = 0.5
 
@@ -101,7 +101,7 @@ class Outages:
 
     def _rest_s(self, age_s: float) -> float:
         mean_s = self._mean_s or 0.0
-        return max(mean_s - age_s if age_s < mean_s else age_s, _LEAST_S)
+        return max(mean_s - age_s if age_s < mean_s else age_s, _MIN_S)
 
     def _end(self, pool: str, lasted_s: float) -> None:
         del self._since[pool]

@@ -28,7 +28,7 @@ _SLOT_S = 0.5
 _WEIGHT = 1.25
 # Least share of Retry-After before a reservation can be claimed. Without it, the later requests of a burst of
 # similar ones would claim the reservations of the earlier ones.
-_LEAST_SHARE = 0.5
+_MIN_WAIT_SHARE = 0.5
 # Weight of one reservation in the claim rate: an average over about the last thirty.
 _CLAIM_WEIGHT = 1 / 32
 
@@ -101,7 +101,7 @@ class RetryReservations:
         reservation = _RetryReservation(
             key=_key(request),
             due_at=due_at,
-            claimable_at=max(due_at - _EARLY_S, now + _LEAST_SHARE * after_s),
+            claimable_at=max(due_at - _EARLY_S, now + _MIN_WAIT_SHARE * after_s),
             rank=request.priority.rank,
             tenant=request.tenant,
             tokens=tokens,

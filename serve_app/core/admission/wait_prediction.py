@@ -74,11 +74,11 @@ class DrainRate:
         return f"<DrainRate {self.tokens_per_s:.0f} tokens/s {self.requests_per_s:.2f} requests/s>"
 
 
-# An observation's weight after n more is `_KEPT ** n`: about the last fifty count.
-_KEPT = 0.98
+# An observation's weight after n more is `_DECAY ** n`: about the last fifty count.
+_DECAY = 0.98
 # Weight of the prior, in seconds of waiting. The prior of each kind is the ratio of all kinds.
 _PRIOR_S = 2.0
-_LEAST, _MOST = 1 / 32, 8.0
+_MIN_CORRECTION, _MAX_CORRECTION = 1 / 32, 8.0
 # A wait counts for at most this many times its prediction, plus some seconds.
 _OUTLIER_RATIO, _OUTLIER_S = 8.0, 1.0
 # Observations of a kind before its predictions can reject: a single wait may differ much from its prediction,
@@ -109,14 +109,14 @@ class _Correction:
         self.seen_at = -math.inf
 
     def observe(self, predicted_s: float, actual_s: float, now: float) -> None:
-        self.actual_s = _KEPT * self.actual_s + min(actual_s, _OUTLIER_RATIO * predicted_s + _OUTLIER_S)
-        self.predicted_s = _KEPT * self.predicted_s + predicted_s
+        self.actual_s = _DECAY * self.actual_s + min(actual_s, _OUTLIER_RATIO * predicted_s + _OUTLIER_S)
+        self.predicted_s = _DECAY * self.predicted_s + predicted_s
         self.count += 1
         self.seen_at = now
 
     def ratio(self, prior: float) -> float:
         ratio = (self.actual_s + _PRIOR_S * prior) / (self.predicted_s + _PRIOR_S)
-        return min(max(ratio, _LEAST), _MOST)
+        return min(max(ratio, _MIN_CORRECTION), _MAX_CORRECTION)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class PredictionErrors:
     def add(self, error_s: float) -> None:
         """Add one error."""
         self.count += 1
-        weight = max(1.0 / self.count, 1.0 - _KEPT)
+        weight = max(1.0 / self.count, 1.0 - _DECAY)
         self.mean_s += weight * (error_s - self.mean_s)
         self.mean_absolute_s += weight * (abs(error_s) - self.mean_absolute_s)
 

@@ -43,7 +43,7 @@ from serve_app.core.settings_base import (
     settings,
 )
 
-LONE_BATCH_FACTOR = 8
+BATCH_ONLY_FACTOR = 8
 """Factor of `batch_prefill_s` that fills iterations when batch work cannot delay any other request."""
 
 
@@ -87,7 +87,7 @@ class BackpressureSettings:
 
 
 class EngineBackpressure:
-    """Checks replicas against the limits. `only_batch` is set by `LoneBatch`."""
+    """Checks replicas against the limits. `only_batch` is set by `BatchOnlyMode`."""
 
     def __init__(self, settings: BackpressureSettings, costs: PrefillCosts) -> None:
         self.only_batch = False
@@ -122,7 +122,7 @@ class EngineBackpressure:
         settings = self._settings
         prefill_s = self._prefill_backlog_s(replica) if replica.pending_prefill_tokens else 0.0
         # If the batch is full, any request waits in the engine, however short its prefill.
-        limit_s = settings.batch_prefill_s * (LONE_BATCH_FACTOR if self.only_batch else 1)
+        limit_s = settings.batch_prefill_s * (BATCH_ONLY_FACTOR if self.only_batch else 1)
         if prefill_s <= limit_s and not self._batch_is_full(replica):
             return True
         # As in `admits`: long prefills are in the batch.
@@ -150,7 +150,7 @@ class EngineBackpressure:
         return replica.pending_prefill_tokens * self._costs.of(replica.spec.pool).per_token_s
 
 
-# Lone batch work: when no other class is present, engines receive enough batch work to fill their iterations.
+# Batch-only mode: when no other class is present, engines receive enough batch work to fill their iterations.
 #
 # While higher classes are active, batch work goes only to an engine with almost nothing to prefill, so that
 # other requests start immediately. Otherwise that rule leaves iterations half empty, and short batch requests
@@ -160,10 +160,10 @@ class EngineBackpressure:
 
 
 # As long as isolation waits for a short request (`isolation.no_short_s`).
-LULL_S = 2.0
+BATCH_ONLY_AFTER_S = 2.0
 
 
-class LoneBatch:
+class BatchOnlyMode:
     """Detects whether only batch work is present, and informs `EngineBackpressure`."""
 
     def __init__(
@@ -172,12 +172,12 @@ class LoneBatch:
         self._requests, self._backpressure, self._ledger = requests, backpressure, ledger
 
     def __repr__(self) -> str:
-        return f"<LoneBatch {'on' if self._backpressure.only_batch else 'off'}>"
+        return f"<BatchOnlyMode {'on' if self._backpressure.only_batch else 'off'}>"
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Update the mode before a dispatch. A change costs a check of every replica."""
         requests = self._requests
-        only_batch = not requests.above_batch and now - requests.last_above_batch_at > LULL_S
+        only_batch = not requests.above_batch and now - requests.last_above_batch_at > BATCH_ONLY_AFTER_S
         if only_batch is not self._backpressure.only_batch:
             self._backpressure.only_batch = only_batch
             self._ledger.on_limits_changed(now)

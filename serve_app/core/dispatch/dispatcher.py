@@ -127,7 +127,7 @@ class Openings:
         ]
 
     def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, needs_empty: bool) -> bool:
-        if group.choosy:
+        if group.restricted:
             # They need certain replicas, which are looked up without the heaps.
             return True
         smallest = group.smallest()
@@ -226,7 +226,7 @@ class Dispatcher:
         self._policy.on_round_end(self._queue.queue_names())
         self._overdue.prune(len(self._queue))
 
-    def lone_choice(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
+    def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
         """Return what `choices` would select for a request that has just arrived while nothing else waits.
 
         It bypasses the queue, because there is nothing to compare with. Returns None if the request fits
@@ -245,12 +245,12 @@ class Dispatcher:
             replica = self._ledger.open.best(query, now)
             placed = self._placement.choose(scheduled, replica, query, now)
             if placed is not None:
-                self._queue.pass_lone(scheduled)
+                self._queue.account_immediate(scheduled)
                 return Choice(scheduled, *placed)
         return None
 
-    def on_lone_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
-        """Account for a dispatched `lone_choice` as one round."""
+    def on_immediate_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
+        """Account for a dispatched immediate choice as one round."""
         self._policy.on_round_start()
         self._on_dispatch(scheduled, now)
         self._policy.on_round_end(self._queue.queue_names())
@@ -306,7 +306,7 @@ class Dispatcher:
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
             replica = None
-            if query.is_choosy:
+            if query.is_restricted:
                 replica = self._ledger.open.best(query, now)
             elif tokens < misfits.get((limits, needs_empty_engine_queue), limit + 1):
                 replica = self._ledger.open.best(query, now)

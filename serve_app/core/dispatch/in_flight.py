@@ -57,9 +57,9 @@ class InFlight:
         scheduled.dispatch_number = replica.dispatches
         self.engine_time.on_dispatch(scheduled, replica, now)
         if (adapter := scheduled.request.spec.adapter) is not None:
-            replica.note_adapter(adapter)
-        if _owes(scheduled):
-            replica.answers.on_dispatch(now)
+            replica.record_adapter(adapter)
+        if _awaits_first_token(scheduled):
+            replica.hang_detector.on_dispatch(now)
 
     def start(self, scheduled: ScheduledRequest, now: float) -> None:
         """Record the start of an answer."""
@@ -68,8 +68,8 @@ class InFlight:
         replica, streamed = self._ledger[scheduled.replica_id], scheduled.request.spec.streamed
         if streamed:
             # Its first token was outstanding until now.
-            replica.answers.on_end()
-        replica.answers.on_sign(now)
+            replica.hang_detector.on_end()
+        replica.hang_detector.on_sign(now)
         scheduled.started, scheduled.started_at = True, now
         self.engine_time.on_first_token(scheduled, replica, now)
         # An answer that is not streamed starts at its end, long after its prefill.
@@ -88,7 +88,7 @@ class InFlight:
             self._observe_latency(scheduled, work, now)
         assert scheduled.replica_id is not None
         replica = self._ledger[scheduled.replica_id]
-        replica.answers.on_sign(now)
+        replica.hang_detector.on_sign(now)
         self._suspensions.on_success(scheduled, replica, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:
@@ -97,8 +97,8 @@ class InFlight:
         self._priorities.on_departure(scheduled.request)
         replica = self._ledger[scheduled.replica_id]
         self.engine_time.on_departure(scheduled, replica, now, ran=ran)
-        if _owes(scheduled):
-            replica.answers.on_end()
+        if _awaits_first_token(scheduled):
+            replica.hang_detector.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
         scheduled.replica_id, scheduled.hold = None, NOTHING
         scheduled.started, scheduled.started_at = False, None
@@ -114,10 +114,10 @@ class InFlight:
         began_at, replica_id = scheduled.started_at, scheduled.replica_id
         if began_at is None or replica_id is None or scheduled.request.spec.choices != 1 or output_tokens < 2:
             return
-        self._ledger[replica_id].pace.note((now - began_at) / (output_tokens - 1), now)
+        self._ledger[replica_id].pace.record((now - began_at) / (output_tokens - 1), now)
 
 
-def _owes(scheduled: ScheduledRequest) -> bool:
+def _awaits_first_token(scheduled: ScheduledRequest) -> bool:
     """Return whether a first token of a dispatched request is still expected."""
     return scheduled.request.spec.streamed and not scheduled.started
 
@@ -136,13 +136,13 @@ def _owes(scheduled: ScheduledRequest) -> bool:
 #   rejected by an engine does not: otherwise a tenant's failing requests would pass the others' good ones.
 
 
-_FIRST_S, _LONGEST_S = 0.1, 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
 # Spreads the retries of requests that failed together.
 _SPREAD_RATIO = 0.25
-_NOT_ITS_FAULT = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
+_REPLICA_FAULTS = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
 
 
-def note_put_back(
+def record_put_back(
     scheduled: ScheduledRequest, event: DispatchFailed, replica: ReplicaState, now: float
 ) -> None:
     """Record a put-back in the state of the request."""
@@ -153,7 +153,7 @@ def note_put_back(
         scheduled.returned = True
         scheduled.above_tokens = max(scheduled.above_tokens, replica.context_limit)
         return
-    scheduled.returned = event.failure in _NOT_ITS_FAULT
+    scheduled.returned = event.failure in _REPLICA_FAULTS
     scheduled.losses += event.failure is DispatchFailure.LOST
     scheduled.avoided |= {event.replica_id}
     if event.failure is DispatchFailure.ENGINE_ERROR:
@@ -162,7 +162,7 @@ def note_put_back(
     scheduled.resting_until = now + backoff_s if backoff_s else 0.0
 
 
-def note_earlier_dispatches(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
+def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:
     """Restore the put-backs of a request that an earlier scheduler had dispatched."""
     request = scheduled.request
     scheduled.returned = request.attempts > 0
@@ -198,7 +198,7 @@ def _backoff_s(scheduled: ScheduledRequest) -> float:
     if tries < 1:
         return 0.0
     spread = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
-    usual_s: float = min(_FIRST_S * 2.0 ** min(tries - 1, 20), _LONGEST_S)
+    usual_s: float = min(_FIRST_BACKOFF_S * 2.0 ** min(tries - 1, 20), _MAX_BACKOFF_S)
     return usual_s * (1 + _SPREAD_RATIO * spread)
 
 
@@ -223,7 +223,7 @@ def _backoff_s(scheduled: ScheduledRequest) -> float:
 # Fewer may coincide by chance; each costs its request one more dispatch.
 _FAULTS = 3
 # The first is about the interval of reports. The longest is the maximum idle time of a recovered replica.
-_FIRST_REST_S, _LONGEST_REST_S = 0.1, 10.0
+_FIRST_SUSPENSION_S, _MAX_SUSPENSION_S = 0.1, 10.0
 _MAX_SHARE = 0.5
 
 
@@ -238,22 +238,22 @@ class Suspensions:
         state = self._ledger.get(replica_id)
         if state is None:
             return
-        if failure in _NOT_ITS_FAULT:
+        if failure in _REPLICA_FAULTS:
             self._suspend(state, now)
         elif failure is DispatchFailure.BUSY:
-            self._blame(state, now)
+            self._count_fault(state, now)
 
     def on_success(self, scheduled: ScheduledRequest, state: ReplicaState, now: float) -> None:
-        """Clear the faults of a replica that answers, and blame the one that failed this request before."""
+        """Clear the faults of a replica that answers. Count one for the replica that failed the request."""
         state.faults = state.suspensions = 0
         if scheduled.failed_on is None:
             return
-        guilty = self._ledger.get(scheduled.failed_on)
+        failed = self._ledger.get(scheduled.failed_on)
         scheduled.failed_on = None
-        if guilty is not None and guilty is not state:
-            self._blame(guilty, now)
+        if failed is not None and failed is not state:
+            self._count_fault(failed, now)
 
-    def _blame(self, state: ReplicaState, now: float) -> None:
+    def _count_fault(self, state: ReplicaState, now: float) -> None:
         state.faults += 1
         if state.faults >= _FAULTS:
             self._suspend(state, now)
@@ -265,13 +265,13 @@ class Suspensions:
         if sum(each.suspended for each in alive) + 1 > max(1, int(_MAX_SHARE * len(alive))):
             return
         state.faults = 0
-        rest_s = (
-            min(_FIRST_REST_S * 2.0 ** min(state.suspensions, 20), _LONGEST_REST_S)
+        suspension_s = (
+            min(_FIRST_SUSPENSION_S * 2.0 ** min(state.suspensions, 20), _MAX_SUSPENSION_S)
             if state.suspensions
             else 0.0
         )
         state.suspensions += 1
-        self._ledger.suspend(state, now + rest_s, now)
+        self._ledger.suspend(state, now + suspension_s, now)
 
     def __repr__(self) -> str:
         suspended = [state.spec.replica_id for state in self._ledger if state.suspended]

@@ -30,14 +30,14 @@ class PassThrough:
         """Schedule another share from now on. Queued requests are not affected."""
         self.active_share = active_share
 
-    def concerns(self, request: Request) -> bool:
+    def selects(self, request: Request) -> bool:
         """Return whether a request bypasses the scheduler. All of its attempts get the same answer."""
         share = self.active_share
         return share < 1 and zlib.crc32(request.request_id.encode()) >= share * _HASHES
 
     def choice(self, scheduled: ScheduledRequest) -> Choice | None:
         """Return the dispatch of a bypassing request; None for others, and while no replica can hold it."""
-        if not self.concerns(scheduled.request):
+        if not self.selects(scheduled.request):
             return None
         destination = scheduled.request.destination
         replica = min(

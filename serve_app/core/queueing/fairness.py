@@ -37,11 +37,11 @@ from serve_app.request import Request, Usage
 # batch for one more iteration; a prompt token shares an iteration with hundreds of others.
 _DECODE_WEIGHT = 2.0
 # Maximum number of tenants that count as equals: bounds the cost of one decision.
-_MOST_EQUALS = 32
+_MAX_EQUALS = 32
 # Weight of the newest request in the mean cost.
 _MEAN_WEIGHT = 0.02
 # Idle tenants whose counters are retained, beyond those that would be lifted anyway.
-_KEPT_IDLE = 4_096
+_MAX_IDLE = 4_096
 
 
 class FairnessMode(enum.StrEnum):
@@ -249,7 +249,7 @@ class FairShares:
         return self._settings.quantum_requests * self._mean_cost
 
     def _equals(self, bound: float) -> list[_Tenant]:
-        most = min(_MOST_EQUALS, len(self._waiting))
+        most = min(_MAX_EQUALS, len(self._waiting))
         count = 1
         while count < most and self._waiting[count].counter < bound:
             count += 1
@@ -276,7 +276,7 @@ class FairShares:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) > _KEPT_IDLE + 2 * len(self._waiting):
+            if len(self._tenants) > _MAX_IDLE + 2 * len(self._waiting):
                 self._drop_idle()
             self._joined += 1
             tenant = self._tenants[name] = _Tenant(name, self._joined)
@@ -287,7 +287,7 @@ class FairShares:
         floor = self._waiting[0].counter if self._waiting else self._highest
         idle = sorted((one for one in self._tenants.values() if not one.backlogged), key=_by_counter)
         for number, tenant in enumerate(idle):
-            if tenant.counter <= floor or number < len(idle) - _KEPT_IDLE // 2:
+            if tenant.counter <= floor or number < len(idle) - _MAX_IDLE // 2:
                 del self._tenants[tenant.name]
 
     def __repr__(self) -> str:

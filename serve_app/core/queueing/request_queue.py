@@ -108,7 +108,7 @@ class RestingRequests:
 
 
 # Heap entries for each sub-queue above which invalid ones are removed.
-_KEPT, _LEAST_KEPT = 4, 64
+_MAX_ENTRIES_PER_HEAD, _MIN_ENTRIES = 4, 64
 
 
 _Entry = tuple[tuple[float, int], int, ScheduledRequest, "SubQueue"]
@@ -127,7 +127,7 @@ class _HeadHeap:
         """Add a head. `heads` is the current number of heads in the group."""
         self._pushed += 1
         heapq.heappush(self._heap, (key, self._pushed, head, sub_queue))
-        if len(self._heap) > max(_LEAST_KEPT, _KEPT * heads):
+        if len(self._heap) > max(_MIN_ENTRIES, _MAX_ENTRIES_PER_HEAD * heads):
             self._heap = [entry for entry in self._heap if entry[3].first is entry[2]]
             heapq.heapify(self._heap)
 
@@ -147,7 +147,7 @@ class HeadGroup:
 
     Attributes:
         tenants: the sub-queues of each tenant in the group.
-        choosy: requests that cannot use every replica of their pools: put-back or bound to a destination.
+        restricted: requests that cannot use every replica of their pools: put-back or bound to a destination.
         cached: requests with a part of their prompt cached on a replica, which may count as shorter ones
             there.
     """
@@ -157,10 +157,10 @@ class HeadGroup:
         "_by_tokens",
         "_heads",
         "cached",
-        "choosy",
         "pools",
         "prefill_class",
         "priority",
+        "restricted",
         "tenants",
     )
 
@@ -169,7 +169,7 @@ class HeadGroup:
         self.pools = pools
         self.prefill_class = prefill_class
         self.tenants: dict[str, list[SubQueue]] = {}
-        self.choosy = 0
+        self.restricted = 0
         self.cached = 0
         self._heads = 0
         self._by_tokens = _HeadHeap()
@@ -196,7 +196,7 @@ class HeadGroup:
     def count(self, scheduled: ScheduledRequest, by: int) -> None:
         """Count a request that has joined (1) or left (-1) one of the sub-queues."""
         if scheduled.put_backs or scheduled.request.destination is not ANYWHERE:
-            self.choosy += by
+            self.restricted += by
         if scheduled.cached_tokens:
             self.cached += by
 
@@ -364,7 +364,7 @@ class RequestQueue:
         urgent_work: work of queued requests above the batch class, by home pool.
         waiting_by_key: queued requests by the id of their API key.
         work: queued work by the pools that may serve it.
-        particular: queued requests that only some replicas of their pools can serve.
+        restricted: queued requests that only some replicas of their pools can serve.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class RequestQueue:
         self.shares = {priority: FairShares(fairness, self._weights) for priority in PriorityClass}
         self.waiting = 0
         self.waiting_tokens = 0
-        self.particular = 0
+        self.restricted = 0
         self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
@@ -428,7 +428,7 @@ class RequestQueue:
         self._count(scheduled, tenant, 1)
         self.waits.add(scheduled)
 
-    def pass_lone(self, scheduled: ScheduledRequest) -> None:
+    def account_immediate(self, scheduled: ScheduledRequest) -> None:
         """Apply the effects of `add` and `remove` for a request dispatched on arrival while nothing waits."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
         self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
@@ -706,7 +706,7 @@ class RequestQueue:
         tenant.waiting += by
         tenant.tokens += tokens
         self.waiting_tokens += tokens
-        self.particular += by * (scheduled.request.destination is not ANYWHERE)
+        self.restricted += by * (scheduled.request.destination is not ANYWHERE)
         self._fair_work[scheduled.request.priority].note(scheduled.request.tenant, tokens)
         if scheduled.returned:
             _note(self._returned, scheduled, by)

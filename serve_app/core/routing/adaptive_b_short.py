@@ -250,7 +250,7 @@ _LOWEST_RATIO = 1 / 32
 # the maximum ratio of the speeds.
 _GAIN = 0.5
 _GAIN_RECOVERY_S = 1_800.0
-_MOST_SPEED_RATIO = 4.0
+_MAX_SPEED_RATIO = 4.0
 # Seconds between two samples of the demand.
 _INTERVAL_S = 1.0
 # Standard errors beyond which a difference is significant. A mean over a minute has sixty independent values
@@ -445,7 +445,7 @@ class _SpeedRatio:
             self._gain /= 2
         self._last_sign, self._learned_at = sign, now
         ratio = self.ratio * (long_s / short_s) ** self._gain
-        self.ratio = min(max(ratio, 1 / _MOST_SPEED_RATIO), _MOST_SPEED_RATIO)
+        self.ratio = min(max(ratio, 1 / _MAX_SPEED_RATIO), _MAX_SPEED_RATIO)
         self.restart()
 
 

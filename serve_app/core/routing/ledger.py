@@ -72,7 +72,7 @@ _Entry = tuple[int, int, int, ReplicaState]
 _Heap = list[_Entry]
 _QUEUED, _EMPTY = 0, 1
 # Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
-_MOST_AHEAD = 4
+_MAX_AHEAD = 4
 
 
 class Backpressure(Protocol):
@@ -111,7 +111,7 @@ class CapacityQuery:
     destination: Destination = ANYWHERE
 
     @property
-    def is_choosy(self) -> bool:
+    def is_restricted(self) -> bool:
         """True if it excludes single replicas, so that the order of the heaps does not apply."""
         return self.destination is not ANYWHERE or self.quarantined or bool(self.avoided)
 
@@ -156,7 +156,7 @@ class OpenReplicas:
 
     def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """Return the best replica for a request, preferring few long prefills, or None if it fits none."""
-        if query.is_choosy:
+        if query.is_restricted:
             return self._best_of_some(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
@@ -210,7 +210,7 @@ class OpenReplicas:
         if wanted.adapter is None:
             return self._first_that_fits(query, now)
         holders = self._holders.of(wanted.adapter)
-        fitting = _where_warm([state for state in holders if self.fits(state, query, now)], wanted.adapter)
+        fitting = _prefer_warm([state for state in holders if self.fits(state, query, now)], wanted.adapter)
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
         )
@@ -251,7 +251,7 @@ class OpenReplicas:
         return None
 
 
-def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
+def _prefer_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaState]:
     """Return replicas that used the LoRA adapter recently and are not clearly busier than others, else all.
 
     An engine lists more adapters than fit into its GPU memory. An adapter that was not used recently is
@@ -261,7 +261,7 @@ def _where_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaSt
     warm = [
         state
         for state in fitting
-        if adapter in state.recent_adapters and state.in_flight <= least + _MOST_AHEAD
+        if adapter in state.recent_adapters and state.in_flight <= least + _MAX_AHEAD
     ]
     return warm or list(fitting)
 
@@ -273,7 +273,7 @@ class ContextLimits:
         # Pool, effective limit and reported limit of each counted replica.
         self._counted: dict[str, tuple[str, int, int]] = {}
         self._limits: dict[str, Counter[int]] = {}
-        self._told: dict[str, Counter[int]] = {}
+        self._reported: dict[str, Counter[int]] = {}
         self._smallest: dict[str, tuple[int, int]] = {}
         self.changes = 0
 
@@ -282,7 +282,7 @@ class ContextLimits:
         smallest = self._smallest.get(pool)
         return None if smallest is None else smallest[0]
 
-    def told(self, pool: str) -> int | None:
+    def reported(self, pool: str) -> int | None:
         """Return the smallest reported limit. Engines certainly reject longer requests."""
         smallest = self._smallest.get(pool)
         return None if smallest is None else smallest[1]
@@ -298,18 +298,18 @@ class ContextLimits:
             return
         for entry, by in ((before, -1), (now, 1)):
             if entry is not None:
-                pool, limit, told = entry
+                pool, limit, reported = entry
                 _count(self._limits.setdefault(pool, Counter()), limit, by)
-                _count(self._told.setdefault(pool, Counter()), told, by)
+                _count(self._reported.setdefault(pool, Counter()), reported, by)
         for pool in {entry[0] for entry in (before, now) if entry is not None}:
             self._measure(pool)
 
     def _measure(self, pool: str) -> None:
         limits, before = self._limits[pool], self._smallest.pop(pool, None)
         if limits:
-            self._smallest[pool] = (min(limits), min(self._told[pool]))
+            self._smallest[pool] = (min(limits), min(self._reported[pool]))
         else:
-            del self._limits[pool], self._told[pool]
+            del self._limits[pool], self._reported[pool]
         self.changes += before != self._smallest.get(pool)
 
     def __repr__(self) -> str:
@@ -366,12 +366,12 @@ class ReplicaLedger:
         self._move(state, spec)
         state.joined, state.report, state.stale = True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
-        state.answers.join(spec.stall_timeout_s)
+        state.hang_detector.join(spec.stall_timeout_s)
         if not is_same:
             # It may be a server that was restarted with another limit.
             unknown = spec.max_num_seqs is None
             state.batch = LearnedBatch() if unknown else None
-            state.context = None if spec.tells_context else LearnedContext()
+            state.context = None if spec.has_known_context else LearnedContext()
             state.concurrency = ConcurrencyLimit() if unknown else None
         state.kv_budget = self._kv_budget(spec)
         self._fresh.pop(spec.replica_id, None)
@@ -396,7 +396,7 @@ class ReplicaLedger:
         if state.batch is not None:
             state.batch.observe(report)
         if report.computes:
-            state.answers.on_sign(now)
+            state.hang_detector.on_sign(now)
         state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)
@@ -611,7 +611,7 @@ class ReplicaLedger:
         if spec.kv_tokens is None:
             return _NO_LIMIT
         fill = int(spec.kv_tokens * self._kv_fill_ratio)
-        return max(fill, spec.max_model_len) if spec.tells_context else fill
+        return max(fill, spec.max_model_len) if spec.has_known_context else fill
 
     def _count_received(self, state: ReplicaState, report: ReplicaReport) -> None:
         if report.received is None:

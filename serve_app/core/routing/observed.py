@@ -2,9 +2,9 @@
 
 Liveness: whether an engine hangs. An engine that hung while idle reports no requests and passes health
 checks, because its front end is another process, so only its requests can show it. A sign of life is the
-first token or the end of any answer, or a report that the engine has computed. An engine that owes first
-tokens and gives no sign for `limit_s` is considered hung. Its requests are not affected, but it receives no
-others. Once it has none, it receives one at a time, until one of them is answered.
+first token or the end of any answer, or a report that the engine has computed. An engine with outstanding
+first tokens and no sign of life for `limit_s` is considered hung. Its requests are not affected, but it
+receives no others. Once it has none, it receives one at a time, until one of them is answered.
 
 False positives: a server without metrics that takes longer than the limit for one prompt. For that reason no
 request is rejected because of a hang; requests wait as for a busy server.
@@ -16,20 +16,20 @@ from statistics import median
 from serve_app.core.routing.replica import ReplicaReport
 
 
-class AnswerWatch:
-    """Detects whether one replica hangs: it owes first tokens and has given no sign for the limit."""
+class HangDetector:
+    """Detects whether a replica hangs: first tokens are outstanding and the time limit has passed."""
 
-    __slots__ = ("_limit_s", "_owed", "_silent_since", "_told", "hangs")
+    __slots__ = ("_limit_s", "_outstanding", "_reported", "_silent_since", "hangs")
 
     def __init__(self) -> None:
         self.hangs = False
-        self._told = False
+        self._reported = False
         self._limit_s: float | None = None
-        self._owed = 0
+        self._outstanding = 0
         self._silent_since: float | None = None
 
     def __repr__(self) -> str:
-        return f"<AnswerWatch owed={self._owed}{' hangs' if self.hangs else ''}>"
+        return f"<HangDetector outstanding={self._outstanding}{' hangs' if self.hangs else ''}>"
 
     def join(self, limit_s: float | None) -> None:
         """Reset a replica that has joined, except for outstanding first tokens. None disables detection."""
@@ -37,31 +37,31 @@ class AnswerWatch:
 
     def on_dispatch(self, now: float) -> None:
         """Count a dispatched request whose first token will be reported."""
-        self._owed += 1
+        self._outstanding += 1
         if self._silent_since is None:
             self._silent_since = now
 
     def on_end(self) -> None:
         """Remove an outstanding first token, for any reason."""
-        self._owed -= 1
-        if not self._owed:
+        self._outstanding -= 1
+        if not self._outstanding:
             self._silent_since = None
 
     def on_sign(self, now: float) -> None:
         """Record a sign of life."""
         self.hangs = False
-        self._silent_since = now if self._owed else None
+        self._silent_since = now if self._outstanding else None
 
-    def look(self, now: float) -> float | None:
+    def check(self, now: float) -> float | None:
         """Return the silent seconds when a hang is detected, 0 when it ends, or None without a change."""
-        if self._owed and self._silent_since is None:
+        if self._outstanding and self._silent_since is None:
             self._silent_since = now
         silent_s = 0.0 if self._silent_since is None else now - self._silent_since
         if self._limit_s is not None and silent_s > self._limit_s:
             self.hangs = True
-        if self.hangs == self._told:
+        if self.hangs == self._reported:
             return None
-        self._told = self.hangs
+        self._reported = self.hangs
         return silent_s if self.hangs else 0.0
 
 
@@ -90,7 +90,7 @@ class AnswerWatch:
 
 
 # Retained observations of one size, and the number required before any can be late.
-_REMEMBERED, _ENOUGH = 32, 4
+_MAX_OBSERVATIONS, _MIN_OBSERVATIONS = 32, 4
 # Share of the limit in flight from which the limit counts as used.
 _USED_RATIO = 0.8
 
@@ -102,7 +102,7 @@ _LATE_FACTOR = 2.0
 _SLACK_S = 0.25
 # Relative growth of the limit at each observation, and its minimum. The size of a large engine must be found
 # quickly, and a small one must not be overloaded.
-_INCREASE_RATIO, _LEAST_INCREASE = 1 / 160, 0.05
+_INCREASE_RATIO, _MIN_INCREASE = 1 / 160, 0.05
 _DECREASE_RATIO = 0.9
 
 
@@ -141,16 +141,16 @@ class ConcurrencyLimit:
 
     def _increase(self, *, streamed: bool) -> float:
         # The times of unstreamed answers are less informative about a queue, so the limit grows more slowly.
-        return max(_LEAST_INCREASE, _INCREASE_RATIO * self.limit if streamed else 0.0)
+        return max(_MIN_INCREASE, _INCREASE_RATIO * self.limit if streamed else 0.0)
 
     def _is_late(self, tokens: int, seconds: float, *, streamed: bool) -> bool:
         """Return whether an answer took longer than usual, before it is added to the observations."""
         key = (streamed, max(tokens, 1).bit_length())
         seen = self._usual.get(key)
         if seen is None:
-            seen = self._usual[key] = deque(maxlen=_REMEMBERED)
+            seen = self._usual[key] = deque(maxlen=_MAX_OBSERVATIONS)
         late = False
-        if len(seen) >= _ENOUGH:
+        if len(seen) >= _MIN_OBSERVATIONS:
             usual_s = sorted(seen)[len(seen) // 4]
             late = seconds > _LATE_FACTOR * usual_s + _SLACK_S
         seen.append(seconds)
@@ -273,8 +273,8 @@ class LearnedContext:
 # changed since.
 
 
-_LATELY_S = 10.0
-_MEASURED_PACE_ENOUGH, _MEASURED_PACE_REMEMBERED = 3, 32
+_RECENT_S = 10.0
+_MIN_PACES, _MAX_PACES = 3, 32
 
 
 class MeasuredPace:
@@ -284,19 +284,17 @@ class MeasuredPace:
 
     def __init__(self) -> None:
         # (end time, time per output token), oldest first.
-        self._ended: deque[tuple[float, float]] = deque(maxlen=_MEASURED_PACE_REMEMBERED)
+        self._ended: deque[tuple[float, float]] = deque(maxlen=_MAX_PACES)
 
     def __repr__(self) -> str:
         return f"<MeasuredPace of {len(self._ended)} answers>"
 
-    def note(self, tpot_s: float, now: float) -> None:
+    def record(self, tpot_s: float, now: float) -> None:
         """Add the time per output token of a completed answer."""
         self._ended.append((now, tpot_s))
 
     def tpot_s(self, now: float) -> float | None:
         """Return the median time per output token, or None with too few recent answers."""
-        while self._ended and self._ended[0][0] <= now - _LATELY_S:
+        while self._ended and self._ended[0][0] <= now - _RECENT_S:
             self._ended.popleft()
-        return (
-            median(tpot_s for _, tpot_s in self._ended) if len(self._ended) >= _MEASURED_PACE_ENOUGH else None
-        )
+        return median(tpot_s for _, tpot_s in self._ended) if len(self._ended) >= _MIN_PACES else None

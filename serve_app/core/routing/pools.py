@@ -118,18 +118,18 @@ class PoolRouter:
     Args:
         context_limit: returns the context limit of a pool in tokens, or None if it has no replica. It may be
             learned from rejections.
-        told_limit: the same for reported limits only. Requests are rejected only by these.
+        reported_limit: the same for reported limits only. Requests are rejected only by these.
     """
 
     def __init__(
         self,
         settings: RoutingSettings,
         context_limit: Callable[[str], int | None],
-        told_limit: Callable[[str], int | None] | None = None,
+        reported_limit: Callable[[str], int | None] | None = None,
     ) -> None:
         self._settings = settings
         self._context_limit = context_limit
-        self._told_limit = told_limit or context_limit
+        self._reported_limit = reported_limit or context_limit
         self._last = last = len(settings.pools) - 1
         self._uncut_ratio = 1 - settings.cut_margin_ratio
         # By the position of the home pool: from there upwards, then downwards.
@@ -258,14 +258,14 @@ class PoolRouter:
     ) -> tuple[str, ...]:
         """Return the pool with the longest context if only the upper estimate of a request is too long."""
         longest = order[-1]
-        limit, told = self._context_limit(longest), self._told_limit(longest)
-        if limit is None or told is None or limit <= above_tokens:
+        limit, reported = self._context_limit(longest), self._reported_limit(longest)
+        if limit is None or reported is None or limit <= above_tokens:
             return ()
-        return () if least_budget_tokens(request, estimate) > told else (longest,)
+        return () if least_budget_tokens(request, estimate) > reported else (longest,)
 
     def longest_context(self) -> int | None:
         """Return the longest reported context limit of any pool with replicas, in tokens."""
-        limits = [limit for pool in self._settings.pools if (limit := self._told_limit(pool)) is not None]
+        limits = [limit for pool in self._settings.pools if (limit := self._reported_limit(pool)) is not None]
         return max(limits, default=None)
 
 

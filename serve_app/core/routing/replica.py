@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 # Context limit of an engine that does not report one; longer than any real limit.
-UNTOLD_CONTEXT = 1 << 30
+UNREPORTED_CONTEXT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,8 +11,8 @@ class ReplicaSpec:
     """The limits of a replica, as its engine reports them when it joins.
 
     Attributes:
-        max_model_len: the engine's context limit, prompt and output together, in tokens. `UNTOLD_CONTEXT` if
-            it is not reported: then it is learned from rejections.
+        max_model_len: the engine's context limit, prompt and output together, in tokens.
+            `UNREPORTED_CONTEXT` if it is not reported: then it is learned from rejections.
         kv_tokens: capacity of the KV cache in tokens; None if it is not reported: then the cache sets no
             limit.
         max_num_seqs: maximum number of sequences in the batch; None if it is not reported: then it is
@@ -22,8 +22,8 @@ class ReplicaSpec:
         max_num_batched_tokens: maximum number of tokens per iteration; None if it is not reported.
         long_prefill_token_threshold: maximum number of tokens of one prompt per iteration; 0 for no limit,
             None if it is not reported.
-        stall_timeout_s: seconds after which an engine that owes answers and computes nothing is considered
-            hung; None if that is detected elsewhere.
+        stall_timeout_s: seconds after which an engine with outstanding answers that computes nothing is
+            considered hung; None if that is detected elsewhere.
     """
 
     replica_id: str
@@ -45,9 +45,9 @@ class ReplicaSpec:
                 raise ValueError(f"{name} of replica {self.replica_id} must be at least 1, got {value}")
 
     @property
-    def tells_context(self) -> bool:
+    def has_known_context(self) -> bool:
         """True if the context limit is reported or configured."""
-        return self.max_model_len != UNTOLD_CONTEXT
+        return self.max_model_len != UNREPORTED_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

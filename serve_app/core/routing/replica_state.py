@@ -4,8 +4,8 @@ import enum
 from dataclasses import dataclass, field
 
 from serve_app.core.routing.observed import (
-    AnswerWatch,
     ConcurrencyLimit,
+    HangDetector,
     LearnedBatch,
     LearnedContext,
     MeasuredPace,
@@ -43,7 +43,7 @@ class Hold:
 
 
 # About as many as engines are configured to hold in GPU memory; vLLM's default is one.
-_ADAPTERS_AT_HAND = 4
+_MAX_RECENT_ADAPTERS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class ReplicaState:
         batch: learns its batch size; None if that is reported.
         context: learns its context limit; None if that is reported.
         pace: measures its time per output token from answers; used while none is reported.
-        answers: detects whether it hangs.
+        hang_detector: detects whether it hangs.
         concurrency: its adaptive concurrency limit; used while neither its queue nor its batch size is known.
         recent_adapters: LoRA adapters of its recent requests, the last one first.
     """
@@ -101,20 +101,20 @@ class ReplicaState:
     version: int = 0
     received: int | None = None
     batch: LearnedBatch | None = None
-    answers: AnswerWatch = field(default_factory=AnswerWatch)
+    hang_detector: HangDetector = field(default_factory=HangDetector)
     context: LearnedContext | None = None
     pace: MeasuredPace = field(default_factory=MeasuredPace)
     concurrency: ConcurrencyLimit | None = None
     recent_adapters: tuple[str, ...] = ()
 
-    def note_adapter(self, adapter: str) -> None:
+    def record_adapter(self, adapter: str) -> None:
         """Record a request for a LoRA adapter."""
         others = [each for each in self.recent_adapters if each != adapter]
-        self.recent_adapters = (adapter, *others[: _ADAPTERS_AT_HAND - 1])
+        self.recent_adapters = (adapter, *others[: _MAX_RECENT_ADAPTERS - 1])
 
     @property
     def context_limit(self) -> int:
-        """The longest request for it in tokens, reported or learned; `UNTOLD_CONTEXT` while unknown."""
+        """The longest request for it in tokens, reported or learned; `UNREPORTED_CONTEXT` while unknown."""
         learned = None if self.context is None else self.context.limit_tokens
         return self.spec.max_model_len if learned is None else learned
 
@@ -130,7 +130,7 @@ class ReplicaState:
         # As `is_alive`, inlined because it is evaluated many times per request.
         report = self.report
         is_alive = self.joined and report is not None and not (report.draining or self.stale)
-        return is_alive and not self.suspended and not (self.answers.hangs and self.in_flight)
+        return is_alive and not self.suspended and not (self.hang_detector.hangs and self.in_flight)
 
     @property
     def free_tokens(self) -> int:
@@ -148,19 +148,19 @@ class ReplicaState:
         """Its batch size for predictions; an assumption while it is unknown."""
         if (known := self.max_num_seqs) is not None:
             return known
-        if self.tells_queue or self.concurrency is None:
+        if self.reports_queue or self.concurrency is None:
             return _LIKELY_NUM_SEQS
         return max(1, int(self.concurrency.limit))
 
     @property
-    def tells_queue(self) -> bool:
+    def reports_queue(self) -> bool:
         """True if its reports include the number of requests queued in the engine."""
         return self.report is None or self.report.waiting is not None
 
     @property
     def in_flight_limit(self) -> float | None:
         """Its concurrency limit if it reports neither its queue nor its batch size; else None."""
-        if self.tells_queue or self.concurrency is None or self.max_num_seqs is not None:
+        if self.reports_queue or self.concurrency is None or self.max_num_seqs is not None:
             return None
         return self.concurrency.limit
 

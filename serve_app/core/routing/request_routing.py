@@ -182,7 +182,7 @@ class Rerouting:
     def on_fleet_change(self, now: float) -> Rejections:
         """Route all again if a replica that joined or left affects any, and yield the rejected ones."""
         self._outages.observe(self._ledger.has_alive, now)
-        if self._queue.particular or self._inputs() != self._routed_by:
+        if self._queue.restricted or self._inputs() != self._routed_by:
             yield from self.all_waiting(now)
 
     def _inputs(self) -> tuple[int, int]:

@@ -162,12 +162,12 @@ def _reports(ready: list[ReplicaState]) -> Iterable[tuple[int, float]]:
 # full batch when they join. If neither is known, the speed is unknown.
 
 
-# A report's weight after n more is `_KEPT ** n`.
-_KEPT = 0.998
+# A report's weight after n more is `_DECAY ** n`.
+_DECAY = 0.998
 # Weight of the values that engines report when they join, in reports.
 _STATED_WEIGHT = 2.0
 # An engine almost filled by prefills gives no information about decoding.
-_MOST_PREFILL_RATIO = 0.9
+_MAX_PREFILL_RATIO = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,11 @@ class DecodeLine:
 
     def observe(self, sequences: float, tpot_s: float, weight: float = 1.0) -> None:
         """Add one report of a busy engine."""
-        self._weight = _KEPT * self._weight + weight
-        self._x = _KEPT * self._x + weight * sequences
-        self._y = _KEPT * self._y + weight * tpot_s
-        self._xx = _KEPT * self._xx + weight * sequences * sequences
-        self._xy = _KEPT * self._xy + weight * sequences * tpot_s
+        self._weight = _DECAY * self._weight + weight
+        self._x = _DECAY * self._x + weight * sequences
+        self._y = _DECAY * self._y + weight * tpot_s
+        self._xx = _DECAY * self._xx + weight * sequences * sequences
+        self._xy = _DECAY * self._xy + weight * sequences * tpot_s
 
     def tpot_s(self, sequences: float) -> float | None:
         """Return the seconds per token with `sequences` sequences, or None before any report."""
@@ -241,7 +241,7 @@ class PoolSpeed:
             prefill_ratio: share of the engine's time that prefills used since the previous report.
         """
         if sequences > 0:
-            self._line.observe(sequences, tpot_s * (1.0 - min(prefill_ratio, _MOST_PREFILL_RATIO)))
+            self._line.observe(sequences, tpot_s * (1.0 - min(prefill_ratio, _MAX_PREFILL_RATIO)))
 
     def set_prefill(self, token_s: float | None) -> None:
         """Set the seconds per prompt token, if they are known."""

@@ -12,7 +12,7 @@ from serve_app.core.scaling.settings import AutoscalingSettings, ScaledPool, Sca
 # Short enough to follow a step within half a minute, long enough for dozens of requests of a small pool.
 _LOAD_TIME_CONSTANT_S = 20.0
 # A backlog that drains within this time is no reason for another engine, even if that starts immediately.
-_LEAST_HORIZON_S = 30.0
+_MIN_HORIZON_S = 30.0
 # Tolerance for rounding errors of a need that is a whole number.
 _ROUNDING = 1e-6
 _UNBOUNDED = AutoscalingSettings(min_replicas=0, max_replicas=1_000_000)
@@ -149,7 +149,7 @@ class PoolScaler:
         return needed, reason, load, backlog_s
 
     def _by_work(self, view: PoolView, load: float, backlog_s: float, start_s: float) -> tuple[float, str]:
-        horizon_s = max(_LEAST_HORIZON_S, start_s)
+        horizon_s = max(_MIN_HORIZON_S, start_s)
         return max(
             (load / self._settings.target_utilization_ratio, f"arrivals fill {load:.2f} engines"),
             (

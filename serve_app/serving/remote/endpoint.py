@@ -5,7 +5,7 @@ import contextlib
 import logging
 from dataclasses import dataclass, replace
 
-from serve_app.core.routing.replica import UNTOLD_CONTEXT, ReplicaReport, ReplicaSpec
+from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
 from serve_app.engines.adapters import EngineReading, EngineServer, PageAnswer, identify
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.model.recent_mean import RecentMean
@@ -370,7 +370,7 @@ class Endpoint:
         return ReplicaSpec(
             replica_id=self.replica_id,
             pool=self._shared.pool,
-            max_model_len=identity.max_model_len or UNTOLD_CONTEXT,
+            max_model_len=identity.max_model_len or UNREPORTED_CONTEXT,
             kv_tokens=identity.kv_tokens,
             max_num_seqs=identity.max_num_seqs,
             tpot_s=identity.tpot_s,

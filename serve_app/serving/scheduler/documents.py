@@ -57,7 +57,7 @@ def replica_documents(
 
 def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:
     """Return the learned context limit of a replica whose engine does not report one."""
-    if spec.tells_context:
+    if spec.has_known_context:
         return {}
     state = core.ledger.get(replica_id)
     learned = state.context.limit_tokens if state is not None and state.context is not None else None

@@ -38,10 +38,10 @@ def test_room_comes_back_in_the_order_in_which_it_was_used() -> None:
 def test_what_was_taken_back_may_be_used_again_and_nothing_older_is_touched() -> None:
     window = MinuteWindow()
     window.add(0.0, 6, 0.0)
-    window.take_back(0.0, 2)
+    window.subtract(0.0, 2)
     assert window.used == 4
     window.expire(61.0)
-    window.take_back(0.0, 4)
+    window.subtract(0.0, 4)
     assert window.used == 0
 
 

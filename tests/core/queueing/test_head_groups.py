@@ -51,6 +51,6 @@ def test_requests_that_exclude_replicas_are_counted_while_they_wait_in_the_group
     one.put_backs, one.cached_tokens = 1, 20
     queue.add(one)
     group = queue.groups.of(*GROUP)
-    assert (group.choosy, group.cached) == (1, 1)
+    assert (group.restricted, group.cached) == (1, 1)
     queue.remove(one)
-    assert (group.choosy, group.cached) == (0, 0)
+    assert (group.restricted, group.cached) == (0, 0)

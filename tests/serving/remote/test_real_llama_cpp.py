@@ -84,10 +84,10 @@ async def described(client: httpx.AsyncClient) -> EngineServer:
 
 
 @pytest.mark.parametrize(
-    ("options", "page", "tells_queue"), [(("--metrics",), "/metrics", True), ((), "/slots", False)]
+    ("options", "page", "reports_queue"), [(("--metrics",), "/metrics", True), ((), "/slots", False)]
 )
 async def test_its_pages_tell_its_limits_and_its_load(
-    options: tuple[str, ...], page: str, tells_queue: bool
+    options: tuple[str, ...], page: str, reports_queue: bool
 ) -> None:
     async with llama_server(*options) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         server = await described(client)
@@ -95,7 +95,7 @@ async def test_its_pages_tell_its_limits_and_its_load(
         assert [listing.model for listing in server.models] == [MODEL]
         assert (server.limits.max_model_len, server.limits.max_num_seqs) == (CONTEXT, SLOTS)
         assert server.limits.kv_tokens is None
-        assert any("queue" in lack for lack in server.lacks) is not tells_queue
+        assert any("queue" in lack for lack in server.lacks) is not reports_queue
 
         async def answer() -> httpx.Response:
             body = {"model": MODEL, "prompt": "Count: one two", "max_tokens": 200, "ignore_eos": True}
@@ -109,10 +109,10 @@ async def test_its_pages_tell_its_limits_and_its_load(
             seen.add((reading.running, reading.waiting))
             await asyncio.sleep(0.05)
         assert {each.result().status_code for each in answers} == {200}
-        assert (SLOTS, 1 if tells_queue else None) in seen, seen
+        assert (SLOTS, 1 if reports_queue else None) in seen, seen
         idle = server.read((await client.get(page)).content)
-        assert (idle.running, idle.waiting) == (0, 0 if tells_queue else None)
-        if tells_queue:
+        assert (idle.running, idle.waiting) == (0, 0 if reports_queue else None)
+        if reports_queue:
             assert idle.token_gaps == 200 * (SLOTS + 1)
             assert idle.token_gaps_s is not None
             assert 0 < idle.token_gaps_s < _START_S

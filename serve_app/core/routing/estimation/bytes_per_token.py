@@ -30,7 +30,7 @@ from serve_app.request import TextCategory
 
 # Standard deviation in mean absolute deviations of a normal distribution: sqrt(pi / 2).
 _STANDARD_PER_MEAN_ABSOLUTE = 1.2533
-_LEAST_MEAN = 0.01  # bytes per token; no tokenizer comes near
+_MIN_MEAN = 0.01  # bytes per token; no tokenizer comes near
 
 # Means over three tokenizer families (49 k, 32 k and 131 k entries), rounded down, because too many tokens is
 # the safer error before the first observation. See experiments/estimator.
@@ -42,7 +42,7 @@ _COLD_START = {
     TextCategory.MIXED: 2.3,
 }
 # Least deviation, as a share of the mean: after many similar requests the next one may still differ.
-_LEAST_DEVIATION_RATIO = 0.03
+_MIN_DEVIATION_RATIO = 0.03
 # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which requests
 # are rejected as too long, so it is wide: an engine rejects wrongly admitted ones by an exact count.
 _OPTIMISTIC_FACTOR = 2.5
@@ -118,7 +118,7 @@ class BytesPerToken:
     def conservative(self) -> float:
         """c*, the divisor for the upper estimate of the tokens; never above `unbiased`."""
         settings = self._settings
-        deviation = max(self.deviation, _LEAST_DEVIATION_RATIO * self.mean)
+        deviation = max(self.deviation, _MIN_DEVIATION_RATIO * self.mean)
         careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
         return min(self.unbiased, careful)
 
@@ -141,7 +141,7 @@ class BytesPerToken:
         step = max(weight * (1 - settings.beta), weight / (self.weight + weight))
         self.deviation += step * (abs(observed - self.mean) - self.deviation)
         # Counts that no tokenizer produces must not lead to a state that `restore` rejects.
-        self.mean = max(_LEAST_MEAN, self.mean + step * (observed - self.mean))
+        self.mean = max(_MIN_MEAN, self.mean + step * (observed - self.mean))
         # Beyond this weight the warm-up is over.
         self.weight = min(self.weight + weight, 1 / (1 - settings.beta))
 
@@ -151,6 +151,6 @@ class BytesPerToken:
 
     def restore(self, state: Snapshot) -> None:
         """Restore a result of `state` (see `snapshot`)."""
-        mean = number(state, "mean", at_least=_LEAST_MEAN)
+        mean = number(state, "mean", at_least=_MIN_MEAN)
         deviation, weight = number(state, "deviation", at_least=0), number(state, "weight", at_least=0)
         self.mean, self.deviation, self.weight = mean, deviation, weight

@@ -13,10 +13,10 @@ from tests.properties.test_scheduler_invariants import IsolatingMachine, Schedul
 
 
 def all_join_the_queue(scheduler: Scheduler) -> None:
-    def lone_choice(scheduled: ScheduledRequest, now: float) -> Choice | None:
+    def choose_immediate(scheduled: ScheduledRequest, now: float) -> Choice | None:
         return None
 
-    scheduler.dispatcher.lone_choice = lone_choice  # type: ignore[method-assign]
+    scheduler.dispatcher.choose_immediate = choose_immediate  # type: ignore[method-assign]
 
 
 def compare(one: Scheduler) -> None:

@@ -1,4 +1,4 @@
-from serve_app.core.dispatch.backpressure import LONE_BATCH_FACTOR, LULL_S, BackpressureSettings
+from serve_app.core.dispatch.backpressure import BATCH_ONLY_AFTER_S, BATCH_ONLY_FACTOR, BackpressureSettings
 from serve_app.core.dispatch.starvation import ClassFloorSettings
 from serve_app.core.events import Cancelled, Woke
 from serve_app.request import PriorityClass
@@ -34,14 +34,14 @@ def expected(driver: ManualDriver, times: int) -> int:
 
 def test_alone_it_fills_iterations() -> None:
     driver = make_driver()
-    assert batch_sent(driver, "b") == expected(driver, LONE_BATCH_FACTOR) > expected(driver, 1)
+    assert batch_sent(driver, "b") == expected(driver, BATCH_ONLY_FACTOR) > expected(driver, 1)
 
 
 def test_beside_a_request_above_it_gets_less() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
     assert batch_sent(driver, "b") <= expected(driver, 1)
-    assert repr(driver.scheduler._lone_batch) == "<LoneBatch off>"
+    assert repr(driver.scheduler._batch_only) == "<BatchOnlyMode off>"
 
 
 def test_it_gets_more_once_none_has_come_for_a_while() -> None:
@@ -49,18 +49,18 @@ def test_it_gets_more_once_none_has_come_for_a_while() -> None:
     driver.arrive("i", prompt_tokens=1)
     driver.feed(Cancelled("i"))
     before = batch_sent(driver, "b")
-    driver.now += LULL_S - 0.5
+    driver.now += BATCH_ONLY_AFTER_S - 0.5
     driver.report("r1", received=before, waiting=before)
     assert dispatched(driver.feed(Woke())) == []
     driver.now += 0.6
     more = dispatched(driver.feed(Woke()))
-    assert before + len(more) == expected(driver, LONE_BATCH_FACTOR)
+    assert before + len(more) == expected(driver, BATCH_ONLY_FACTOR)
 
 
 def test_a_request_that_runs_for_long_keeps_it_back() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
-    driver.now += 10 * LULL_S
+    driver.now += 10 * BATCH_ONLY_AFTER_S
     driver.report("r1", received=1)
     assert batch_sent(driver, "b") <= expected(driver, 1)
 
