@@ -222,7 +222,7 @@ def _told(figure: float | None, form: str = "") -> str:
 
 
 def _sub_queues(queue: Document, most: int) -> str:
-    left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_left_out"]
+    left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_omitted"]
     title = f"queue under {queue['policy']}, the longest wait first"
     rows = [
         (

@@ -70,7 +70,7 @@ QUEUE: dict[str, Any] = {
                 }
                 for number in range(3)
             ],
-            "sub_queues_left_out": 1,
+            "sub_queues_omitted": 1,
             "served": {"default": {"t0": 1_200.0}, "batch": {}},
         }
     ]

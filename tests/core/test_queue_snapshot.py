@@ -23,7 +23,7 @@ def test_every_sub_queue_is_shown_by_its_head_the_longest_wait_first() -> None:
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
     assert first.why == "only: every replica is saturated, gated, suspended, stale or draining"
-    assert found.left_out == 0
+    assert found.omitted == 0
     assert set(found.served[PriorityClass.DEFAULT]) == {"a", "b"}
 
 
@@ -33,7 +33,7 @@ def test_the_number_of_sub_queues_shown_is_bounded() -> None:
         driver.arrive(f"t{number}", tenant=f"t{number}")
     found = driver.scheduler.queue_snapshot(driver.now)
     assert len(found.sub_queues) == MAX_SUB_QUEUES
-    assert found.left_out == 2
+    assert found.omitted == 2
     assert found.sub_queues[0].head == "b1"
 
 

@@ -68,14 +68,14 @@ class QueueSnapshot:
     Attributes:
         length_queues: by rising length; those without bounds by name.
         sub_queues: longest wait first.
-        left_out: sub-queues beyond the limit of the snapshot.
+        omitted: sub-queues beyond the limit of the snapshot.
         served: service over weight by class and tenant, in the units of the fairness mode.
         b_short_tokens: current token budget up to which the first pool is the home pool.
     """
 
     length_queues: tuple[LengthQueueView, ...]
     sub_queues: tuple[SubQueueView, ...]
-    left_out: int
+    omitted: int
     served: dict[PriorityClass, dict[str, float]]
     b_short_tokens: int
 
@@ -94,7 +94,7 @@ def take_queue_snapshot(
     return QueueSnapshot(
         length_queues=tuple(_length_queues(heads, dispatcher, policy, now)),
         sub_queues=tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest),
-        left_out=len(heads) - len(longest),
+        omitted=len(heads) - len(longest),
         served={priority: shares.counters() for priority, shares in queue.shares.items()},
         b_short_tokens=b_short_tokens,
     )

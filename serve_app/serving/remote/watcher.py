@@ -232,7 +232,7 @@ class EndpointWatcher:
         url = _url(text)
         self._kept.add(str(url), found=self._is_found(str(url)))
         self._reconcile()
-        return {"url": str(url), "kept": await self._kept.save()}
+        return {"url": str(url), "persisted": await self._kept.save()}
 
     async def remove(self, text: str) -> dict[str, object]:
         """Send no further requests to an endpoint; running ones continue.
@@ -245,7 +245,7 @@ class EndpointWatcher:
             raise SettingsError(f"pool {self._shared.pool} has no endpoint {url}")
         self._kept.remove(str(url), found=self._is_found(str(url)))
         self._reconcile()
-        return {"url": str(url), "kept": await self._kept.save()}
+        return {"url": str(url), "persisted": await self._kept.save()}
 
     def _is_found(self, url: str) -> bool:
         return any(str(one) == url for found in self._found for one in found)

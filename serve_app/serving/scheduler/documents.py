@@ -29,7 +29,7 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         },
         "length_queues": [asdict(each) for each in snapshot.length_queues],
         "sub_queues": [asdict(each) for each in snapshot.sub_queues],
-        "sub_queues_left_out": snapshot.left_out,
+        "sub_queues_omitted": snapshot.omitted,
         "b_short_tokens": snapshot.b_short_tokens,
         "served": served,
     }
@@ -81,11 +81,11 @@ def reserved(state: ReplicaState | None) -> dict[str, Any]:
     return {
         "held_tokens": state.held_tokens,
         "budget_tokens": None if state.spec.kv_tokens is None else state.kv_budget,
-        "kept_free_tokens": state.reserved_tokens,
+        "reserved_tokens": state.reserved_tokens,
         "pending_prefill_tokens": state.pending_prefill_tokens,
         "unstarted": state.unstarted,
         "suspended": state.suspended,
-        "too_busy": state.gated,
+        "gated": state.gated,
         "quarantined": state.quarantined,
     }
 
@@ -103,7 +103,7 @@ def overview(
         "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
         "pools": [_pool(name, replicas) for name in status["pools"]],
         "replicas": replicas[:_MOST_REPLICAS],
-        "replicas_left_out": len(replicas[_MOST_REPLICAS:]),
+        "replicas_omitted": len(replicas[_MOST_REPLICAS:]),
         "activity": activity,
     }
 
@@ -138,7 +138,7 @@ def _state(shown: Mapping[str, Any]) -> str:
         return "draining"
     if shown.get("suspended"):
         return "suspended"
-    return "too busy" if shown.get("too_busy") else "ready"
+    return "gated" if shown.get("gated") else "ready"
 
 
 def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "pool": name,
         "replicas": len(members),
-        "ready": sum(each["state"] in ("ready", "too busy") for each in members),
+        "ready": sum(each["state"] in ("ready", "gated") for each in members),
         **{figure: sum(each[figure] or 0 for each in members) for figure in _SUMMED},
         "budget_tokens": None if None in budgets else sum(budgets),
         "kv_usage_ratio": sum(used) / len(used) if used else None,
@@ -158,7 +158,7 @@ def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
 def most_costly(costs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the costs with the most expensive rows only; they are sorted."""
     rows = costs["rows"]
-    return {**costs, "rows": rows[:_MOST_TENANTS], "left_out": len(rows[_MOST_TENANTS:])}
+    return {**costs, "rows": rows[:_MOST_TENANTS], "omitted": len(rows[_MOST_TENANTS:])}
 
 
 def _most_served(counters: Mapping[str, float]) -> dict[str, float]:

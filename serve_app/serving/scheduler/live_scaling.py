@@ -123,7 +123,7 @@ class LiveScaling(Collector):
                 name: {
                     "desired_replicas": decision.replicas,
                     **{key: value for key, value in asdict(decision).items() if key != "replicas"},
-                    "scaled_by": "ewsjf" if self._settings.pools[name].autoscaling else "others",
+                    "scaled_by": "ewsjf" if self._settings.pools[name].autoscaling else "external",
                 }
                 for name, decision in self._decisions.items()
             },

@@ -85,7 +85,7 @@ class _Slot:
                 {"priority": priority.value, "tenant": tenant, "tokens": count}
                 for (priority, tenant), count in shown
             ],
-            "left_out": len(self.tokens) - len(shown),
+            "omitted": len(self.tokens) - len(shown),
             "tokens": self.tokens.total(),
         }
 

@@ -74,7 +74,7 @@ async def test_comments_tell_the_place_and_the_start_and_then_the_answer_comes()
     assert comments.split("\n\n")[:-1] == [
         ": queue state=waiting position=7",
         ": queue state=waiting position=3 expected_start_s=2.4 earliest_s=1.1 latest_s=4.0",
-        ": queue state=scheduler_away",
+        ": queue state=scheduler_unavailable",
         ": queue state=started",
     ]
     assert answer.endswith("data: [DONE]\n\n")

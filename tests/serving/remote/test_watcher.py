@@ -119,7 +119,7 @@ async def test_what_an_admin_chooses_holds_after_a_restart(tmp_path: Path) -> No
         one = await stack.enter_async_context(serving(VllmLike()))
         two = await stack.enter_async_context(serving(VllmLike()))
         async with watched(one, kept=store()) as fleet:
-            assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["kept"] is True
+            assert (await fleet.http.post("/admin/endpoints", json={"url": two})).json()["persisted"] is True
             await until(lambda: len(fleet.open()) == 2, "both serve")
             await fleet.http.request("DELETE", "/admin/endpoints", json={"url": one, "pool": "short"})
         async with watched(one, kept=store()) as fleet:

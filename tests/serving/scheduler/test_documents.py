@@ -24,7 +24,7 @@ def replica(pool: str = "short", report: dict[str, Any] | None = REPORT, **chang
 
 def shown(replicas: dict[str, Any], served: dict[str, dict[str, float]] | None = None) -> dict[str, Any]:
     status = {"model": "m", "replicas": replicas, "pools": ["short", "long"], "waiting": {"batch": 2}}
-    queue = {"waiting": 2, "sub_queues": [], "sub_queues_left_out": 3, "served": served or {}}
+    queue = {"waiting": 2, "sub_queues": [], "sub_queues_omitted": 3, "served": served or {}}
     return overview(status, queue, {"slots": 1})
 
 
@@ -32,7 +32,7 @@ def shown(replicas: dict[str, Any], served: dict[str, dict[str, float]] | None =
     ("changes", "state"),
     [
         ({}, "ready"),
-        ({"too_busy": True}, "too busy"),
+        ({"gated": True}, "gated"),
         ({"suspended": True}, "suspended"),
         ({"report": None}, "no report yet"),
         ({"report": {**REPORT, "draining": True}, "suspended": True}, "draining"),
@@ -64,9 +64,9 @@ def test_of_a_large_fleet_those_that_need_attention_are_shown() -> None:
     tenants = {f"t{number}": float(number) for number in range(1_000)}
     found = shown(fleet, {"batch": tenants})
     assert [each["state"] for each in found["replicas"][:11]] == ["stale"] * 10 + ["ready"]
-    assert (len(found["replicas"]), found["replicas_left_out"]) == (100, 900)
+    assert (len(found["replicas"]), found["replicas_omitted"]) == (100, 900)
     assert found["pools"][0]["ready"] == 990
     assert len(found["served"]["batch"]) == 50
     assert found["served"]["batch"]["t999"] == 999.0
-    assert (found["waiting"], found["waiting_requests"], found["sub_queues_left_out"]) == ({"batch": 2}, 2, 3)
+    assert (found["waiting"], found["waiting_requests"], found["sub_queues_omitted"]) == ({"batch": 2}, 2, 3)
     assert len(msgspec.json.encode(found)) < 60_000

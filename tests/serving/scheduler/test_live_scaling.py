@@ -69,7 +69,7 @@ async def test_a_request_without_a_replica_orders_one_and_every_pool_is_describe
     assert scaling.statistics() == {"least_replicas:short": 1.0}
     pools = scaling.described()["pools"]
     assert (pools["short"]["desired_replicas"], pools["short"]["scaled_by"]) == (1, "ewsjf")
-    assert (pools["long"]["desired_replicas"], pools["long"]["scaled_by"]) == (0, "others")
+    assert (pools["long"]["desired_replicas"], pools["long"]["scaled_by"]) == (0, "external")
     assert "no engine has started yet" in pools["short"]["reason"]
     assert 'ewsjf_desired_replicas{model="m",pool="short"} 1.0' in scaling.exposition()
     assert 'ewsjf_desired_replicas{model="m",pool="long"} 0.0' in scaling.exposition()

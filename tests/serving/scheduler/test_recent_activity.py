@@ -135,4 +135,4 @@ def test_tokens_of_tenants_are_added_up_and_their_number_is_bounded(clock: Clock
     assert others["tokens"] == sum(10 + number for number in range(500, 600))
     assert largest == {"priority": "batch", "tenant": "t499", "tokens": 509}
     assert shown["tokens"] == sum(10 + number for number in range(600))
-    assert len(shown["rows"]) + shown["left_out"] == 501
+    assert len(shown["rows"]) + shown["omitted"] == 501

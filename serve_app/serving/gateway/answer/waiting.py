@@ -149,7 +149,7 @@ class QueueUpdates(QueuedComments):
             self._asking.cancel()
 
     def _on_outlook(self, outlook: RequestOutlook | None) -> None:
-        state = "scheduler_away" if outlook is None else "waiting"
+        state = "scheduler_unavailable" if outlook is None else "waiting"
         self.say(_written(self._telling.form, state, outlook))
 
 

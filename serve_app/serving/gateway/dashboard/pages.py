@@ -137,7 +137,7 @@ class Frames:
 DASHBOARD_PATH = "/dashboard"
 EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 # Watchers of one gateway share each frame, so a further one costs only its transmission.
-MOST_WATCHERS = 20
+MAX_WATCHERS = 20
 
 STATIC_FOLDER = Path(__file__).with_name("static")
 _INDEX = "index.html"
@@ -173,12 +173,12 @@ Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
 class Dashboard:
-    """The page, its files, and its events for at most `most_watchers` browsers."""
+    """The page, its files, and its events for at most `max_watchers` browsers."""
 
-    def __init__(self, frames: Frames, reader: RequestReader, most_watchers: int = MOST_WATCHERS) -> None:
+    def __init__(self, frames: Frames, reader: RequestReader, max_watchers: int = MAX_WATCHERS) -> None:
         self._frames = frames
         self._reader = reader
-        self._most_watchers = most_watchers
+        self._max_watchers = max_watchers
 
     @property
     def routes(self) -> Mapping[str, tuple[str, Handler]]:
@@ -196,10 +196,8 @@ class Dashboard:
 
     async def _watch(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        if self._frames.watchers >= self._most_watchers:
-            message = (
-                f"{self._most_watchers} browsers watch this gateway already: close one, or come back later"
-            )
+        if self._frames.watchers >= self._max_watchers:
+            message = f"{self._max_watchers} dashboard connections are open, the maximum: close one, or retry"
             raise RequestRejected(Outcome.REJECTED_RATE_LIMITED, message, retry_after_s=10.0)
         try:
             with incoming.watch(), self._frames:

@@ -56,10 +56,12 @@ async def test_no_view_has_a_barrier(stage: PageStage, page: BrowserPage, scheme
     await until(lambda: not stage.fleet.core.find("r1").queued)
     stage.end("r1")
     await page.evaluate("document.querySelector('#panel-request form').requestSubmit()")
-    await page.becomes(f"{receipt}.includes('r1: completed') && {receipt}.includes('Who was sent')")
+    await page.becomes(
+        f"{receipt}.includes('r1: completed') && {receipt}.includes('Requests dispatched to pool')"
+    )
     assert await barriers(page) == []
     await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
-    await page.becomes(f"{receipt}.includes('would have helped:')")
+    await page.becomes(f"{receipt}.includes('Best change:')")
     assert await barriers(page) == []
     await page.emulate(scheme=scheme, width=400)
     for tab in TABS:

@@ -15,7 +15,7 @@ import pytest
 
 from serve_app.serving.api_keys import changed_keys
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel, UpstreamSettings
-from serve_app.serving.gateway.dashboard.pages import MOST_WATCHERS
+from serve_app.serving.gateway.dashboard.pages import MAX_WATCHERS
 from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, eventually, serving
 from tests.serving.test_api_keys import record
 
@@ -187,14 +187,14 @@ async def test_a_browser_that_stops_reading_holds_up_nobody_and_is_let_go(tmp_pa
 
 
 async def test_only_so_many_may_watch_and_the_next_is_told_so(door: Door) -> None:
-    door.app._dashboard._most_watchers = 2
-    assert MOST_WATCHERS == 20
+    door.app._dashboard._max_watchers = 2
+    assert MAX_WATCHERS == 20
     async with watching(door) as one, watching(door) as other:
         await anext(one)
         await anext(other)
         rejected = await door.http.get(EVENTS, headers=ADMIN)
         assert rejected.status_code == 429
-        assert "2 browsers watch this gateway already" in rejected.json()["error"]["message"]
+        assert "2 dashboard connections are open" in rejected.json()["error"]["message"]
     await eventually(lambda: door.app._dashboard._frames.watchers == 0)
     async with watching(door) as again:
         await anext(again)

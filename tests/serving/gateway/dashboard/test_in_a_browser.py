@@ -20,7 +20,7 @@ pytestmark = needs_browser
 async def test_it_opens_without_a_key_and_asks_nobody_but_its_gateway(
     stage: PageStage, page: BrowserPage
 ) -> None:
-    assert "Give the key above" in await text(page, "#panel-queues")
+    assert "Sign in above" in await text(page, "#panel-queues")
     await live(page)
     assert all(url.startswith(stage.url) for url in page.requests)
     assert KEY not in "".join(page.requests)
@@ -59,10 +59,10 @@ async def test_it_shows_who_waits_and_why_and_follows_what_happens(
     assert "default · search" in told
     assert "saturated" in told
     drawn = "document.querySelector('#panel-queues svg').textContent"
-    assert "32-63 tokens: 3 requests wait" in await page.becomes(drawn)
+    assert "32-63 tokens: 3 queued requests" in await page.becomes(drawn)
     stage.release()
     await page.becomes(f"{tile('Waiting')} === '0'")
-    await page.becomes(f"{tile('Running')} === '3'")
+    await page.becomes(f"{tile('In flight')} === '3'")
     await choose(page, "fleet")
     assert "3" in await page.becomes("document.querySelector('#panel-fleet tbody').innerText")
 
@@ -126,7 +126,7 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     assert "33 %" in plain(shown)
     costs = "document.querySelectorAll('#panel-tenants table')[1].innerText"
     told = plain(await page.evaluate(costs))
-    assert "Who used the engines" in told
+    assert "Engine time by tenant" in told
     assert all(f"{tenant}\tinteractive\tshort" in told for tenant in ("search", "chat"))
     # The contents of the file that the link saves.
     saved = (
@@ -199,8 +199,8 @@ async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, 
     )
     assert "short, s0" in told
     assert "128-255 tokens" in told or "64-127 tokens" in told
-    assert "as this browser saw it" in told
-    assert "7 of the prompt, 5 of the answer" in told
+    assert "measured in this browser" in told
+    assert "7 prompt, 5 output" in told
     assert "w0 w1 w2 w3 w4" in told
     (body,) = [json.loads(each) for each in stage.engine.bodies]
     assert (body["stream"], body["max_tokens"]) == (True, 5)
@@ -228,7 +228,7 @@ async def test_a_request_that_waited_has_a_receipt(
     stage.hold()
     await stage.held()
     await page.evaluate(f"{shown}.querySelector('form').requestSubmit()")
-    await page.becomes(f"{shown}.innerText.includes('1 request in the queue')")
+    await page.becomes(f"{shown}.innerText.includes('1 request')")
     await looks_up_one_that_waits(stage, page)
     stage.release()
     await page.becomes(f"{shown}.innerText.includes('completed (200)')")
@@ -242,17 +242,17 @@ async def test_a_request_that_waited_has_a_receipt(
     )
     assert "the replicas did not report or were draining" in told
     assert "until the first token" in told
-    assert "of this: prefill (estimated)" in told
+    assert "of which: prefill (estimated)" in told
     assert "generation" in told
     await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
     told = plain(
         await page.becomes(
-            "document.querySelector('#panel-request').innerText.includes('would have helped:')"
+            "document.querySelector('#panel-request').innerText.includes('Best change:')"
             " && document.querySelector('#panel-request').innerText"
         )
     )
     assert "one replica more in pool only" in told
-    assert "Unchanged, the replay has a wait of" in told
+    assert "Without a change, the replay has a wait of" in told
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 
@@ -271,9 +271,9 @@ async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_t
     stage.hold()
     await stage.held()
     await page.evaluate(f"{form}.requestSubmit()")
-    await page.becomes(f"{shown}.includes('1 request in the queue')")
+    await page.becomes(f"{shown}.includes('1 request')")
     await page.evaluate(f"{form}.stop.click()")
-    await page.becomes(f"{shown}.includes('cancelled here')")
+    await page.becomes(f"{shown}.includes('cancelled by the user')")
     await page.becomes(f"{tile('Waiting')} === '0'")
 
 
@@ -289,7 +289,7 @@ async def test_a_scheduler_that_is_replaced_is_told_and_the_figures_go_on(
     notice = "document.querySelector('#panel-queues .notice')"
     told = await page.becomes(f"{notice} && {notice}.innerText")
     assert "its scheduler does not answer" in told
-    assert "These figures are of" in told
+    assert "Data shown is from" in told
     assert await page.evaluate(tile("Waiting")) == "1"
     await stage.fleet.world.begin()
     await page.becomes(f"!{notice} && {tile('Waiting')} === '1'")
@@ -302,7 +302,7 @@ async def test_a_gateway_that_goes_is_told_and_one_that_comes_back_is_watched_ag
     await live(page)
     frames = stage.app._dashboard._frames
     frames.close()
-    await page.becomes("document.getElementById('state').textContent.includes('trying again in')")
+    await page.becomes("document.getElementById('state').textContent.includes('retrying in')")
     assert not await page.evaluate("document.getElementById('tiles').hidden")
     frames._closed = False
     await page.becomes("document.getElementById('state').textContent === 'live'")

@@ -1,14 +1,14 @@
-// Small charts in SVG. Each has a table of the same figures beside it, so it is one picture to a screen reader.
+// Small SVG charts. A table next to each has the same data, so screen readers treat the chart as one image.
 
 import { h } from "./dom.js";
 
-/** Widths inside of what charts are drawn into, followed without asking the layout at each frame. */
+/** Inner widths of the containers of charts, observed so that frames need no layout query. */
 const widths = new WeakMap();
 const seen = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) widths.set(target, Math.round(contentRect.width));
 });
 
-/** The width that a chart may take, in pixels: of an element that is always there. */
+/** Return the available width of a chart in pixels: the inner width of an element that always exists. */
 export function widthOf(id) {
   const element = document.getElementById(id);
   if (!element) return 800;
@@ -20,7 +20,7 @@ export function widthOf(id) {
   return Math.max(260, widths.get(element) || 800);
 }
 
-/** Round steps from 0 up to at least `most`. */
+/** Return round axis steps from 0 up to at least `most`. */
 export function steps(most, wanted = 4) {
   if (!(most > 0)) return [0, 1];
   const rough = most / wanted;
@@ -37,8 +37,8 @@ const BOTTOM = 22;
 const TOP = 8;
 
 /**
- * A frame with axes: time from `span` seconds ago to now, and values from 0.
- * `draw({x, y})` gives what stands inside, `x` of seconds ago and `y` of a value.
+ * Return a chart with axes: time from `span` seconds ago to now, and values from 0.
+ * `draw({x, y})` returns its content; `x` maps seconds ago, and `y` maps a value.
  */
 export function timeChart({ label, width, span, most, unit, draw }) {
   const marks = steps(most);
@@ -57,7 +57,7 @@ export function timeChart({ label, width, span, most, unit, draw }) {
     draw({ x, y, height: HEIGHT - BOTTOM }));
 }
 
-/** Lines of one series; a gap where a slot has no value. */
+/** Return the lines of one series, with gaps where a slot has no value. */
 export function line(points, { x, y }, kind) {
   const pieces = [];
   let current = null;
@@ -74,14 +74,14 @@ export function line(points, { x, y }, kind) {
 export const legend = (entries) =>
   h("ul", { class: "legend" }, entries.map(([kind, name]) => h("li", { key: name }, h("span", { class: `swatch ${kind}` }), name)));
 
-/** A bar of a share, with its figure beside it as text. */
+/** Return a bar for a share; callers add the number as text. */
 export const bar = (share, kind = "") =>
   h("span", { class: `bar ${kind}`, "aria-hidden": "true" },
     h("span", { vars: { "--share": `${Math.max(0, Math.min(1, share || 0)) * 100}%` } }));
 
 /**
- * A table: `columns` are `[name, "figure"?]`, each row `{key, cells, kind?}`. On narrow screens each row becomes a
- * list of named cells, and the roles say that it is a table still.
+ * Return a table: `columns` are `[name, "figure"?]`, each row is `{key, cells, kind?}`. On narrow screens each row
+ * becomes a list of named cells; the roles keep it a table for screen readers.
  */
 export const table = (caption, columns, rows, empty) =>
   h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },

@@ -1,24 +1,24 @@
-// Elements as values, and the smallest change that makes the document show them. What stays the same is not
-// touched, so that focus, selection and scrolling outlive an update, and screen readers are not disturbed.
-// Text only ever becomes a text node or an attribute: nothing that is shown can turn into markup.
+// Virtual elements, and the smallest change of the document that shows them. Unchanged elements are not
+// touched, so focus, selection and scroll position survive an update, and screen readers are not disturbed.
+// Text becomes a text node or an attribute only, so it cannot become markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "rect", "line", "path", "text", "title", "polyline", "defs", "pattern", "circle"]);
 const KEY = Symbol("key");
 const HANDLERS = Symbol("handlers");
 
-/** An element to be: `h("p", {class: "note"}, "text", h("b", null, "more"))`. `null` children are left out. */
+/** Return a virtual element: `h("p", {class: "note"}, "text", h("b", null, "more"))`. `null` children are omitted. */
 export function h(tag, attributes, ...children) {
   const { key, ...rest } = attributes ?? {};
   return { tag, key, attributes: rest, children: children.flat(Infinity).filter(isShown).map(asNode) };
 }
 
-/** Make `parent` contain exactly these. */
+/** Make `parent` contain exactly these children. */
 export function show(parent, ...children) {
   reconcile(parent, children.flat(Infinity).filter(isShown).map(asNode));
 }
 
-/** A new element of the document. */
+/** Create a new element of the document. */
 export function made(node) {
   const element = create(node);
   update(element, node);
@@ -57,7 +57,7 @@ function setAttribute(element, name, value) {
     element[HANDLERS] ??= {};
     if (element[HANDLERS][name] !== value) element[name] = element[HANDLERS][name] = value;
   } else if (name === "vars") {
-    // The policy of the page forbids style attributes; properties set by scripts are allowed.
+    // The content security policy forbids style attributes, but allows properties set by scripts.
     for (const [property, wanted] of Object.entries(value)) {
       if (element.style.getPropertyValue(property) !== String(wanted)) element.style.setProperty(property, wanted);
     }
@@ -92,8 +92,8 @@ function reconcile(parent, nodes) {
     else parent.insertBefore(found, next);
   }
   while (next) {
-    const gone = next;
+    const removed = next;
     next = next.nextSibling;
-    gone.remove();
+    removed.remove();
   }
 }

@@ -1,4 +1,4 @@
-// Pools and replicas: what runs there, and what is reserved of them.
+// Pools and replicas: in-flight requests, reserved tokens and KV cache.
 
 import { bar, table } from "./charts.js";
 import { h } from "./dom.js";
@@ -13,7 +13,7 @@ export function render(model) {
 }
 
 function reserved({ held_tokens: held, budget_tokens: budget }) {
-  if (budget === null) return `${compact(held)}, no limit told`;
+  if (budget === null) return `${compact(held)}, limit not reported`;
   if (!budget) return NONE;
   return h("span", { class: "meter" }, bar(held / budget), `${compact(held)} of ${compact(budget)} (${percent(held / budget)})`);
 }
@@ -24,24 +24,24 @@ const used = (ratio) => (ratio === null || ratio === undefined
 
 function poolTable(model) {
   const scaling = model.scaling?.pools ?? {};
-  const columns = [["Pool"], ["Ready", "figure"], ["Wanted", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used, mean", "meters"]];
+  const columns = [["Pool"], ["Ready", "figure"], ["Desired", "figure"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engines", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used (mean)", "meters"]];
   const rows = model.pools.map((pool) => ({
     key: pool.pool,
     kind: pool.ready < pool.replicas || !pool.replicas ? "attention" : "",
     cells: [
-      pool.pool, `${whole(pool.ready)} of ${whole(pool.replicas)}`, wanted(scaling[pool.pool]), whole(pool.in_flight), whole(pool.running),
+      pool.pool, `${whole(pool.ready)} of ${whole(pool.replicas)}`, desired(scaling[pool.pool]), whole(pool.in_flight), whole(pool.running),
       whole(pool.waiting_in_engine), reserved(pool), used(pool.kv_usage_ratio),
     ],
   }));
-  return table("Pools", columns, rows, "The configuration has no pools.");
+  return table("Pools", columns, rows, "No pools are configured.");
 }
 
-const wanted = (decision) => decision
+const desired = (decision) => decision
   ? h("span", { title: decision.reason }, whole(decision.desired_replicas))
   : NONE;
 
 function replicaTable(model) {
-  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used", "meters"], ["Time per token", "figure"]];
+  const columns = [["Replica"], ["Pool"], ["State"], ["In flight", "figure"], ["Running", "figure"], ["Waiting in engine", "figure"], ["In-flight tokens reserved", "meters"], ["KV cache used", "meters"], ["TPOT", "figure"]];
   const rows = model.replicas.map((each) => ({
     key: each.replica,
     kind: each.state === "ready" ? "" : "attention",
@@ -51,19 +51,19 @@ function replicaTable(model) {
       whole(each.waiting_in_engine), reserved(each), used(each.kv_usage_ratio), seconds(each.tpot_s),
     ],
   }));
-  const left = model.replicas_left_out;
-  const caption = `Replicas, those that need attention first${left ? ` (${whole(left)} more not shown)` : ""}`;
-  const empty = "No replica is connected. Requests wait for one, or are rejected after a grace period; look at the logs of the pools.";
+  const omitted = model.replicas_omitted;
+  const caption = `Replicas, those with problems first${omitted ? ` (${whole(omitted)} more not shown)` : ""}`;
+  const empty = "No replica is connected. Requests are queued, and rejected after a grace period. See the logs of the pools.";
   return table(caption, columns, rows, empty);
 }
 
 const MEANING = {
-  ready: "takes requests as far as it has room",
-  "too busy": "its time per token is over the limit of backpressure; it gets nothing until that falls",
-  stale: "it has not reported for too long; it counts as saturated",
-  draining: "it takes no new requests, and stops when its last one ends",
-  suspended: "it failed; it gets nothing for a while",
-  "no report yet": "it has joined and has not told its load yet",
+  ready: "receives requests up to its capacity",
+  gated: "TPOT or KV cache usage is above the limit of backpressure; receives no requests until it falls",
+  stale: "its last report is too old; counts as saturated",
+  draining: "receives no new requests, and stops when the last one ends",
+  suspended: "its requests failed; receives no requests until a later report",
+  "no report yet": "registered, but has not reported its load yet",
 };
 
 const state = (name) => h("span", { class: `tag state-${name.replaceAll(" ", "-")}`, title: MEANING[name] }, name);

@@ -1,18 +1,18 @@
-// Figures as people read them, with their units.
+// Formatting of numbers with their units.
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-// A figure and its unit stay on one line.
+// Keeps a number and its unit on one line.
 const SPACE = "\u00a0";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** What stands where an engine does not tell a figure, or there is none yet. */
+/** Placeholder for a value that the engine does not report, or that is not known yet. */
 export const NONE = "–";
 
 export const whole = (value) => (isNumber(value) ? WHOLE.format(value) : NONE);
 
-/** A count that must be short: 950, 12.3k, 4.56M. */
+/** Format a count in few characters: 950, 12.3k, 4.56M. */
 export function compact(value) {
   if (!isNumber(value)) return NONE;
   for (const [limit, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
@@ -21,7 +21,7 @@ export function compact(value) {
   return WHOLE.format(value);
 }
 
-/** A time with its unit: 0.4 ms, 35 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
+/** Format a time with its unit: 0.4 ms, 35 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -33,7 +33,7 @@ export function seconds(value) {
   return `${Math.floor(minutes / 60)}${SPACE}h ${minutes % 60}${SPACE}min`;
 }
 
-/** A share. What lacks a little is not told to be all: 99.97 % read "99.9 %", and never "100 %". */
+/** Format a share. A share just below 1 is rounded down: 99.97 % becomes "99.9 %", never "100 %". */
 export function percent(share) {
   if (!isNumber(share)) return NONE;
   const nearlyAll = share > 0.99 && share < 1;
@@ -42,17 +42,17 @@ export function percent(share) {
 
 export const perSecond = (value) => (isNumber(value) ? `${digits(value)}/s` : NONE);
 
-/** Three digits that matter, of a score. */
+/** Format a score with three significant digits. */
 export function score(value) {
   if (!isNumber(value)) return NONE;
   if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
   return Math.abs(value) < 1 ? String(Number(value.toPrecision(2))) : digits(value);
 }
 
-/** "12 requests", "1 request". */
+/** Format a count with its noun: "12 requests", "1 request". */
 export const counted = (count, one, many = `${one}s`) => `${whole(count)} ${count === 1 ? one : many}`;
 
-/** The last part of a long id, with the whole of it in a tooltip. */
+/** Shorten a long id to its last part; tooltips show the full id. */
 export const shortId = (id) => (id.length > 18 ? `…${id.slice(-14)}` : id);
 
 function digits(value, most = 3) {

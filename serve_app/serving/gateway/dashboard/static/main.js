@@ -1,4 +1,4 @@
-// The page: who watches, which view is shown, and what all views share.
+// The page: connection, selected view, and state shared by all views.
 
 import { h, show } from "./dom.js";
 import { compact, counted, percent, seconds, whole } from "./format.js";
@@ -13,23 +13,23 @@ import * as tuner from "./tuner.js";
 
 const VIEWS = { queues, fleet, outcomes, tenants, tuner, request: receipt, playground };
 const KEY = "ewsjf.admin-key";
-// After so long without a frame the figures are told to be old.
+// Without a frame for this long, the page reports that its data is stale.
 const SILENT_AFTER_MS = 4000;
 
 const byId = (id) => document.getElementById(id);
-/** The addresses of the gateway, under whatever prefix this page lies. */
+/** Return an address of the gateway, under the path prefix of this page. */
 const address = (path) => new URL(`..${path}`, import.meta.url).href;
 
 const page = {
   key: sessionStorage.getItem(KEY) ?? "",
-  /** The latest document of each model, and when it came. */
+  /** The latest document of each model, with the time of its frame. */
   models: new Map(),
   model: "",
   view: "queues",
   paused: false,
   state: "locked",
   address,
-  /** Show another view, for an id where it takes one. */
+  /** Open another view, with an id if the view takes one. */
   open(view, id) {
     location.hash = id ? `#${view}/${encodeURIComponent(id)}` : `#${view}`;
   },
@@ -61,7 +61,7 @@ function onFrame(frame) {
 function onState(state, message) {
   const was = page.state;
   page.state = state;
-  const isIn = page.models.size > 0 && state !== "rejected";
+  const isSignedIn = page.models.size > 0 && state !== "rejected";
   if (state === "rejected") {
     page.models.clear();
     sessionStorage.removeItem(KEY);
@@ -70,17 +70,17 @@ function onState(state, message) {
     sessionStorage.setItem(KEY, page.key);
     byId("door-error").textContent = "";
   }
-  byId("door").hidden = isIn || state === "live";
-  for (const id of ["pause", "leave"]) byId(id).hidden = !(isIn || state === "live");
+  byId("door").hidden = isSignedIn || state === "live";
+  for (const id of ["pause", "leave"]) byId(id).hidden = !(isSignedIn || state === "live");
   if (state === "rejected") byId("key").focus();
   if (was !== state || message) showState(message);
   if (state !== "live") render();
 }
 
 function showState(message) {
-  const words = { live: page.paused ? "paused" : "live", locked: "not connected", rejected: "the key was rejected" };
+  const texts = { live: page.paused ? "paused" : "live", locked: "not connected", rejected: "key rejected" };
   const line = byId("state");
-  const text = words[page.state] ?? message;
+  const text = texts[page.state] ?? message;
   if (line.textContent !== text) line.textContent = text;
   line.dataset.state = page.paused && page.state === "live" ? "paused" : page.state;
 }
@@ -98,7 +98,7 @@ function leave() {
   byId("key").focus();
 }
 
-// What is shown.
+// Rendering.
 
 function render() {
   const known = page.models.get(page.model);
@@ -115,12 +115,12 @@ function notice(known) {
   if (!known) {
     const text =
       page.state === "locked" || page.state === "rejected"
-        ? "Give the key above to see live figures."
-        : "Waiting for the first figures …";
+        ? "Sign in above to see live data."
+        : "Waiting for data …";
     return h("p", { class: "notice", key: "notice" }, text);
   }
   if (!known.error) return null;
-  const old = known.shown ? ` These figures are of ${new Date(1000 * known.at).toLocaleTimeString()}.` : "";
+  const old = known.shown ? ` Data shown is from ${new Date(1000 * known.at).toLocaleTimeString()}.` : "";
   return h("p", { class: "notice warning", key: "notice" }, `${page.model}: ${known.error}.${old}`);
 }
 
@@ -145,22 +145,22 @@ function renderTiles(model) {
   const ended = minute.flatMap(([, each]) => Object.entries(each.outcomes));
   const number = (test) => ended.reduce((total, [name, count]) => total + (test(name) ? count : 0), 0);
   const all = number(() => true);
-  const bad = number((name) => name === "failed" || name === "expired");
+  const failed = number((name) => name === "failed" || name === "expired");
   const rejected = number(REJECTED);
   const lost = ended.filter(([name, count]) => count && name !== "completed" && name !== "cancelled").map(([name]) => name);
   const kinds = [...new Set(lost)].map((name) => `${whole(number((each) => each === name))} ${name.replace(/^rejected_/, "").replaceAll("_", " ")}`);
-  const begun = minute.filter(([, each]) => each.first_tokens);
-  const [slowest, slow] = begun.reduce((most, each) => (most && most[1].ttft_p95_s >= each[1].ttft_p95_s ? most : each), null) ?? [];
+  const started = minute.filter(([, each]) => each.first_tokens);
+  const [slowest, slow] = started.reduce((most, each) => (most && most[1].ttft_p95_s >= each[1].ttft_p95_s ? most : each), null) ?? [];
   show(
     tiles,
-    tile("Waiting", whole(model.waiting_requests), waiting.map(([name, count]) => `${compact(count)} ${name}`).join(", ") || "no queue"),
-    tile("Running", whole(sum("in_flight")), `in ${counted(sum("replicas"), "replica")}`),
+    tile("Waiting", whole(model.waiting_requests), waiting.map(([name, count]) => `${compact(count)} ${name}`).join(", ") || "queue is empty"),
+    tile("In flight", whole(sum("in_flight")), `on ${counted(sum("replicas"), "replica")}`),
     tile("Replicas ready", `${sum("ready")} of ${sum("replicas")}`, pools.map((pool) => `${pool.pool} ${pool.ready}/${pool.replicas}`).join(", ")),
-    tile("TTFT, 95 % below", seconds(slow?.ttft_p95_s),
-      slow ? `class ${slowest}, the slowest in the last minute` : "no stream began in the last minute"),
+    tile("TTFT P95", seconds(slow?.ttft_p95_s),
+      slow ? `class ${slowest}, the slowest of the last minute` : "no streamed answer in the last minute"),
     tile("Completed", all ? percent(number((name) => name === "completed") / all) : "–",
-      all ? `of ${counted(all, "request")} in the last minute` : "none ended in the last minute"),
-    tile("Rejected / failed", `${whole(rejected)} / ${whole(bad)}`, kinds.join(", ") || "in the last minute", bad ? "bad" : rejected ? "warn" : ""),
+      all ? `of ${counted(all, "request")} in the last minute` : "no request ended in the last minute"),
+    tile("Rejected / failed", `${whole(rejected)} / ${whole(failed)}`, kinds.join(", ") || "in the last minute", failed ? "bad" : rejected ? "warn" : ""),
   );
 }
 
@@ -229,7 +229,7 @@ function start() {
   addEventListener("hashchange", followAddress);
   setInterval(() => {
     const silent = page.state === "live" && performance.now() - lastFrameAt > SILENT_AFTER_MS;
-    if (silent) onState("lost", "nothing has come for some seconds");
+    if (silent) onState("lost", "no data for some seconds");
   }, 1000);
   followAddress();
   if (page.key) watch();

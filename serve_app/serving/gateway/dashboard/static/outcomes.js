@@ -1,4 +1,4 @@
-// How requests ended, and how long their first token took, over the last minutes.
+// Outcomes and times to first token of the last minutes.
 
 import { legend, line, table, timeChart, widthOf } from "./charts.js";
 import { h } from "./dom.js";
@@ -6,7 +6,7 @@ import { NONE, percent, perSecond, seconds, whole } from "./format.js";
 
 export const title = "Outcomes";
 
-// What an outcome means to an operator, in the order of the stack.
+// Groups of outcomes, in the order of the stack.
 const KINDS = [
   ["completed", "completed", (name) => name === "completed"],
   ["cancelled", "cancelled by the client", (name) => name === "cancelled"],
@@ -19,13 +19,13 @@ export function render(model) {
   const activity = model.activity;
   return h("div", { key: "outcomes" },
     h("div", { class: "card", id: "outcomes-card" },
-      h("h2", null, "Requests that ended, per second"),
+      h("h2", null, "Concluded requests per second"),
       h("p", { class: "note" }, known(activity)),
       endings(activity),
       legend(KINDS.map(([kind, name]) => [kind, name]))),
     h("div", { class: "card" },
       h("h2", null, "Time to first token"),
-      h("p", { class: "note" }, "From arrival at the gateway, of streamed answers: the time that 95 % stay below (line), and 50 % (thin line)."),
+      h("p", { class: "note" }, "From arrival at the gateway to the first token of streamed answers: P95 (line) and P50 (thin line)."),
       firstTokens(activity),
       legend(CLASSES.map((name) => [name, name]))),
     h("div", { class: "card" }, classTable("The last minute", activity.last_minute, 60)),
@@ -34,8 +34,8 @@ export function render(model) {
 
 function known(activity) {
   const all = activity.slots * activity.slot_s;
-  const since = activity.known_s < all ? ` The scheduler's process began ${seconds(activity.known_s)} ago, and knows nothing of before.` : "";
-  return `The scheduler counts in slots of ${seconds(activity.slot_s)}. Requests that a gateway rejects by itself, such as invalid ones, do not reach it.${since}`;
+  const since = activity.known_s < all ? ` The scheduler process started ${seconds(activity.known_s)} ago; there is no earlier data.` : "";
+  return `Counted by the scheduler in slots of ${seconds(activity.slot_s)}. Requests that a gateway rejects, such as invalid ones, are not included.${since}`;
 }
 
 const ago = (activity, slot) => (activity.current - slot.number + 0.5) * activity.slot_s;
@@ -50,7 +50,7 @@ function endings(activity) {
   const width = widthOf("outcomes-card");
   if (!most) return empty("No request has ended in this time.");
   return timeChart({
-    label: `Requests that ended per second over the last ${seconds(span)}, at most ${perSecond(most)}. The tables below have the figures.`,
+    label: `Concluded requests per second over the last ${seconds(span)}, at most ${perSecond(most)}. The tables below have the same data.`,
     width, span, most, unit: perSecond,
     draw: ({ x, y }) => stacks.map(({ slot, counts }) => {
       let below = 0;
@@ -70,7 +70,7 @@ function firstTokens(activity) {
   const span = activity.slots * activity.slot_s;
   const values = activity.series.flatMap((slot) => Object.values(slot.ttft_p95_s));
   const width = widthOf("outcomes-card");
-  if (!values.length) return empty("No streamed answer has begun in this time. Answers that are not streamed have no first token.");
+  if (!values.length) return empty("No streamed answer has started in this time. Only streamed answers have a time to first token.");
   const byNumber = new Map(activity.series.map((slot) => [slot.number, slot]));
   const points = (figure, name) => {
     const found = [];
@@ -81,7 +81,7 @@ function firstTokens(activity) {
     return found;
   };
   return timeChart({
-    label: `Time to first token by class over the last ${seconds(span)}. The tables below have the figures.`,
+    label: `Time to first token by class over the last ${seconds(span)}. The tables below have the same data.`,
     width, span, most: Math.max(...values), unit: seconds,
     draw: (scale) => CLASSES.map((name) => h("g", { key: name },
       line(points("ttft_p50_s", name), scale, `${name} thin`), line(points("ttft_p95_s", name), scale, name))),
@@ -91,7 +91,7 @@ function firstTokens(activity) {
 const empty = (text) => h("p", { class: "empty chart-space" }, text);
 
 function classTable(caption, summary, span) {
-  const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Rejected", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT 50 %", "figure"], ["TTFT 95 %", "figure"], ["TTFT 99 %", "figure"]];
+  const columns = [["Class"], ["Ended", "figure"], ["Rate", "figure"], ["Completed", "figure"], ["Rejected", "figure"], ["Expired", "figure"], ["Failed", "figure"], ["Cancelled", "figure"], ["TTFT P50", "figure"], ["TTFT P95", "figure"], ["TTFT P99", "figure"]];
   const rows = CLASSES.filter((name) => name in summary).map((name) => {
     const { outcomes, ...figures } = summary[name];
     const all = Object.values(outcomes).reduce((sum, count) => sum + count, 0);
@@ -108,5 +108,5 @@ function classTable(caption, summary, span) {
       ],
     };
   });
-  return table(caption, columns, rows, "Nothing is known yet.");
+  return table(caption, columns, rows, "No data yet.");
 }

@@ -1,4 +1,4 @@
-// The length axis with the length queues, and why their heads wait.
+// Length axis with the length queues, and the wait causes of their heads.
 
 import { legend, table, widthOf } from "./charts.js";
 import { h } from "./dom.js";
@@ -19,8 +19,8 @@ export function render(model, page) {
       h("h2", null, "Length queues"),
       h("p", { class: "note" }, introduction(model, learned)),
       axis(model),
-      legend([["queue", "queue of a range of lengths"], ["bubble", "bubble queue, for lengths in a gap between them"],
-        ["border", "B_short: prompt and answer together, up to which the first pool is a request's home"]])),
+      legend([["queue", "length queue"], ["bubble", "bubble queue (for lengths in a gap)"],
+        ["border", "B_short: token budget up to which the first pool is the home pool"]])),
     h("div", { class: "card" }, queueTable(model)),
     h("div", { class: "card" }, subQueueTable(model, page)));
 }
@@ -28,16 +28,16 @@ export function render(model, page) {
 function introduction(model, learned) {
   const origin = learned.learned
     ? `${learned.learned} queues, learned ${seconds(learned.age_s)} ago from ${counted(learned.lengths, "prompt")}: ${REASONS[learned.reason] ?? learned.reason}.`
-    : "No queues have been learned yet: these are the policy's own.";
-  const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request rests", "more requests rest")} after a failure.` : "";
-  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show how many wait; at most ${whole(model.max_waiting)} may.${backoff}`;
+    : "No queues have been learned yet; the policy uses its initial ones.";
+  const backoff = model.in_backoff ? ` ${counted(model.in_backoff, "more request is", "more requests are")} in backoff after a failure.` : "";
+  return `Model ${model.model}, policy ${model.policy}. ${origin} Bars show queued requests; the limit is ${whole(model.max_waiting)} in total.${backoff}`;
 }
 
 function axis(model) {
   const bounded = model.length_queues.filter((queue) => queue.bounds);
-  if (!bounded.length) return h("p", { class: "empty" }, `Under the policy ${model.policy} queues have no bounds of length; the table names them.`);
+  if (!bounded.length) return h("p", { class: "empty" }, `The queues of policy ${model.policy} have no length bounds. The table lists them.`);
   const width = widthOf("axis-card");
-  // Powers of four, so that a bubble more or less rarely moves the others.
+  // Powers of four, so that a new bubble queue rarely moves the others.
   const power = (tokens, round) => 4 ** round(Math.log(tokens) / Math.log(4));
   const shortest = power(Math.min(...bounded.map((queue) => queue.bounds.min_tokens)), Math.floor);
   const longest = power(Math.max(4 * shortest, model.b_short_tokens, ...bounded.map((queue) => queue.bounds.max_tokens)), Math.ceil);
@@ -47,18 +47,18 @@ function axis(model) {
   const middleOf = (queue) => (x(queue.bounds.min_tokens) + x(queue.bounds.max_tokens + 1)) / 2;
   const labels = roomFor(bounded, middleOf);
   const waiting = bounded.reduce((sum, queue) => sum + queue.waiting, 0);
-  const label = `Length axis from ${whole(shortest)} to ${whole(longest)} prompt tokens with ${bounded.length} queues, in which ${counted(waiting, "request waits", "requests wait")}. The table below has the figures.`;
+  const label = `Length axis from ${whole(shortest)} to ${whole(longest)} prompt tokens with ${bounded.length} queues and ${counted(waiting, "queued request")}. The table below has the same data.`;
   return h("svg", { role: "img", "aria-label": label, width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, class: "axis" },
     bounded.map((queue) => {
       const { min_tokens: low, max_tokens: high, bubble } = queue.bounds;
       const left = x(low);
       const wide = Math.max(2, x(high + 1) - left - 1);
       const tall = height(queue.waiting);
-      const told = queue.waiting
-        ? `${queue.name} tokens${bubble ? " (bubble)" : ""}: ${counted(queue.waiting, "request waits", "requests wait")}, the longest for ${seconds(queue.longest_wait_s)}`
+      const text = queue.waiting
+        ? `${queue.name} tokens${bubble ? " (bubble)" : ""}: ${counted(queue.waiting, "queued request")}, longest wait ${seconds(queue.longest_wait_s)}`
         : `${queue.name} tokens${bubble ? " (bubble)" : ""}: empty`;
       return h("g", { key: queue.name, class: bubble ? "queue bubble" : "queue" },
-        h("title", null, told),
+        h("title", null, text),
         h("rect", { class: "band", x: left, y: TOP, width: wide, height: BASE - TOP }),
         h("rect", { class: "waiting", x: left, y: BASE - tall, width: wide, height: tall }),
         labels.has(queue.name) ? h("text", { x: middleOf(queue), y: BASE - tall - 5, "text-anchor": "middle" }, compact(queue.waiting)) : null);
@@ -67,15 +67,15 @@ function axis(model) {
     border(model.b_short_tokens, x, width));
 }
 
-/** The queues whose numbers fit beside each other, the longest queues first. */
+/** Return the queues whose labels fit next to each other, the longest queues first. */
 function roomFor(queues, middleOf) {
-  const taken = [];
+  const placed = [];
   const found = new Set();
   for (const queue of queues.filter((each) => each.waiting).sort((one, other) => other.waiting - one.waiting)) {
     const half = 4 * compact(queue.waiting).length + 2;
     const middle = middleOf(queue);
-    if (taken.some((each) => Math.abs(each.middle - middle) < each.half + half)) continue;
-    taken.push({ middle, half });
+    if (placed.some((each) => Math.abs(each.middle - middle) < each.half + half)) continue;
+    placed.push({ middle, half });
     found.add(queue.name);
   }
   return found;
@@ -98,13 +98,13 @@ function border(tokens, x, width) {
   const at = x(tokens);
   const left = at > width / 2;
   return h("g", { class: "border", key: "border" },
-    h("title", null, `Up to a budget of ${whole(tokens)} tokens a request is at home in the first pool`),
+    h("title", null, `The first pool is the home pool up to a budget of ${whole(tokens)} tokens`),
     h("line", { x1: at, x2: at, y1: TOP - 44, y2: BASE }),
     h("text", { x: at + (left ? -6 : 6), y: TOP - 34, "text-anchor": left ? "end" : "start" }, `B_short ${whole(tokens)}`));
 }
 
 function queueTable(model) {
-  const columns = [["Queue (tokens)"], ["Waiting", "figure"], ["Longest wait", "figure"], ["Most urgent head"], ["Its wait", "figure"], ["Score", "figure"], ["Why it is not dispatched", "why"]];
+  const columns = [["Queue (tokens)"], ["Waiting", "figure"], ["Longest wait", "figure"], ["Most urgent head"], ["Wait", "figure"], ["Score", "figure"], ["Wait cause", "why"]];
   const rows = model.length_queues.map((queue) => {
     const head = queue.head;
     const name = queue.bounds?.bubble ? [queue.name, " ", h("span", { class: "tag" }, "bubble")] : queue.name;
@@ -116,16 +116,16 @@ function queueTable(model) {
         : [name, "0", NONE, NONE, NONE, NONE, "empty"],
     };
   });
-  return table("Each length queue and its most urgent head", columns, rows, "There are no queues now: nobody waits.");
+  return table("Length queues with their most urgent heads", columns, rows, "The queue is empty.");
 }
 
-/** The way from a head to where its time goes. */
+/** Link from a head to its receipt. */
 const receiptOf = (head, text) => h("a", { href: `#request/${encodeURIComponent(head.head)}`, title: `receipt of ${head.head}` }, text);
 
-/** What a head waits for, and what stands in its way in each pool. */
+/** The wait cause of a head, and the obstacle in each pool. */
 const reasons = (head) => [h("b", null, head.cause.replaceAll("_", " ")), ` (${obstacles(head)})`];
 
-/** "pool: reason; pool: reason", with pools of one reason together. */
+/** Return "pool: reason; pool: reason", with pools of the same reason grouped. */
 function obstacles(head) {
   const pieces = head.why.split(/; (?=[^;: ]+: )/);
   const pools = new Map();
@@ -142,7 +142,7 @@ const FEW = 12;
 let showsAll = false;
 
 function subQueueTable(model, page) {
-  const columns = [["Tenant"], ["Class"], ["Queue"], ["Waiting", "figure"], ["Head waits", "figure"], ["Score", "figure"], ["Pools"], ["Why", "why"]];
+  const columns = [["Tenant"], ["Class"], ["Queue"], ["Waiting", "figure"], ["Wait of head", "figure"], ["Score", "figure"], ["Pools"], ["Wait cause", "why"]];
   const shown = showsAll ? model.sub_queues : model.sub_queues.slice(0, FEW);
   const rows = shown.map((each) => ({
     key: `${each.priority} ${each.tenant} ${each.length_queue} ${each.pools} ${each.prefill_class} ${each.head}`,
@@ -150,14 +150,14 @@ function subQueueTable(model, page) {
       each.tenant, each.priority, each.length_queue, whole(each.waiting), receiptOf(each, seconds(each.wait_s)), score(each.score), each.pools.join(", "), reasons(each),
     ],
   }));
-  const all = model.sub_queues.length + model.sub_queues_left_out;
-  const caption = `Who has waited longest${all > rows.length ? ` (${rows.length} of ${counted(all, "sub-queue")})` : ""}`;
+  const all = model.sub_queues.length + model.sub_queues_omitted;
+  const caption = `Sub-queues, the longest wait first${all > rows.length ? ` (${rows.length} of ${counted(all, "sub-queue")})` : ""}`;
   const toggle = () => {
     showsAll = !showsAll;
     page.render();
   };
   return [
-    table(caption, columns, rows, "Nobody waits: every request so far went to an engine at once, or has ended."),
+    table(caption, columns, rows, "The queue is empty."),
     model.sub_queues.length > FEW
       ? h("button", { type: "button", key: "more", class: "more", "aria-expanded": String(showsAll), onclick: toggle }, showsAll ? "Show fewer" : `Show ${model.sub_queues.length}`)
       : null,

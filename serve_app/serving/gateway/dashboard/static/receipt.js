@@ -1,4 +1,4 @@
-// One request's receipt: where its time went, stage by stage, and what it waited for.
+// Receipt of one request: the time of each stage, and the causes of its queue time.
 
 import { bar, table } from "./charts.js";
 import { h, made, show } from "./dom.js";
@@ -12,8 +12,8 @@ let parts = null;
 export function mount(panel, page) {
   const id = made(h("input", { id: "request-id", type: "text", autocomplete: "off", spellcheck: "false" }));
   const form = made(h("form", { class: "card", autocomplete: "off" },
-    h("h2", null, "A request's receipt"),
-    h("p", { class: "note" }, "Each answer names its request in the header x-request-id. The heads under Queues and the playground lead here."),
+    h("h2", null, "Receipt of a request"),
+    h("p", { class: "note" }, "Each response has its request id in the header x-request-id. Heads in the Queues view and the playground link to their receipts."),
     h("div", { class: "row" }, h("label", { for: "request-id" }, "Request id"), h("button", { type: "submit" }, "Show"))));
   form.querySelector("button").before(id);
   form.addEventListener("submit", (event) => {
@@ -31,55 +31,55 @@ export function mount(panel, page) {
 export async function opened(page, id) {
   if (!id) return;
   parts.id.value = id;
-  const told = (text) => show(parts.result, h("p", { class: "notice", key: "notice" }, text));
+  const notice = (text) => show(parts.result, h("p", { class: "notice", key: "notice" }, text));
   if (!page.key) {
-    told("Give an admin's key above, then ask again.");
+    notice("Sign in above, then try again.");
     return;
   }
-  told("Looking …");
+  notice("Loading …");
   try {
     const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(id)}`), {
       headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
     });
     if (answer.ok) withReplays(page, await answer.json());
-    else told(await messageOf(answer));
+    else notice(await messageOf(answer));
   } catch (error) {
-    told(`The gateway does not answer (${error.message}).`);
+    notice(`The gateway does not respond (${error.message}).`);
   }
 }
 
-/** Show a receipt, and what would have helped once somebody asks. */
+/** Show a receipt, and the what-if analysis on demand. */
 function withReplays(page, shown) {
-  const shows = (told) => show(parts.result, receipt(shown), shown.outcome ? helped(told, ask) : null);
-  async function ask() {
-    shows({ notice: "Replaying the minutes around it; this takes some seconds …" });
-    const asked = parts.id.value;
-    const isLeft = () => parts.id.value !== asked;
+  const update = (analysis) => show(parts.result, receipt(shown), shown.outcome ? whatIf(analysis, replay) : null);
+  async function replay() {
+    update({ notice: "Replaying the recorded traffic around the request; this takes some seconds …" });
+    const requested = parts.id.value;
+    const isLeft = () => parts.id.value !== requested;
     try {
       const answer = await fetch(page.address(`/debug/requests/${encodeURIComponent(shown.request_id)}/what-if`), {
         headers: { authorization: `Bearer ${page.key}` }, cache: "no-store", credentials: "omit",
       });
-      const told = answer.ok ? { result: await answer.json() } : { notice: await messageOf(answer) };
-      if (!isLeft()) shows(told);
+      const analysis = answer.ok ? { result: await answer.json() } : { notice: await messageOf(answer) };
+      if (!isLeft()) update(analysis);
     } catch (error) {
-      if (!isLeft()) shows({ notice: `The gateway does not answer (${error.message}).` });
+      if (!isLeft()) update({ notice: `The gateway does not respond (${error.message}).` });
     }
   }
-  shows({});
+  update({});
 }
 
 const NAMES = {
-  gateway: "in the gateway",
-  channel: "to the scheduler and back",
-  queue: "in the queue",
-  engine: "in the engine",
+  gateway: "gateway",
+  channel: "round trip to the scheduler",
+  queue: "queue",
+  engine: "engine",
   until_first_token: "until the first token",
   generation: "generation",
 };
 
 const PARTS = {
-  network: "to the engine and back",
-  engine_queue: "waiting in the engine",
+  network: "network to the engine and back",
+  engine_queue: "engine queue",
   prefill: "prefill",
   generation: "generation",
 };
@@ -92,19 +92,19 @@ function receipt(shown) {
   return h("div", { key: "receipt" },
     h("div", { class: "card" },
       h("h2", null, `${shown.request_id}: ${shown.outcome ?? shown.state}`),
-      shown.outcome ? null : h("p", { class: "note" }, "It has not ended: this is how it stood a moment ago. Show asks again."),
+      shown.outcome ? null : h("p", { class: "note" }, "The request has not ended. Press Show to refresh."),
       shown.message ? h("p", { class: "error" }, shown.message) : null,
       facts([
-        ["Client's id", shown.client_request_id],
+        ["Client request id", shown.client_request_id],
         ["Model, endpoint", [shown.model, shown.endpoint].filter(Boolean).join(", ")],
         ["Tenant, class", `${shown.tenant}, ${shown.class}`],
         ["Arrived", new Date(1000 * shown.arrived_at).toLocaleString()],
-        [shown.outcome ? "Time in all" : "Time so far", ms(total)],
-        ["Wait predicted", ms(shown.queue.predicted_ms)],
+        [shown.outcome ? "Total time" : "Time so far", ms(total)],
+        ["Predicted wait", ms(shown.queue.predicted_ms)],
         ...(shown.state === "waiting" ? place(shown.queue) : []),
         ["Prompt tokens", tokens(shown.tokens.prompt, shown.tokens.expected_prompt)],
-        ["Of these cached", whole(shown.tokens.cached)],
-        ["Answer's tokens", tokens(shown.tokens.output, shown.tokens.expected_output)],
+        ["Cached prompt tokens", whole(shown.tokens.cached)],
+        ["Output tokens", tokens(shown.tokens.output, shown.tokens.expected_output)],
       ])),
     h("div", { class: "card" }, waterfall(stages, total)),
     h("div", { class: "card" }, causes(shown.queue)),
@@ -113,16 +113,16 @@ function receipt(shown) {
 }
 
 const place = (queue) => [
-  ["Waits because", queue.meaning],
-  ["Its place", queue.position ? `${whole(queue.position)} of ${whole(queue.waiting)} in pool ${queue.pool}` : null],
-  ["Expected to start", expectedStart(queue)],
-  ["Gives up", `in ${ms(queue.expires_in_ms)}`],
-  ["In its way", queue.obstacles],
+  ["Wait cause", queue.meaning],
+  ["Position", queue.position ? `${whole(queue.position)} of ${whole(queue.waiting)} in pool ${queue.pool}` : null],
+  ["Expected start", expectedStart(queue)],
+  ["Queue timeout", `in ${ms(queue.expires_in_ms)}`],
+  ["Obstacles", queue.obstacles],
 ];
 
 function expectedStart({ expected_ms: middle, expected_between_ms: between }) {
-  if (middle === null) return "not known yet";
-  return between ? `in ${ms(middle)}, likely between ${ms(between[0])} and ${ms(between[1])}` : `in ${ms(middle)}`;
+  if (middle === null) return "unknown";
+  return between ? `in ${ms(middle)} (80 % interval: ${ms(between[0])} to ${ms(between[1])})` : `in ${ms(middle)}`;
 }
 
 const tokens = (counted, expected) => `${whole(counted)} (${whole(expected)} expected)`;
@@ -143,12 +143,12 @@ function waterfall(stages, total) {
     from += Math.max(0, took);
     return [row(stage, stage, NAMES[stage] ?? stage, begin, took), ...(parts ?? []).map((part) => {
       at += part.ms;
-      const name = `of this: ${PARTS[part.part] ?? part.part}${part.estimated ? " (estimated)" : ""}`;
+      const name = `of which: ${PARTS[part.part] ?? part.part}${part.estimated ? " (estimated)" : ""}`;
       return row(`${stage} ${part.part}`, `part ${stage}`, name, at - part.ms, part.ms);
     })];
   });
-  return table("Where its time went", [["Stage"], ["Took", "figure"], ["Share", "figure"], ["From its arrival to its end", "meters"]], rows,
-    "Nothing was measured: it ended at once.");
+  return table("Time by stage", [["Stage"], ["Time", "figure"], ["Share", "figure"], ["From arrival to end", "meters"]], rows,
+    "No times: the request ended immediately.");
 }
 
 function causes(queue) {
@@ -160,26 +160,26 @@ function causes(queue) {
       queue.ahead?.[each.cause] ? whole(queue.ahead[each.cause]) : NONE, each.meaning,
     ],
   }));
-  return table("What it waited for", [["Cause"], ["Time", "figure"], ["Share of the wait", "meters"], ["Went ahead", "figure"], ["That is", "why"]], rows,
-    "It did not wait: an engine took it at once.");
+  return table("Queue time by cause", [["Cause"], ["Time", "figure"], ["Share", "meters"], ["Dispatched ahead", "figure"], ["Meaning", "why"]], rows,
+    "No queue time: the request was dispatched immediately.");
 }
 
-function served(told) {
-  const share = (count) => h("span", { class: "meter" }, bar(told.requests ? count / told.requests : 0), told.requests ? percent(count / told.requests) : NONE);
-  const rows = told.by.map((each) => ({
+function served(during) {
+  const share = (count) => h("span", { class: "meter" }, bar(during.requests ? count / during.requests : 0), during.requests ? percent(count / during.requests) : NONE);
+  const rows = during.by.map((each) => ({
     key: `${each.class} ${each.tenant}`, cells: [each.tenant, each.class, whole(each.requests), share(each.requests)],
   }));
-  if (told.others) rows.push({ key: "others", cells: ["others", NONE, whole(told.others), share(told.others)] });
-  const more = told.is_complete ? "" : ", as far as receipts go back";
-  return table(`Who was sent to pool ${told.pool} while it waited${more}`,
-    [["Tenant"], ["Class"], ["Requests", "figure"], ["Share", "meters"]], rows, "Nobody was.");
+  if (during.others) rows.push({ key: "others", cells: ["others", NONE, whole(during.others), share(during.others)] });
+  const more = during.is_complete ? "" : " (incomplete: older receipts are gone)";
+  return table(`Requests dispatched to pool ${during.pool} during its wait${more}`,
+    [["Tenant"], ["Class"], ["Requests", "figure"], ["Share", "meters"]], rows, "None.");
 }
 
-function helped({ notice, result }, ask) {
+function whatIf({ notice, result }, replay) {
   return h("div", { class: "card", key: "what-if" },
-    h("h2", null, "What would have helped"),
-    h("p", { class: "note" }, "The minutes around it are replayed with one thing changed each. Nine in ten waits fall between the two values."),
-    result ? null : h("button", { type: "button", onclick: ask }, "Replay"),
+    h("h2", null, "What-if analysis"),
+    h("p", { class: "note" }, "Replays the recorded traffic around the request once per change, to estimate its wait under that change."),
+    result ? null : h("button", { type: "button", onclick: replay }, "Replay"),
     notice ? h("p", { class: "notice" }, notice) : null,
     result ? changes(result) : null);
 }
@@ -194,10 +194,10 @@ function changes(result) {
   }));
   return [
     h("p", { class: "note" }, replay.reproduces
-      ? `Unchanged, the replay has a wait of ${ms(replay.wait_ms)}; really it was ${ms(result.recorded.wait_ms)}.`
-      : `The replay does not reproduce this wait: it has ${ms(replay.wait_ms)}, really it was ${ms(result.recorded.wait_ms)}.`),
-    table("Its wait, had one thing been different", [["Change"], ["Wait", "figure"], ["Nine in ten", "figure"], ["First token", "figure"], ["Note", "why"]], rows, "Nothing could be changed."),
-    h("p", null, result.best ? `Most would have helped: ${result.best}.` : "Nothing of this would have helped by more than the replay's own error."),
+      ? `Without a change, the replay has a wait of ${ms(replay.wait_ms)}; the actual wait was ${ms(result.recorded.wait_ms)}.`
+      : `The replay does not reproduce this wait: it has ${ms(replay.wait_ms)}, the actual wait was ${ms(result.recorded.wait_ms)}.`),
+    table("Estimated wait by change", [["Change"], ["Wait", "figure"], ["90 % interval", "figure"], ["TTFT", "figure"], ["Note", "why"]], rows, "No change applies to this request."),
+    h("p", null, result.best ? `Best change: ${result.best}.` : "No change would have helped by more than the error of the replay."),
   ];
 }
 
@@ -205,10 +205,10 @@ function attempts(all) {
   const rows = all.map((each, place) => ({
     key: place,
     cells: [
-      whole(place + 1), `+${ms(each.after_first_ms)}`, each.pool === each.home_pool ? each.pool : `${each.pool} (at home in ${each.home_pool})`,
-      each.replica, each.passed ? "not scheduled, it passed by" : each.length_queue, ms(each.expected_prefill_ms),
+      whole(place + 1), `+${ms(each.after_first_ms)}`, each.pool === each.home_pool ? each.pool : `${each.pool} (home pool ${each.home_pool})`,
+      each.replica, each.passed ? "not scheduled" : each.length_queue, ms(each.expected_prefill_ms),
     ],
   }));
-  return table("Where it was sent", [["Attempt"], ["After the first", "figure"], ["Pool"], ["Replica"], ["Length queue"], ["Prefill expected", "figure"]], rows,
-    "It was never sent to a replica.");
+  return table("Dispatches", [["Attempt"], ["After the first", "figure"], ["Pool"], ["Replica"], ["Length queue"], ["Expected prefill", "figure"]], rows,
+    "The request was not dispatched.");
 }

@@ -1,12 +1,12 @@
-// The frames of the gateway. EventSource can send no header, and a key in an address would be written into logs
-// of proxies; so the stream is read by fetch, with the key in `Authorization`.
+// Stream of frames from the gateway. EventSource cannot send headers, and proxies would log a key in the URL. The
+// stream is therefore read with fetch, with the key in `Authorization`.
 
 const FIRST_WAIT_MS = 1000;
 const LONGEST_WAIT_MS = 10000;
 
 /**
- * Watches until it is stopped: calls `onFrame(frame)` for each, and `onState(name, message)` with "connecting",
- * "live", "rejected" (another key is needed; it gives up), "busy" or "lost" (it tries again by itself).
+ * Reads frames until `stop`: calls `onFrame(frame)` for each, and `onState(name, message)` with "connecting",
+ * "live", "rejected" (the key is invalid; no retries), "busy" or "lost" (it retries with backoff).
  */
 export class Watcher {
   constructor(address, key, { onFrame, onState }) {
@@ -34,9 +34,9 @@ export class Watcher {
       });
       if (!answer.ok) return this.onRejection(answer.status, await messageOf(answer));
       await this.read(answer.body.getReader());
-      this.again("lost", "the gateway has ended the stream");
+      this.retry("lost", "the gateway closed the stream");
     } catch (error) {
-      this.again("lost", `the gateway does not answer (${error.message})`);
+      this.retry("lost", `the gateway does not respond (${error.message})`);
     }
   }
 
@@ -48,7 +48,7 @@ export class Watcher {
       if (done || this.stopped) return;
       const events = (rest + decoder.decode(value, { stream: true })).split("\n\n");
       rest = events.pop();
-      // A tab that was asleep finds several: only the last one is of interest.
+      // A suspended tab receives several frames at once; only the last one matters.
       const latest = events.filter((each) => each.startsWith("data: ")).pop();
       if (!latest) continue;
       this.wait = FIRST_WAIT_MS;
@@ -63,19 +63,19 @@ export class Watcher {
       this.stopped = true;
       this.onState("rejected", message);
     } else {
-      this.again(status === 429 ? "busy" : "lost", message || `the gateway answered ${status}`);
+      this.retry(status === 429 ? "busy" : "lost", message || `the gateway returned ${status}`);
     }
   }
 
-  again(state, message) {
+  retry(state, message) {
     if (this.stopped) return;
-    this.onState(state, `${message}; trying again in ${Math.round(this.wait / 1000)} s`);
+    this.onState(state, `${message}; retrying in ${Math.round(this.wait / 1000)} s`);
     this.timer = setTimeout(() => this.run(), this.wait);
     this.wait = Math.min(2 * this.wait, LONGEST_WAIT_MS);
   }
 }
 
-/** What an answer that is no success says of itself. */
+/** Return the error message of a response. */
 export async function messageOf(answer) {
   const text = await answer.text();
   try {

@@ -1,4 +1,4 @@
-// What tenants were served, and how they stand among each other.
+// Tenants: tokens served, engine time, and fair-sharing counters.
 
 import { bar, table } from "./charts.js";
 import { h } from "./dom.js";
@@ -7,22 +7,22 @@ import { messageOf } from "./stream.js";
 
 export const title = "Tenants";
 
-/** Why the last download failed; "" where none did. */
+/** Reason why the last download failed; empty if it did not. */
 let failure = "";
 
 export function render(model, page) {
   return h("div", { key: "tenants" },
     h("div", { class: "card" }, servedTable(model)),
     h("div", { class: "card" }, costTable(model.costs),
-      h("p", { class: "note" }, "Engine time is the time that replicas worked, divided among the requests on them. Delay is what others waited while a tenant's requests took places that they could have had."),
+      h("p", { class: "note" }, "Engine time: working time of replicas, divided among their requests. Imposed delay: time that requests of other tenants waited while this tenant's requests took slots that they could have used."),
       h("div", { class: "row" },
         h("button", { type: "button", onclick: () => download(page) }, "Download as CSV"),
         h("span", { role: "status" }, failure))),
     h("div", { class: "card" }, standingTable(model)));
 }
 
-function costTable({ rows: costs, left_out: left, since, engine_seconds: all }) {
-  const columns = [["Tenant"], ["Class"], ["Pool"], ["Engine time", "figure"], ["Share", "meters"], ["GPU time", "figure"], ["Delay of others", "figure"]];
+function costTable({ rows: costs, omitted, since, engine_seconds: all }) {
+  const columns = [["Tenant"], ["Class"], ["Pool"], ["Engine time", "figure"], ["Share", "meters"], ["GPU time", "figure"], ["Imposed delay", "figure"]];
   const rows = costs.map((each) => ({
     key: `${each.pool} ${each.class} ${each.tenant}`,
     cells: [
@@ -31,9 +31,9 @@ function costTable({ rows: costs, left_out: left, since, engine_seconds: all }) 
       seconds(each.gpu_seconds), seconds(each.imposed_delay_seconds),
     ],
   }));
-  const more = left ? ` (${counted(left, "further row")} in the file)` : "";
-  const caption = `Who used the engines: ${seconds(all)} of work since ${new Date(1000 * since).toLocaleString()}${more}`;
-  return table(caption, columns, rows, "No request has left an engine yet.");
+  const more = omitted ? ` (${counted(omitted, "further row")} in the CSV file)` : "";
+  const caption = `Engine time by tenant: ${seconds(all)} since ${new Date(1000 * since).toLocaleString()}${more}`;
+  return table(caption, columns, rows, "No request has ended in an engine yet.");
 }
 
 async function download(page) {
@@ -49,15 +49,15 @@ async function download(page) {
     link.click();
     URL.revokeObjectURL(file);
   } catch (error) {
-    failure = `No file: ${error.message}`;
+    failure = `Download failed: ${error.message}`;
   }
   page.render();
 }
 
 function servedTable(model) {
-  const { rows: served, left_out: left, tokens } = model.activity.tenants;
+  const { rows: served, omitted, tokens } = model.activity.tenants;
   const waiting = waitingOf(model);
-  const columns = [["Tenant"], ["Class"], ["Tokens", "figure"], ["Share of all", "meters"], ["Waiting now", "figure"]];
+  const columns = [["Tenant"], ["Class"], ["Tokens", "figure"], ["Share", "meters"], ["Queued now", "figure"]];
   const rows = served.map((each) => ({
     key: `${each.priority} ${each.tenant}`,
     cells: [
@@ -66,8 +66,8 @@ function servedTable(model) {
       waiting.get(`${each.priority} ${each.tenant}`) ?? "0",
     ],
   }));
-  const more = left ? ` (${counted(left, "further one")} not shown)` : "";
-  const caption = `Tokens of prompts and answers in the last ${seconds(model.activity.known_s)}, as engines counted them${more}`;
+  const more = omitted ? ` (${counted(omitted, "further one")} not shown)` : "";
+  const caption = `Prompt and output tokens of the last ${seconds(model.activity.known_s)}, as counted by the engines${more}`;
   return table(caption, columns, rows, "No request has completed in this time. Tokens are counted when an answer ends.");
 }
 
@@ -76,21 +76,21 @@ function standingTable(model) {
     const least = Math.min(...Object.values(counters));
     return Object.entries(counters).map(([tenant, counter]) => ({
       key: `${priority} ${tenant}`,
-      cells: [tenant, priority, whole(counter), counter === least ? "next in turn" : `+${whole(counter - least)}`],
+      cells: [tenant, priority, whole(counter), counter === least ? "served next" : `+${whole(counter - least)}`],
     }));
   });
-  const columns = [["Tenant"], ["Class"], ["Service over weight", "figure"], ["Ahead of the least served", "figure"]];
-  const caption = "The counters of fair sharing: the least goes first. One that comes back from idle is lifted to the others";
-  return table(caption, columns, rows, "Nobody has been served yet.");
+  const columns = [["Tenant"], ["Class"], ["Service / weight", "figure"], ["Lead over the lowest", "figure"]];
+  const caption = "Fair-sharing counters: the lowest is served first. An idle tenant is lifted to the lowest active one";
+  return table(caption, columns, rows, "No tenant has been served yet.");
 }
 
-/** Waiting requests by class and tenant, as far as their sub-queues are shown. */
+/** Queued requests by class and tenant, of the sub-queues in the frame. */
 function waitingOf(model) {
   const found = new Map();
   for (const each of model.sub_queues) {
     const key = `${each.priority} ${each.tenant}`;
     found.set(key, (found.get(key) ?? 0) + each.waiting);
   }
-  const some = model.sub_queues_left_out > 0;
+  const some = model.sub_queues_omitted > 0;
   return new Map([...found].map(([key, count]) => [key, some ? `${whole(count)} or more` : whole(count)]));
 }

@@ -1,4 +1,4 @@
-// The tuner's story: what it learned, what is in force, what it tries, and what it did.
+// Tuner: learned queues, tuned values, trials and history.
 
 import { table } from "./charts.js";
 import { h } from "./dom.js";
@@ -9,7 +9,7 @@ export const title = "Tuner";
 export function render(model) {
   const { tuner } = model;
   return h("div", { key: "tuner" },
-    h("div", { class: "card" }, h("h2", null, "Now"), facts([
+    h("div", { class: "card" }, h("h2", null, "State"), facts([
       ["Mode", `${tuner.mode}: ${tuner.state}`],
       ["Frozen", tuner.frozen ? tuner.frozen : "no"],
       ["Scheduling", scheduling(model.mode)],
@@ -25,34 +25,34 @@ const facts = (entries) =>
 
 const scheduling = (mode) => (mode.active_share === 1
   ? "every request is scheduled"
-  : `${mode.mode}: ${percent(mode.active_share)} of the requests are scheduled, the others pass by`);
+  : `${mode.mode}: ${percent(mode.active_share)} of the requests are scheduled, the others are passed through`);
 
-/** Why queues were learned again, in words. */
+/** Reasons for learning the queues. */
 export const REASONS = {
-  first: "the first ones",
-  interval: "it was time",
-  drift: "lengths have drifted",
-  adjusted: "a part of them was adjusted",
-  restored: "as they were before the scheduler was replaced",
+  first: "first partition",
+  interval: "interval elapsed",
+  drift: "drift of lengths",
+  adjusted: "partial adjustment",
+  restored: "restored after a restart of the scheduler",
 };
 
 const partition = (queues) => (queues.learned
   ? `${whole(queues.learned)} queues, learned ${seconds(queues.age_s)} ago from ${counted(queues.lengths, "prompt")}: ${REASONS[queues.reason] ?? queues.reason}`
-  : "none yet: the policy's own are in force until enough prompts have come");
+  : "none yet: the policy uses its initial ones until it has enough prompts");
 
 function twin(shown) {
-  if (!shown) return "none: no values are tuned";
-  if (!shown.error) return `step times ${shown.step_times}; its error is not known yet`;
+  if (!shown) return "off: no values are tuned";
+  if (!shown.error) return `step times ${shown.step_times}; error not measured yet`;
   const { ttft_ratio: ttft, tpot_ratio: tpot, requests } = shown.error;
-  return `step times ${shown.step_times}; mean TTFT ${signed(ttft)}, TPOT ${signed(tpot)} against the engines (${counted(requests, "request")}; limit ${percent(shown.max_error_ratio)})`;
+  return `step times ${shown.step_times}; error of the mean TTFT ${signed(ttft)}, of TPOT ${signed(tpot)} (${counted(requests, "request")}; limit ${percent(shown.max_error_ratio)})`;
 }
 
 const signed = (ratio) => (typeof ratio === "number" ? `${ratio > 0 ? "+" : ""}${percent(ratio)}` : NONE);
 
 function valueTable(tuner) {
   const rows = Object.entries(tuner.values ?? {}).map(([name, value]) => ({ key: name, cells: [h("code", null, name), score(value)] }));
-  return table("Tuned values in force, those on trial included", [["Setting"], ["Value", "figure"]], rows,
-    "No tuned values: the configuration's own are in force.");
+  return table("Current values of tuned settings, including trials", [["Setting"], ["Value", "figure"]], rows,
+    "No tuned values: the configured ones apply.");
 }
 
 function auditTable(tuner) {
@@ -60,6 +60,6 @@ function auditTable(tuner) {
     key: `${place} ${each.what} ${each.why}`,
     cells: [`${seconds(each.age_s)} ago`, each.what, each.why],
   }));
-  return table("What the tuner did, the latest first", [["When", "figure"], ["What"], ["Why", "why"]], rows,
-    "Nothing yet. Trials, promotions and withdrawals are noted here with their reasons.");
+  return table("History, the latest first", [["Time", "figure"], ["Action"], ["Reason", "why"]], rows,
+    "No actions yet. Trials, adoptions and rollbacks are listed here with their reasons.");
 }
