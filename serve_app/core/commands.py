@@ -100,7 +100,7 @@ def dispatch_of(
         queue_wait_s=now - scheduled.request.arrived_at,
         engine_priority=scheduled.engine_priority,
         rate_limits=rate_limits,
-        passed=scheduled.passed,
+        passed=scheduled.bypassed,
         waited=wait_breakdown(scheduled, now),
     )
 

@@ -17,7 +17,7 @@ import msgspec
 
 from serve_app.core.commands import Command
 from serve_app.core.events import Event
-from serve_app.core.learned_state import take_over
+from serve_app.core.learned_state import restore_state
 from serve_app.core.policies import POLICIES, MakePolicy
 from serve_app.core.scheduler import Scheduler
 from serve_app.core.settings import SchedulerSettings
@@ -133,7 +133,7 @@ def replay(
         raise DecisionLogError(f"this run cannot be replayed: {header.not_replayable}")
     scheduler = Scheduler(header.settings, now=header.now, policies=policies)
     if header.learned is not None:
-        take_over(scheduler, header.learned, header.now)
+        restore_state(scheduler, header.learned, header.now)
     for number, logged in run.decisions:
         commands = tuple(scheduler.handle(logged.event, logged.now))
         if commands != logged.commands:

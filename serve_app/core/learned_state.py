@@ -21,12 +21,12 @@ def learned_state(core: Scheduler) -> dict[str, Any]:
         "estimator": core.estimator.state(),
         "prefill_costs": core.prefill_costs.state(),
         "b_short_tokens": core.router.b_short_tokens,
-        "active_share": core.passing.active_share,
+        "active_share": core.pass_through.active_share,
         "configured_active_share": core.settings.active_share,
     }
 
 
-def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
+def restore_state(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
     """Restore a result of `learned_state`.
 
     Raises:
@@ -38,13 +38,13 @@ def take_over(core: Scheduler, document: Mapping[str, Any], now: float) -> None:
     core.router.restore(b_short_tokens, now)
     # A share that an operator set at run time applies until the configured share changes.
     if document.get("configured_active_share") == core.settings.active_share:
-        core.passing.change(number(document, "active_share", at_least=0, at_most=1))
+        core.pass_through.change(number(document, "active_share", at_least=0, at_most=1))
 
 
-def denial(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
+def restore_error(settings: SchedulerSettings, document: Mapping[str, Any]) -> str:
     """Return why a scheduler with these settings cannot restore a state, or an empty string if it can."""
     try:
-        take_over(Scheduler(settings), document, 0.0)
+        restore_state(Scheduler(settings), document, 0.0)
     except (ValueError, TypeError, OverflowError) as exc:
         return str(exc)
     return ""

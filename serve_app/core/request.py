@@ -47,7 +47,7 @@ class ScheduledRequest:
         avoided: replicas on which it has failed.
         failed_on: the replica on which it failed last, until an answer starts.
         last_failure: reason of the last failure, as reported by its gateway.
-        resting_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
+        backoff_until: end of its backoff, before which it is not dispatched; 0 without a backoff.
         above_tokens: longest context limit of the engines that rejected it as too long.
         too_long_for: replicas without a reported context limit that rejected it as too long.
         replica_id: its replica; None while it is queued, and after its end.
@@ -65,7 +65,7 @@ class ScheduledRequest:
         prediction: its predicted wait; None if none was possible or it was put back.
         turn: work that leaves the queue before it in order of arrival, see `queueing.delay_bound`; None for
             short prompts, and outside the queue.
-        passed: whether it bypasses the scheduler.
+        bypassed: whether it bypasses the scheduler.
         waits: its wait so far by cause; None until it has waited.
         engine_share: its account of engine time; None while it is on no replica.
     """
@@ -83,7 +83,7 @@ class ScheduledRequest:
     avoided: frozenset[str] = frozenset()
     failed_on: str | None = None
     last_failure: str = ""
-    resting_until: float = 0.0
+    backoff_until: float = 0.0
     above_tokens: int = 0
     too_long_for: tuple[str, ...] = ()
     queued: bool = False
@@ -103,7 +103,7 @@ class ScheduledRequest:
     usage: Usage | None = None
     prediction: PredictedWait | None = None
     turn: int | None = None
-    passed: bool = False
+    bypassed: bool = False
     waits: WaitTally | None = None
     engine_share: EngineShare | None = None
 

@@ -76,7 +76,7 @@ class Scheduler:
         dispatcher: the order of service.
         in_flight: the requests on replicas, and their engine time.
         prefill_costs: learned duration of prefills in each pool.
-        passing: selects the requests that bypass the scheduler.
+        pass_through: selects the requests that bypass the scheduler.
         admission: decides which requests may queue, and predicts their wait.
         router: selects the pools that may serve a request.
         arrived: the work that has arrived so far, for autoscaling.
@@ -113,7 +113,7 @@ class Scheduler:
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
         self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
-        self.passing = PassThrough(settings.active_share, self.ledger)
+        self.pass_through = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.reported)
         self._contexts = ContextLearning(self.ledger)
         self.arrived = ArrivedWork(settings.routing.pools)
@@ -140,7 +140,7 @@ class Scheduler:
             ev.ReplicaLost: self._on_replica_loss,
             ev.PartitionChanged: self._on_partition_change,
             ev.Retuned: self._on_retune,
-            ev.ActiveShareChanged: lambda event, _now: self.passing.change(event.active_share),
+            ev.ActiveShareChanged: lambda event, _now: self.pass_through.change(event.active_share),
             ev.Woke: lambda _event, _now: None,
         }
 
@@ -168,9 +168,9 @@ class Scheduler:
 
     def next_wakeup(self) -> float | None:
         """Return when time alone changes something, or None if only an event can."""
-        waits, rests = self._expiry.next_at(), self.queue.resting.next_at()
+        timeout, backoff = self._expiry.next_at(), self.queue.backoff.next_at()
         report, outage = self.ledger.next_report_expiry(), self.admission.outages.next_at()
-        return earliest(waits, rests, report, outage, self._routing.next_at(), self._prefills.next_at())
+        return earliest(timeout, backoff, report, outage, self._routing.next_at(), self._prefills.next_at())
 
     def find(self, request_id: str) -> ScheduledRequest | None:
         """Return the current state of a request, or None if it is unknown or has ended."""
@@ -202,13 +202,13 @@ class Scheduler:
         scheduled = self._admit(request, now)
         if scheduled is None:
             return
-        choice = self.passing.choice(scheduled)
-        denial = self.admission.denial(scheduled, now) if choice is None else None
-        if denial is not None and not self.dispatcher.fits(scheduled, now):
-            self._conclude(request, self.admission.deny(scheduled, denial, now))
+        choice = self.pass_through.choice(scheduled)
+        rejection = self.admission.queue_rejection(scheduled, now) if choice is None else None
+        if rejection is not None and not self.dispatcher.fits(scheduled, now):
+            self._conclude(request, self.admission.reject_queueing(scheduled, rejection, now))
             return
-        self._remember(scheduled)
-        is_alone = choice is None and denial is None and not self.queue.waiting
+        self._register(scheduled)
+        is_alone = choice is None and rejection is None and not self.queue.waiting
         if is_alone and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
             self._send(immediate, now)
             self.dispatcher.on_immediate_dispatch(scheduled, now)
@@ -216,11 +216,11 @@ class Scheduler:
         self._enqueue(scheduled)
         if choice is not None:
             self._send(choice, now)
-        elif denial is not None:
+        elif rejection is not None:
             # It may still fit now, because the queued requests may wait for another pool.
             self._dispatch(now)
             if scheduled.queued:
-                self._reject_waiting(scheduled, self.admission.deny(scheduled, denial, now))
+                self._reject_waiting(scheduled, self.admission.reject_queueing(scheduled, rejection, now))
 
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
@@ -246,13 +246,13 @@ class Scheduler:
             self._sequence += 1
             home = self.settings.routing.pools[:1]
             scheduled = ScheduledRequest(event.request, estimate, self._sequence, home)
-            self._remember(scheduled)
+            self._register(scheduled)
         elif scheduled.replica_id == event.replica_id:
             if event.started:
                 self.in_flight.start(scheduled, now)
             return
         else:
-            self._take_from_its_place(scheduled, now)
+            self._detach(scheduled, now)
         hold = Hold(scheduled.estimate.expected_tokens)
         self.in_flight.hold(scheduled, event.replica_id, hold, now, resumed=event)
         self._on_held(scheduled, event.replica_id)
@@ -275,14 +275,14 @@ class Scheduler:
         dispatched = scheduled.replica_id is not None
         if dispatched and event.outcome is Outcome.COMPLETED:
             self.in_flight.complete(scheduled, event.usage, now)
-        self._take_from_its_place(scheduled, now)
+        self._detach(scheduled, now)
         self._conclude(scheduled.request, Conclusion(event.outcome), dispatched=dispatched)
 
     def _on_cancel(self, event: ev.Cancelled, now: float) -> None:
         scheduled = self._requests.get(event.request_id)
         if scheduled is not None:
             dispatched = scheduled.replica_id is not None
-            self._take_from_its_place(scheduled, now)
+            self._detach(scheduled, now)
             self._conclude(scheduled.request, Conclusion(Outcome.CANCELLED), dispatched=dispatched)
 
     def _on_gateway_loss(self, event: ev.GatewayLost, now: float) -> None:
@@ -361,13 +361,13 @@ class Scheduler:
         self.admission.predictor.drain.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._reject_all(self._rerouting.all_waiting(now))
-            self._routing.forget_overdue(now)
+            self._routing.discard_ended(now)
         if not self.queue.waiting:
             return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
             self._conclude(scheduled.request, self.admission.expire(scheduled, now))
-        self.queue.wake(now)
+        self.queue.end_backoffs(now)
 
     # Dispatch
 
@@ -405,7 +405,7 @@ class Scheduler:
 
     # The three places of a request
 
-    def _remember(self, scheduled: ScheduledRequest) -> None:
+    def _register(self, scheduled: ScheduledRequest) -> None:
         self._requests.add(scheduled)
         self.admission.keys.on_admission(scheduled, self._now)
         scheduled.arrival_mark = self.router.on_arrival(scheduled.estimate)
@@ -419,7 +419,7 @@ class Scheduler:
         self.affinity.on_dispatch(replica_id, scheduled.request)
         self.queue.charge(scheduled)
 
-    def _take_from_its_place(self, scheduled: ScheduledRequest, now: float) -> None:
+    def _detach(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.queued:
             self.queue.remove(scheduled)
             self._expiry.prune(len(self.queue))

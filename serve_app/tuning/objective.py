@@ -131,7 +131,7 @@ def reward_of(records: Sequence[RequestRecord], settings: ObjectiveSettings) -> 
     judged = [
         record
         for record in records
-        if targets.judges(record) and (record.ttft_s is not None or not record.completed)
+        if targets.is_attributable(record) and (record.ttft_s is not None or not record.completed)
     ]
     members: dict[str, list[RequestRecord]] = {}
     for record in judged:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.core.metrics.targets import NOT_OURS
+from serve_app.core.metrics.targets import NOT_ATTRIBUTABLE
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
@@ -43,7 +43,7 @@ class TrafficLog:
 
     def add(self, record: RequestRecord) -> None:
         """Add a request that has ended, unless it was rejected for a client error."""
-        if record.outcome not in NOT_OURS and record.prompt_tokens >= 1:
+        if record.outcome not in NOT_ATTRIBUTABLE and record.prompt_tokens >= 1:
             self._records.append(record)
 
     def recent(self, until: float) -> list[RequestRecord]:

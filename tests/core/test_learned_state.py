@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.core import Scheduler
-from serve_app.core.learned_state import denial, learned_state, take_over
+from serve_app.core.learned_state import learned_state, restore_error, restore_state
 from serve_app.request import PromptShape, Request, TextCategory, Usage
 from tests import builders
 
@@ -57,8 +57,8 @@ def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_sa
     first = taught(lessons, prefills)
     second = scheduler()
     document = json.loads(json.dumps(learned_state(first)))
-    assert denial(second.settings, document) == ""
-    take_over(second, document, 0.0)
+    assert restore_error(second.settings, document) == ""
+    restore_state(second, document, 0.0)
     assert learned_state(second) == learned_state(first)
     for request, usage in later:
         for core in (first, second):
@@ -102,4 +102,4 @@ def test_a_document_of_another_shape_meets_an_objection(
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    assert reason in denial(builders.settings(), document)
+    assert reason in restore_error(builders.settings(), document)

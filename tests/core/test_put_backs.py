@@ -188,7 +188,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     assert dispatched(fail(driver, BUSY)) == [("r", "s0")]
     assert dispatched(fail(driver, BUSY)) == []
     scheduler = driver.scheduler
-    assert (len(scheduler.queue), len(scheduler.queue.resting), len(scheduler)) == (1, 1, 1)
+    assert (len(scheduler.queue), len(scheduler.queue.backoff), len(scheduler)) == (1, 1, 1)
     assert [each.request.request_id for each in scheduler.queue] == ["r"]
     # It does not delay others, and learned queues do not move it.
     assert dispatched(driver.arrive("other")) == [("other", "s0")]
@@ -198,7 +198,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     assert wake_at is not None
     assert driver.now < wake_at < math.inf
     assert concluded(driver.feed(Cancelled("r"))) == [("r", "cancelled")]
-    assert (len(scheduler.queue), len(scheduler.queue.resting)) == (0, 0)
+    assert (len(scheduler.queue), len(scheduler.queue.backoff)) == (0, 0)
 
 
 def test_a_new_scheduler_goes_on_with_the_budget_and_the_suspicion() -> None:

@@ -262,9 +262,9 @@ class SchedulerMachine(RecordingMachine):
         """No sub-queue head waits while a replica could serve it; other requests wait for their head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
-            if scheduled.resting_until:
+            if scheduled.backoff_until:
                 # In backoff, which ends on time.
-                assert scheduled.resting_until > self.now
+                assert scheduled.backoff_until > self.now
                 continue
             whose = scheduled.request.priority, scheduled.request.tenant
             sub_queues.setdefault(

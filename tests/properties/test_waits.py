@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, settings
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nanoseconds
-from serve_app.core.accounting.waits import BUSY, PLACE_OF, WaitWatch
+from serve_app.core.accounting.waits import BUSY, INDEX_OF, WaitWatch
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.scheduler import Scheduler
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
 
-_CAUSE_OF = {place: cause for cause, place in PLACE_OF.items()}
+_CAUSE_OF = {place: cause for cause, place in INDEX_OF.items()}
 
 
 class SlowWatch(WaitWatch):
@@ -140,7 +140,7 @@ class WaitsMachine(SchedulerMachine):
 
 
 def _open(left: int) -> list[dict[WaitCause, int]]:
-    return [{cause: left} for cause in PLACE_OF]
+    return [{cause: left} for cause in INDEX_OF]
 
 
 class IsolatingWaitsMachine(WaitsMachine, IsolatingMachine):

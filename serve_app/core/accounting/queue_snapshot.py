@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from serve_app.core.accounting.wait_causes import WaitCause
-from serve_app.core.accounting.waits import waits_for
+from serve_app.core.accounting.waits import current_cause
 from serve_app.core.dispatch.dispatcher import Dispatcher
 from serve_app.core.policies.protocol import OrderingPolicy, QueueBounds
 from serve_app.core.queueing.request_queue import RequestQueue
@@ -132,6 +132,6 @@ def _view(
         head=request.request_id,
         wait_s=now - request.arrived_at,
         score=policy.score(head, now),
-        cause=waits_for(head),
+        cause=current_cause(head),
         why=dispatcher.why_waiting(head, now),
     )

@@ -102,16 +102,16 @@ class WaitTally:
         account: the wait account that it has joined; None during backoff or on a replica.
         sums: sums of the account when the request joined it.
         own: the same for the slots that its tenant took: nanoseconds and count.
-        resting_since: start of its backoff in nanoseconds; None outside a backoff.
+        backoff_since: start of its backoff in nanoseconds; None outside a backoff.
     """
 
-    __slots__ = ("_ahead", "_causes", "account", "own", "resting_since", "sums")
+    __slots__ = ("_ahead", "_causes", "account", "backoff_since", "own", "sums")
 
     def __init__(self) -> None:
         self.account: WaitAccount | None = None
         self.sums: list[int] = []
         self.own = (0, 0)
-        self.resting_since: int | None = None
+        self.backoff_since: int | None = None
         self._causes: dict[WaitCause, int] = {}
         self._ahead: dict[WaitCause, int] = {}
 
@@ -133,11 +133,11 @@ class WaitTally:
     def copy(self) -> "WaitTally":
         """Return an independent copy."""
         same = WaitTally()
-        same.account, same.sums, same.own, same.resting_since = (
+        same.account, same.sums, same.own, same.backoff_since = (
             self.account,
             self.sums,
             self.own,
-            self.resting_since,
+            self.backoff_since,
         )
         same._causes, same._ahead = self._causes.copy(), self._ahead.copy()
         return same

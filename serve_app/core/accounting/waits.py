@@ -48,7 +48,7 @@ _STATES = (
     WaitCause.STALE_REPORT,
     WaitCause.FAILING_REPLICAS,
 )
-PLACE_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
+INDEX_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
 # After the sums, the numbers of slots that others took, by the rank of their class.
 _COUNTS = BUSY + len(_STATES)
 _LENGTH = _COUNTS + len(PriorityClass)
@@ -155,7 +155,7 @@ class WaitAccount:
             if gained[number]:
                 tally.add(cause, gained[number])
 
-    def on_place_taken(self, taker: ScheduledRequest, now: int) -> int:
+    def on_slot_taken(self, taker: ScheduledRequest, now: int) -> int:
         """Attribute the open time to `taker`. Return the delay of other tenants' requests, in nanoseconds."""
         rank, tenant = taker.request.priority.rank, taker.request.tenant
         open_ns = now - self._since
@@ -173,7 +173,7 @@ class WaitAccount:
             self._own[tenant] = taken_ns + open_ns, count + 1
         return imposed
 
-    def on_place_unfit(self, state: int, now: int) -> None:
+    def on_slot_unusable(self, state: int, now: int) -> None:
         """Attribute the open time to `state`: these requests could not have used the slot that was taken."""
         self._close(state, now)
 
@@ -183,14 +183,14 @@ class WaitAccount:
             self._close(self.state, now)
             self.state = state
 
-    def _close(self, place: int, now: int) -> None:
+    def _close(self, index: int, now: int) -> None:
         """Add the time since the last change to one sum."""
-        self._sums[place] += now - self._since
+        self._sums[index] += now - self._since
         self._since = now
         if self._newcomers:
             for newcomer, before_ns in self._newcomers.items():
                 if newcomer.waits is not None:
-                    newcomer.waits.sums[place] += before_ns
+                    newcomer.waits.sums[index] += before_ns
             self._newcomers.clear()
 
     def _leave(self, tenant: str) -> None:
@@ -255,9 +255,9 @@ class WaitAccounts:
             account.leave(scheduled, tally, at)
             if not account.waiting:
                 del self._accounts[account.key]
-        elif tally.resting_since is not None:
-            tally.add(WaitCause.BACKOFF, at - tally.resting_since)
-            tally.resting_since = None
+        elif tally.backoff_since is not None:
+            tally.add(WaitCause.BACKOFF, at - tally.backoff_since)
+            tally.backoff_since = None
 
     def join(self, now: float) -> None:
         """Start the wait of the requests that an event added and did not dispatch."""
@@ -268,8 +268,8 @@ class WaitAccounts:
             if not scheduled.queued:
                 continue
             tally = _tally(scheduled, now)
-            if scheduled.resting_until:
-                tally.resting_since = at
+            if scheduled.backoff_until:
+                tally.backoff_since = at
             elif tally.account is None:
                 key = key_of(scheduled)
                 account = self._accounts.get(key)
@@ -280,7 +280,7 @@ class WaitAccounts:
         self._new.clear()
 
 
-def waits_for(scheduled: ScheduledRequest) -> WaitCause:
+def current_cause(scheduled: ScheduledRequest) -> WaitCause:
     """Return what a queued request waits for now. Valid between two events."""
     tally = scheduled.waits
     if tally is None or tally.account is None:
@@ -309,8 +309,8 @@ def wait_so_far(scheduled: ScheduledRequest, now: float) -> WaitBreakdown:
     tally, at = scheduled.waits.copy(), nanoseconds(now)
     if tally.account is not None:
         tally.account.divide(scheduled, tally, at)
-    elif tally.resting_since is not None:
-        tally.add(WaitCause.BACKOFF, at - tally.resting_since)
+    elif tally.backoff_since is not None:
+        tally.add(WaitCause.BACKOFF, at - tally.backoff_since)
     return tally.breakdown()
 
 
@@ -319,7 +319,7 @@ def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
     tally = scheduled.waits
     if tally is None:
         tally = scheduled.waits = WaitTally()
-    if tally.account is None and tally.resting_since is None:
+    if tally.account is None and tally.backoff_since is None:
         known = nanoseconds(scheduled.request.arrived_at) + tally.total
         tally.add(WaitCause.BEFORE_SCHEDULER, nanoseconds(until) - known)
     return tally
@@ -349,7 +349,7 @@ class WaitWatch:
         self._isolation = isolation
         self.imposed = TenantTotals()
         # States of the pools at the last update, and the number of accounts opened by then.
-        self._looked_at: tuple[dict[str, int], int] = {}, 0
+        self._last_update: tuple[dict[str, int], int] = {}, 0
 
     def __repr__(self) -> str:
         return f"<WaitWatch {self._accounts}>"
@@ -366,10 +366,10 @@ class WaitWatch:
             if lacking is None or (
                 lacking is WaitCause.ENGINE_QUEUE and taker.request.priority is not PriorityClass.BATCH
             ):
-                imposed = account.on_place_taken(taker, at)
+                imposed = account.on_slot_taken(taker, at)
                 self.imposed.add(pool, taker.request, imposed / 1e9)
             else:
-                account.on_place_unfit(PLACE_OF[lacking], at)
+                account.on_slot_unusable(INDEX_OF[lacking], at)
 
     def settle(self, now: float) -> None:
         """Update what the remaining requests wait for after an event."""
@@ -380,9 +380,9 @@ class WaitWatch:
         if not accounts:
             return
         states = {pool: self._pool_state(pool, now) for pool in self._pools}
-        if self._looked_at == (states, self._accounts.opened) and _OPEN not in states.values():
+        if self._last_update == (states, self._accounts.opened) and _OPEN not in states.values():
             return
-        self._looked_at = states, self._accounts.opened
+        self._last_update = states, self._accounts.opened
         at = nanoseconds(now)
         for account in self._accounts:
             served = (pool for pool in account.pools if states[pool] in (BUSY, _OPEN))
@@ -393,11 +393,11 @@ class WaitWatch:
         """Return the index of what the requests of a kind wait for."""
         pool = account.pool
         if not pool:
-            return states[account.pools[0]] if account.pools else PLACE_OF[WaitCause.NO_REPLICA]
+            return states[account.pools[0]] if account.pools else INDEX_OF[WaitCause.NO_REPLICA]
         if states[pool] == BUSY:
             return BUSY
         lacking = self._lacking_everywhere(account, now)
-        return BUSY if lacking is None else PLACE_OF[lacking]
+        return BUSY if lacking is None else INDEX_OF[lacking]
 
     def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
         """Return what the requests of a kind lack on every replica of their pool that has capacity."""
@@ -439,9 +439,9 @@ class WaitWatch:
         """Return `_OPEN` if the pool has capacity, else the index of the reason why not."""
         ledger = self._ledger
         if ledger.context_limit(pool) is None:
-            return PLACE_OF[WaitCause.NO_REPLICA]
+            return INDEX_OF[WaitCause.NO_REPLICA]
         if ledger.open.has_any(pool, now):
             return _OPEN
         if not ledger.has_alive(pool):
-            return PLACE_OF[WaitCause.STALE_REPORT]
-        return BUSY if ledger.has_usable(pool) else PLACE_OF[WaitCause.FAILING_REPLICAS]
+            return INDEX_OF[WaitCause.STALE_REPORT]
+        return BUSY if ledger.has_usable(pool) else INDEX_OF[WaitCause.FAILING_REPLICAS]

@@ -3,7 +3,7 @@
 A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`reject`,
 `key_limits`), or no replica that could serve it is alive (`reject_outage`, `outages`). A request that fits a
 replica is dispatched immediately, however full the queue is. These limits decide whether any other request
-may queue (`denial`):
+may queue (`queue_rejection`):
 
 - Deadline: the predicted wait plus a margin must end before the request's queue timeout. This limit applies
   only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower bound
@@ -13,7 +13,7 @@ may queue (`denial`):
   is rejected before a light one (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998).
 - The API key's limit on queued requests.
 
-Nothing is denied while the queue is empty. `Retry-After` is the time at which the last of the limits is
+Nothing is rejected while the queue is empty. `Retry-After` is the time at which the last of the limits is
 expected to allow the request. Its work is reserved for that time (`retry_reservations`). A request that
 retries with a reservation has a smaller deadline margin and precedes newcomers.
 
@@ -61,7 +61,7 @@ leaves two."""
 
 
 @dataclass(frozen=True, slots=True)
-class Denial:
+class QueueRejection:
     """A reason why a request may not queue, and the seconds until it may."""
 
     outcome: Outcome
@@ -113,14 +113,14 @@ class Admission:
     def reject_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
         """Return the rejection if none of `pools` has a live replica, or None if the request may wait."""
         outages = self.outages
-        if outages.deny(pools, now) or (request.submission.no_wait and outages.concern(pools)):
+        if outages.reject(pools, now) or (request.submission.no_wait and outages.all_down(pools)):
             return self._no_replica(request, pools, now)
         return None
 
     def expire(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
         """Return the conclusion of a request whose queue timeout has ended."""
         request = scheduled.request
-        if self.outages.concern(scheduled.pools):
+        if self.outages.all_down(scheduled.pools):
             return self._no_replica(request, scheduled.pools, now)
         message = described(request, scheduled, now)
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
@@ -129,7 +129,7 @@ class Admission:
         """Return the conclusion of a put-back request whose timeout has ended, or None before that."""
         return self.expire(scheduled, now) if now >= scheduled.expires_at else None
 
-    def denial(self, scheduled: ScheduledRequest, now: float) -> Denial | None:
+    def queue_rejection(self, scheduled: ScheduledRequest, now: float) -> QueueRejection | None:
         """Return why a request that has just arrived may not queue, or None if it may.
 
         Stores the predicted wait in the request and claims its retry reservation, if it has one.
@@ -144,23 +144,25 @@ class Admission:
             return self._no_wait(scheduled)
         if not self._queue.waiting:
             return None
-        worst: Denial | None = None
+        worst: QueueRejection | None = None
         for condition in self._conditions(scheduled, tokens_ahead, now):
             if claimed and condition.queue.level <= condition.claimed_limit:
                 continue
             admissible_in_s = self._admissible_in_s(condition, now)
             if admissible_in_s > 0 and (worst is None or admissible_in_s > worst.admissible_in_s):
-                worst = Denial(condition.outcome, condition.message, admissible_in_s)
+                worst = QueueRejection(condition.outcome, condition.message, admissible_in_s)
         return worst
 
-    def deny(self, scheduled: ScheduledRequest, denial: Denial, now: float) -> Conclusion:
+    def reject_queueing(
+        self, scheduled: ScheduledRequest, rejection: QueueRejection, now: float
+    ) -> Conclusion:
         """Reject a request that may not queue, and reserve its work for the time of its retry."""
         request = scheduled.request
-        retry_after_s = self._retry_after_s(request, denial.admissible_in_s)
+        retry_after_s = self._retry_after_s(request, rejection.admissible_in_s)
         # A wait that is unknown or above the cap of Retry-After gets no reservation.
-        if denial.admissible_in_s <= RETRY_AFTER_CAP_S and not request.submission.no_wait:
+        if rejection.admissible_in_s <= RETRY_AFTER_CAP_S and not request.submission.no_wait:
             self.retry_reservations.reserve(request, scheduled.estimate.expected_tokens, retry_after_s, now)
-        return Conclusion(denial.outcome, denial.message, retry_after_s)
+        return Conclusion(rejection.outcome, rejection.message, retry_after_s)
 
     def _retry_after_expiry_s(self, scheduled: ScheduledRequest, now: float) -> float:
         """Return the seconds after which an expired request should retry, and reserve its work for then."""
@@ -168,10 +170,11 @@ class Admission:
         tokens_ahead = self._queue.work_ahead(scheduled.request)
         conditions = self._conditions(scheduled, tokens_ahead, now, has_expired=True)
         admissible_in_s = max((self._admissible_in_s(each, now) for each in conditions), default=0.0)
-        return self.deny(scheduled, Denial(Outcome.EXPIRED, "", admissible_in_s), now).retry_after_s or 0.0
+        rejection = QueueRejection(Outcome.EXPIRED, "", admissible_in_s)
+        return self.reject_queueing(scheduled, rejection, now).retry_after_s or 0.0
 
     def _no_replica(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion:
-        retry_after_s = self._retry_after_s(request, self.outages.rest_s(pools, now))
+        retry_after_s = self._retry_after_s(request, self.outages.expected_remaining_s(pools, now))
         message = self.outages.describe(self._settings.model, pools, now)
         return Conclusion(Outcome.REJECTED_NO_REPLICA, message, retry_after_s)
 
@@ -308,11 +311,11 @@ class Admission:
     def _waiting_of(self, tenant: str) -> int:
         return sum(self._queue.waiting_of(priority, tenant) for priority in PriorityClass)
 
-    def _no_wait(self, scheduled: ScheduledRequest) -> Denial:
+    def _no_wait(self, scheduled: ScheduledRequest) -> QueueRejection:
         prediction = scheduled.prediction
         wait_s = prediction.wait_s if prediction else 0.0
         message = "no replica can accept the request now, and it was sent with x-queue: no-wait"
-        return Denial(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
+        return QueueRejection(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
         """Return the `Retry-After` in seconds: the time plus a small spread, at most the cap."""

@@ -60,11 +60,11 @@ class Outages:
                 self._since[pool] = now
                 self._ends_at[pool] = now + self._grace_s
 
-    def concern(self, pools: Iterable[str]) -> bool:
+    def all_down(self, pools: Iterable[str]) -> bool:
         """Return whether none of these pools has a live replica."""
         return all(pool in self._since for pool in pools)
 
-    def deny(self, pools: Sequence[str], now: float) -> bool:
+    def reject(self, pools: Sequence[str], now: float) -> bool:
         """Return whether all pools have been down for the grace period and none starts on demand."""
         if (pools and not self._since) or not self._on_demand.isdisjoint(pools):
             return False
@@ -87,19 +87,19 @@ class Outages:
         """Return the seconds since the last of these pools lost its last replica."""
         return now - max(self._since.get(pool, now) for pool in pools)
 
-    def rest_s(self, pools: Iterable[str], now: float) -> float:
+    def expected_remaining_s(self, pools: Iterable[str], now: float) -> float:
         """Return the expected seconds until one of these pools has a live replica again."""
-        return min(self._rest_s(now - self._since.get(pool, now)) for pool in pools)
+        return min(self._expected_remaining_s(now - self._since.get(pool, now)) for pool in pools)
 
     def describe(self, model: str, pools: Iterable[str], now: float) -> str:
         """Return a description of the outage for a client."""
-        suitable = "" if self.concern(self._pools) else " that can serve this request"
+        suitable = "" if self.all_down(self._pools) else " that can serve this request"
         return (
             f"{model} has had no live replica{suitable} for {self.age_s(pools, now):.1f} s: its engines are "
             "starting or being replaced; retry after the delay in Retry-After"
         )
 
-    def _rest_s(self, age_s: float) -> float:
+    def _expected_remaining_s(self, age_s: float) -> float:
         mean_s = self._mean_s or 0.0
         return max(mean_s - age_s if age_s < mean_s else age_s, _MIN_S)
 

@@ -159,7 +159,7 @@ def record_put_back(
     if event.failure is DispatchFailure.ENGINE_ERROR:
         scheduled.failed_on = event.replica_id
     backoff_s = _backoff_s(scheduled)
-    scheduled.resting_until = now + backoff_s if backoff_s else 0.0
+    scheduled.backoff_until = now + backoff_s if backoff_s else 0.0
 
 
 def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) -> None:

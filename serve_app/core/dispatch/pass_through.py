@@ -53,7 +53,7 @@ class PassThrough:
         )
         if replica is None:
             return None
-        scheduled.passed = True
+        scheduled.bypassed = True
         estimate = scheduled.estimate
         tokens = min(estimate.expected_tokens, replica.spec.max_model_len)
         return Choice(

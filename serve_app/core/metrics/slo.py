@@ -32,13 +32,13 @@ class Slo:
         """Return whether the request met all limits, with another limit on TTFT."""
         return (
             record.completed
-            and _keeps(record.ttft_s, ttft_limit_s)
-            and _keeps(record.tpot_s, self.tpot_s)
-            and _keeps(record.e2e_s, self.e2e_s)
+            and _within(record.ttft_s, ttft_limit_s)
+            and _within(record.tpot_s, self.tpot_s)
+            and _within(record.e2e_s, self.e2e_s)
         )
 
 
-def _keeps(measured_s: float | None, limit_s: float | None) -> bool:
+def _within(measured_s: float | None, limit_s: float | None) -> bool:
     return limit_s is None or measured_s is None or measured_s <= limit_s
 
 

@@ -14,7 +14,7 @@ from serve_app.core.settings_base import ADVANCED, FINITE_POSITIVE, at_least, se
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 
-NOT_OURS = frozenset(
+NOT_ATTRIBUTABLE = frozenset(
     {
         Outcome.REJECTED_INVALID,
         Outcome.REJECTED_UNAUTHORISED,
@@ -108,13 +108,13 @@ class ClassTargets:
             return 1.0
         return record.ttft_s / (record.ttft_s + self.ttft_limit_s(record))
 
-    def judges(self, record: RequestRecord) -> bool:
+    def is_attributable(self, record: RequestRecord) -> bool:
         """Return whether the scheduler is responsible for the request's latency.
 
         False if it was rejected for its content or its key's limit, or if its client disconnected before the
         limit for a first token.
         """
-        if record.outcome in NOT_OURS:
+        if record.outcome in NOT_ATTRIBUTABLE:
             return False
         if record.outcome is Outcome.CANCELLED:
             waited_s = record.e2e_s if record.ttft_s is None else record.ttft_s

@@ -40,18 +40,18 @@ def expected_order(
     by_tenant: defaultdict[tuple[str, PriorityClass], defaultdict[str, list[_Ranked]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for resting in queue.resting:
-        returned[resting.pools[0]].append(resting)
-    looked_at = 0
+    for waiting in queue.backoff:
+        returned[waiting.pools[0]].append(waiting)
+    evaluated = 0
     for sub_queue in list(queue.sub_queues()):
         first, home = sub_queue.first, sub_queue.pools[0]
         if first is None:
             continue
         ranked = by_tenant[home, sub_queue.group.priority][first.request.tenant]
         _rank(queue, sub_queue, ranked, returned[home], now)
-        looked_at += len(sub_queue)
-        if looked_at >= PART:
-            looked_at = 0
+        evaluated += len(sub_queue)
+        if evaluated >= PART:
+            evaluated = 0
             yield
     orders: dict[str, dict[PriorityClass, list[ScheduledRequest]]] = {home: {} for home in returned}
     for (home, priority), tenants in by_tenant.items():

@@ -221,10 +221,10 @@ class WatchedRequests:
     def _start(
         self, scheduled: ScheduledRequest, position: int, uncorrected_s: float | None, now: float
     ) -> Quantiles | None:
-        if uncorrected_s is None or self._core.admission.outages.concern(scheduled.pools):
+        if uncorrected_s is None or self._core.admission.outages.all_down(scheduled.pools):
             return None
         start = self._estimates.start(scheduled, position, uncorrected_s)
-        backoff_s = scheduled.resting_until - now
+        backoff_s = scheduled.backoff_until - now
         if backoff_s > start.low:
             start = Quantiles(backoff_s, max(backoff_s, start.middle), max(backoff_s, start.high))
         return start

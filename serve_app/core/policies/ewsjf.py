@@ -94,7 +94,7 @@ class EwsjfPaper(OrderingPolicy):
         """Return the density-weighted score, Eq 1."""
         tokens, name = head.prefill_tokens, head.length_queue
         if self._weights_as_of != self.queues.changes:
-            self._forget_weights()
+            self._reset_weights()
         weights = self._weights_of.get(name)
         if weights is None:
             queue_weight = float(len(self.queues) - self.queues.index(name))
@@ -127,14 +127,14 @@ class EwsjfPaper(OrderingPolicy):
     def retune(self, settings: EwsjfSettings) -> None:
         """Apply other weights."""
         self._weights = settings.weights.over(self.default_weights)
-        self._forget_weights()
+        self._reset_weights()
 
     def replace_partition(self, partition: Partition) -> bool:
         """Apply newly learned queues. All queued requests must be queued again."""
         self.queues.replace(partition)
         return True
 
-    def _forget_weights(self) -> None:
+    def _reset_weights(self) -> None:
         self._weights_of.clear()
         self._weights_as_of = self.queues.changes
 

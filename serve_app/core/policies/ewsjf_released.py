@@ -19,7 +19,7 @@ _STEP_TOKENS = 200
 class EwsjfReleased(OrderingPolicy):
     """Queues of equal width, one of which is served in each round."""
 
-    leaves_out_heads = True
+    omits_heads = True
 
     def __init__(self) -> None:
         self._draining: str | None = None

@@ -50,7 +50,7 @@ class OrderingPolicy:
     bounds_delay: bool = False
     """Whether the delay of long prompts by the score is bounded (`queueing.delay_bound`)."""
 
-    leaves_out_heads: bool = False
+    omits_heads: bool = False
     """Whether `rank` may remove heads because of others; otherwise it only sorts, each head independently."""
 
     learns_queues: bool = False

@@ -167,7 +167,7 @@ class FairShares:
     def on_idle(self, name: str) -> None:
         """Mark a tenant as idle: its last queued request has left."""
         tenant = self._tenants[name]
-        self._take_out(tenant)
+        self._remove(tenant)
         tenant.backlogged = False
 
     def on_pass(self, name: str) -> None:
@@ -263,12 +263,12 @@ class FairShares:
         if counter == tenant.counter:
             return
         if tenant.backlogged:
-            self._take_out(tenant)
+            self._remove(tenant)
         tenant.counter = counter
         if tenant.backlogged:
             bisect.insort(self._waiting, tenant, key=_by_counter)
 
-    def _take_out(self, tenant: _Tenant) -> None:
+    def _remove(self, tenant: _Tenant) -> None:
         index = bisect.bisect_left(self._waiting, _by_counter(tenant), key=_by_counter)
         assert self._waiting[index] is tenant
         del self._waiting[index]
@@ -382,7 +382,7 @@ class FairWork:
         self._buckets: dict[int, _Bucket] = {}
         self.tokens = 0
 
-    def note(self, tenant: str, tokens: int) -> None:
+    def update(self, tenant: str, tokens: int) -> None:
         """Record that a tenant's queued tokens changed by `tokens`, or its weight changed."""
         self.tokens += tokens
         self._changed.add(tenant)
@@ -425,12 +425,12 @@ class FairWork:
     def _catch_up(self) -> None:
         """Apply recorded changes. Lazy, because most tenants of an idle fleet leave before the next query."""
         for name in self._changed:
-            self._take_out(name)
+            self._remove(name)
             if (one := self._waiting.get(name)) is not None and one.waiting:
                 self._put(name, one.tokens, one.waiting, self._weights.of(name))
         self._changed.clear()
 
-    def _take_out(self, tenant: str) -> None:
+    def _remove(self, tenant: str) -> None:
         one = self._tenants.pop(tenant, None)
         if one is None:
             return

@@ -57,45 +57,45 @@ class WaitingWork:
         self.least_output_tokens += other.least_output_tokens
 
 
-def _rests_until(scheduled: ScheduledRequest) -> float:
-    return scheduled.resting_until
+def _backoff_until(scheduled: ScheduledRequest) -> float:
+    return scheduled.backoff_until
 
 
-class RestingRequests:
+class BackoffRequests:
     """Requests in backoff, by its end. They count as queued, but are in no sub-queue."""
 
     def __init__(self) -> None:
-        self._resting: dict[str, ScheduledRequest] = {}
-        self._ends = ExpiryHeap(_rests_until)
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._ends = ExpiryHeap(_backoff_until)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """Add a queued request until its `resting_until`."""
-        self._resting[scheduled.request.request_id] = scheduled
+        """Add a queued request until its `backoff_until`."""
+        self._requests[scheduled.request.request_id] = scheduled
         self._ends.add(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> bool:
         """Remove a request. Return whether it was present."""
-        return self._resting.pop(scheduled.request.request_id, None) is not None
+        return self._requests.pop(scheduled.request.request_id, None) is not None
 
     def pop_due(self, now: float) -> Iterator[ScheduledRequest]:
         """Remove and yield the requests whose backoff has ended."""
         for scheduled in self._ends.pop_expired(now):
             if self.remove(scheduled):
                 yield scheduled
-        self._ends.prune(len(self._resting))
+        self._ends.prune(len(self._requests))
 
     def next_at(self) -> float | None:
         """Return the next end of a backoff, or None."""
         return self._ends.next_at()
 
     def __contains__(self, scheduled: ScheduledRequest) -> bool:
-        return scheduled.request.request_id in self._resting
+        return scheduled.request.request_id in self._requests
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        return iter(list(self._resting.values()))
+        return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
-        return len(self._resting)
+        return len(self._requests)
 
 
 # Groups of heads: decide whether any of many heads may fit a replica without examining each of them.
@@ -389,7 +389,7 @@ class RequestQueue:
         self._claimed: dict[str, ScheduledRequest] = {}
         self._insertions = 0
         self._now = 0.0
-        self.resting = RestingRequests()
+        self.backoff = BackoffRequests()
         self.groups = HeadGroups()
         self.waits = WaitAccounts()
         self.is_fair = fairness.mode is not FairnessMode.OFF
@@ -421,8 +421,8 @@ class RequestQueue:
             self.shares[request.priority].on_backlog(request.tenant)
         self._delay_bound(scheduled).join(scheduled)
         scheduled.queued = True
-        if scheduled.resting_until:
-            self.resting.add(scheduled)
+        if scheduled.backoff_until:
+            self.backoff.add(scheduled)
         else:
             self._insert(scheduled, tenant)
         self._count(scheduled, tenant, 1)
@@ -442,7 +442,7 @@ class RequestQueue:
         request = scheduled.request
         tenants = self._tenants[request.priority]
         tenant = tenants[request.tenant]
-        self._take_out(scheduled, tenant)
+        self._detach(scheduled, tenant)
         self._delay_bound(scheduled).leave(scheduled, self._now)
         self.waits.remove(scheduled, self._now)
         scheduled.queued = False
@@ -451,10 +451,10 @@ class RequestQueue:
             del tenants[request.tenant]
             self.shares[request.priority].on_idle(request.tenant)
 
-    def wake(self, now: float) -> None:
+    def end_backoffs(self, now: float) -> None:
         """Move the requests whose backoff has ended to their sub-queues."""
-        for scheduled in self.resting.pop_due(now):
-            scheduled.resting_until = 0.0
+        for scheduled in self.backoff.pop_due(now):
+            scheduled.backoff_until = 0.0
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
             self.waits.remove(scheduled, now)
             self.waits.add(scheduled)
@@ -541,7 +541,7 @@ class RequestQueue:
     def reroute(self, scheduled: ScheduledRequest, pools: tuple[str, ...]) -> None:
         """Change the pools of a queued request."""
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
-        self._take_out(scheduled, tenant)
+        self._detach(scheduled, tenant)
         self._count_at_home(scheduled, -1)
         self._delay_bound(scheduled).leave(scheduled, self._now)
         self.waits.remove(scheduled, self._now)
@@ -549,8 +549,8 @@ class RequestQueue:
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
         self._count_at_home(scheduled, 1)
-        if scheduled.resting_until:
-            self.resting.add(scheduled)
+        if scheduled.backoff_until:
+            self.backoff.add(scheduled)
         else:
             self._insert(scheduled, tenant)
 
@@ -580,7 +580,7 @@ class RequestQueue:
         for scheduled in requests:
             name = scheduled.length_queue = self.policy.queue_of(scheduled)
             self._waiting_by_queue[name] = self._waiting_by_queue.get(name, 0) + 1
-            if scheduled in self.resting:
+            if scheduled in self.backoff:
                 continue
             self._insert(scheduled, self._tenants[scheduled.request.priority][scheduled.request.tenant])
 
@@ -619,8 +619,8 @@ class RequestQueue:
         sub_queue.add(order, scheduled)
         self._sub_queue_of[request.request_id] = sub_queue
 
-    def _take_out(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
-        if self.resting.remove(scheduled):
+    def _detach(self, scheduled: ScheduledRequest, tenant: TenantQueues) -> None:
+        if self.backoff.remove(scheduled):
             return
         sub_queue = self._sub_queue_of.pop(scheduled.request.request_id)
         sub_queue.remove(scheduled)
@@ -638,21 +638,19 @@ class RequestQueue:
                     heads += group.heads_of(tenant)
         if not heads:
             return heads
-        heads += self._rest_that_counts(tenants, wanted, now)
+        heads += self._related_heads(tenants, wanted, now)
         if len(heads) > 1:
             self.policy.rank(heads, now)
         return self._within_bounds(heads, now) if self.policy.bounds_delay else heads
 
-    def _rest_that_counts(
-        self, tenants: Iterable[str], wanted: HeadQuery, now: float
-    ) -> list[ScheduledRequest]:
+    def _related_heads(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
         """Return heads of other groups if the order of the selected heads depends on them."""
         policy = self.policy
-        if not (policy.leaves_out_heads or policy.bounds_delay):
+        if not (policy.omits_heads or policy.bounds_delay):
             return []
         others = [group for group in wanted.others if group not in wanted.groups]
         rest = [head for group in others for tenant in tenants for head in group.heads_of(tenant)]
-        if policy.leaves_out_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
+        if policy.omits_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
             return rest
         return []
 
@@ -692,7 +690,7 @@ class RequestQueue:
         """Learn the weight sent with a request. A change affects all queued work of its tenant."""
         if self._weights.observe(request):
             for work in self._fair_work.values():
-                work.note(request.tenant, 0)
+                work.update(request.tenant, 0)
 
     def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
@@ -707,11 +705,11 @@ class RequestQueue:
         tenant.tokens += tokens
         self.waiting_tokens += tokens
         self.restricted += by * (scheduled.request.destination is not ANYWHERE)
-        self._fair_work[scheduled.request.priority].note(scheduled.request.tenant, tokens)
+        self._fair_work[scheduled.request.priority].update(scheduled.request.tenant, tokens)
         if scheduled.returned:
-            _note(self._returned, scheduled, by)
+            _update_index(self._returned, scheduled, by)
         if scheduled.claimed:
-            _note(self._claimed, scheduled, by)
+            _update_index(self._claimed, scheduled, by)
         if (key := scheduled.request.submission.key) is not None:
             self.waiting_by_key[key.key_id] += by
             if not self.waiting_by_key[key.key_id]:
@@ -724,7 +722,7 @@ class RequestQueue:
     def __iter__(self) -> Iterator[ScheduledRequest]:
         for sub_queue in self.sub_queues():
             yield from sub_queue
-        yield from self.resting
+        yield from self.backoff
 
     def __len__(self) -> int:
         return self.waiting
@@ -741,7 +739,7 @@ def _few_tenants(groups: Sequence[HeadGroup]) -> set[str] | None:
     return set().union(*(group.tenants for group in groups))
 
 
-def _note(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:
+def _update_index(requests: dict[str, ScheduledRequest], scheduled: ScheduledRequest, by: int) -> None:
     """Add (1) or remove (-1) a request."""
     if by > 0:
         requests[scheduled.request.request_id] = scheduled

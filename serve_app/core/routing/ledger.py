@@ -411,7 +411,7 @@ class ReplicaLedger:
         state.joined = False
         self._fresh.pop(replica_id, None)
         self.open.update(state, now)
-        self._forget_if_done(state)
+        self._remove_if_done(state)
         self.contexts.update(state)
 
     def suspend(self, state: ReplicaState, until: float, now: float) -> None:
@@ -512,7 +512,7 @@ class ReplicaLedger:
                 state.starts.add(1.0, now)
         self._settle(state)
         self.open.update(state, now)
-        self._forget_if_done(state)
+        self._remove_if_done(state)
 
     def reserve(self, state: ReplicaState, tokens: int, now: float) -> None:
         """Reserve tokens of a replica for a queued request; 0 removes the reservation."""
@@ -631,7 +631,7 @@ class ReplicaLedger:
         # was lost in transit.
         state.unseen = min(state.unseen, state.unstarted)
 
-    def _forget_if_done(self, state: ReplicaState) -> None:
+    def _remove_if_done(self, state: ReplicaState) -> None:
         if not state.joined and state.in_flight == 0:
             del self._replicas[state.spec.replica_id]
             del self._by_pool[state.spec.pool][state.spec.replica_id]

@@ -148,7 +148,7 @@ class ReplicaCache:
 
     def _cut_beginning(self, run: _Run, blocks: int) -> None:
         """Remove the first blocks of a run; they move to another run."""
-        self._forget_start(run)
+        self._remove_start(run)
         if blocks == len(run.blocks):
             del self._runs[run]
             return
@@ -164,11 +164,11 @@ class ReplicaCache:
         if left:
             run.blocks = run.blocks[:left]
         else:
-            self._forget_start(run)
+            self._remove_start(run)
             del self._runs[run]
         return dropped
 
-    def _forget_start(self, run: _Run) -> None:
+    def _remove_start(self, run: _Run) -> None:
         if self._starts.get(run.blocks[0]) is run:
             del self._starts[run.blocks[0]]
 

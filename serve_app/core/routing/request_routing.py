@@ -72,7 +72,7 @@ class RequestRouting:
         next_at = self.next_at()
         return next_at is not None and now >= next_at
 
-    def forget_overdue(self, now: float) -> None:
+    def discard_ended(self, now: float) -> None:
         """Remove the ended grace periods after queued requests were routed again."""
         overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
         for missing in overdue:

@@ -307,7 +307,7 @@ class StartTime:
         """Learn from the replicas that accept requests now."""
         ready = tuple(replica_ids)
         came = 0 if self._known is None else sum(each not in self._known for each in ready)
-        self._remember(ready)
+        self._record_ready(ready)
         for _ in range(min(came, len(self._ordered))):
             self._learn(now - self._ordered.popleft())
 
@@ -323,7 +323,7 @@ class StartTime:
         self.seconds = took_s if not self._is_learned else self.seconds + _WEIGHT * (took_s - self.seconds)
         self._is_learned = True
 
-    def _remember(self, ready: tuple[str, ...]) -> None:
+    def _record_ready(self, ready: tuple[str, ...]) -> None:
         known = self._known = {} if self._known is None else self._known
         for each in ready:
             known.pop(each, None)

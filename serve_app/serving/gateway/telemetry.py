@@ -237,7 +237,7 @@ class Telemetry:
     def _judge(self, model: str, record: RequestRecord) -> None:
         """Count whether a request met its latency targets, and which ones it missed."""
         targets = self._targets.get(model, _USUAL_TARGETS)
-        if not targets.judges(record):
+        if not targets.is_attributable(record):
             return
         series = self._series_of(model, record.priority, record.pool)
         series.judged.inc()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.core import SchedulerSettings
-from serve_app.core.learned_state import STATE_KIND, denial, learned_state
+from serve_app.core.learned_state import STATE_KIND, learned_state, restore_error
 from serve_app.core.routing.snapshot import section
 from serve_app.core.scaling import ScalingSettings
 from serve_app.core.settings_base import hot_settings, with_hot_settings
@@ -325,12 +325,13 @@ class SchedulerActor:
         document = await self._keeper.load()
         if document is None:
             return
-        if reason := denial(self._settings.scheduler, document) or self._denial_of_others(document):
+        reason = restore_error(self._settings.scheduler, document) or self._restore_error_of_others(document)
+        if reason:
             self._keeper.rejected(reason)
         else:
             self._learned = document
 
-    def _denial_of_others(self, document: Mapping[str, Any]) -> str:
+    def _restore_error_of_others(self, document: Mapping[str, Any]) -> str:
         """Restore the state of scaling and costs; return why that failed, or empty."""
         try:
             costs = KeptCosts.restored(document, _COSTS)

@@ -22,7 +22,7 @@ def queue_document(core: Scheduler, now: float, most: int) -> dict[str, Any]:
         "model": settings.model,
         "policy": settings.policy,
         "waiting": len(core.queue),
-        "in_backoff": len(core.queue.resting),
+        "in_backoff": len(core.queue.backoff),
         "max_waiting": settings.max_waiting,
         "queue_timeout_s": {
             priority.value: settings.queue_timeout_s.of(priority) for priority in PriorityClass

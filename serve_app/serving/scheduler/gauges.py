@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serve_app.core import Scheduler
-from serve_app.core.accounting.waits import waits_for
+from serve_app.core.accounting.waits import current_cause
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
@@ -166,7 +166,7 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
         tenants[names.of_tenants(request.tenant),] += count
         oldest_s[key] = max(oldest_s.get(key, 0.0), now - request.arrived_at)
     oldest = heapq.nsmallest(_MOST_HEADS, heads, key=lambda each: each.request.arrived_at)
-    blocked = Counter[tuple[str, ...]]((head.pools[0], waits_for(head).value) for head in oldest)
+    blocked = Counter[tuple[str, ...]]((head.pools[0], current_cause(head).value) for head in oldest)
     # Lead of each tenant in weighted service, as a share of all leads in its class.
     leads = defaultdict[tuple[str, ...], float](float)
     for priority, shares in core.queue.shares.items():

@@ -23,7 +23,7 @@ from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES
 from serve_app.core.commands import Command, Conclude, Dispatch, ReportStale
 from serve_app.core.decision_log import RunHeader
 from serve_app.core.events import Arrived, Event, Finished, FirstToken, ReplicaReported, Resumed, Woke
-from serve_app.core.learned_state import take_over
+from serve_app.core.learned_state import restore_state
 from serve_app.errors import ChannelError
 from serve_app.request import PriorityClass
 from serve_app.serving.cached_page import CachedPage
@@ -117,7 +117,7 @@ class LiveScheduler:
         self._now = self._clock()
         self.core = Scheduler(settings, now=self._now)
         if options.learned is not None:
-            take_over(self.core, options.learned, self._now)
+            restore_state(self.core, options.learned, self._now)
         self.ended = ""
         self.questions: Questions | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}

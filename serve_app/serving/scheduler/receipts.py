@@ -18,7 +18,7 @@ from typing import Any
 
 from serve_app.core import Scheduler
 from serve_app.core.accounting.wait_causes import WaitBreakdown
-from serve_app.core.accounting.waits import wait_so_far, waits_for
+from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.outlook.order import expected_order
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes, stages
@@ -118,14 +118,14 @@ class Receipts:
 
     async def _place(self, scheduled: ScheduledRequest, now: float) -> dict[str, Any]:
         """Return the position and outlook of a waiting request."""
-        cause, obstacles = waits_for(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
+        cause, obstacles = current_cause(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
         home, core = scheduled.pools[0], self._core
         orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
         order = orders.get(home, ())
         outlook = self._outlook.expected(scheduled, order, now)
         start = outlook.start if outlook is not None else None
         return {
-            "waits_for": cause.value,
+            "current_cause": cause.value,
             "meaning": cause.meaning,
             "obstacles": obstacles,
             "length_queue": scheduled.length_queue,

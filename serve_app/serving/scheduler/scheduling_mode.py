@@ -45,7 +45,7 @@ class SchedulingMode:
     @property
     def active_share(self) -> float:
         """Share of the requests that is scheduled, from 0 to 1."""
-        return self._host.core.passing.active_share
+        return self._host.core.pass_through.active_share
 
     @property
     def obstacle(self) -> str:
@@ -74,7 +74,7 @@ class SchedulingMode:
         # A gateway that reconnects may repeat a first token.
         if scheduled.started_at == entry.now:
             waited_s = entry.now - scheduled.request.arrived_at
-            self._firsts[scheduled.passed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
+            self._firsts[scheduled.bypassed].append((scheduled.estimate.expected_prompt_tokens, waited_s))
 
     def described(self) -> dict[str, Any]:
         """Return the share, and the times to first token of both parts."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from serve_app.core import events as ev
-from serve_app.core.learned_state import take_over
-from serve_app.core.metrics.targets import NOT_OURS
+from serve_app.core.learned_state import restore_state
+from serve_app.core.metrics.targets import NOT_ATTRIBUTABLE
 from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.partitions import FixedPartition
@@ -32,7 +32,7 @@ from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedR
 from serve_app.tuning.engine_fit import Engines
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
-_LEFT_OUT = NOT_OURS | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
+_LEFT_OUT = NOT_ATTRIBUTABLE | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
 _GATEWAY = "replay"
 
 
@@ -92,7 +92,7 @@ class _Replay:
 
     def run(self) -> dict[str, Played]:
         recording, simulation = self._recording, self._simulation
-        take_over(simulation.scheduler, recording.learned, 0.0)
+        restore_state(simulation.scheduler, recording.learned, 0.0)
         for tokens in recording.earlier_prompt_tokens:
             simulation.scheduler.isolation.observe(tokens)
         for change in recording.changes:

@@ -250,7 +250,7 @@ def test_the_weight_of_a_key_decides_the_share_of_its_tenant() -> None:
 
 
 def test_accounts_in_which_nothing_is_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.core.admission.key_limits._KEPT", 10)
+    monkeypatch.setattr("serve_app.core.admission.key_limits._MAX_ACCOUNTS", 10)
     driver = fleet()
     for number in range(50):
         granted(driver, f"a{number}", key=key(f"k{number}", requests_per_minute=1))

@@ -72,8 +72,12 @@ def test_what_was_not_answered_misses_by_its_outcome() -> None:
         assert TARGETS.missed_by(class_record(outcome=outcome)) == (kind,)
 
 
-def test_what_was_not_ours_to_keep_is_not_judged() -> None:
-    assert not TARGETS.judges(class_record(outcome=Outcome.REJECTED_INVALID))
-    assert not TARGETS.judges(class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=0.9))
-    assert TARGETS.judges(class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=1.1))
-    assert TARGETS.judges(class_record(outcome=Outcome.EXPIRED))
+def test_outcomes_that_no_scheduling_could_change_are_not_attributable() -> None:
+    assert not TARGETS.is_attributable(class_record(outcome=Outcome.REJECTED_INVALID))
+    assert not TARGETS.is_attributable(
+        class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=0.9)
+    )
+    assert TARGETS.is_attributable(
+        class_record(outcome=Outcome.CANCELLED, first_token_at=None, finished_at=1.1)
+    )
+    assert TARGETS.is_attributable(class_record(outcome=Outcome.EXPIRED))

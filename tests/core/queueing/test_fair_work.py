@@ -23,7 +23,7 @@ def of_weights(weights: dict[str, float]) -> tuple[FairWork, dict[str, TenantQue
 def put(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int) -> None:
     """Set the work that a tenant has queued."""
     tenant = queues.setdefault(name, TenantQueues())
-    work.note(name, tokens - tenant.tokens)
+    work.update(name, tokens - tenant.tokens)
     tenant.tokens, tenant.waiting = tokens, requests
     if not requests:
         del queues[name]

@@ -2,7 +2,7 @@
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause
-from serve_app.core.accounting.waits import wait_so_far, waits_for
+from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.commands import Command, Conclude, Dispatch
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
@@ -111,7 +111,7 @@ def test_a_wait_can_be_looked_at_before_it_ends_and_is_the_same_for_it() -> None
                 driver.now += 0.25
                 so_far = wait_so_far(scheduled, driver.now)
                 assert so_far.wait_s == driver.now - scheduled.request.arrived_at
-                assert waits_for(scheduled) is WaitCause.ENGINES_BUSY
+                assert current_cause(scheduled) is WaitCause.ENGINES_BUSY
                 driver.now -= 0.25
             commands = finish(driver, f"f{number}", after_s=1.0)
         ended.append(waited(commands, "waits"))
@@ -132,7 +132,7 @@ def test_a_request_that_rests_waits_for_that() -> None:
     scheduled = driver.find("often")
     found = wait_so_far(scheduled, driver.now + 0.5)
 
-    assert waits_for(scheduled) is WaitCause.BACKOFF
+    assert current_cause(scheduled) is WaitCause.BACKOFF
     assert found.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
 
 

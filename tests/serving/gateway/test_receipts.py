@@ -288,7 +288,7 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
     assert (queue["pool"], queue["waiting"]) == ("short", 3)
     first_place = (await receipt(http, "first"))["queue"]["position"]
     assert 1 <= first_place < queue["position"] <= 3
-    assert queue["waits_for"] == "engines_busy"
+    assert queue["current_cause"] == "engines_busy"
     assert "saturated" in queue["obstacles"]
     # Nothing was dispatched while others waited, so no start can be predicted.
     assert (queue["expected_ms"], queue["expected_between_ms"]) == (None, None)

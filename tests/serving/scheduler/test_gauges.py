@@ -5,7 +5,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_app.core import events as ev
-from serve_app.core.accounting.waits import waits_for
+from serve_app.core.accounting.waits import current_cause
 from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
@@ -84,7 +84,7 @@ def test_heads_are_blocked_by_what_receipts_say_that_they_waited_for(
     elif changes:
         driver.report("r1", **changes)
     assert f'ewsjf_blocked_heads{{cause="{cause}",model="m",pool="only"}}' in pages(driver)
-    assert waits_for(driver.find("r1")) == cause
+    assert current_cause(driver.find("r1")) == cause
     (view,) = driver.scheduler.queue_snapshot(driver.now, 10).sub_queues
     assert view.cause == cause
 

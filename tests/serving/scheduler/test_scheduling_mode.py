@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.cli import main
-from serve_app.core.learned_state import learned_state, take_over
+from serve_app.core.learned_state import learned_state, restore_state
 from serve_app.core.scheduler import Scheduler
 from serve_app.serving.gateway import ApiKey
 from tests.builders import settings
@@ -113,12 +113,12 @@ async def test_the_tuner_tries_nothing_while_others_pass_by() -> None:
 
 def test_a_choice_holds_after_a_restart_until_the_configuration_changes() -> None:
     before = Scheduler(settings())
-    before.passing.change(0.2)
+    before.pass_through.change(0.2)
     kept = learned_state(before)
     same, other = Scheduler(settings()), Scheduler(settings(active_share=0.5))
-    take_over(same, kept, 0.0)
-    take_over(other, kept, 0.0)
-    assert (same.passing.active_share, other.passing.active_share) == (0.2, 0.5)
+    restore_state(same, kept, 0.0)
+    restore_state(other, kept, 0.0)
+    assert (same.pass_through.active_share, other.pass_through.active_share) == (0.2, 0.5)
 
 
 def test_a_state_of_a_version_before_the_mode_is_taken_over() -> None:
@@ -126,5 +126,5 @@ def test_a_state_of_a_version_before_the_mode_is_taken_over() -> None:
     for name in ("active_share", "configured_active_share"):
         kept.pop(name)
     later = Scheduler(settings(active_share=0.5))
-    take_over(later, kept, 0.0)
-    assert later.passing.active_share == 0.5
+    restore_state(later, kept, 0.0)
+    assert later.pass_through.active_share == 0.5
