@@ -1,4 +1,4 @@
-"""The reference of endpoints: what the gateway serves, and how requests of each path are treated."""
+"""Reference of endpoints: paths of the gateway, and the treatment of their requests."""
 
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
@@ -9,40 +9,40 @@ from serve_app.serving.gateway.stored import STORED_PATHS
 _INTRODUCTION = """
 # Endpoints
 
-Keys, tenants, classes, deadlines and limits hold on every path. `GET /openapi.json` tells the fields that the
-gateway reads. An engine that lacks an endpoint answers 404, and the gateway passes that on.
+Keys, tenants, classes, deadlines and limits apply to every path. `GET /openapi.json` describes the fields
+that the gateway reads. If an engine does not have an endpoint, clients receive its 404.
 
-A key comes as `Authorization: Bearer KEY`, or as `x-api-key`, which Anthropic's clients send.
+Send the API key as `Authorization: Bearer KEY`, or as `x-api-key` like Anthropic's clients.
 """
 _SCHEDULED = """
 ## Scheduled
 
-These requests wait in the queue, count against limits and are placed by their estimated tokens. Where nothing
-is generated, the prompt alone decides the pool. Events of the last column begin a stream before an engine has
-computed anything: none of them counts as the first token.
+These requests are queued, count against limits and are routed by their estimated tokens. If an endpoint
+generates nothing, the prompt alone determines the pool. Engines send the events of the last column before
+they compute anything, so these do not count as the first token.
 
-Tests ask each one that takes text twice: through everything in front of a vLLM engine on the CPU, and
-directly. Both answers are the same, without ids and times. Small encoders of random weights rank and embed
-there.
+Tests send a request to each text endpoint through the whole application in front of a vLLM engine on the CPU,
+and directly to that engine. The answers are identical apart from ids and times.
 """
 _UNSCHEDULED = """
-## Asked of any replica
+## Sent to any replica
 
-They cost an engine next to nothing. Those with GET take the model from the query (`model=NAME`), and else ask
-the first model that the key may use.
+These requests cost an engine almost nothing and are not queued. Those with GET take the model from the query
+(`model=NAME`); the default is the first model that the key may use.
 """
-_KEPT = """
-## Asked of the replica that keeps a response
+_STORED = """
+## Sent to the replica that stores a response
 
-[Clients](../clients.md#stored-responses) says which replica that is, and what becomes of its responses.
+[Stored responses](../clients.md#stored-responses) describes how that replica is found, and when its
+responses are lost.
 """
 _OWN = """
-## Answered by the gateway itself
+## Served by the gateway
 """
 
 
 def endpoints_page() -> str:
-    """The whole page."""
+    """Return the page."""
     scheduled = [
         (
             code(path),
@@ -53,23 +53,23 @@ def endpoints_page() -> str:
         for path, endpoint in SCHEDULED.items()
     ]
     scheduled += [(code(path), form.summary, _errors(form.api), "") for path, form in FORMS.items()]
-    asked = [
+    unscheduled = [
         (f"POST {code(path)}", endpoint.summary, _errors(endpoint.api))
         for path, endpoint in UNSCHEDULED.items()
     ]
-    asked += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUESTIONS.items()]
-    kept = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
+    unscheduled += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUESTIONS.items()]
+    stored = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
     own = [(f"{method} {code(path)}", summary) for path, (method, summary) in OWN_PATHS.items()]
     return document(
         _INTRODUCTION,
         _SCHEDULED.strip() + "\n",
-        table(("POST", "Answers with", "Errors of", "Events before the first token"), scheduled),
+        table(("POST", "Result", "Error format", "Events before the first token"), scheduled),
         _UNSCHEDULED.strip() + "\n",
-        table(("Path", "Answers with", "Errors of"), asked),
-        _KEPT.strip() + "\n",
-        table(("Path", "Answers with"), kept),
+        table(("Path", "Result", "Error format"), unscheduled),
+        _STORED.strip() + "\n",
+        table(("Path", "Result"), stored),
         _OWN.strip() + "\n",
-        table(("Path", "Answers with"), own),
+        table(("Path", "Result"), own),
     )
 
 

@@ -34,45 +34,45 @@ Schema = dict[str, Any]
 
 _BODIES: Mapping[str, ModelRoute] = {**SCHEDULED, **FORMS, **UNSCHEDULED}
 _PARTS = {
-    RECORDING: "the minutes around a request without text, for a replay; for admins",
-    WHAT_IF: "what would have helped a request, by replays of the minutes around it; for admins",
+    RECORDING: "recorded traffic around a request, without text, for a replay; for admins",
+    WHAT_IF: "what-if analysis of a request: its estimated wait under single changes; for admins",
 }
 _VIEWS: Mapping[str, str] = {
-    "/load": "how many requests this gateway has",
-    "/ping": "whether the gateway lives",
-    "/v1/models": "the models that may be asked for",
-    "/health": "whether the gateway lives",
-    "/ready": "whether every model has a replica, or starts one on demand",
+    "/load": "number of requests in this gateway",
+    "/ping": "liveness of the gateway",
+    "/v1/models": "available models",
+    "/health": "liveness of the gateway",
+    "/ready": "readiness: every model has a replica, or starts one on demand",
     "/metrics": "metrics for Prometheus",
-    "/metrics/engines": "the engines as targets for Prometheus; with `?replica=` the metrics of one",
-    "/openapi.json": "this description",
-    "/dashboard": "the page for admins, in HTML; it holds no data",
-    "/dashboard/events": "what the page shows, as server-sent events; for admins",
-    "/debug/capture": "the requests of the last ten minutes as a trace without text; for admins",
+    "/metrics/engines": "the engines as Prometheus targets, or with `?replica=` the metrics of one engine",
+    "/openapi.json": "OpenAPI description of this API",
+    "/dashboard": "dashboard page (HTML, without data)",
+    "/dashboard/events": "data of the dashboard as server-sent events; for admins",
+    "/debug/capture": "trace of the requests of the last ten minutes, without text; for admins",
     "/debug/costs": "engine time and imposed delay by pool, class and tenant; for admins",
-    "/debug/costs.csv": "the same as a table for spreadsheets; for admins",
-    "/debug/queue": "who waits where, and why; for admins",
-    "/debug/scaling": "how many replicas each pool should have, and why; for admins",
+    "/debug/costs.csv": "`/debug/costs` as CSV; for admins",
+    "/debug/queue": "queued requests by sub-queue, with wait causes; for admins",
+    "/debug/scaling": "desired replicas of each pool, with reasons; for admins",
     "/debug/status": "replicas, learned queues and the tuner; for admins",
-    "/debug/tuner": "what the tuner does; for admins",
-    "/debug/usage": "what each key has used; for admins",
+    "/debug/tuner": "state and history of the tuner; for admins",
+    "/debug/usage": "usage by API key; for admins",
 }
 _ACTIONS: Mapping[str, str] = {
-    "/debug/tuner/freeze": "stop the tuner; for admins",
-    "/debug/tuner/thaw": "let the tuner continue; for admins",
+    "/debug/tuner/freeze": "freeze the tuner; for admins",
+    "/debug/tuner/thaw": "thaw the tuner; for admins",
 }
 _REJECTIONS: Mapping[str, str] = {
     "400": "the request is invalid, or too long for every pool",
-    "401": "a key is missing, unknown, expired or revoked",
-    "403": "the key may not do this",
-    "404": "there is no such model, or no such response",
+    "401": "the API key is missing, unknown, expired or revoked",
+    "403": "the API key does not permit this",
+    "404": "unknown model or response",
     "413": "the body is too large",
-    "415": "the body is compressed or no JSON",
-    "429": "the queue or a limit is full: `Retry-After` says when to come back",
+    "415": "the body is compressed or not JSON",
+    "429": "the queue is full or a limit is exceeded; retry after `Retry-After`",
     "502": "the engine failed",
-    "503": "no replica, or the server stops: `Retry-After` says when to come back",
-    "504": "the request waited too long",
-    "529": "the queue is full, in Anthropic's words",
+    "503": "no replica is available, or the server is stopping; retry after `Retry-After`",
+    "504": "the request timed out in the queue or in the engine",
+    "529": "the queue is full (Anthropic's status)",
 }
 _ERROR: Schema = {
     "type": "object",
@@ -108,7 +108,7 @@ _FORM = "multipart/form-data"
 _PLAIN = {inspected.StrType: "string", inspected.BoolType: "boolean", inspected.NoneType: "null"}
 
 
-# Endpoints that the gateway answers without an engine: method and summary by path.
+# Endpoints that the gateway serves without an engine: method and summary by path.
 OWN_PATHS: Mapping[str, tuple[str, str]] = {
     **{path: ("GET", summary) for path, summary in _VIEWS.items()},
     **{path: ("POST", summary) for path, summary in _ACTIONS.items()},
@@ -123,7 +123,7 @@ def openapi_document() -> Schema:
         "info": {
             "title": "ewsjf-serve",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs in front of vLLM engines, scheduled.",
+            "description": "OpenAI's and Anthropic's APIs, scheduled in front of vLLM engines.",
         },
         "security": [{"key": []}, {"apiKey": []}],
         "paths": dict(_paths()),
@@ -156,12 +156,12 @@ def _paths() -> Iterator[tuple[str, Schema]]:
             )
         },
     )
-    asked = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
-    summary = "where the time of a request went, for ten minutes after its end; for admins"
-    yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[asked])}
+    request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    summary = "receipt of a request (times and wait causes), until ten minutes after its end; for admins"
+    yield f"{RECEIPTS_PATH}{{request_id}}", {"get": _operation(summary, parameters=[request_id])}
     for part, summary in _PARTS.items():
         path = f"{RECEIPTS_PATH}{{request_id}}{part}"
-        yield path, {"get": _operation(summary, parameters=[asked])}
+        yield path, {"get": _operation(summary, parameters=[request_id])}
     for path, (method, summary) in STORED_PATHS.items():
         named = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
         yield path, {method.lower(): _operation(summary, parameters=[named])}
@@ -171,17 +171,19 @@ def _paths() -> Iterator[tuple[str, Schema]]:
     yield (
         ENDPOINTS_PATH,
         {
-            "get": _operation("every endpoint of pools whose engines run elsewhere, for admins"),
-            "post": _operation("add an endpoint, or give one back", requestBody=change),
-            "delete": _operation("send nothing more to an endpoint", requestBody=change),
+            "get": _operation("endpoints of pools with external engines; for admins"),
+            "post": _operation("add an endpoint, or restore a removed one; for admins", requestBody=change),
+            "delete": _operation("remove an endpoint; for admins", requestBody=change),
         },
     )
     share = {"required": True, "content": {_JSON: {"schema": _reference(ModeChange)}}}
     yield (
         MODE_PATH,
         {
-            "get": _operation("how much of the traffic is scheduled, for admins"),
-            "post": _operation("schedule another share of the traffic", requestBody=share),
+            "get": _operation("share of the traffic that is scheduled; for admins"),
+            "post": _operation(
+                "change the share of the traffic that is scheduled; for admins", requestBody=share
+            ),
         },
     )
 
@@ -191,11 +193,11 @@ def _model_in(place: str, *, required: bool) -> Schema:
 
 
 def _operation(summary: str, api: ClientApi = OPENAI, **more: object) -> Schema:
-    answers: Schema = {"200": {"description": "the answer"}}
+    responses: Schema = {"200": {"description": "success"}}
     for status, reason in _REJECTIONS.items():
         schema = {"$ref": f"#/components/schemas/{_ERROR_NAMES[api]}"}
-        answers[status] = {"description": reason, "content": {_JSON: {"schema": schema}}}
-    return {"summary": summary, **more, "responses": answers}
+        responses[status] = {"description": reason, "content": {_JSON: {"schema": schema}}}
+    return {"summary": summary, **more, "responses": responses}
 
 
 def _structs(types: Iterable[type]) -> Iterator[tuple[str, Schema]]:

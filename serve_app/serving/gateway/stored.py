@@ -116,8 +116,8 @@ def _digest(owner: str, replica_id: str) -> str:
 RESPONSES_PATH = "/v1/responses"
 # Method and summary by path, for the API description.
 STORED_PATHS: Mapping[str, tuple[str, str]] = {
-    RESPONSES_PATH + "/{response_id}": ("GET", "a response that was kept, or with `stream=true` its events"),
-    RESPONSES_PATH + "/{response_id}/cancel": ("POST", "the end of a response in the background"),
+    RESPONSES_PATH + "/{response_id}": ("GET", "stored response, or its events with `stream=true`"),
+    RESPONSES_PATH + "/{response_id}/cancel": ("POST", "cancelled background response"),
 }
 
 _PATH = re.compile(re.escape(RESPONSES_PATH) + r"/([A-Za-z0-9_.:-]{1,200})(/cancel)?")

@@ -109,7 +109,7 @@ async def test_what_is_no_form_or_a_part_of_one_is_rejected(stage: Stage) -> Non
         headers = {"content-type": kind.decode()}
         rejected = await stage.http.post(AUDIO_PATHS[0], content=broken, headers=headers)
         assert rejected.status_code == 400, (broken[:40], kind)
-        assert "is no form" in rejected.json()["error"]["message"]
+        assert "is not a form" in rejected.json()["error"]["message"]
 
 
 def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:

@@ -343,7 +343,7 @@ def read_form(body: bytes, content_type: bytes) -> ParsedBody:
     """Read the model from a form, and estimate the work from the form's size.
 
     Raises:
-        RequestRejected: the body is no form, names no model, or is ambiguous between servers.
+        RequestRejected: the body is not a form, names no model, or is ambiguous between servers.
     """
     return ParsedBody(spec=AUDIO.spec(_model_of(body, content_type), len(body)))
 
@@ -356,7 +356,7 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     # Servers decode field names with this charset, so another one could change the name of a field.
     charset = options.get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8"):
-        raise _no_form(f"its charset must be utf-8 or left out, got {charset[:40].decode('latin-1')!r}")
+        raise _no_form(f"its charset must be utf-8 or omitted, got {charset[:40].decode('latin-1')!r}")
     reader = _ModelReader()
     try:
         parser = MultipartParser(
@@ -375,10 +375,10 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     except FormParserError as error:
         raise _no_form(str(error)) from error
     if not reader.ended:
-        raise _no_form("the form does not end")
+        raise _no_form("the form is truncated")
     if len(reader.models) > 1:
         # Some servers use the first of two fields, others the last.
-        raise RequestRejected(Outcome.REJECTED_INVALID, "model is given twice: send it once", param="model")
+        raise RequestRejected(Outcome.REJECTED_INVALID, "model occurs twice: send it once", param="model")
     if not reader.models or not reader.models[0]:
         raise RequestRejected(Outcome.REJECTED_INVALID, "model is missing: add it to the form", param="model")
     return reader.models[0].decode("utf-8", "replace")
@@ -431,7 +431,7 @@ class _ModelReader:
 
 def _no_form(problem: str) -> RequestRejected:
     return RequestRejected(
-        Outcome.REJECTED_INVALID, f"the body is no form: {problem}. Send multipart/form-data"
+        Outcome.REJECTED_INVALID, f"the body is not a form: {problem}. Send multipart/form-data"
     )
 
 
@@ -493,40 +493,42 @@ def _sized(summary: str) -> ScheduledRoute:
 
 
 SCHEDULED: Mapping[str, ScheduledRoute] = {
-    "/v1/chat/completions": _scheduled("a chat's next message", ChatFields, _read_chat),
-    "/v1/completions": _scheduled("the continuation of a text", CompletionFields, _read_completion),
+    "/v1/chat/completions": _scheduled("chat completion", ChatFields, _read_chat),
+    "/v1/completions": _scheduled("text completion", CompletionFields, _read_completion),
     "/v1/responses": _scheduled(
-        "a response to an input", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN
+        "response of the Responses API", ResponsesFields, _read_responses, announced=_RESPONSES_BEGIN
     ),
     "/v1/messages": _scheduled(
-        "the message that answers a conversation", MessagesFields, _read_messages, ANTHROPIC, _MESSAGES_BEGIN
+        "message of the Messages API", MessagesFields, _read_messages, ANTHROPIC, _MESSAGES_BEGIN
     ),
-    "/v1/embeddings": _scheduled("vectors of texts", EmbeddingFields, _read_embedding),
-    "/v2/embed": _sized("vectors of texts, as Cohere's API"),
-    "/pooling": _sized("what a model makes of texts"),
+    "/v1/embeddings": _scheduled("embeddings", EmbeddingFields, _read_embedding),
+    "/v2/embed": _sized("embeddings in Cohere's format"),
+    "/pooling": _sized("pooling outputs"),
     "/classify": _sized("classes of texts"),
-    **dict.fromkeys(("/v1/score", "/score"), _sized("what pairs of texts have in common")),
+    **dict.fromkeys(("/v1/score", "/score"), _sized("similarity scores of text pairs")),
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"),
-        _sized("documents in the order of what they say of a query"),
+        _sized("documents ranked by relevance to a query"),
     ),
 }
 
 FORMS: Mapping[str, FormRoute] = {
-    "/v1/audio/transcriptions": FormRoute("the text of a sound", FormFields, OPENAI, read_form),
-    "/v1/audio/translations": FormRoute("the text of a sound in English", FormFields, OPENAI, read_form),
+    "/v1/audio/transcriptions": FormRoute("transcription of audio", FormFields, OPENAI, read_form),
+    "/v1/audio/translations": FormRoute("English translation of audio", FormFields, OPENAI, read_form),
 }
 
 # Any replica of the model in the body answers these.
 UNSCHEDULED: Mapping[str, ModelRoute] = {
-    "/tokenize": ModelRoute("the tokens of a text or a chat", ModelOnly, OPENAI),
-    "/detokenize": ModelRoute("the text of tokens", ModelOnly, OPENAI),
-    "/v1/messages/count_tokens": ModelRoute("the length of a conversation", CountTokensFields, ANTHROPIC),
+    "/tokenize": ModelRoute("token ids of a text or chat", ModelOnly, OPENAI),
+    "/detokenize": ModelRoute("text of token ids", ModelOnly, OPENAI),
+    "/v1/messages/count_tokens": ModelRoute(
+        "number of tokens of a conversation", CountTokensFields, ANTHROPIC
+    ),
 }
 # Any replica of the model in the query string answers these, or of the first model.
 QUESTIONS: Mapping[str, str] = {
-    "/version": "the version of a model's engines",
-    "/tokenizer_info": "how a model's tokenizer is set up",
+    "/version": "engine version of a model",
+    "/tokenizer_info": "tokenizer configuration of a model",
 }
 
 
