@@ -1,1 +1,1 @@
-"""Experiments: what was measured, with which settings, and how to repeat it. Read `README.md` first."""
+"""Experiments: measurements with their settings, and how to repeat them. Read `README.md` first."""

@@ -1,1 +1,1 @@
-"""How many requests per second one scheduler can do, and what breaks first beyond that."""
+"""Maximum request rate of one scheduler, and the first limit beyond it."""

@@ -1,10 +1,11 @@
-"""The scheduler core alone: what each event costs, and what that makes of one core of a processor.
+"""Cost of each event in the scheduling core, and the resulting limit of one processor core.
 
-A fleet of engines that costs next to nothing to play, so that the scheduler's own cost can be measured.
+The fleet consists of engines that cost next to nothing to simulate, so that the scheduler's own cost can be
+measured.
 
-An engine computes one prompt after the other, and decodes every sequence at one pace. It reports what a real
-one would: what it has received, what waits for its prefill, and how full its cache is. The lengths are those
-of a trace; the times are those of an 8B model on one H100, as its profile states them.
+An engine computes one prompt after another, and decodes every sequence at one pace. It reports what a real
+engine reports: received requests, requests that wait for prefill, and KV use. Lengths come from a trace;
+times are those of an 8B model on one H100 according to its profile.
 """
 
 import heapq
@@ -37,8 +38,8 @@ class _Engine:
     """One engine.
 
     Attributes:
-        free_at: when it will have computed all prompts that it was sent.
-        starts: when the prefill of each request that it was sent lately begins.
+        free_at: when all dispatched prompts are computed.
+        starts: start of the prefill of recently dispatched requests.
     """
 
     spec: ReplicaSpec
@@ -49,7 +50,7 @@ class _Engine:
     starts: list[float] = field(default_factory=list)
 
     def accept(self, prompt_tokens: int, now: float) -> float:
-        """Take a request; returns when its first token comes."""
+        """Accept a request; return the time of its first token."""
         self.received += 1
         self.running += 1
         begins_at = max(now, self.free_at)
@@ -58,7 +59,7 @@ class _Engine:
         return self.free_at
 
     def report(self, now: float) -> ReplicaReport:
-        """What it would say now."""
+        """Return the engine's report at this time."""
         self.starts = [begins_at for begins_at in self.starts if begins_at > now]
         waiting = len(self.starts)
         return ReplicaReport(
@@ -72,7 +73,7 @@ class _Engine:
 
 
 class Engines:
-    """All engines, and the events that they and the arrivals bring about, in the order of time.
+    """All engines; produces their events and the arrivals in order of time.
 
     Args:
         requests: in the order of arrival.
@@ -88,30 +89,30 @@ class Engines:
         self._placed: dict[str, _Engine] = {}
         self._arrivals = iter(requests)
         self._expects_arrivals = False
-        # Pool by pool, as a fleet is listed: half of the replicas short, half long.
+        # In the order of pools: half of the replicas are short, half long.
         self._engines = {
             spec.replica_id: _Engine(spec)
             for spec in (_spec(number, POOLS[2 * number >= replicas]) for number in range(replicas))
         }
 
     def specs(self) -> Iterator[ReplicaSpec]:
-        """What the replicas register with."""
+        """Yield the specifications with which replicas register."""
         return (engine.spec for engine in self._engines.values())
 
     def begin(self) -> None:
-        """Plan the first reports, spread over the interval."""
+        """Schedule the first reports, spread over the interval."""
         for place, replica_id in enumerate(self._engines):
             first_s = self._report_interval_s * place / len(self._engines)
             self._at(first_s, ev.ReplicaReported(replica_id, self._engines[replica_id].report(0.0)))
 
     def expect_arrivals(self) -> None:
-        """From now on requests arrive at their own times."""
+        """Let requests arrive at their own times from now on."""
         if not self._expects_arrivals:
             self._expects_arrivals = True
             self._next_arrival()
 
     def arrival(self, now: float) -> ev.Arrived:
-        """The next request, which arrives now, with the time to wait that it has."""
+        """Return the next request as an arrival now, with its own queue timeout."""
         simulated = next(self._arrivals)
         request = simulated.request
         moved = replace(request, arrived_at=now, expires_at=now + request.expires_at - request.arrived_at)
@@ -119,7 +120,7 @@ class Engines:
         return ev.Arrived(moved)
 
     def next_event(self) -> tuple[float, ev.Event]:
-        """The next event and its time; reports are made at that time, and planned anew."""
+        """Return the next event and its time; a report schedules the next one."""
         now, _, event = heapq.heappop(self._timeline)
         if isinstance(event, ev.ReplicaReported):
             self._at(now + self._report_interval_s, event)
@@ -135,7 +136,7 @@ class Engines:
         return now, event
 
     def dispatch(self, command: Dispatch, now: float) -> None:
-        """An engine gets what the scheduler sends it."""
+        """Start a dispatched request on its engine."""
         simulated, engine = self._live[command.request_id], self._engines[command.replica_id]
         self._placed[command.request_id] = engine
         engine.held_tokens += _tokens(simulated)
@@ -143,7 +144,7 @@ class Engines:
         self._at(first_at, ev.FirstToken(command.request_id))
 
     def drop(self, request_id: str) -> None:
-        """The scheduler rejected it."""
+        """Forget a rejected request."""
         self._live.pop(request_id, None)
 
     def _next_arrival(self) -> None:
@@ -191,13 +192,13 @@ KINDS = {
 
 @dataclass(slots=True)
 class Costs:
-    """What was counted over a span of the fleet's time.
+    """Costs over a span of simulated time.
 
     Attributes:
-        spent_ns: CPU time of each kind of event, in the order of events. Dispatches that an event lets go
-            are in it.
-        waits_s: queue wait of each dispatch.
-        span_s: seconds of the fleet's time.
+        spent_ns: CPU time per kind of event, in the order of events, including the dispatches that an event
+            causes.
+        waits_s: queue time of each dispatch.
+        span_s: seconds of simulated time.
     """
 
     spent_ns: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in KINDS.values()})
@@ -207,12 +208,12 @@ class Costs:
 
     @property
     def requests(self) -> int:
-        """Requests that arrived."""
+        """Return the number of arrivals."""
         return len(self.spent_ns["arrival"])
 
 
 class CorePlay:
-    """A scheduler with production settings, and a fleet that it serves."""
+    """A scheduler with production settings, and its fleet."""
 
     def __init__(self, engines: Engines, *, policy: str, b_short_tokens: int) -> None:
         routing = RoutingSettings(pools=POOLS, b_short_tokens=b_short_tokens)
@@ -224,7 +225,7 @@ class CorePlay:
         self.now = 0.0
 
     def play(self, requests: int) -> Costs:
-        """Go on until so many more requests have arrived, each at its own time."""
+        """Play until this many more requests have arrived, each at its own time."""
         self._engines.expect_arrivals()
         costs, began = Costs(), self.now
         while costs.requests < requests:
@@ -233,7 +234,7 @@ class CorePlay:
         return costs
 
     def play_backlog(self, waiting: int, requests: int) -> Costs:
-        """Go on until so many more requests have arrived, each as soon as fewer than `waiting` wait."""
+        """Play until this many more requests have arrived, each when fewer than `waiting` are queued."""
         costs, began = Costs(), self.now
         while costs.requests < requests:
             while len(self.scheduler.queue) < waiting and costs.requests < requests:
@@ -245,7 +246,7 @@ class CorePlay:
     def _next(self, costs: Costs) -> None:
         at, event = self._engines.next_event()
         while (wakes_at := self.scheduler.next_wakeup()) is not None and wakes_at < at:
-            # A wake-up that was due just before an event of the same instant counts from then.
+            # A wake-up that was due just before a simultaneous event counts from then.
             self._feed(ev.Woke(), max(wakes_at, self.now), costs)
         self._feed(event, at, costs)
 
@@ -264,7 +265,7 @@ class CorePlay:
 
 
 def median_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """The boundary under which half of all tokens are at home."""
+    """Return the boundary that puts half of all tokens in the short pool."""
     sizes = sorted((one.request.shape.prompt_tokens or 0) + one.output_tokens for one in requests)
     half, below = sum(sizes) / 2, 0
     for size in sizes:

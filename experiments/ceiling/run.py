@@ -1,12 +1,12 @@
 """How many requests per second can one scheduler do, and what breaks first?
 
 Drives the production scheduler through the events of each request, with tenants, two pools and the queues of
-EWSJF. The engines are a queue each (`engines`), so that nearly all of the time goes into the scheduler. CPU
-time is read around each event, so what other processes do hardly counts. Python's garbage collector is tuned
-as it is in the scheduler's own process.
+EWSJF. Each engine is a simple queue (`core`), so nearly all of the time is the scheduler's. CPU time is read
+around each event, so other processes hardly count. Python's garbage collector is tuned as in the scheduler's
+own process.
 
-The first part has a fleet that keeps up, by its size. The second keeps a backlog of one length: a request
-arrives as soon as fewer wait.
+In the first part the fleet is large enough to keep up. In the second the backlog has a constant length: a
+request arrives as soon as fewer are queued.
 """
 
 import gc
@@ -29,23 +29,23 @@ from serve_app.serving.process import keep_memory
 
 _CONTEXT_TOKENS = 32_768
 _KV_BLOCK_TOKENS = 16
-# Nobody's timeout ends, and yet every request has one, as in production.
+# Every request has a timeout, as in production, but none of them ends.
 _TIMEOUT_S = 1_000_000.0
-# Arrivals at the end of a backlog's growth that its cost is read from.
+# Arrivals at the end of the backlog's growth, from which its cost is read.
 _PROBES = 200
 
 
 @settings
 class CeilingSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
         replicas: sizes of fleets that keep up.
-        tenants: among whom all requests are spread.
+        tenants: number of tenants that share all requests.
         waiting: lengths of the backlog, at `waiting_replicas` replicas.
         per_replica_per_s: requests per second for each replica.
-        fill_requests: that arrive before the measurement, for ten replicas; larger fleets get more.
-        requests: that are measured, likewise.
+        fill_requests: arrivals before the measurement for ten replicas; larger fleets get more.
+        requests: measured arrivals, likewise.
     """
 
     replicas: tuple[int, ...]
@@ -62,7 +62,7 @@ class CeilingSettings:
 
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
-    """One fleet after the other, then the backlogs."""
+    """Measure one fleet after another, then the backlogs."""
     keep_memory()
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
@@ -71,7 +71,7 @@ def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
     for waiting in settings.waiting:
         key = {"part": "waiting", "waiting": waiting}
         if not context.has(key):
-            # What an earlier part has freed would be taken for free memory.
+            # A new process, because memory freed by an earlier part would count as free.
             context_of_its_own = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context_of_its_own) as process:
                 figures = process.submit(_waiting, settings, waiting).result()
@@ -83,8 +83,8 @@ def _row(settings: CeilingSettings, key: dict[str, Any], figures: dict[str, Any]
 
 
 def _events(settings: CeilingSettings, replicas: int) -> dict[str, Any]:
-    """The costs of a fleet that keeps up."""
-    # More of a large fleet, so that each of its replicas has some.
+    """Measure the costs of a fleet that keeps up."""
+    # More requests for a large fleet, so that each of its replicas gets some.
     times = max(1.0, (replicas / 10) ** 0.5)
     fill, measured = round(times * settings.fill_requests), round(times * settings.requests)
     trace = _trace(settings, fill + measured + 1, settings.per_replica_per_s * replicas)
@@ -110,7 +110,7 @@ def _figures(costs: Costs) -> dict[str, Any]:
 
 
 def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
-    """Memory, the requests themselves with it, and costs while the backlog stays as long as it is."""
+    """Measure memory, including the requests, and costs at a constant backlog."""
     keep_memory()
     replicas = settings.waiting_replicas
     fill, measured = settings.fill_requests * 2, settings.requests

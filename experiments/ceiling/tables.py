@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ from experiments.common.tables import Table, load_note, markdown
 
 _OF_A_REQUEST = ("arrival", "first token", "finish")
 _KINDS = (*_OF_A_REQUEST, "report")
-# Waiting requests from which the growth of the process is theirs.
+# Backlogs from which the growth of the process is due to the queued requests.
 _MEASURABLE = 100_000
 _NOTE = "Microseconds of CPU time, p50 / mean"
 
 
 def request_us(row: Row) -> float:
-    """CPU time of one request in the core, in microseconds: the means of its events.
+    """Return the CPU time of one request in the core, in microseconds: the sum of its events' means.
 
-    In a backlog reports and wake-ups let requests go as well, and their time is shared out among these.
+    In a backlog, reports and wake-ups also dispatch requests, so all of the time is divided among requests.
     """
     events = row.figures["events_us"]
     if row.key["part"] == "waiting":
@@ -34,7 +34,7 @@ def _event_line(row: Row) -> list[str]:
     report_us = figures["events_us"]["report"]["mean"]
     offered = figures["offered_per_s"]
     asked = (request_us(row) * offered + report_us * figures["reports_per_s"]) / 1e6
-    # Reports come whatever is served: they are taken off before the rest is divided among requests.
+    # Reports arrive at any load: subtract them before dividing the rest among requests.
     ceiling = max(0.0, 1e6 - report_us * figures["reports_per_s"]) / request_us(row)
     totals = [f"{request_us(row):.0f}", f"{asked:.0%}", f"{ceiling:,.0f}"]
     return [f"{row.key['replicas']:,}", f"{offered:,.0f}", *_kinds(row), *totals]

@@ -1,5 +1,5 @@
-"""What experiments share. Read `experiment.py`, then `rows.py` and `tables.py`; the rest serves these three.
+"""Shared code of experiments. Read `experiment.py`, then `rows.py` and `tables.py`.
 
-`run_command.py` and `tables_command.py` are behind `experiments/run` and `experiments/tables`. Experiments
+`run_command.py` and `tables_command.py` implement `experiments/run` and `experiments/tables`. Experiments
 that start applications or engines find helpers in `application.py`, `processes.py` and `open_loop.py`.
 """

@@ -1,4 +1,4 @@
-"""A served application: `python -m serve_app serve` on a free port, started and ended here."""
+"""Served application: `python -m serve_app serve` on a free port, started and stopped here."""
 
 import contextlib
 import json
@@ -27,24 +27,24 @@ from serve_app.settings.checking.serve_file import NO_PROXY
 _ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 30.0
-# How the console of `serve` says that everything runs.
+# The console of `serve` reports with this text that everything runs.
 _READY = "Ready after "
-# Of the ports that two processes with neighbouring ids try first.
+# Distance of the ports that processes with neighbouring PIDs try first.
 _APART = 101
 _TAIL_CHARACTERS = 2_000
-# Gateways of applications take theirs above.
+# Gateways of applications use higher ports.
 _PORTS = range(17_000, 20_000)
 _ONE_GATEWAY = MappingProxyType({"replicas": 1, "num_cpus": 0.2})
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """An application that takes requests.
+    """A running application.
 
     Attributes:
-        name: of the application, as Ray Serve knows it.
-        pid: of its supervisor; the processes of Ray descend from it.
-        folder: where Ray keeps what belongs to it; removed when the next one takes its port.
+        name: name of the application in Ray Serve.
+        pid: PID of its supervisor, the ancestor of Ray's processes.
+        folder: Ray's files for it; removed when the next application uses its port.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Application:
     folder: Path
 
     def fetched(self, path: str, *, post: bool = False) -> str:
-        """The body under a path, asked for as an admin."""
+        """Return the body of a path, requested as an admin."""
         request = urllib.request.Request(  # noqa: S310 - our own
             f"{self.url}{path}", method="POST" if post else "GET", headers=self.admin_headers()
         )
@@ -70,12 +70,12 @@ class Application:
         return document if "replicas" in document else {}
 
     def admin_headers(self) -> dict[str, str]:
-        """The headers of a request by an admin; none before the application has begun to start."""
+        """Return admin request headers; empty before the application starts."""
         key = read_admin_key(self.folder)
         return {"authorization": f"Bearer {key}"} if key else {}
 
     def log_lines(self, deployment: str) -> list[str]:
-        """What the replicas of a deployment have logged so far."""
+        """Return the log lines of a deployment's replicas so far."""
         logs = self.folder.glob(f"ray/session_latest/logs/serve/replica_{self.name}_{deployment}*.log")
         return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
 
@@ -95,11 +95,11 @@ def served_application(
     environment: Mapping[str, str] = MappingProxyType({}),
     start_timeout_s: float = _START_TIMEOUT_S,
 ) -> Iterator[Application]:
-    """Serve the application of a configuration on a free port; yields once requests are taken.
+    """Serve the application of a configuration on a free port; yield once it accepts requests.
 
     Args:
         config: of `serve run`, with one application.
-        environment: further variables of its processes.
+        environment: additional variables of its processes.
 
     Raises:
         BenchError: it does not start; the message ends with the last lines of its logs.
@@ -138,10 +138,10 @@ def serve_config(
     port: int = 0,
     proxy_location: str = NO_PROXY,
 ) -> dict[str, Any]:
-    """The configuration of `serve run` for an application.
+    """Return the configuration of `serve run` for an application.
 
     Args:
-        args: of the application; without `gateways` it has one, with few of the machine's cores.
+        args: of the application; without `gateways` it gets one, with few of the machine's cores.
         proxy_location: where Ray Serve runs proxies; nowhere by default, as in the examples.
     """
     return {
@@ -160,21 +160,21 @@ def serve_config(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, below those that the kernel gives out by itself."""
+    """Return a port that is free now, below the kernel's ephemeral ports."""
     for port in free_ports():
         return port
     raise BenchError(f"no free port between {_PORTS.start:,} and {_PORTS.stop:,}")
 
 
 def free_ports() -> Iterator[int]:
-    """One after the other, each like that of `free_port`."""
-    # Processes that begin together have neighbouring ids; what they start may listen only later.
+    """Yield one port after another as `free_port` does."""
+    # Processes that start together have neighbouring PIDs, and their children may listen only later.
     first = _PORTS.start + os.getpid() * _APART % (len(_PORTS) // 2)
     return (port for port in range(first, _PORTS.stop) if is_free(port))
 
 
 def _environment() -> dict[str, str]:
-    """What the processes of an application inherit: no other cluster, and patience on a busy machine."""
+    """Return the environment of the processes: no other cluster, long timeouts for busy machines."""
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {
         **inherited,
@@ -191,7 +191,8 @@ def _wait_until_ready(
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise BenchError(f"it ended with status {process.returncode}:\n{_tail(output, served.folder)}")
-        # The first gateway may answer while others still start, and `serve` takes a death for a failed start.
+        # The first gateway may answer while others still start, and `serve` treats a death in a start as
+        # failure.
         if _READY in output.read_text(encoding="utf-8", errors="replace"):
             with contextlib.suppress(OSError):
                 served.fetched("/ready")
@@ -201,7 +202,7 @@ def _wait_until_ready(
 
 
 def _tail(output: Path, folder: Path) -> str:
-    """The ends of the logs that state why an application did not start."""
+    """Return the last lines of the logs that explain a failed start."""
     logs = (output, *folder.glob("*.log"), *folder.glob("ray/session_latest/logs/serve/*.log"))
     return "\n".join(
         f"--- {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARACTERS:]}"
@@ -210,7 +211,7 @@ def _tail(output: Path, folder: Path) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, which ends its Ray cluster; what is left of that after a while is killed."""
+    """Stop it and its Ray cluster; after a while, kill what is left."""
     family = process_tree(process.pid)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _END_TIMEOUT_S

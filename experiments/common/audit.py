@@ -1,4 +1,4 @@
-"""Streamed requests at a steady rate as their clients see them, and the account of their ends."""
+"""Steady streamed requests from the clients' view, and an audit of their ends."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ ENDS = (
     "swapped or of a wrong length",
     "lost",
 )
-"""How a request may end; the last three must never happen. Connections break with their gateway."""
+"""Possible ends of a request; the last three must never occur. Connections break with their gateway."""
 
 
 SUMMARY = (
@@ -35,7 +35,7 @@ SUMMARY = (
     ),
     "lost, doubled, cut without a sign, or swapped",
 )
-"""Headings of a short account; see `summary`."""
+"""Headings of a short audit; see `summary`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Ended:
 
     Attributes:
         end: one of `ENDS`.
-        detail: status or error, for whoever looks for the reason.
+        detail: status or error, to find the cause.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Ended:
 
 
 def body_of(name: str, tokens: int, model: str = "demo") -> dict[str, Any]:
-    """Asks for so many tokens, by which the answer is known."""
+    """Return a request for exactly this many tokens, which identify its answer."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": f"{name}: tell me something."}],
@@ -68,7 +68,7 @@ def body_of(name: str, tokens: int, model: str = "demo") -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Heard:
-    """What has come of an answer so far."""
+    """The received part of an answer."""
 
     text: str = ""
     tokens: int = 0
@@ -76,7 +76,7 @@ class Heard:
     errors: int = 0
 
     def take(self, line: str) -> None:
-        """Take a line of the stream."""
+        """Add a line of the stream."""
         if line == "data: [DONE]":
             self.ends += 1
         elif line.startswith("data: "):
@@ -86,7 +86,7 @@ class Heard:
             self.text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
     def end(self, tokens: int, text: str | None) -> tuple[str, str]:
-        """How a stream that came to its end has ended; see `asked`."""
+        """Return end and detail of a complete stream; see `asked`."""
         if self.errors:
             return ENDS[2], ""
         if self.ends != 1:
@@ -105,11 +105,11 @@ async def asked(
     text: str | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, str]:
-    """Send one request; its end and the detail.
+    """Send one request; return its end and the detail.
 
     Args:
-        text: what the whole answer must say, where the engine says what its caller can know.
-        headers: besides the request's id.
+        text: expected text of the whole answer, for engines with predictable text.
+        headers: besides the request's ID.
     """
     heard, begun = Heard(), False
     try:
@@ -135,21 +135,21 @@ async def asked(
 
 
 NO_LIMIT = httpx.Limits(max_connections=None)
-"""Limits of a client that sends at a steady rate, whatever the number of open answers."""
+"""No connection limit: a client with a steady rate has any number of open answers."""
 
 
 @dataclass(slots=True)
 class SteadyTraffic:
-    """Requests at a steady rate; neighbours differ in length, so that a swapped answer shows.
+    """Requests at a steady rate; neighbours differ in length, which reveals swapped answers.
 
     Args:
-        label: begins the names of the requests.
-        client: gives the one by which the next request goes.
-        lengths: number of different lengths, the shortest of 20 tokens.
-        headers: of a request that is sent now.
+        label: prefix of the requests' names.
+        client: returns the HTTP client for the next request.
+        lengths: number of different lengths; the shortest is 20 tokens.
+        headers: returns the current request headers.
 
     Attributes:
-        late_s: how long after its time each request was sent.
+        late_s: delay of each request behind its scheduled time.
     """
 
     label: str
@@ -162,7 +162,7 @@ class SteadyTraffic:
     began: float = field(default_factory=time.monotonic)
 
     async def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Send requests until the work is over, and wait for what is open then."""
+        """Send requests until the work is done, then wait for open ones."""
         working = asyncio.create_task(work)
         sent: set[asyncio.Task[None]] = set()
         number = 0
@@ -191,8 +191,8 @@ def ends_of(ended: Sequence[Ended], log: Iterable[str], prefix: str) -> dict[str
     """Return the ends of requests and the messages that clients received.
 
     Args:
-        log: the lines of all gateways.
-        prefix: begins the names of the requests.
+        log: log lines of all gateways.
+        prefix: prefix of the requests' names.
     """
     details = Counter(f"{one.end}: {one.detail}" for one in ended if one.detail)
     return {
@@ -204,7 +204,7 @@ def ends_of(ended: Sequence[Ended], log: Iterable[str], prefix: str) -> dict[str
 
 
 def answered_twice(lines: Iterable[str], prefix: str) -> int:
-    """Requests that gateways say to have completed more than once, by the beginning of their names."""
+    """Count the requests that gateways logged as completed more than once, by the prefix of their names."""
     completed = (
         re.search(r"event=concluded outcome=completed .* client_request_id=(\S+)", line) for line in lines
     )
@@ -213,13 +213,13 @@ def answered_twice(lines: Iterable[str], prefix: str) -> int:
 
 
 def account(ended: Iterable[Ended]) -> dict[str, int]:
-    """How many ended in each way."""
+    """Count the requests by kind of end."""
     found = Counter(one.end for one in ended)
     return {end: found[end] for end in ENDS}
 
 
 def summary(figures: Mapping[str, Any]) -> list[str]:
-    """The figures of a row, with `sent`, `ends` and `answered_twice`, under the headings of `SUMMARY`."""
+    """Return the cells under `SUMMARY` for a row with `sent`, `ends` and `answered_twice`."""
     ends = figures["ends"]
     answered, rejected, told, before, midway, *never = (ends[end] for end in ENDS)
     counts = (
@@ -234,7 +234,7 @@ def summary(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _rejection(status: int, content: bytes) -> tuple[str, str]:
-    """A rejection has a reason that a client can read."""
+    """Return the end of a rejection, which must have a readable reason."""
     try:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):

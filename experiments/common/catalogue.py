@@ -1,4 +1,4 @@
-"""The experiments of a package: which there are, and the files of each."""
+"""Catalogue of a package's experiments and their files."""
 
 import ast
 import importlib
@@ -15,25 +15,25 @@ from serve_app.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Experiments are sub-packages that have a `run.py`.
+    """Experiments: the sub-packages with a `run.py`.
 
     Attributes:
-        package: that holds them, importable.
+        package: importable package that contains them.
     """
 
     package: str = "experiments"
 
     @property
     def root(self) -> Path:
-        """The package's folder."""
+        """Return the package's folder."""
         return Path(str(importlib.import_module(self.package).__file__)).parent
 
     def names(self) -> list[str]:
-        """All experiments, in order of their names."""
+        """Return all experiments, sorted by name."""
         return sorted(path.parent.name for path in self.root.glob(f"*/{Experiment.FILE}"))
 
     def folder(self, name: str) -> Path:
-        """Where an experiment lives.
+        """Return the folder of an experiment.
 
         Raises:
             SettingsError: there is no such experiment.
@@ -43,26 +43,26 @@ class Catalogue:
         return self.root / name
 
     def experiment(self, name: str) -> Experiment[Any]:
-        """What `run.py` defines."""
+        """Return the experiment that `run.py` defines."""
         found: Experiment[Any] = self._module(name, "run").EXPERIMENT
         return found
 
     def tables(self, name: str) -> Mapping[str, Table]:
-        """What `tables.py` defines."""
+        """Return the tables that `tables.py` defines."""
         found: Mapping[str, Table] = self._module(name, "tables").TABLES
         return found
 
     def question(self, name: str) -> str:
-        """The first line of what `run.py` says of itself; read, not imported, which takes seconds for all."""
+        """Return the first docstring line of `run.py`; it is parsed, since importing all takes seconds."""
         source = (self.folder(name) / Experiment.FILE).read_text(encoding="utf-8")
         return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
     def config(self, name: str) -> Path:
-        """What is played."""
+        """Return the file of settings."""
         return self.folder(name) / "config.yaml"
 
     def results(self, name: str) -> Path:
-        """What was measured."""
+        """Return the file of results."""
         return self.folder(name) / "results.jsonl"
 
     def _module(self, name: str, part: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Settings of an experiment: `config.yaml`, changed by `--quick` and `--set`, checked and recorded."""
+"""Settings of an experiment: `config.yaml` with the changes of `--quick` and `--set`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,19 @@ from serve_app.lab.simulation.scheduler_settings import plant
 S = TypeVar("S")
 
 QUICK = "quick"
-"""Key of `config.yaml` that holds what `--quick` changes."""
+"""Key of `config.yaml` with the changes of `--quick`."""
 
 
 def read_settings(path: Path, settings: type[S], *, quick: bool = False, changes: Sequence[str] = ()) -> S:
     """Read a configuration.
 
     Args:
-        settings: the dataclass that it holds.
-        quick: apply what stands under `quick`.
-        changes: of single settings, as `path.to.key=VALUE` with the value in YAML.
+        settings: the dataclass in the file.
+        quick: apply the changes under `quick`.
+        changes: single settings, as `path.to.key=VALUE` with the value in YAML.
 
     Raises:
-        SettingsError: the file is none; the message names what is wrong.
+        SettingsError: the file is invalid; the message names the mistake.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -42,13 +42,13 @@ def read_settings(path: Path, settings: type[S], *, quick: bool = False, changes
 
 
 def as_json(settings: object) -> dict[str, Any]:
-    """All settings, resolved, as a row holds them."""
+    """Return all settings, resolved, as a row records them."""
     document: dict[str, Any] = TypeAdapter(type(settings)).dump_python(settings, mode="json")
     return document
 
 
 def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with changes; mappings are merged, all else is replaced."""
+    """Return the document with changes; mappings are merged, other values replaced."""
     result = dict(document)
     for name, value in changes.items():
         there = result.get(name)

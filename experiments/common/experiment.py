@@ -1,4 +1,4 @@
-"""An experiment: typed settings, and a function that plays them and yields measurements."""
+"""Experiment: typed settings, and a function that yields measurements."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One row as an experiment makes it; the framework adds commit, machine and time.
+    """One row as an experiment produces it; the framework adds commit, machine and time.
 
     Attributes:
-        key: what tells this row from the others, such as `{"load": 0.9, "policy": "fcfs"}`.
-        figures: what was measured, as JSON. A list over seeds is in the order of `seeds`.
+        key: identifies the row in the experiment, such as `{"load": 0.9, "policy": "fcfs"}`.
+        figures: results, as JSON. A list over seeds is in the order of `seeds`.
         seeds: empty where nothing was drawn.
-        traces: where the requests came from.
+        traces: origin of the requests.
         settings: of this row alone, as JSON; None records all settings of the experiment.
     """
 
@@ -31,18 +31,18 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What `play` is told besides its settings.
+    """Arguments of `play` besides its settings.
 
     Attributes:
-        jobs: processes that may compute at the same time.
-        kept: keys of rows that are there already, since an earlier play is resumed.
+        jobs: number of processes that may compute in parallel.
+        kept: keys of rows that an earlier, now resumed run measured.
     """
 
     jobs: int
     kept: Sequence[Key] = ()
 
     def has(self, key: Key) -> bool:
-        """Whether this row need not be measured; a row that is yielded all the same is dropped."""
+        """Return whether this row exists already; if it is yielded again, it is dropped."""
         return key in self.kept
 
 
@@ -52,13 +52,13 @@ def _always() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Generic[S]):
-    """What `experiments/NAME/run.py` defines as `EXPERIMENT`.
+    """Type of `EXPERIMENT` in `experiments/NAME/run.py`.
 
     Attributes:
-        settings: a frozen dataclass; `config.yaml` holds its fields.
-        play: measures, and yields a row as soon as it is known.
-        unavailable: says why the experiment cannot be played on this machine; None when it can.
-        only_by_name: why `--all` leaves it out all the same; empty when it does not.
+        settings: a frozen dataclass; `config.yaml` has its fields.
+        play: measures, and yields each row as soon as it is complete.
+        unavailable: returns why the experiment cannot run on this machine, or None if it can.
+        only_by_name: why `--all` still leaves it out; empty if it does not.
     """
 
     FILE: ClassVar[str] = "run.py"

@@ -1,12 +1,12 @@
-"""Light endpoints in a process of their own: they tell their load as vLLM does, and answer at no cost.
+"""Light endpoints in a separate process: report load as vLLM does, and answer at almost no cost.
 
-Lines on the standard input open and close ports and say what is answered from then on:
+Lines on standard input open and close ports and set the answers:
 
     open PORT CONTEXT         serves there; CONTEXT is the context limit in tokens
-    answer CHUNKS PACE_MS     streams of so many chunks, one in each pace; 0 chunks ask for a whole answer
+    answer CHUNKS PACE_MS     streams of this many chunks, one per pace; 0 chunks for a whole answer
 
-Chunks without a pace are written one by one, as fast as the loop turns. With a pace, one tick writes the next
-chunk of every stream, as the step of an engine does.
+Chunks without a pace are written one by one, as fast as the loop runs. With a pace, one tick writes the next
+chunk of every stream, as an engine step does.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ import uvloop
 MODEL = "light"
 _ROOT = Path(__file__).resolve().parents[2]
 _CHUNKS, _PACE_MS = 8, 2.0
-# Of a body, for each token: what a client's words have with common tokenizers.
+# Bytes of body per token, as common tokenizers have for a client's words.
 _BYTES_PER_TOKEN = 5
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _OPENING = b'{"id":"chatcmpl-light","object":"chat.completion.chunk","created":1,"model":"light",'
-# A page of vLLM has about so many bytes; nearly all of them are buckets of histograms.
+# Approximate size of vLLM's page; nearly all of it is histogram buckets.
 _PAGE_BYTES = 55_000
 
 
 @dataclass
 class LightServers:
-    """The process of the endpoints, as its parent holds it."""
+    """Parent's handle of the endpoints' process."""
 
     process: "subprocess.Popen[str]"
 
     def tell(self, verb: str, *values: float) -> None:
-        """Send one of the lines above, and wait until it is carried out."""
+        """Send one of the lines above, and wait until it is executed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{' '.join(map(str, (verb, *values)))}\n")
@@ -48,7 +48,7 @@ class LightServers:
 
 @contextmanager
 def started_light_servers() -> Iterator[LightServers]:
-    """The process without endpoints yet; it ends with the block."""
+    """Start the process without endpoints; it ends with the block."""
     with subprocess.Popen(
         [sys.executable, "-m", "experiments.common.light_endpoint"],
         cwd=_ROOT,
@@ -63,7 +63,7 @@ def started_light_servers() -> Iterator[LightServers]:
 
 
 def page_with(running: int, steps: int) -> bytes:
-    """A page of metrics."""
+    """Return a metrics page."""
     labels = '{engine="0",model_name="light"}'
     wanted = {
         "vllm:num_requests_running": running,
@@ -103,7 +103,7 @@ _DONE = _event(b"[DONE]") + b"0\r\n\r\n"
 
 
 class _Answers:
-    """What is answered now, and the clock of the streams that have a pace."""
+    """The current answer, and the clock of paced streams."""
 
     def __init__(self) -> None:
         self.chunks = _CHUNKS
@@ -112,7 +112,7 @@ class _Answers:
         self._waiting: list[Callable[[], None]] = []
 
     def next(self, write: Callable[[], None]) -> None:
-        """Have a stream's next chunk written when its time comes."""
+        """Write a stream's next chunk when it is due."""
         if not self.pace_s:
             self._loop.call_soon(write)
             return
@@ -127,7 +127,7 @@ class _Answers:
 
 
 class _Endpoint:
-    """One endpoint: a port, and what runs there."""
+    """One endpoint: a port and its running requests."""
 
     def __init__(self, answers: _Answers, context_tokens: int) -> None:
         self.answers = answers
@@ -140,13 +140,13 @@ class _Endpoint:
 
 
 class _Connection(asyncio.Protocol):
-    """One client of an endpoint; requests come one after the other."""
+    """One client connection; its requests arrive one after another."""
 
     def __init__(self, endpoint: _Endpoint) -> None:
         self._endpoint = endpoint
         self._transport: asyncio.Transport | None = None
         self._head = b""
-        # Of the body under way: its length, and what is still to come. Its bytes are counted and dropped.
+        # Length of the current body, and the bytes still to come. They are counted and dropped.
         self._length = 0
         self._missing = 0
         self._left = 0
@@ -229,7 +229,7 @@ class _Connection(asyncio.Protocol):
 
 
 def content_length(head: bytes) -> int | None:
-    """Return the length of a body by the head of its message; None if it states none."""
+    """Return the body length from a message's head; None if the head does not state it."""
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             return int(line[15:])

@@ -1,4 +1,4 @@
-"""An application on a Ray cluster of several nodes on this machine, seen from outside."""
+"""Application on a Ray cluster of several nodes on this machine, seen from outside."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ NAME = "nodes"
 _DEPLOY_TIMEOUT_S = 300.0
 _READY_TIMEOUT_S = 120.0
 _POLL_S = 0.2
-# A new head may come so late that raylets would have given up by Ray's own 60 s.
+# A new head may start so late that raylets would give up by Ray's default of 60 s.
 _PATIENCE = MappingProxyType({"RAY_gcs_rpc_server_reconnect_timeout_s": "600"})
 
-# In a process of its own: this one may belong to several clusters, one after the other.
+# In a separate process: this one may use several clusters in succession.
 _PLACEMENT_GROUPS = """
 import json, sys
 import ray
@@ -41,26 +41,26 @@ class NodeApplication:
     """One application on a cluster.
 
     Attributes:
-        config: of Ray Serve, as it was deployed.
+        config: deployed configuration of Ray Serve.
     """
 
     cluster: NodeCluster
     config: Mapping[str, Any]
 
     def status(self) -> dict[str, Any]:
-        """The scheduler's, by way of any node; empty while nobody gives one."""
+        """Return the scheduler's status through any node; empty while no node returns it."""
         up = (name for name, node in self.cluster.nodes.items() if node.is_up)
         found = (self.cluster.application(NAME, name).status() for name in up)
         return next(filter(None, found), {})
 
     def is_whole(self) -> bool:
-        """Whether the scheduler knows all gateways, and has fresh reports of every replica."""
+        """Return whether the scheduler knows all gateways, and has fresh reports of every replica."""
         args = self.config["applications"][0]["args"]
         replicas = sum(pool["replicas"] for pool in args["models"][0]["pools"])
         return is_whole(self.status(), replicas, args["gateways"]["replicas"])
 
     def entrances(self) -> list[str]:
-        """The nodes with a gateway that is ready."""
+        """Return the nodes with a ready gateway."""
         found = []
         for name, node in self.cluster.nodes.items():
             if node.is_up:
@@ -70,7 +70,7 @@ class NodeApplication:
         return found
 
     def node_of(self, deployment: str) -> str:
-        """The node of a deployment's only replica.
+        """Return the node of a deployment's only replica.
 
         Raises:
             BenchError: it has none or several.
@@ -81,11 +81,11 @@ class NodeApplication:
         return found[0]
 
     def nodes_of(self, deployment: str) -> list[str]:
-        """The nodes of a deployment's replicas, one entry for each."""
+        """Return the nodes of a deployment's replicas, one entry for each."""
         return sorted(self.cluster.replicas(f"{NAME}:{deployment}").values())
 
     def placement_groups(self) -> list[dict[str, Any]]:
-        """Ray's own table of those that exist now."""
+        """Return Ray's table of current placement groups."""
         found = subprocess.run(
             [sys.executable, "-c", _PLACEMENT_GROUPS, self.cluster.address],
             capture_output=True,
@@ -97,13 +97,13 @@ class NodeApplication:
         return groups
 
     def kill_replica(self, deployment: str) -> int:
-        """Kill the process of one replica; its id."""
+        """Kill the process of one replica; return its PID."""
         pid = min(self.cluster.replicas(f"{NAME}:{deployment}"))
         psutil.Process(pid).kill()
         return pid
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-        """Wait for a condition; how many seconds that took.
+        """Wait for a condition; return the seconds.
 
         Raises:
             BenchError: it took too long.
@@ -122,13 +122,13 @@ def served_on_nodes(
     args: Mapping[str, Any],
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[NodeApplication]:
-    """Serve an application on a new cluster; yields once it is whole.
+    """Serve an application on a new cluster; yield once it is complete.
 
-    Ray's control service keeps its knowledge in a Valkey server, so that the head may die as well.
+    Ray's control service stores its state in a Valkey server, so that the head may die as well.
 
     Args:
         args: of the application, with fixed numbers of replicas.
-        environment: further variables of all nodes.
+        environment: additional variables of all nodes.
 
     Raises:
         BenchError: it does not start.

@@ -1,9 +1,9 @@
-"""A node of a cluster on this machine: `ray start --block` and all that it starts, as one tree of processes.
+"""Cluster node on this machine: `ray start --block` and its descendants as one process tree.
 
     python -m experiments.common.node_keeper ray start ...
 
-The tree ends as a machine or a pod does: when its first process ends, or whoever started the keeper, whatever
-is left is killed.
+The tree ends as a machine or a pod does: when its first process or the keeper's parent ends, the rest is
+killed.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ _END_TIMEOUT_S = 30.0
 
 
 def main() -> int:
-    """Run the command of the arguments until it ends, or until standard input does."""
+    """Run the command of the arguments until it or standard input ends."""
     adopt_orphans()
-    # The arguments are those of whoever wrote the experiment.
+    # The arguments come from the experiment.
     first = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
     status = _reap_until_ended(first.pid)
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _end_with_starter() -> None:
-    # Not through a buffer, whose lock would be held when this process ends.
+    # Unbuffered: a buffer's lock would be held when this process ends.
     while os.read(0, 1_024):
         pass
     end_descendants(_END_TIMEOUT_S)
@@ -37,7 +37,7 @@ def _end_with_starter() -> None:
 
 
 def _reap_until_ended(pid: int) -> int:
-    """Wait for one child, and for orphans that have become children meanwhile."""
+    """Wait for one child, and for orphans that are adopted in between."""
     with contextlib.suppress(ChildProcessError):
         while True:
             ended, status = os.waitpid(-1, 0)

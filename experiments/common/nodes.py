@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: each is a `ray start` of its own, and dies like one."""
+"""Ray cluster of several nodes on this machine: each is a separate `ray start` that can die alone."""
 
 import contextlib
 import json
@@ -38,11 +38,11 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What a node says that it has.
+    """Specification of a node.
 
     Attributes:
-        name: short, since it is part of the paths of sockets.
-        resources: custom ones, by which pools are bound to nodes.
+        name: short, because socket paths contain it.
+        resources: custom ones, which bind pools to nodes.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RunningNode:
     """One start of a node.
 
     Attributes:
-        keeper: the process below which all others of the node are.
+        keeper: the ancestor of the node's processes.
         url: of the gateways on it.
     """
 
@@ -66,7 +66,7 @@ class RunningNode:
     halted: bool = False
 
     def processes(self, name: str | None = None) -> list[psutil.Process]:
-        """All of them but the keeper, or those of this name."""
+        """Return its processes except the keeper, optionally only those of this name."""
         try:
             family = psutil.Process(self.keeper.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -75,7 +75,7 @@ class RunningNode:
 
     @property
     def is_up(self) -> bool:
-        """Whether it runs, and was not halted."""
+        """Return whether it runs and was not halted."""
         return self.keeper.poll() is None and not self.halted
 
     def kill(self) -> None:
@@ -91,7 +91,7 @@ class RunningNode:
             raise BenchError(f"node {self.spec.name} does not end: {self.processes()}")
 
     def halt(self) -> None:
-        """Stop it and leave its connections open: nobody is told, as when its network is gone."""
+        """Stop it and leave its connections open without notice, as a network failure does."""
         self.halted = True
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -99,11 +99,11 @@ class RunningNode:
 
 
 class NodeCluster:
-    """Nodes that can be killed and started again; use as a context manager, which leaves no process behind.
+    """Nodes that can be killed and restarted; a context manager that leaves no process behind.
 
     Args:
-        workers: besides the head, without cores, where Serve's controller and perhaps a gateway run.
-        environment: further variables of all nodes, such as the store of Ray's control service.
+        workers: besides the head, which has no cores and runs Serve's controller and perhaps a gateway.
+        environment: additional variables of all nodes, such as the store of Ray's control service.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class NodeCluster:
 
     @property
     def address(self) -> str:
-        """Of Ray's control service."""
+        """Return the address of Ray's control service."""
         return f"127.0.0.1:{self.gcs_port}"
 
     def __enter__(self) -> "NodeCluster":
@@ -144,13 +144,13 @@ class NodeCluster:
         self.stop()
 
     def start(self, *names: str) -> None:
-        """Start nodes, or start them again after their death; what they kept on disk is lost.
+        """Start nodes, or restart them after their death; their data on disk is lost.
 
-        One that does not start is started again some times, as a supervisor does: Ray itself gives up after
-        fifteen seconds without its agents, which a busy machine may need.
+        A failing start is repeated some times, as a supervisor does: Ray itself gives up after fifteen
+        seconds without its agents, which a busy machine may need.
 
         Raises:
-            BenchError: one does not start; the message has its last words.
+            BenchError: a node does not start; the message has its last log lines.
         """
         for left in reversed(range(_ATTEMPTS)):
             for name in names:
@@ -164,17 +164,17 @@ class NodeCluster:
         self.nodes[name].kill()
 
     def kill_control_service(self) -> None:
-        """End the head's `gcs_server` alone."""
+        """End only the head's `gcs_server`."""
         (server,) = self.nodes[HEAD].processes(_GCS_SERVER)
         server.send_signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End all nodes; what they have logged stays until the next cluster takes the port."""
+        """End all nodes; their logs stay until the next cluster uses the port."""
         with ThreadPoolExecutor() as threads:
             list(threads.map(RunningNode.kill, self.nodes.values()))
 
     def replicas(self, deployment: str) -> dict[int, str]:
-        """The nodes of a deployment's replicas, by process; halted nodes have none.
+        """Return the nodes of a deployment's replicas, by process; halted nodes have none.
 
         Args:
             deployment: the beginning of `APPLICATION:DEPLOYMENT`.
@@ -187,21 +187,21 @@ class NodeCluster:
         return found
 
     def urls(self) -> list[str]:
-        """The addresses of nodes that are up."""
+        """Return the addresses of running nodes."""
         return [node.url for node in self.nodes.values() if node.is_up]
 
     def application(self, name: str, node: str = HEAD) -> Application:
-        """An application as seen through one node's address."""
+        """Return an application as seen through one node's address."""
         running = self.nodes[node]
         return Application(name, running.keeper.pid, running.url, self.folder)
 
     def log_lines(self, application: str, deployment: str) -> list[str]:
-        """What the replicas of a deployment have logged so far, those of dead nodes included."""
+        """Return the log lines of a deployment's replicas so far, including those of dead nodes."""
         logs = self.folder.glob(f"*/session_2*/logs/serve/replica_{application}_{deployment}*.log")
         return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
 
     def environment(self, name: str) -> dict[str, str]:
-        """What the processes of a node inherit; its ports are its own, since all nodes share an address."""
+        """Return the environment of a node; its ports are unique, because all nodes share an address."""
         port = self._urls_port[name]
         inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
@@ -210,7 +210,7 @@ class NodeCluster:
 
     @property
     def head_port(self) -> int:
-        """The HTTP port of the head, which is that of the application's configuration."""
+        """Return the HTTP port of the head, which the application's configuration names."""
         return self._urls_port[HEAD]
 
     def _begin(self, name: str) -> RunningNode:
@@ -234,7 +234,7 @@ class NodeCluster:
     def _command(self, name: str, folder: Path) -> list[str]:
         spec = self._specs[name]
         options: dict[str, Any] = {
-            # Any free ones: the usual range would hold those that are chosen here.
+            # Any free ports: the usual range would contain those chosen here.
             "min-worker-port": 0,
             "max-worker-port": 0,
             "num-cpus": spec.num_cpus,
@@ -265,7 +265,7 @@ def _is_running(process: psutil.Process, name: str | None) -> bool:
 
 
 def _has_started(node: RunningNode, *, last: bool) -> bool:
-    """Wait until it has, or cannot any more.
+    """Wait until it has started, or cannot any more.
 
     Raises:
         BenchError: it was the last attempt.
@@ -276,7 +276,7 @@ def _has_started(node: RunningNode, *, last: bool) -> bool:
         text = node.output.read_text(encoding="utf-8", errors="replace")
         if _STARTED in text:
             return True
-        # `ray start` goes on to wait for one that has ended.
+        # `ray start` keeps waiting for a raylet that has ended.
         if node.keeper.poll() is not None or (had_raylet and not has_raylet):
             break
         had_raylet = had_raylet or has_raylet

@@ -1,4 +1,4 @@
-"""Plays a trace against an endpoint over HTTP: each request is sent at its time, however slow answers are."""
+"""Open-loop load over HTTP: each request of a trace is sent at its time, however slow answers are."""
 
 import uvloop
 
@@ -8,12 +8,12 @@ from serve_app.lab.workloads.trace import Trace
 
 
 def play_trace(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 600.0) -> LoadResult:
-    """All requests to their end; `timeout_s` limits each."""
+    """Play all requests to their end; `timeout_s` limits each."""
     return uvloop.run(drive(url, bodies, trace, timeout_s))
 
 
 async def drive(url: str, bodies: BodySettings, trace: Trace, timeout_s: float = 600.0) -> LoadResult:
-    """The same inside an event loop, for callers that watch something meanwhile."""
+    """Play the trace inside an event loop, for callers that measure something in parallel."""
     target = Target.parse(url)
     pool = ConnectionPool(target)
     try:
@@ -24,7 +24,7 @@ async def drive(url: str, bodies: BodySettings, trace: Trace, timeout_s: float =
 
 
 def all_completed(load: LoadResult) -> LoadResult:
-    """The same result.
+    """Return the same result.
 
     Raises:
         BenchError: a request did not complete.

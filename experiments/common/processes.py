@@ -1,4 +1,4 @@
-"""CPU time of a process and its descendants, by the role of each."""
+"""CPU time of process trees, by the role of each process."""
 
 import contextlib
 import time

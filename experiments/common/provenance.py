@@ -1,4 +1,4 @@
-"""Where figures come from: the code's commit, the machine, the requests that were played."""
+"""Origin of figures: commit, machine and requests."""
 
 import hashlib
 import platform
@@ -11,16 +11,16 @@ from serve_app.core.settings_base import settings
 from serve_app.lab.provenance import commit, hardware, load_average
 from serve_app.lab.workloads.catalog import WorkloadSettings, trace_file
 
-# Rows and documents change no behaviour, so that several experiments can be played one after the other.
+# Rows and documents change no behaviour, so several experiments can run in succession.
 _NO_CODE = (":!experiments/*/results.jsonl", ":!*.md")
 
 
 @settings
 class TraceSource:
-    """Where requests came from.
+    """Origin of requests.
 
     Attributes:
-        sha256: of the trace file; None says that lengths were generated.
+        sha256: of the trace file; None for generated lengths.
     """
 
     name: str
@@ -29,10 +29,10 @@ class TraceSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What figures were measured on.
+    """The machine of a measurement.
 
     Attributes:
-        load_average: runnable processes over the last 1, 5 and 15 minutes, our own among them.
+        load_average: runnable processes over the last 1, 5 and 15 minutes, including the experiment's.
     """
 
     processor: str
@@ -44,25 +44,25 @@ class Machine:
 
 
 def code_commit() -> str | None:
-    """The commit, with `+changes` when tracked code differs from it; None outside a checkout."""
+    """Return the commit, with `+changes` if tracked code differs from it; None outside a checkout."""
     return commit(ignore=_NO_CODE)
 
 
 def this_machine() -> Machine:
-    """This one, as busy as it is now."""
+    """Return this machine with its current load."""
     facts: dict[str, Any] = hardware()
-    # The kernel's version alone: what a distribution appends to it tells a reader nothing.
+    # Only the kernel's version: a distribution's suffix means nothing to readers.
     facts["system"] = f"{platform.system()} {platform.release().partition('-')[0]}"
     return Machine(**facts, load_average=tuple(load_average() or ()))
 
 
 def now_utc() -> str:
-    """The time, to the second."""
+    """Return the time, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def trace_sources(trace: str) -> tuple[TraceSource, ...]:
-    """Where a workload comes from on this machine.
+    """Return the origin of a workload on this machine.
 
     Args:
         trace: a name of `lab.workloads.catalog` or a path; several joined by `+`.
@@ -71,7 +71,7 @@ def trace_sources(trace: str) -> tuple[TraceSource, ...]:
 
 
 def generated(name: str) -> tuple[TraceSource, ...]:
-    """A workload that is always generated."""
+    """Return the origin of a workload that is always generated."""
     return (TraceSource(name=name),)
 
 
@@ -79,5 +79,5 @@ def _source(name: str) -> TraceSource:
     path = trace_file(WorkloadSettings(trace=name))
     if path is None:
         return TraceSource(name=name)
-    # The name of a path: where it lies is nobody's business.
+    # Only the file name: the local path is private.
     return TraceSource(name=Path(name).name, sha256=hashlib.sha256(path.read_bytes()).hexdigest())

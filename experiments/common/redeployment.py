@@ -1,4 +1,4 @@
-"""A served application gets other settings, as `serve deploy` hands them to Ray Serve's controller."""
+"""Redeployment of a served application through Ray Serve's controller, as `serve deploy` does it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from serve_app.lab.bench.connection import BenchError
 
 _TIMEOUT_S = 240.0
 _ADDRESS = "--gcs-address="
-# In a process of its own: this one may belong to several clusters, one after the other.
+# In a separate process: this one may use several clusters in succession.
 _DEPLOY = """
 import json, sys, time
 import ray
@@ -45,7 +45,7 @@ sys.exit(f"not complete: {found}")
 
 
 def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> None:
-    """Hand a configuration to the controller; returns when it is in force and nothing stops any more.
+    """Deploy a configuration; return once it is active and nothing is still stopping.
 
     Raises:
         BenchError: it cannot be deployed, or takes too long.
@@ -56,11 +56,11 @@ def redeploy(served: Application, config: Mapping[str, Any], timeout_s: float = 
 def deploy(
     address: str, config: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float = _TIMEOUT_S
 ) -> None:
-    """The same for any cluster; one without Ray Serve gets it.
+    """Deploy a configuration on any cluster; Ray Serve starts if needed.
 
     Args:
         address: of Ray's control service.
-        environment: how Ray lets this machine in.
+        environment: authenticates this machine to Ray.
 
     Raises:
         BenchError: it cannot be deployed, or takes too long.
@@ -82,7 +82,7 @@ def deploy(
 
 
 def gcs_address(served: Application) -> str:
-    """Where the cluster of an application is found.
+    """Return the cluster address of an application.
 
     Raises:
         BenchError: it does not run.
@@ -95,7 +95,7 @@ def gcs_address(served: Application) -> str:
 
 
 def replica_processes(served: Application) -> dict[str, list[int]]:
-    """The process ids of an application's replicas, by deployment."""
+    """Return the PIDs of an application's replicas, by deployment."""
     found: dict[str, list[int]] = {}
     for process, deployment in titled(served.pid, f"ray::ServeReplica:{served.name}:"):
         found.setdefault(deployment.split()[0], []).append(process.pid)

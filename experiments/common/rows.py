@@ -1,4 +1,4 @@
-"""The rows of `results.jsonl`: one measurement a line, with all that is needed to judge and repeat it."""
+"""Rows of `results.jsonl`: one measurement per line, with everything needed to judge and repeat it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from serve_app.errors import SettingsError
 
 Key = Mapping[str, str | int | float | bool]
 ANY = object()
-"""Any value, where rows are chosen by their key."""
+"""Matches any value when rows are selected by their key."""
 _DIGITS = 6
 
 
@@ -23,10 +23,10 @@ class Row:
     """One line.
 
     Attributes:
-        key: what tells it from the other rows of the experiment.
+        key: identifies the row in its experiment.
         seeds: of its runs; figures that are lists have one value for each.
-        settings: resolved, as they were in force.
-        commit: of the code, with `+changes` where tracked code differed; None outside a checkout.
+        settings: resolved values of the run.
+        commit: of the code, with `+changes` if tracked code differed; None outside a checkout.
         measured_at: when the row was finished, ISO 8601 in UTC.
     """
 
@@ -45,10 +45,10 @@ _ROW = TypeAdapter(Row)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file; none when there is no file yet.
+    """Return all rows of a file; none if it does not exist.
 
     Raises:
-        SettingsError: a line is no row.
+        SettingsError: a line is not a row.
     """
     if not path.exists():
         return []
@@ -57,7 +57,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_whole_rows(path: Path) -> list[Row]:
-    """The rows of a file that was being written when its process ended: the last line may be cut off."""
+    """Return the complete rows of a file whose writer was interrupted: the last line may be cut."""
     rows: list[Row] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -68,10 +68,10 @@ def read_whole_rows(path: Path) -> list[Row]:
 
 
 def line_of(row: Row) -> str:
-    """The row as one line of JSON.
+    """Return the row as one line of JSON.
 
     Raises:
-        ValueError: a figure is infinite or no number, which JSON does not know.
+        ValueError: a figure is infinite or NaN, which JSON cannot represent.
     """
     return json.dumps(asdict(row), allow_nan=False, ensure_ascii=False)
 
@@ -82,12 +82,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def where(rows: Sequence[Row], **key: object) -> list[Row]:
-    """The rows whose key has these values; a tuple stands for any of its members, `ANY` for any value."""
+    """Return the rows with these values in their key; a tuple matches any member, `ANY` any value."""
     return [row for row in rows if all(_has(row.key, name, value) for name, value in key.items())]
 
 
 def rounded(figures: Any) -> Any:
-    """Figures to six significant digits: more is noise, and makes files twice as large."""
+    """Round figures to six significant digits: more is noise, and doubles the size of files."""
     if isinstance(figures, float):
         return float(f"{figures:.{_DIGITS}g}")
     if isinstance(figures, Mapping):

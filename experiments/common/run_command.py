@@ -1,6 +1,6 @@
-"""`experiments/run`: plays experiments, writes their rows and prints their tables.
+"""`experiments/run`: runs experiments, writes their rows and prints their tables.
 
-Plays an experiment into a file: each row is on disk once measured, and the file is replaced at the end.
+Each row is on disk once measured, and the results file is replaced at the end.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from serve_app.errors import ServeAppError
 
 
 def partial_of(out: Path) -> Path:
-    """Where rows are until the last one is measured."""
+    """Return the file of rows while the measurement is incomplete."""
     return out.with_name(f"{out.name}.partial")
 
 
 def play(
     name: str, experiment: Experiment[Any], settings: object, out: Path, *, jobs: int, resume: bool = False
 ) -> list[Row]:
-    """Measure, and replace `out` by the rows once all are there.
+    """Measure, and replace `out` by the rows once all are complete.
 
     Args:
-        resume: keep the rows of an interrupted play or, when there was none, of `out`; add what is missing.
+        resume: keep the rows of an interrupted run or, without one, of `out`; add what is missing.
     """
     partial = partial_of(out)
     rows = _kept(out, partial) if resume else []
@@ -45,7 +45,7 @@ def play(
             if row.key in keys:
                 continue
             rows.append(row)
-            # At once: an experiment may be interrupted.
+            # At once, because an experiment may be interrupted.
             file.write(f"{line_of(row)}\n")
             file.flush()
     partial.replace(out)
@@ -86,7 +86,7 @@ _EPILOG = """examples:
 
 
 def main(argv: Sequence[str] | None = None, catalogue: Catalogue | None = None) -> int:
-    """Play what is asked for; 1 when an experiment failed, 2 when the command cannot be understood."""
+    """Run the requested experiments; return 1 if one failed, 2 for a wrong command line."""
     there = catalogue or Catalogue()
     args = _arguments(argv)
     if args.list:
@@ -146,7 +146,7 @@ def _contradiction(args: argparse.Namespace) -> str | None:
 
 
 def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
-    """Whether it went well; an experiment that this machine cannot play is left out, which is no failure."""
+    """Return whether it succeeded; an experiment that cannot run on this machine is skipped, not failed."""
     began = time.perf_counter()
     try:
         if args.all and (reason := _left_out(there.experiment(name))):
@@ -167,7 +167,7 @@ def _play_one(name: str, args: argparse.Namespace, there: Catalogue) -> bool:
 
 
 def _left_out(experiment: Experiment[Any]) -> str:
-    """Why `--all` leaves an experiment out; empty when it is played."""
+    """Return why `--all` skips an experiment; empty if it does not."""
     return experiment.unavailable() or experiment.only_by_name
 
 

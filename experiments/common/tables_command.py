@@ -1,9 +1,7 @@
-"""`experiments/tables`: writes the tables of README.md and docs from the rows, or says where they differ.
+"""`experiments/tables`: writes the tables of README.md and docs from the rows, or reports differences.
 
-Tables in documents: each stands between two comments, and is written anew from the rows.
-
-The comments are `table: NAME/TABLE`, of the experiment and its table, and `end table`; see README.md of
-`experiments`.
+A table in a document is between two comments: `table: NAME/TABLE`, with the experiment and its table, and
+`end table`. See README.md of `experiments`.
 """
 
 import argparse
@@ -29,8 +27,8 @@ class Document:
     """A document whose tables can be compared with the rows.
 
     Attributes:
-        before: as it is.
-        after: as it should be.
+        before: current text.
+        after: text with current tables.
     """
 
     path: Path
@@ -39,12 +37,12 @@ class Document:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a table differs from its rows."""
+        """Return whether a table differs from its rows."""
         return self.before != self.after
 
 
 def documents(root: Path, catalogue: Catalogue) -> Iterator[Document]:
-    """Every document of a checkout that may hold tables.
+    """Yield every document of a checkout that may contain tables.
 
     Raises:
         SettingsError: a comment names no table, or has no end.
@@ -83,7 +81,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT, catalogue: Catalogue | None = None) -> int:
-    """Write or compare; 1 when a document and the rows differ, 2 when a comment or a row cannot be read."""
+    """Write or compare; return 1 if a document and the rows differ, 2 if a comment or a row is invalid."""
     args = _arguments(argv)
     there = catalogue or Catalogue()
     try:

@@ -1,11 +1,11 @@
-"""A simulated production that is tuned while it runs: the loop of the live tuner, in simulated time.
+"""Simulated production with a running tuner: the live tuner's loop in simulated time.
 
 Scheduler, engines and requests are those of `lab.simulation.simulation`. Every second the tuning loop
-(`parameter_loop`) observes what the live one would. Its orders are carried out as the live tuning endpoint
-does: permanent values stay, and values on trial expire. Work is carried out when it is due, and its result
-comes as much later as it would have taken beside a live scheduler.
+(`parameter_loop`) gets the observations that the live one would. Its orders are executed as by the live
+tuning endpoint: permanent values stay, and trial values expire. Work starts when it is due, and its result is
+delayed by the time that it would take beside a live scheduler.
 
-The clock of work counts simulated requests at a stated pace, so a run can be repeated to the byte.
+The clock of work counts simulated requests at a stated pace, so runs can be repeated exactly.
 """
 
 import math
@@ -37,16 +37,16 @@ from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, Job, WindowResult, run_study
 
 PACE_REQUESTS_PER_S = 2_000.0
-"""Requests that a core is assumed to simulate in a second."""
+"""Assumed number of requests that a core simulates per second."""
 OBSERVATION_INTERVAL_S = 1.0
-"""Between two observations of the tuner, as of the live one when it tunes values."""
+"""Interval of the tuner's observations, as of a live tuner of values."""
 
 Worker = Callable[[Work], tuple[Result, float]]
-"""Carries out work, and returns its result with the seconds of one core that it took."""
+"""Executes work; returns its result and the seconds of one core that it took."""
 
 
 class CountingPlayer:
-    """A twin whose clock counts the requests that it has simulated."""
+    """A twin whose clock counts its simulated requests."""
 
     def __init__(self, plan: TwinPlan, pace_requests_per_s: float = math.inf) -> None:
         self._twin = TwinProcesses(plan)
@@ -54,21 +54,21 @@ class CountingPlayer:
         self.requests = 0
 
     def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
-        """Each job with its result."""
+        """Yield each job with its result."""
         for job, result in self._twin.play(jobs):
             self.requests += result.requests
             yield job, result
 
     def clock(self) -> float:
-        """CPU seconds at the stated pace."""
+        """Return CPU seconds at the stated pace."""
         return self.requests / self._pace_requests_per_s
 
 
 def counting_worker(pace_requests_per_s: float = PACE_REQUESTS_PER_S) -> Worker:
-    """A worker whose clock counts simulated requests.
+    """Return a worker whose clock counts simulated requests.
 
     Args:
-        pace_requests_per_s: how many a core simulates in a second.
+        pace_requests_per_s: requests that a core simulates per second.
     """
 
     def worker(work: Work) -> tuple[Result, float]:
@@ -94,13 +94,13 @@ class TunedSimulation:
     """One run.
 
     Args:
-        worker: carries out the tuner's work.
-        learner: of length queues, as for `Simulation`.
+        worker: executes the tuner's work.
+        learner: learner of length queues, as for `Simulation`.
         on_decision: as for `Simulation`.
 
     Attributes:
-        loop: the tuner's.
-        orders: the orders of the loop, each with its time.
+        loop: the tuner's loop.
+        orders: the loop's orders with their times.
     """
 
     scheduler_settings: SchedulerSettings
@@ -115,7 +115,7 @@ class TunedSimulation:
     orders: list[tuple[float, Retune]] = field(init=False, default_factory=list)
     _outcomes: OutcomeWindow = field(init=False, default_factory=OutcomeWindow)
     _permanent: SchedulerSettings = field(init=False)
-    # The result of the work under way, and when it would have ended beside a live scheduler.
+    # The result of the current work, and its end beside a live scheduler.
     _ending: tuple[float, Result] | None = field(init=False, default=None)
     _last_arrival: float = field(init=False, default=0.0)
 
@@ -128,13 +128,13 @@ class TunedSimulation:
         self.loop = ParameterLoop(self._permanent, self.tuning, OBSERVATION_INTERVAL_S)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
-        """Play all requests to their end and return their records; the tuner runs until the last arrival."""
+        """Run all requests to their end and return their records; the tuner runs until the last arrival."""
         self._last_arrival = max((each.request.arrived_at for each in requests), default=0.0)
         self._plan_observation()
         return self.simulation.run(requests)
 
     def _on_decision(self, decision: Decision) -> None:
-        """The scheduler has handled an event; its commands are still to be carried out."""
+        """Note an event that the scheduler has handled; its commands follow."""
         event = decision.event
         if isinstance(event, Arrived):
             scheduled = self.simulation.scheduler.find(event.request.request_id)
@@ -176,7 +176,7 @@ class TunedSimulation:
             self._retune(order)
 
     def _retune(self, order: Retune) -> None:
-        """Carry out an order as `serving.scheduler.tuning_endpoint` does; a parity test compares them."""
+        """Execute an order as `serving.scheduler.tuning_endpoint` does; a parity test compares them."""
         wanted = with_values(self._permanent, order.values)
         self.simulation.feed(Retuned(checked_retuning(self.simulation.scheduler.settings, wanted)))
         if order.valid_s is None:
@@ -186,6 +186,6 @@ class TunedSimulation:
             self.simulation.timeline.at(at, Rank.FEEDBACK, partial(self._expire, count))
 
     def _expire(self, count: int) -> None:
-        """Put the permanent values back in force, unless another order came since."""
+        """Restore the permanent values, unless another order arrived since."""
         if count == len(self.orders):
             self.simulation.feed(Retuned(self._permanent))

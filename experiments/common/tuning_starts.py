@@ -1,4 +1,4 @@
-"""Values that a tuner can begin with: the product's defaults, and a deliberately bad start."""
+"""Start values of a tuner: the product's defaults, and a deliberately bad start."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from serve_app.errors import SettingsError
 from serve_app.tuning.search_space import Tunable, parameters_of
 
 DEFAULTS: Mapping[str, object] = {}
-"""The product's own."""
+"""The product's own values."""
 
 BAD_START: Mapping[str, object] = {
     "a_u": 0.01,
@@ -17,14 +17,14 @@ BAD_START: Mapping[str, object] = {
     "short_work_share": 0.6,
     "target_waiting": 16,
 }
-"""An engine queue so long that no order matters, and urgency that turns every order into that of arrival."""
+"""An engine queue so long that no order matters, and urgency that reduces every order to arrival order."""
 
 
 def begun_from(settings: SchedulerSettings, start: Mapping[str, object]) -> Tunable:
-    """The settings with these values.
+    """Return the settings with these values.
 
     Raises:
-        SettingsError: the policy has no such parameter, or it cannot have the value.
+        SettingsError: the policy has no such parameter, or the value is not allowed.
     """
     tunable = Tunable(scheduler=settings)
     parameters = {each.name: each for each in parameters_of(settings)}

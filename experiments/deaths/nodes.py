@@ -1,8 +1,8 @@
-"""Whole nodes of a Ray cluster die, with all of their processes at once.
+"""Node deaths of a Ray cluster: all processes of a node die at once.
 
-Each kind has a cluster of its own, with one node more than the application needs. So what is lost starts
-elsewhere, and the dead node is started again before the next death. Clients connect to the gateways of nodes
-that are up, as a load balancer lets them.
+Each kind has its own cluster, with one node more than the application needs. So lost replicas start
+elsewhere, and the dead node is restarted before the next death. Clients connect to the gateways of running
+nodes, as a load balancer would direct them.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _SHORT = _ENTRANCES = 2
 
 
 def play_nodes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any]:
-    """The figures of one kind."""
+    """Return the figures of one kind."""
     with served_on_nodes(_workers(case.kind), _args()) as served:
         played = NodeDeathsPlay(settings, case, served)
         uvloop.run(played.run())
@@ -51,9 +51,9 @@ class NodeDeathsPlay:
     """One cluster under traffic and deaths.
 
     Attributes:
-        back_s: from each death until the application was whole; None when it took too long.
-        without_s: from each death of a head until another had started.
-        entrances: the nodes to which clients connect now, as far as they are up.
+        back_s: time from each death until the application was complete; None if it took too long.
+        without_s: time from each death of a head until another had started.
+        entrances: nodes to which clients connect now, if they run.
     """
 
     settings: DeathsSettings
@@ -65,7 +65,7 @@ class NodeDeathsPlay:
     traffic: SteadyTraffic | None = None
 
     async def run(self) -> None:
-        """Send requests until the last death is some time ago."""
+        """Send requests until some time after the last death."""
         nodes = self.served.cluster.nodes
         async with contextlib.AsyncExitStack() as stack:
             clients = {
@@ -81,13 +81,13 @@ class NodeDeathsPlay:
                 return clients[up[next(turns) % len(up)]]
 
             await asyncio.to_thread(self._until, self._finds_entrances)
-            # The gateway replaces spaces in a request's id, and the answer would count as another's.
+            # The gateway replaces spaces in a request's ID, and the answer would count as another's.
             label = self.case.kind.replace(" ", "-")
             self.traffic = SteadyTraffic(label, self.settings.rate_per_s, client, LENGTHS)
             await self.traffic.run_beside(self._die_again_and_again(self.traffic.began))
 
     def figures(self) -> dict[str, Any]:
-        """Of the row."""
+        """Return the figures of the row."""
         assert self.traffic is not None, "it has run"
         log = self.served.cluster.log_lines(NAME, "gateway")
         figures = figures_of(self.traffic, self.back_s, log)
@@ -103,7 +103,7 @@ class NodeDeathsPlay:
         await asyncio.sleep(self.settings.pause_s)
 
     def _node_dies(self) -> float | None:
-        """One death, until the application is whole on other nodes; then the dead one is there again."""
+        """Kill a node and wait until the application is complete on other nodes; then restart the node."""
         served = self.served
         deployment = "short-demo" if self.case.kind == ENGINES else "scheduler-demo"
         victim, before = served.nodes_of(deployment)[0], served.status()["incarnation"]
@@ -112,7 +112,7 @@ class NodeDeathsPlay:
             served.cluster.nodes[victim].halt()
         else:
             served.cluster.kill(victim)
-        # When it has started again, its gateway has not.
+        # When the node has restarted, its gateway has not.
         self.entrances = [name for name in self.entrances if name != victim]
 
         def is_whole() -> bool:
@@ -125,13 +125,13 @@ class NodeDeathsPlay:
         return back_s
 
     def _head_dies(self) -> float | None:
-        """The head is away for a while, and a replica dies meanwhile; whole is when that has a successor."""
+        """Take the head away for a while and kill a replica; complete means that the replica is replaced."""
         cluster, since = self.served.cluster, time.monotonic()
         if self.case.kind == HEAD:
             cluster.kill(HEAD)
         else:
             cluster.kill_control_service()
-            # `ray start --block` ends all that is left of the head.
+            # `ray start --block` ends the rest of the head.
             self._until(lambda: not cluster.nodes[HEAD].is_up)
         time.sleep(self.settings.headless_s / 2)
         self.served.kill_replica("short-demo")
@@ -144,14 +144,14 @@ class NodeDeathsPlay:
         return len(self.served.nodes_of("short-demo")) == _SHORT and self.served.is_whole()
 
     def _finds_entrances(self) -> bool:
-        """Whether clients can connect to two nodes, so that one may die."""
+        """Return whether clients can connect to two nodes, so that one may die."""
         of_head = self.case.kind in {HEAD, CONTROL}
         names = [HEAD] * (not of_head) + [each.name for each in _workers(self.case.kind) if each.num_cpus]
         self.entrances = [name for name in self.served.entrances() if name in names]
         return len(self.entrances) >= _ENTRANCES
 
     def _until(self, condition: Callable[[], bool], since: float | None = None) -> float | None:
-        """How long it took until something held; None when it took too long."""
+        """Wait for a condition; return the seconds, or None if it took too long."""
         began = time.monotonic() if since is None else since
         while time.monotonic() < began + _BACK_TIMEOUT_S:
             if condition():
@@ -161,7 +161,7 @@ class NodeDeathsPlay:
 
 
 def _workers(kind: str) -> list[NodeSpec]:
-    """As many nodes as are needed without one, and one more of those that die."""
+    """Return as many nodes as are needed without one, and one more of those that die."""
 
     def gateways(count: int) -> Iterator[NodeSpec]:
         return (NodeSpec(f"g{number}", num_cpus=1) for number in range(1, count + 1))
@@ -181,5 +181,5 @@ def _args() -> dict[str, Any]:
         }
 
     models = [{"name": "demo", "pools": [pool("short", 2048, _SHORT), pool("long", 8192, 1)]}]
-    # More than half of a node's core: never two gateways on one node.
+    # More than half of a node's core, so that no node has two gateways.
     return {"models": models, "gateways": {"replicas": 2, "num_cpus": 0.6}}

@@ -1,8 +1,8 @@
 """What do clients hear when parts of a served application are killed, and how soon is it whole again?
 
-One application for each kind of process, with two gateways and two short replicas. Traffic is steady and
-streamed. As soon as the application is whole again, after a pause, the next process of the kind is killed.
-Whole nodes die in clusters of their own, see `nodes`.
+There is one application for each kind of process, with two gateways and two short replicas. Traffic is steady
+and streamed. Once the application is complete again, and after a pause, the next process of the kind is
+killed. Nodes die in separate clusters, see `nodes`.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from experiments.deaths.traffic import (
     figures_of,
 )
 
-# How the processes of each kind call themselves, and how many of them there are.
+# Process title and number of processes of each kind.
 PROCESSES = {
     "scheduler": ("ray::ServeReplica:deaths:scheduler", 1),
     "gateway": ("ray::ServeReplica:deaths:gateway", 2),
@@ -52,7 +52,7 @@ class DeathsPlay:
     """One application under traffic and deaths.
 
     Attributes:
-        back_s: from each death until the application was whole; None when it took too long.
+        back_s: time from each death until the application was complete; None if it took too long.
     """
 
     settings: DeathsSettings
@@ -63,7 +63,7 @@ class DeathsPlay:
     began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
-        """Send requests until the last death is some time ago."""
+        """Send requests until some time after the last death."""
         async with httpx.AsyncClient(base_url=self.served.url, timeout=TIMEOUT_S, limits=NO_LIMIT) as http:
             self.traffic = SteadyTraffic(self.case.kind, self.settings.rate_per_s, lambda: http, LENGTHS)
             await self.traffic.run_beside(self._kill_again_and_again())
@@ -81,22 +81,22 @@ class DeathsPlay:
 
 
 class ApplicationState:
-    """Whether the processes of a kind are all there and do their work."""
+    """Checks whether all processes of a kind exist and work."""
 
     def __init__(self, served: Application, kind: str) -> None:
         self._served, self._kind = served, kind
         self._incarnation = 0
 
     def note(self) -> None:
-        """Remember the scheduler that decides now."""
+        """Remember the current scheduler."""
         self._incarnation = self._served.status().get("incarnation", 0)
 
     def processes(self) -> list[psutil.Process]:
-        """Those of the kind."""
+        """Return the processes of the kind."""
         return [process for process, _ in titled(self._served.pid, PROCESSES[self._kind][0])]
 
     def is_whole_without(self, victim: psutil.Process) -> bool:
-        """Whether the victim has been replaced, and by one that works as far as a scheduler can tell."""
+        """Return whether the victim has a replacement that works as far as a scheduler can tell."""
         found = self.processes()
         return victim not in found and len(found) >= PROCESSES[self._kind][1] and self._works()
 
@@ -107,7 +107,7 @@ class ApplicationState:
 
 
 async def _until_whole(state: ApplicationState, victim: psutil.Process, since: float) -> float | None:
-    """How long it took; None when it took too long, and the victim has got a SIGKILL in the end."""
+    """Return the seconds until complete; if that takes too long, kill the victim and return None."""
     while time.monotonic() < since + _BACK_TIMEOUT_S:
         if await asyncio.to_thread(state.is_whole_without, victim):
             return time.monotonic() - since
@@ -118,7 +118,7 @@ async def _until_whole(state: ApplicationState, victim: psutil.Process, since: f
 
 
 def play(settings: DeathsSettings, context: Context) -> Iterator[Measurement]:
-    """Each kind with an application of its own."""
+    """Measure each kind with a new application."""
     for case in settings.cases:
         if context.has(case.key):
             continue
@@ -130,7 +130,7 @@ def _play_processes(settings: DeathsSettings, case: DeathsCase) -> dict[str, Any
     with served_application(_config()) as served:
         played = DeathsPlay(settings, case, served)
         uvloop.run(played.run())
-        # Lines of the log come a little later than the answers.
+        # Log lines follow the answers a little later.
         time.sleep(LOG_DELAY_S)
         assert played.traffic is not None
         return figures_of(played.traffic, played.back_s, served.log_lines("gateway"))

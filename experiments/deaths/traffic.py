@@ -1,4 +1,4 @@
-"""The settings of deaths, and the account of requests while parts of an application die."""
+"""Settings of deaths, and the audit of requests while parts of an application die."""
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -9,7 +9,7 @@ from serve_app.core.settings_base import POSITIVE, at_least, settings
 
 
 class DeathSignal(StrEnum):
-    """What a process gets: SIGKILL ends it, SIGSTOP halts it with its connections open."""
+    """Signal to a process: SIGKILL ends it, SIGSTOP halts it with its connections open."""
 
     KILL = "KILL"
     STOP = "STOP"
@@ -21,7 +21,7 @@ class DeathsCase:
 
     Attributes:
         kind: of process, one of `run.PROCESSES`, or of node, one of `nodes.KINDS`.
-        times: how many deaths.
+        times: number of deaths.
     """
 
     kind: str
@@ -30,19 +30,19 @@ class DeathsCase:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Of its row."""
+        """Return the key of its row."""
         return {"kind": self.kind, "signal": self.signal.value}
 
 
 @settings
 class DeathsSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        cases: each with an application of its own.
-        pause_s: mean time from a whole application to the next death.
-        longest_s: a case ends after so long with fewer deaths.
-        headless_s: from the death of a head until another is started.
+        cases: each with its own application.
+        pause_s: mean time from a complete application to the next death.
+        longest_s: time limit of a case, even with fewer deaths.
+        headless_s: time from the death of a head until another is started.
     """
 
     cases: tuple[DeathsCase, ...]
@@ -55,7 +55,7 @@ class DeathsSettings:
 TIMEOUT_S = 60.0
 LENGTHS = 180
 """Number of different lengths of answers."""
-# Lines of a log come a little later than the answers that they are about.
+# Log lines follow their answers a little later.
 LOG_DELAY_S = 2.0
 
 
@@ -63,8 +63,8 @@ def figures_of(traffic: SteadyTraffic, back_s: Sequence[float | None], log: Iter
     """Return the ends of requests and the times until killed processes were replaced.
 
     Args:
-        back_s: from each death until the application was whole; None when it took too long.
-        log: the lines of all gateways.
+        back_s: time from each death until the application was complete; None if it took too long.
+        log: log lines of all gateways.
     """
     return {
         **ends_of(traffic.ended, log, f"{traffic.label}-"),

@@ -1,13 +1,11 @@
-"""Request bodies made of real texts: JSON as a client would send it, each with its true length in tokens.
+"""Request bodies of real texts: JSON as a client sends it, with the true length in tokens.
 
-A body passes the gateway's own parser. Its true length is what the tokenizer makes of the model's chat
-template.
+A body passes the gateway's own parser. Its true length is the tokenizer's count of the model's chat template.
 
-Source texts: public corpora where they are at hand, Python's own library, and what no corpus holds.
+Source texts are public corpora where available, Python's own library, and kinds of text that no corpus has.
 
-Vocabularies of current models, from Python packages that carry them, and how many tokens a chat has.
-
-They need the package `tiktoken`, and for each vocabulary the one that is named here. No model hub is asked.
+Vocabularies of current models come from Python packages that contain them, and need `tiktoken` as well as the
+package named here. No model hub is contacted.
 """
 
 import argparse
@@ -48,19 +46,19 @@ _FILES = {
     "gsm8k": "gsm8k_test.jsonl.gz",
     "mt_bench": "mt_bench_question.jsonl",
 }
-# Of what is made: numbers, encoded bytes, JSON of identifiers.
+# Seed of generated text: numbers, encoded bytes, JSON of identifiers.
 _MADE_SEED = 7
 
 
 def corpora() -> Path | None:
-    """The folder that has all files; None when there is none."""
+    """Return the folder with all files, or None."""
     given = os.environ.get(CORPORA_VARIABLE)
     folders = (Path(given),) if given else _FOLDERS
     return next((one for one in folders if all((one / name).exists() for name in _FILES.values())), None)
 
 
 def text_sources(folder: Path) -> tuple[TraceSource, ...]:
-    """The files, each with its checksum."""
+    """Return the files, each with its checksum."""
     return tuple(
         TraceSource(name=name, sha256=hashlib.sha256((folder / name).read_bytes()).hexdigest())
         for name in _FILES.values()
@@ -68,7 +66,7 @@ def text_sources(folder: Path) -> tuple[TraceSource, ...]:
 
 
 def read_texts(folder: Path) -> dict[str, str]:
-    """Texts by source."""
+    """Return texts by source."""
     files = {name: folder / path for name, path in _FILES.items()}
     texts = {name: files[name].read_bytes().decode(errors="ignore") for name in (*_DOCS, "sonnet")}
     texts["humaneval"] = "\n".join(
@@ -81,7 +79,7 @@ def read_texts(folder: Path) -> dict[str, str]:
 
 
 def made_texts() -> dict[str, str]:
-    """What no corpus holds, from a fixed seed."""
+    """Generate kinds of text that no corpus has, from a fixed seed."""
     rng = random.Random(_MADE_SEED)  # noqa: S311 - nothing here is a secret
     rows = [{"id": str(uuid.UUID(int=rng.getrandbits(128))), "value": rng.random()} for _ in range(1200)]
     return {
@@ -93,7 +91,7 @@ def made_texts() -> dict[str, str]:
 
 
 def tool_definitions() -> list[Mapping[str, Any]]:
-    """Functions of the standard library as OpenAI tool definitions: real names, real descriptions."""
+    """Return functions of the standard library as OpenAI tool definitions: real names, real descriptions."""
     return [
         {"type": "function", "function": tool}
         for module in (statistics, shutil, textwrap, random)
@@ -151,12 +149,12 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Where a tokenizer comes from.
+    """Origin of a tokenizer.
 
     Attributes:
-        package: on PyPI, and `module` as Python imports it.
+        package: name on PyPI; `module` is the name in Python.
         path: of the file below the module's folder.
-        read: pattern and ranks of the file.
+        read: parses pattern and ranks of the file.
         template: tokens that open every chat, and those around each message.
     """
 
@@ -167,7 +165,7 @@ class Vocabulary:
     template: tuple[int, int]
 
     def file(self) -> Path | None:
-        """The file; None when the package is not installed."""
+        """Return the file, or None if the package is not installed."""
         spec = find_spec(self.module)
         if spec is None or spec.origin is None:
             return None
@@ -188,7 +186,7 @@ def _tekken_file(file: Path) -> tuple[str, dict[bytes, int]]:
     return config["pattern"], ranks
 
 
-# ChatML: <|im_start|>, the role and a line break; <|im_end|> and a line break; what opens the answer.
+# ChatML: <|im_start|>, the role and a line break; <|im_end|> and a line break; the opening of the answer.
 _CHATML = (3, 5)
 # Mistral: <s>; [INST] and [/INST] around a question, </s> after an answer.
 _INSTRUCT = (2, 2)
@@ -209,7 +207,7 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
         read=_tekken_file,
         template=_INSTRUCT,
     ),
-    # Llama 3 has its first 100,000 words.
+    # Llama 3 contains its first 100,000 words.
     "cl100k": Vocabulary(
         package="litellm",
         module="litellm",
@@ -228,14 +226,14 @@ VOCABULARIES: Mapping[str, Vocabulary] = {
 
 
 def missing_packages() -> list[str]:
-    """What `pip install` has to be given so that there is a tokenizer; empty when there is one."""
+    """Return the packages to install for a tokenizer; empty if there is one."""
     if find_spec("tiktoken") and any(one.file() for one in VOCABULARIES.values()):
         return []
     return ["tiktoken", *dict.fromkeys(one.package for one in VOCABULARIES.values())]
 
 
 def tokenizers() -> Iterator[Tokenizer]:
-    """All whose packages are installed, one at a time."""
+    """Yield all tokenizers whose packages are installed, one at a time."""
     import tiktoken  # noqa: PLC0415 - no dependency of the project
 
     for name, vocabulary in VOCABULARIES.items():
@@ -253,7 +251,7 @@ def _count(encoding: Any, text: str) -> int:
 
 Messages = list[dict[str, Any]]
 
-# What a template says about tools differs from model to model; this is of the usual length.
+# Templates describe tools differently for each model; this text has the usual length.
 _TOOL_PREAMBLE = (
     "# Tools\n\nYou can call functions to help with the request. Their signatures stand between the tags "
     "below, one JSON object to a line.\n<tools>\n{tools}\n</tools>\n\nTo call one, answer with its name and "
@@ -289,7 +287,7 @@ class Bodies:
         self._tools = tool_definitions()
 
     def draw(self, *, half: int) -> list[Sample]:
-        """One body of the first half (0) or the second (1); several, in order, where a chat goes on."""
+        """Return one body from the first half (0) or the second (1); a chat gives several, in order."""
         rng = self._rng
         source = rng.choice([*self._texts, "two"])
         size = int(math.exp(rng.uniform(math.log(_SHORTEST_BYTES), math.log(self._longest_bytes))))
@@ -306,7 +304,7 @@ class Bodies:
         return [self._chat(source, kind, messages, tools)]
 
     def _conversation(self, source: str, size: int, half: int) -> list[Sample]:
-        """Every request repeats what was said before, as chat clients do."""
+        """Return the requests of a chat; each repeats the messages before it, as chat clients do."""
         turns = self._rng.randint(2, 6)
         messages: Messages = []
         samples = []
@@ -341,14 +339,14 @@ class Bodies:
         middle = len(text) // 2
         text = text[middle:] if half else text[:middle]
         characters = max(1, round(size_bytes * len(text) / len(text.encode())))
-        while len(text) < 2 * characters:  # a short text goes round
+        while len(text) < 2 * characters:  # a short text repeats
             text += text
         start = self._rng.randrange(len(text) - characters)
         return text[start : start + characters]
 
 
 def _body(**fields: Any) -> bytes:
-    """As OpenAI's client writes it: UTF-8, no blanks."""
+    """Return the body as OpenAI's client writes it: UTF-8, no blanks."""
     return json.dumps(
         {"model": "m", "max_tokens": 256, **fields}, ensure_ascii=False, separators=(",", ":")
     ).encode()

@@ -1,4 +1,4 @@
-"""The samples of one tokenizer: some that an estimator learns from, others that it is judged on."""
+"""Samples of one tokenizer: some to learn from, others to judge on."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from serve_app.request import Request, RequestSpec, Submission, TextCategory, Us
 
 OUTPUT_TOKENS = 256
 _LONG_CONTEXT_TOKENS = 1_000_000
-# Share of requests with at most so many tokens in total, as published.
+# Published share of requests with at most this many tokens in total.
 _EDGES = (0, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384, 32768)
 _MIXES = {
     "azure": (0, 0.0282, 0.0676, 0.2886, 0.4045, 0.6569, 0.7798, 0.8687, 0.8982, 0.9758, 0.99997, 1, 1),
@@ -22,17 +22,17 @@ _MIXES = {
 
 
 def request_of(sample: Sample) -> Request:
-    """The request that carries the sample."""
+    """Return the request with this sample."""
     spec = RequestSpec(model="bench", shape=sample.shape, max_output_tokens=OUTPUT_TOKENS)
     return Request(submission=Submission(request_id="bench", spec=spec), gateway_id="bench", arrived_at=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One estimate beside the truth, in tokens, and where the router sends each.
+    """One estimate, its true value in tokens, and the router's choice for both.
 
     Attributes:
-        is_short: to the short pool.
+        is_short: routed to the short pool.
         belongs_short: prompt and output fit into the short pool.
     """
 
@@ -45,7 +45,7 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Relative error of the expected prompt tokens."""
+        """Return the relative error of the expected prompt tokens."""
         return abs(self.expected - self.true) / self.true
 
 
@@ -74,7 +74,7 @@ def judge(
 
 
 def figures_of(judged: Sequence[Judged]) -> Mapping[str, float]:
-    """The columns of a table, as README.md explains them; `other_pool` and `overflow` once for each mix."""
+    """Return the columns of a table (see README.md); `other_pool` and `overflow` once per mix."""
     errors = sorted(item.error for item in judged)
     found = {
         "signed": sum(item.expected for item in judged) / sum(item.true for item in judged) - 1,
@@ -95,7 +95,7 @@ def figures_of(judged: Sequence[Judged]) -> Mapping[str, float]:
 
 
 def mix_weights(judged: Sequence[Judged], mix: str) -> list[float]:
-    """Weights under which the total tokens of the samples are distributed as in a trace."""
+    """Return weights that give the samples a trace's distribution of total tokens."""
     if mix == "uniform":
         return [1.0] * len(judged)
     bins = [sum(item.true + OUTPUT_TOKENS > edge for edge in _EDGES[1:-1]) for item in judged]
@@ -105,7 +105,7 @@ def mix_weights(judged: Sequence[Judged], mix: str) -> list[float]:
 
 
 def seeded(seed: int) -> Random:
-    """A reproducible source of chance."""
+    """Return a reproducible random generator."""
     return Random(seed)  # noqa: S311 - nothing here is a secret
 
 
@@ -136,7 +136,7 @@ class Lessons:
         return cls(seen, unseen)
 
     def lesson(self, count: int, rng: Random, samples: Sequence[Sample] | None = None) -> list[Sample]:
-        """`count` samples of each category by turns, each category in an order of its own."""
+        """Return `count` samples of each category in turn, each category in a separate order."""
         columns = []
         for category in TextCategory:
             pool = [one for one in samples or self.seen if one.shape.category is category]
@@ -144,7 +144,7 @@ class Lessons:
         return [sample for row in zip(*filter(None, columns), strict=True) for sample in row]
 
     def learning(self, after: Sequence[int], rng: Random) -> Iterator[tuple[int, TokenEstimator]]:
-        """One estimator with the shipped settings, after each number of observations of every category."""
+        """Yield one estimator with the shipped settings after each number of observations per category."""
         lesson = self.lesson(after[-1], rng)
         estimator, learned = TokenEstimator(EstimatorSettings()), 0
         for count in after:
@@ -154,7 +154,7 @@ class Lessons:
             yield count, estimator
 
     def taught(self, settings: EstimatorSettings, count: int, rng: Random) -> TokenEstimator:
-        """An estimator after so many observations of each category."""
+        """Return an estimator after this many observations of each category."""
         estimator = TokenEstimator(settings)
         learn(estimator, self.lesson(count, rng))
         return estimator
@@ -162,7 +162,7 @@ class Lessons:
     def drifted(
         self, settings: EstimatorSettings, before: int, after: int, rng: Random
     ) -> tuple[TokenEstimator, list[Sample]]:
-        """An estimator after many observations of some sources and few of the others, and those others."""
+        """Return an estimator after many observations of some sources and few of others; and the others."""
         estimator = TokenEstimator(settings)
         for count, is_later in ((before, False), (after, True)):
             seen = [one for one in self.seen if (one.source in self.later_sources) is is_later]
@@ -177,7 +177,7 @@ def learn(estimator: TokenEstimator, lesson: Iterable[Sample]) -> None:
 
 
 def fixed_ratio(bytes_per_token: float) -> TokenEstimator:
-    """So many bytes per token for everything, without any margin of its own; nobody teaches it."""
+    """Return an estimator with a constant ratio of bytes per token, no margin and no learning."""
     settings = EstimatorSettings(
         gamma=0.0,
         cold_bytes_per_token=dict.fromkeys(TextCategory, bytes_per_token),

@@ -44,27 +44,27 @@ class RatioVariant:
     cut_margin_ratio: float | None = None
 
     def settings(self) -> EstimatorSettings:
-        """Of the estimator."""
+        """Return the settings of the estimator."""
         return EstimatorSettings(**self.ratio)  # type: ignore[arg-type]
 
     @property
     def margin(self) -> float:
-        """Of the router."""
+        """Return the margin of the router."""
         return RoutingSettings().cut_margin_ratio if self.cut_margin_ratio is None else self.cut_margin_ratio
 
 
 @settings
 class EstimatorExperiment:
-    """What is measured.
+    """Settings of the experiment.
 
     Attributes:
         after: observations of each category after which estimates are judged, ascending.
-        variants: settings by the name that they have in the table.
+        variants: settings, by their names in the table.
         variants_after: observations of each category before variants are judged.
         drift: observations of half of the sources, then of the others, on which `drift` is judged.
-        prompts: bodies to observe, and again as many to judge.
+        prompts: bodies to observe, and as many to judge.
         longest_bytes: of the text in a body.
-        fixed_bytes_per_token: the papers' comparison.
+        fixed_bytes_per_token: ratio in the papers' comparison.
         seeds: orders of observation; the bodies stay the same.
     """
 
@@ -91,16 +91,16 @@ class Subject:
     def judged(
         self, estimator: TokenEstimator, samples: Sequence[Sample], variant: RatioVariant | None = None
     ) -> Mapping[str, float]:
-        """The columns of one estimator on some samples."""
+        """Return the columns of one estimator on some samples."""
         margin = (variant or RatioVariant()).margin
         return figures_of(judge(estimator, samples, self.experiment.b_short_tokens, margin))
 
 
 def play(experiment: EstimatorExperiment, _: Context) -> Iterator[Measurement]:
-    """Tokenizer by tokenizer.
+    """Measure one tokenizer after another.
 
     Raises:
-        SettingsError: texts or tokenizers are not there.
+        SettingsError: texts or tokenizers are missing.
     """
     if (missing := unavailable()) is not None:
         raise SettingsError(missing)
@@ -124,7 +124,7 @@ def play(experiment: EstimatorExperiment, _: Context) -> Iterator[Measurement]:
 
 
 def unavailable() -> str | None:
-    """What is missing on this machine."""
+    """Return what is missing on this machine."""
     if corpora() is None:
         return f"the corpora are not here: README.md names them, {CORPORA_VARIABLE} their folder"
     missing = missing_packages()
@@ -132,7 +132,7 @@ def unavailable() -> str | None:
 
 
 def _settings(experiment: EstimatorExperiment, variant: RatioVariant | None = None) -> dict[str, Any]:
-    """Of one row, resolved."""
+    """Return the resolved settings of one row."""
     variant = variant or RatioVariant()
     shared = ("prompts", "longest_bytes", "bodies_seed", "b_short_tokens", "variants_after", "drift")
     return {
@@ -147,7 +147,7 @@ def _settings(experiment: EstimatorExperiment, variant: RatioVariant | None = No
 
 
 def _learning(subject: Subject) -> Iterator[Measurement]:
-    """For each number of observations, a row with the columns of every category, a value for each order."""
+    """Yield a row for each number of observations: the columns of every category, a value for each order."""
     experiment = subject.experiment
     found: dict[int, list[Mapping[str, Mapping[str, float]]]] = {count: [] for count in experiment.after}
     for seed in range(experiment.seeds):
@@ -187,7 +187,7 @@ def _by_category(subject: Subject, estimator: TokenEstimator) -> Mapping[str, Ma
 
 
 def _variants(subject: Subject) -> Iterator[Measurement]:
-    """For each variant, its columns after some observations, and after a drift to other sources."""
+    """Yield each variant's columns after some observations, and after a drift to other sources."""
     experiment = subject.experiment
     for name, variant in experiment.variants.items():
         by_seed = [_of_variant(subject, variant, seed) for seed in range(experiment.seeds)]

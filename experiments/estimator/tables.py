@@ -1,4 +1,4 @@
-"""The tables of this experiment: means over tokenizers, or their span."""
+"""Tables of this experiment: means over tokenizers, or their span."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -44,7 +44,7 @@ def _title(after: str) -> str:
 
 
 def _span(rows: Sequence[Row], column: str, decimals: int) -> str:
-    """From the tokenizer with the least to the one with the most, each a mean over orders."""
+    """Return the lowest and the highest mean of a tokenizer over orders."""
     means = [100 * fmean(row.figures[ALL][column]) for row in rows]
     low, high = f"{min(means):.{decimals}f}", f"{max(means):.{decimals}f}"
     return low if low == high else f"{low} to {high}"
@@ -61,7 +61,7 @@ def _settings(rows: Sequence[Row]) -> str:
 
 
 def _means(rows: Sequence[Row], when: str) -> list[str]:
-    """Over tokenizers and orders, each tokenizer counting alike."""
+    """Return means over tokenizers and orders; each tokenizer counts equally."""
     found = [row.figures[when] for row in rows]
     return [f"{100 * fmean(_mean(one[name]) for one in found):.2f}" for name in _SETTINGS_COLUMNS]
 

@@ -1,7 +1,7 @@
 """Who gets what when there is not enough for all?
 
-Tenants of different weight, a heavy tenant beside light ones, interactive requests beside batch work, and
-queues in the engines, each a scene that is simulated with the paper's mix of lengths. Load 1.0 is the rate
+The scenes are: tenants of different weight, a heavy tenant beside light ones, interactive requests beside
+batch work, and queues in the engines. Each is simulated with the paper's mix of lengths. Load 1.0 is the rate
 that saturates the same replicas under FCFS. Times are TTFT from arrival.
 """
 
@@ -19,7 +19,7 @@ from serve_app.lab.simulation.batch import parallel
 
 
 def play(settings: FairnessSettings, context: Context) -> Iterator[Measurement]:
-    """Every variant of every scene."""
+    """Measure every variant of every scene."""
     if unknown := [name for name in settings.scenes if name not in SCENES]:
         raise SettingsError(f"no scene {', '.join(unknown)}: there are {', '.join(SCENES)}")
     cells = [(scene, name) for scene, variants in settings.scenes.items() for name in variants]

@@ -1,4 +1,4 @@
-"""The scenes: each plays one variant with one seed, and returns its figures."""
+"""Scenes: each runs one variant with one seed, and returns its figures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +19,13 @@ from serve_app.request import PriorityClass
 
 @settings
 class Variant:
-    """One way to serve a scene.
+    """Configuration of a scene's run.
 
     Attributes:
-        policy: of the gateway's queue; None is no gateway.
+        policy: of the gateway's queue; None for no gateway.
         scheduler: settings by dotted path.
-        engine: what it changes in every engine.
-        simulation: how late reports are.
+        engine: changes to every engine.
+        simulation: delay of reports.
     """
 
     policy: str | None = None
@@ -36,14 +36,14 @@ class Variant:
 
 @settings
 class FairnessSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        scenes: each with its variants, by the names that they have in the tables.
+        scenes: variants of each scene, by their names in the tables.
         seeds: runs of each variant by scene, with the seeds 0, 1, ...
-        weights: of the tenants of the scene `weights`.
-        weights_window_s: the span of that scene in which service is counted.
-        light_s: how long requests arrive in the scene `light`.
+        weights: of the tenants in the scene `weights`.
+        weights_window_s: span of that scene in which service is counted.
+        light_s: duration of arrivals in the scene `light`.
         span_s: the same for the other scenes.
         light_tenants: beside the heavy one, which sends as much as all of them.
     """
@@ -59,16 +59,16 @@ class FairnessSettings:
     light_tenants: int = 26
 
     def fleet(self, engine: EngineChanges, replicas: int | None = None) -> FleetSettings:
-        """All replicas, or so many, in one pool."""
+        """Return a fleet of one pool, by default with all replicas."""
         count = self.replicas if replicas is None else replicas
         return FleetSettings(profile=self.profile, replicas={ONE_POOL: count}, engine=engine)
 
 
 Figures = Mapping[str, float]
 
-# As `queueing.fairness` counts tokens.
+# As in `queueing.fairness`.
 _DECODE_WEIGHT = 2.0
-# Another seed for the second kind of requests of a scene.
+# Separate seed for a scene's second kind of requests.
 _OTHER_SEED = 1_000
 _BATCH_LOAD, _INTERACTIVE_LOAD = 1.5, 0.3
 
@@ -78,7 +78,7 @@ class Play:
     """One run.
 
     Attributes:
-        replicas: None for those of the settings.
+        replicas: None for the number in the settings.
     """
 
     settings: FairnessSettings
@@ -87,7 +87,7 @@ class Play:
     replicas: int | None = None
 
     def serve(self, trace: Trace) -> list[RequestRecord]:
-        """All requests to their end."""
+        """Run all requests to their end."""
         variant, fleet = self.variant, self.settings.fleet(self.variant.engine, self.replicas)
         plans = fleet.plans(isolated=variant.policy == "ewsjf")
         requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
@@ -97,7 +97,7 @@ class Play:
         return Simulation(scheduler, plans, variant.simulation).run(requests)
 
     def mix(self, load: float, duration_s: float, tenants: str | None = None, seed: int = 0) -> Trace:
-        """The paper's mix for so long at so much of what the fleet can do."""
+        """Return the paper's mix for this duration, at this share of the fleet's saturated rate."""
         fleet = self.settings.fleet(type(self.variant.engine)(), self.replicas)
         seed += self.seed
         rate = load * saturated_rate_per_s(fleet, TraceChoice(name="paper-mix", requests=4_000), seed)
@@ -107,7 +107,7 @@ class Play:
 
 
 def weights(play: Play) -> Figures:
-    """What tenants of different weight got of what was due to them."""
+    """Return the share of its due service that each tenant got, by weight."""
     settings = play.settings
     first_s, last_s = settings.weights_window_s
     trace = play.mix(3.0, last_s + 5, "one=2,two=1,four=1")
@@ -123,7 +123,7 @@ def weights(play: Play) -> Figures:
 
 
 def light(play: Play) -> Figures:
-    """Light tenants beside a heavy one."""
+    """Run light tenants beside a heavy one."""
     count = play.settings.light_tenants
     others = ",".join(f"t{number}=1" for number in range(1, count + 1))
     records = play.serve(play.mix(1.3, play.settings.light_s, f"heavy={count},{others}"))
@@ -141,7 +141,7 @@ def light(play: Play) -> Figures:
 
 
 def batch(play: Play) -> Figures:
-    """Interactive work alone and beside batch work, and batch work alone."""
+    """Run interactive work alone and beside batch work, and batch work alone."""
     span_s = play.settings.span_s
     interactive, backlog = _interactive(play), _backlog(play)
     alone = play.serve(interactive)
@@ -160,7 +160,7 @@ def batch(play: Play) -> Figures:
 
 
 def targets(play: Play) -> Figures:
-    """New users beside a flood: one short question every two seconds, each of another tenant."""
+    """Run new users beside a flood: one short question every two seconds, each of another tenant."""
     span_s = play.settings.span_s
     flood = _each(play.mix(1.3, span_s), tenant="flood")
     users = tuple(
@@ -178,7 +178,7 @@ def targets(play: Play) -> Figures:
 
 
 def engine_priority(play: Play) -> Figures:
-    """Interactive requests beside a backlog of batch work, on one engine."""
+    """Run interactive requests beside a backlog of batch work, on one engine."""
     one = replace(play, replicas=1)
     records = one.serve(merge([_backlog(one), _interactive(one)], "both"))
     span_s = play.settings.span_s
@@ -205,40 +205,40 @@ def _interactive(play: Play) -> Trace:
 
 
 def _backlog(play: Play) -> Trace:
-    """More batch work than can be done while the scene lasts, all of it there from the start."""
+    """Return more batch work than the scene's duration suffices for, all of it arriving at the start."""
     trace = play.mix(_BATCH_LOAD, play.settings.span_s, seed=_OTHER_SEED)
     return _each(trace, arrival_s=0.0, tenant="jobs", priority=PriorityClass.BATCH)
 
 
 def _each(trace: Trace, **changes: object) -> Trace:
-    """The trace with every request changed."""
+    """Return the trace with every request changed."""
     requests = tuple(replace(one, **changes) for one in trace.requests)  # type: ignore[arg-type]
     return replace(trace, requests=requests)
 
 
 def _cost_tokens(record: RequestRecord) -> float:
-    """What a request has cost, as fairness in tokens counts it."""
+    """Return the cost of a request in fairness by tokens."""
     return record.prompt_tokens + _DECODE_WEIGHT * record.output_tokens
 
 
 def _ttft_s(records: Iterable[RequestRecord]) -> Distribution:
-    """Of those with a first token."""
+    """Return the distribution over records with a first token."""
     return Distribution.of(one.ttft_s for one in records if one.ttft_s is not None)
 
 
 def _measured(records: Iterable[RequestRecord], span_s: float) -> list[RequestRecord]:
-    """Those that arrived after the first tenth of the scene, in which queues fill."""
+    """Return the records that arrived after the first tenth of the scene, in which queues fill."""
     return [record for record in records if record.arrived_at >= span_s / 10]
 
 
 def _throughput(records: Sequence[RequestRecord], span_s: float) -> float:
-    """Tokens per second that engines computed after the first tenth, until the end of the scene."""
+    """Return computed tokens per second from after the first tenth to the end of the scene."""
     began = span_s / 10
     return sum(_tokens(one, span_s) - _tokens(one, began) for one in records) / (span_s - began)
 
 
 def _tokens(record: RequestRecord, until: float) -> float:
-    """Prompt and output tokens by then; the prompt as soon as the first token is there."""
+    """Return prompt and output tokens computed by then; the prompt counts from the first token on."""
     if record.first_token_at is None or until < record.first_token_at:
         return 0.0
     if until >= record.finished_at:

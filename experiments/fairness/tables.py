@@ -1,4 +1,4 @@
-"""The tables of this experiment: one for each scene."""
+"""Tables of this experiment: one for each scene."""
 
 from collections.abc import Callable, Sequence
 

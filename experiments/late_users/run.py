@@ -1,7 +1,7 @@
 """One user sends many requests at once, two others one each a moment later: when are they served?
 
-One application has a model for each way to count service (`fairness.mode`), each with an emulated engine of
-its own. The scenario is played against all of them in turn, over HTTP, with streamed answers.
+One application has a model for each mode of counting service (`fairness.mode`), each with its own emulated
+engine. The scenario runs against all of them in turn, over HTTP, with streamed answers.
 
 Scenario: TNG, "Efficient Request Queueing".
 """
@@ -28,12 +28,12 @@ _BETWEEN_LATE_S = 0.05
 
 @settings
 class LateUsersSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
         modes: values of `fairness.mode`.
         flood: requests of A, all at once.
-        after_s: until B comes; C follows 0.05 s later.
+        after_s: delay until B's request; C's follows 0.05 s later.
         repeats: of all modes in turn.
     """
 
@@ -46,10 +46,10 @@ class LateUsersSettings:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One play of the scenario.
+    """Results of one run of the scenario.
 
     Attributes:
-        b_ttft_s: from when its client meant to send.
+        b_ttft_s: from the time at which its client should send.
         a_ttft_s: mean over the requests of A.
     """
 
@@ -58,7 +58,7 @@ class Figures:
 
 
 def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]:
-    """All modes in turn, so that each meets the same machine."""
+    """Measure all modes in turn, so that each has the same machine load."""
     if all(context.has({"mode": mode}) for mode in settings.modes):
         return
     played: dict[str, list[Figures]] = {mode: [] for mode in settings.modes}
@@ -82,7 +82,7 @@ def play(settings: LateUsersSettings, context: Context) -> Iterator[Measurement]
 
 
 def model(mode: str, policy: str) -> dict[str, Any]:
-    """One way to count service, in front of an engine of its own."""
+    """Return a model with this mode and its own engine."""
     engine = {"emulated": {"profile": "laptop", "advanced": {"long_prefill_token_threshold": 192}}}
     return {
         "name": mode,
@@ -92,12 +92,12 @@ def model(mode: str, policy: str) -> dict[str, Any]:
 
 
 def bodies(mode: str) -> BodySettings:
-    """Completions of one model."""
+    """Return the settings of a model's completions."""
     return BodySettings(model=mode, kind=BodyKind.TEXT, endpoint=BenchEndpoint.COMPLETIONS, ignore_eos=True)
 
 
 def scenario(settings: LateUsersSettings) -> Trace:
-    """A's requests at once, then B's and C's."""
+    """Return A's simultaneous requests, then B's and C's."""
     late = (
         _request(tenant, settings.after_s + _BETWEEN_LATE_S * number) for number, tenant in enumerate(_LATE)
     )
@@ -106,7 +106,7 @@ def scenario(settings: LateUsersSettings) -> Trace:
 
 
 def figures_of(records: Sequence[RequestRecord]) -> Figures:
-    """Who was served when."""
+    """Return the TTFT figures of all three users."""
     (late,) = (one for one in records if one.tenant == _LATE[0])
     first = fmean(one.ttft_s or 0.0 for one in records if one.tenant == _FIRST)
     return Figures(b_ttft_s=late.ttft_s or 0.0, a_ttft_s=first)

@@ -1,7 +1,7 @@
-"""One row for a point: a kind of traffic at a load, with all orders that were played there.
+"""One row per point: a kind of traffic at a load, with all orders of service.
 
-A row for each order would make the file seven times as large. The P99s are kept seed by seed, because orders
-are compared by paired differences. Of the other figures a table needs the mean and its interval alone.
+A row per order would make the file seven times as large. The P99s are stored by seed, because orders are
+compared by paired differences. Of the other figures, tables need only the mean and its interval.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +20,9 @@ SHORT, LONG = "short_ttft_p99_s", "long_ttft_p99_s"
 _PAIRED = (SHORT, LONG)
 _MEANS = tuple(column.figure for column in COLUMNS if column.figure not in _PAIRED)
 _POINT = ("case", "profile", "load")
-# Names of orders have commas.
+# Names of orders contain commas.
 _BETWEEN = " | "
-# What belongs to some orders alone, and follows from their names, the grid and the commit.
+# Fields of single orders, which follow from their names, the grid and the commit.
 _OF_SOME_ORDERS = frozenset({"policy", "label", "scheduler", "partition"})
 
 
@@ -42,11 +42,11 @@ class Order:
     figures: dict[str, list[Any]]
 
     def mean(self, figure: str) -> float:
-        """The mean over seeds."""
+        """Return the mean over seeds."""
         return self.interval(figure).mean
 
     def interval(self, figure: str) -> ConfidenceInterval:
-        """The mean with its 95 % interval."""
+        """Return the mean with its 95 % interval."""
         found = self.figures[figure]
         if figure in _PAIRED:
             return interval_95(found)
@@ -57,7 +57,7 @@ class Order:
 
 
 def play_points(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
-    """The grid, a row for each point; a point that is there already is left out."""
+    """Measure the grid, a row for each point; skip existing points."""
     there = {_point(key) for key in context.kept}
     kept = tuple(cell.key for cell in cells_of(grid) if _point(cell.key) in there)
     cells = play_grid(grid, Context(context.jobs, kept))
@@ -66,7 +66,7 @@ def play_points(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
 
 
 def combined(orders: Sequence[Measurement]) -> Measurement:
-    """The row of a point, from those of its orders."""
+    """Combine the rows of a point's orders into the row of the point."""
     first = orders[0]
     figures: dict[str, Any] = {"deployable": [one.figures["deployable"] for one in orders]}
     for name in _PAIRED:
@@ -86,7 +86,7 @@ def combined(orders: Sequence[Measurement]) -> Measurement:
 
 
 def orders_of(rows: Iterable[Row]) -> Iterator[Order]:
-    """Every order of every point."""
+    """Yield every order of every point."""
     for row in rows:
         for number, policy in enumerate(str(row.key["policies"]).split(_BETWEEN)):
             yield Order(

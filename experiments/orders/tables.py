@@ -1,4 +1,4 @@
-"""The tables of this experiment: ours beside every other order, a line for each kind of traffic and load."""
+"""Tables of this experiment: ours beside every other order, a line for each kind of traffic and load."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,9 +15,10 @@ Point = tuple[str, float]
 
 
 def dominating(point: Sequence[Order]) -> list[str]:
-    """The policies that are better than ours in short and long P99 at once.
+    """Return the policies that are better than ours in short and long P99 at once.
 
-    The mean of the paired differences over seeds counts; `!` marks one whose intervals exclude zero in both.
+    The mean of the paired differences over seeds decides; `!` marks policies whose intervals exclude zero in
+    both.
     """
     (ours,) = (order for order in point if order.policy == _OURS)
     found = []
@@ -71,7 +72,7 @@ def _verdicts(rows: Sequence[Row]) -> str:
 
 
 def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decimals: int) -> str:
-    """The means of some policies, where they were played."""
+    """Return the means of some policies, where they were measured."""
     return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
 
 

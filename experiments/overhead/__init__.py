@@ -1,1 +1,1 @@
-"""What the application costs per request."""
+"""Cost of the application per request."""

@@ -1,7 +1,7 @@
-"""A cheap client in a process of its own: connections that each send the next request after the last answer.
+"""Cheap client in a separate process: each connection sends the next request after the last answer.
 
-Each line on its standard input is a `Load` in JSON, and each line of its output a `Played`. It parses no HTTP
-beyond the head: an answer has ended when its length, or the last chunk, says so.
+Each line on standard input is a `Load` in JSON, and each line of output a `Played`. It parses no HTTP beyond
+the head: the length or the last chunk ends an answer.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ _DIGITS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent.
+    """Load of a client.
 
     Attributes:
-        url: where to.
+        url: target.
         body_bytes: of the prompt.
-        shared: prompts have all but their last words in common; otherwise no two begin alike.
-        tokens: asked for.
-        seconds: for how long requests are begun.
+        shared: prompts differ only in their last words; otherwise every prompt begins differently.
+        tokens: requested output tokens.
+        seconds: span in which requests start.
     """
 
     url: str
@@ -69,12 +69,12 @@ def load_of(kind: RequestKind, url: str, clients: int, seconds: float) -> Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What came of it.
+    """Results of a load.
 
     Attributes:
         seconds: until the last answer.
-        first_p50_ms: to the first byte of the body; without a stream that is the whole answer.
-        error: of the first request that was not answered as it should be; empty when all were.
+        first_p50_ms: to the first byte of the body; without a stream, to the whole answer.
+        error: of the first request with a wrong answer; empty if all were right.
     """
 
     requests: int = 0
@@ -85,16 +85,16 @@ class Played:
 
 
 class Client:
-    """The process of the client."""
+    """Handle of the client's process."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def play(self, load: Load) -> Played:
-        """Send it, and wait for the end.
+        """Send this load, and wait for its end.
 
         Raises:
-            BenchError: a request was not answered as it should be.
+            BenchError: an answer was wrong.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -108,7 +108,7 @@ class Client:
 
 @contextmanager
 def started_client() -> Iterator[Client]:
-    """The process, which ends with the block."""
+    """Start the process; it ends with the block."""
     command = [sys.executable, "-m", "experiments.overhead.client"]
     with subprocess.Popen(
         command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -121,11 +121,11 @@ def started_client() -> Iterator[Client]:
 
 @dataclass(slots=True)
 class _Run:
-    """One load under way.
+    """One load in progress.
 
     Attributes:
-        before, after: of a request, around its number.
-        ended: the last connection has ended.
+        before, after: the request's bytes around its number.
+        ended: set when the last connection has ended.
     """
 
     load: Load
@@ -160,7 +160,7 @@ class _Connection(asyncio.Protocol):
     def _begin(self) -> None:
         self._head = b""
         self._in_body = False
-        # None: the last chunk ends the body.
+        # None if the last chunk ends the body.
         self._missing: int | None = None
         self._tail = b""
         self._first_at = 0.0
@@ -228,9 +228,9 @@ class _Connection(asyncio.Protocol):
 
 
 def _request(load: Load) -> tuple[bytes, bytes]:
-    """The bytes of every request before and after ten digits, which stand for its number."""
+    """Return every request's bytes before and after the ten digits of its number."""
     text = _text(max(_DIGITS, load.body_bytes))
-    # Where prompts differ from each other, at the begin or at the end.
+    # Position at which prompts differ: at the beginning or at the end.
     at = len(text) - _DIGITS if load.shared else 0
     document: dict[str, Any] = {"model": MODEL, "max_tokens": load.tokens}
     if load.stream:

@@ -1,4 +1,4 @@
-"""What the quick start takes while nobody asks anything of it: time to start, memory, processes, CPU."""
+"""Idle footprint of the quick start: time to start, memory, processes, CPU."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
 
 
 def quick_start_figures(settings: QuickStartSettings) -> dict[str, Any]:
-    """Lists with one value for each start; by role where a role can be told."""
+    """Return lists with one value for each start, by role where it is known."""
     starts = [_start(settings) for _ in range(settings.starts)]
     return {
         "start_s": [one["start_s"] for one in starts],
@@ -48,7 +48,7 @@ def _start(settings: QuickStartSettings) -> dict[str, Any]:
 
 
 def _pss_mb(process: psutil.Process) -> float:
-    """Return the process's own memory and its share of what several have in common; 0 when it has ended."""
+    """Return the process's own memory plus its share of shared memory; 0 if it has ended."""
     try:
         return float(process.memory_full_info().pss) / 2**20
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
-"""The floor: a forwarder of the same kind as the gateway, on the same event loop, that decides nothing.
+"""Baseline forwarder: same structure and event loop as the gateway, without any decision.
 
-It reads requests and answers with httptools, holds a body until it is whole, as a gateway must that may
-have to send it twice, and sends it over a kept connection to the next engine.
+It parses requests and answers with httptools, and buffers a body completely, as a gateway must that may send
+it twice. It forwards the body over a kept-alive connection to the next engine.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _HOST = "127.0.0.1"
 
 
 class _Engine(asyncio.Protocol):
-    """A connection to an engine; idle ones wait in the list of their port."""
+    """Engine connection; idle ones wait in the list of their port."""
 
     def __init__(self, idle: "list[_Engine]") -> None:
         self._idle = idle
@@ -55,7 +55,7 @@ class _Engine(asyncio.Protocol):
 
 
 class _Client(asyncio.Protocol):
-    """A connection of a client, for one request at a time."""
+    """Client connection, with one request at a time."""
 
     def __init__(self, engines: Iterator[int], idle: dict[int, list[_Engine]]) -> None:
         self._engines = engines

@@ -1,4 +1,4 @@
-"""What others have in this place: nginx, routers written in Rust, and the floor of a forwarder in Python."""
+"""Comparable systems: nginx, routers written in Rust, and a minimal forwarder in Python."""
 
 import contextlib
 import importlib.metadata
@@ -14,9 +14,9 @@ from experiments.common.processes import CpuMeter
 from experiments.overhead.system import HOST, Endpoints, System, next_port, started_program
 
 PROXY, FORWARDER = "proxy", "forwarder, parsed"
-"""The role of each of their processes, and the name of the forwarder."""
+"""Role of each of their processes, and the name of the forwarder."""
 
-# The scripts of this environment, and where Debian keeps servers.
+# The scripts of this environment, and Debian's folder of servers.
 _PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin"))
 _ROOT = Path(__file__).resolve().parents[2]
 _NGINX = """
@@ -45,13 +45,13 @@ http {{
 
 
 def missing_program(name: str, remedy: str) -> str:
-    """Why a program cannot be started on this machine; empty when it can."""
+    """Return why a program cannot be started on this machine; empty if it can."""
     return "" if shutil.which(name, path=_PATH) else f"there is no {name}: {remedy}"
 
 
 @contextlib.contextmanager
 def started_nginx(endpoints: Endpoints) -> Iterator[System]:
-    """It passes on what comes without keeping it, over kept connections."""
+    """Start nginx, which forwards requests without buffering over kept-alive connections."""
     port = next_port()
     program = _program("nginx")
     with tempfile.TemporaryDirectory() as place:
@@ -67,7 +67,7 @@ def started_nginx(endpoints: Endpoints) -> Iterator[System]:
 
 @contextlib.contextmanager
 def started_router(name: str, endpoints: Endpoints) -> Iterator[System]:
-    """One of the routers, with its defaults but the log of each request and limits that bodies would meet."""
+    """Start a router with its defaults, except for the request log and limits that bodies would exceed."""
     port, metrics = next_port(), next_port()
     command = [
         *([_program(name)] if name != "smg" else [_program(name), "launch"]),
@@ -82,7 +82,7 @@ def started_router(name: str, endpoints: Endpoints) -> Iterator[System]:
 
 @contextlib.contextmanager
 def started_forwarder(endpoints: Endpoints) -> Iterator[System]:
-    """The program `forwarder`."""
+    """Start the program `forwarder`."""
     port = next_port()
     command = [sys.executable, str(_ROOT / "experiments/overhead/forwarder.py"), str(port)]
     with started_program([*command, *map(str, endpoints.ports)], port) as pid:
@@ -100,7 +100,7 @@ def _program(name: str) -> str:
 
 
 def _version(name: str) -> str:
-    """Of the package; asked of the environment that the program belongs to."""
+    """Return the version of the package in the program's environment."""
     folder = Path(_program(name)).resolve().parents[1]
     paths: Sequence[str] = [str(one) for one in folder.glob("lib/python*/site-packages")]
     found = importlib.metadata.distributions(name=name, path=list(paths))

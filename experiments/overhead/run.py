@@ -1,9 +1,8 @@
 """What does the application cost per request, beside other proxies and beside nothing in between?
 
-A cheap client sends requests to light engines straight, and through each of several systems in turn: nginx,
-routers written in Rust, a bare forwarder, and the application with everything on. CPU time is read from the
-processes, less what they use when idle in the same round. The quick start is
-started, and left idle.
+A cheap client sends requests to light engines directly, and through each of several systems in turn: nginx,
+routers written in Rust, a bare forwarder, and the application with everything on. CPU time is that of the
+processes, less their idle use in the same round. The quick start is started and left idle.
 """
 
 import time
@@ -44,7 +43,7 @@ from serve_app.errors import SettingsError
 REMOTE = "light"
 TUNER = "tuner"
 Cell = tuple[str, int]
-"""A kind of request, and how many clients send it."""
+"""A kind of request, and the number of clients that send it."""
 STARTED: Mapping[str, Callable[[Endpoints], AbstractContextManager[System]]] = {
     DIRECT: started_direct,
     "nginx": started_nginx,
@@ -65,7 +64,7 @@ class Sample:
     """One turn of a system.
 
     Attributes:
-        cpu_ms: by role, per request, less idle use; that of the tuner with it.
+        cpu_ms: by role, per request, less idle use; the tuner's includes it.
     """
 
     played: Played
@@ -74,10 +73,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Sends requests to systems that run, in turn.
+    """Sends requests to running systems in turn.
 
     Attributes:
-        light: the engines that are told what to answer.
+        light: the engines, whose answers are set for each kind.
     """
 
     settings: OverheadSettings
@@ -86,10 +85,10 @@ class Player:
     light: LightServers
 
     def samples(self, cells: Sequence[Cell]) -> dict[Cell, dict[str, list[Sample]]]:
-        """By kind and clients, and by system: one for each round."""
+        """Return samples by kind and clients, and by system: one for each round."""
         settings = self.settings
         found: dict[Cell, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-        # Connections, code paths and learned ratios are warm after it.
+        # This warms up connections, code paths and learned ratios.
         for name, clients in cells:
             for system in self.systems:
                 self._sample(system, settings.requests[name], clients, settings.warm_up_s)
@@ -97,7 +96,8 @@ class Player:
             for number in range(settings.rounds):
                 calibrate([system.meter for system in self.systems], settings.idle_s)
                 for system in self.systems:
-                    # It works in bursts, whether requests come or not: an idle span tells nothing of another.
+                    # The tuner works in bursts, independent of requests: one idle span does not predict
+                    # another.
                     system.meter.idle_per_s.pop(TUNER, None)
                 first = number % len(self.systems)
                 for name, clients in cells:
@@ -121,7 +121,7 @@ class Player:
 
 
 def play(settings: OverheadSettings, context: Context) -> Iterator[Measurement]:
-    """Before light engines, then the quick start."""
+    """Measure in front of light engines, then the quick start."""
     unknown = sorted(set(settings.kinds) - settings.requests.keys())
     unknown += sorted(set(settings.systems) - STARTED.keys())
     if unknown:
@@ -152,7 +152,7 @@ def _before_light_engines(settings: OverheadSettings, cells: Sequence[Cell]) -> 
 
 
 def _present(names: Sequence[str]) -> list[str]:
-    """Those that this machine can start; of the others it is told why they are left out."""
+    """Return the systems that this machine can start, and report why the others are left out."""
     present = []
     for name in names:
         reason = missing_program(name, _PROGRAMS[name]) if name in _PROGRAMS else ""
@@ -164,7 +164,7 @@ def _present(names: Sequence[str]) -> list[str]:
 
 
 def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Lists with one value for each round; times of the first token are comparable within a round."""
+    """Return lists with one value for each round; times of the first token are comparable within a round."""
     roles = sorted({role for one in samples for role in one.cpu_ms})
     return {
         "requests": sum(one.played.requests for one in samples),

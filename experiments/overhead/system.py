@@ -1,4 +1,4 @@
-"""The settings, and the systems between client and engines: how each is started, and as it runs."""
+"""Settings, and the systems between client and engines."""
 
 import contextlib
 import os
@@ -23,10 +23,10 @@ class RequestKind:
 
     Attributes:
         body_bytes: of the prompt.
-        chunks: of the stream that answers; 0 asks for a whole answer of one token.
+        chunks: of the streamed answer; 0 requests a whole answer of one token.
         pace_ms: between two chunks.
-        shared: prompts have all but their last words in common, so that prefix affinity finds them.
-        clients: that send one request after the other, for each of these a row.
+        shared: prompts differ only in their last words, so that prefix affinity applies.
+        clients: numbers of clients that each send one request after another, with a row for each number.
     """
 
     body_bytes: Annotated[int, at_least(10)] = 100
@@ -37,17 +37,17 @@ class RequestKind:
 
     @property
     def tokens(self) -> int:
-        """That a request asks for: one in each chunk."""
+        """Return the requested tokens: one per chunk."""
         return max(1, self.chunks)
 
 
 @settings
 class QuickStartSettings:
-    """What `configs/local.yaml` takes while nobody asks anything of it.
+    """Settings of the idle measurement of `configs/local.yaml`.
 
     Attributes:
-        starts: of the application, one after the other.
-        settle_s: after a start, before idle use is measured for `idle_s`.
+        starts: number of successive starts.
+        settle_s: pause after a start, before idle use is measured for `idle_s`.
     """
 
     starts: Annotated[int, NOT_NEGATIVE]
@@ -57,16 +57,16 @@ class QuickStartSettings:
 
 @settings
 class OverheadSettings:
-    """All of it.
+    """Settings of the experiment.
 
     Attributes:
-        systems: before the light engines, in this order; what the machine lacks is left out with a word.
-        kinds: names in `requests` that are played there.
+        systems: in front of the light engines, in this order; missing ones are skipped with a message.
+        kinds: names in `requests` that are measured there.
         requests: every kind by its name.
-        rounds: in each, all systems take turns, and another one is first.
+        rounds: in each, all systems take turns, with another one first.
         seconds: of each turn.
-        idle_s: in each round, for how long the use of idle processes is measured.
-        warm_up_s: for each system and kind, before anything is measured.
+        idle_s: span in each round in which idle use is measured.
+        warm_up_s: for each system and kind, before any measurement.
     """
 
     systems: tuple[str, ...]
@@ -83,17 +83,17 @@ DIRECT, OURS = "direct", "ours"
 HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
 _SHORT_CONTEXT, _LONG_CONTEXT = 8_192, 4_000_000
-# Above those of applications, below those that the kernel gives out, and others for another play.
+# Above the ports of applications, below the kernel's ephemeral ones, and different for parallel runs.
 _PORTS = iter(range(21_000 + os.getpid() % 1_000 * 10, 32_000))
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One of them.
+    """One system.
 
     Attributes:
-        meter: of its processes; without any, nothing stands in between.
-        version: as it states it.
+        meter: of its processes; without any, clients connect to the engines directly.
+        version: reported by the system.
     """
 
     name: str
@@ -104,19 +104,19 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the light engines are: the first has the short context, the second the long one."""
+    """Light engines: the first has the short context, the second the long one."""
 
     ports: Sequence[int]
 
     @property
     def urls(self) -> list[str]:
-        """One for each."""
+        """Return one URL for each."""
         return [f"http://{HOST}:{port}" for port in self.ports]
 
 
 @contextlib.contextmanager
 def started_light_engines() -> Iterator[tuple[LightServers, Endpoints]]:
-    """Two light engines in one process: of a short and of a long context."""
+    """Start two light engines in one process: with a short and a long context."""
     with started_light_servers() as light:
         endpoints = Endpoints((next_port(), next_port()))
         for port, context_tokens in zip(endpoints.ports, (_SHORT_CONTEXT, _LONG_CONTEXT), strict=True):
@@ -125,16 +125,16 @@ def started_light_engines() -> Iterator[tuple[LightServers, Endpoints]]:
 
 
 def next_port() -> int:
-    """A port that nobody listens on, another one each time."""
+    """Return a free port, another one each time."""
     return next(port for port in _PORTS if is_free(port))
 
 
 @contextlib.contextmanager
 def started_program(command: Sequence[str], port: int) -> Iterator[int]:
-    """A program that listens on a port; yields its process id once it does.
+    """Start a program that listens on a port; yield its PID once it does.
 
     Raises:
-        BenchError: it ends before, or takes too long; the message has the last that it said.
+        BenchError: it ends before, or takes too long; the message has its last output.
     """
     with (
         tempfile.TemporaryFile() as console,

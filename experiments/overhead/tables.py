@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -15,13 +15,13 @@ _NONE = "-"
 
 
 def layer_ms(figures: Figures) -> float:
-    """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
+    """Return a system's CPU milliseconds per request without its tuner, median over rounds."""
     used = [values for role, values in figures["cpu_ms"].items() if role != TUNER]
     return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
 
 
 def added_ms(row: Row, system: str, name: str) -> float | None:
-    """What a system adds to a time of the direct way, median of the differences within a round."""
+    """Return the added time compared with direct requests: median of the differences within a round."""
     if system not in row.figures or DIRECT not in row.figures:
         return None
     pairs = zip(row.figures[system][name], row.figures[DIRECT][name], strict=True)
@@ -29,7 +29,7 @@ def added_ms(row: Row, system: str, name: str) -> float | None:
 
 
 def _cpu(rows: Sequence[Row]) -> str:
-    """A line for each system, and a column for each kind at its most clients."""
+    """Return a line for each system, and a column for each kind at its most clients."""
     cells = [(kind, row) for kind in _HEADLINE_KINDS if (row := _busiest(rows, kind)) is not None]
     head = ["system", *(f"{kind}, {row.key['clients']} at once" for kind, row in cells)]
     lines = [
@@ -45,7 +45,7 @@ def _cpu_cell(row: Row, system: str) -> str:
 
 
 def _first(rows: Sequence[Row]) -> str:
-    """Times to the first token with one client, and requests in a second with many."""
+    """Return times to the first token with one client, and requests per second with many."""
     kinds = [kind for kind in _HEADLINE_KINDS if where(rows, kind=kind, clients=1)]
     head = ["system"]
     head += [f"{kind}, p50 / p99 ms" for kind in kinds]

@@ -1,7 +1,7 @@
 """Do two pools save GPUs, and do the closed forms say so truthfully?
 
-Two parts. `cases` runs the planner on published traces: the production scheduler in the simulator, physical
-engine profiles, and both baselines. `grid` does the same on synthetic mixes of short and long requests.
+`cases` runs the planner on published traces: the production scheduler in the simulator, physical engine
+profiles, and both baselines. `grid` does the same on synthetic mixes of short and long requests.
 """
 
 import csv
@@ -26,7 +26,7 @@ from serve_app.lab.workloads.generators import stream
 
 @settings
 class PlanCase:
-    """One plan; fields as the arguments of `python -m serve_app plan`.
+    """One plan, with fields as the arguments of `python -m serve_app plan`.
 
     Attributes:
         name: of its row.
@@ -49,7 +49,7 @@ class PlanCase:
     candidates: int = 2
 
     def options(self) -> FleetOptions:
-        """What the planner may choose from."""
+        """Return the planner's choices."""
         return FleetOptions(
             profile=self.profile,
             short_profiles=self.short_profiles,
@@ -60,7 +60,7 @@ class PlanCase:
         )
 
     def demand(self, trace: str) -> Workload:
-        """What the fleets are to serve.
+        """Return the demand on the fleets.
 
         Args:
             trace: name or path of the trace; a mix of the grid is in a file.
@@ -77,7 +77,7 @@ class Mix:
     """Short and long requests.
 
     Attributes:
-        short, long: prompt and output tokens, means; lengths vary by a third around them.
+        short, long: mean prompt and output tokens; lengths vary by a third around them.
         long_ratio: share of the requests that are long.
     """
 
@@ -87,13 +87,13 @@ class Mix:
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Return the name in the table."""
         (short, answer), (long, long_answer) = self.short, self.long
         return f"{short:,} + {answer:,} and {long:,} + {long_answer:,}, {self.long_ratio:.0%} long"
 
     @property
     def b_short_tokens(self) -> int:
-        """Half-way between the kinds."""
+        """Return the midpoint between the kinds."""
         return (sum(self.short) + sum(self.long)) // 2
 
 
@@ -112,14 +112,14 @@ class MixGrid:
     worst_case_slots: int | None = None
 
     def mixes(self) -> Iterator[Mix]:
-        """All of them."""
+        """Yield all mixes."""
         for ratio in self.long_ratios:
             for short in self.short:
                 for long in self.long:
                     yield Mix(short=short, long=long, long_ratio=ratio)
 
     def case(self, mix: Mix) -> PlanCase:
-        """The plan of one of them."""
+        """Return the plan of one mix."""
         return PlanCase(
             name=mix.name,
             title=mix.name,
@@ -138,10 +138,10 @@ class MixGrid:
 
 @settings
 class PlanningExperiment:
-    """What is planned.
+    """Settings of the experiment.
 
     Attributes:
-        stand_in_replicas: an undivided fleet of more is simulated at a share of its size and rate.
+        stand_in_replicas: larger undivided fleets are simulated at a share of their size and rate.
     """
 
     cases: tuple[PlanCase, ...]
@@ -155,7 +155,7 @@ _LEAST, _MOST = 2 / 3, 4 / 3
 
 
 def play(experiment: PlanningExperiment, context: Context) -> Iterator[Measurement]:
-    """The cases, then the grid."""
+    """Plan the cases, then the grid."""
     effort = Effort(
         seeds=range(experiment.seeds), stand_in_replicas=experiment.stand_in_replicas, jobs=context.jobs
     )
@@ -193,7 +193,7 @@ def _of_grid(grid: MixGrid, mix: Mix, effort: Effort) -> Measurement:
 
 
 def write_mix(path: Path, mix: Mix, case: PlanCase) -> None:
-    """A trace file with as many requests of that mix as a run plays."""
+    """Write a trace file with a run's number of requests of this mix."""
     rng = stream(0, mix.name)
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
@@ -205,7 +205,7 @@ def write_mix(path: Path, mix: Mix, case: PlanCase) -> None:
 
 
 def _planned(case: PlanCase, trace: str, effort: Effort) -> dict[str, Any]:
-    """The fleets that were chosen, and the closed forms beside what was simulated."""
+    """Return the chosen fleets, and the closed forms beside the simulated results."""
     plan = make_plan(case.options(), case.demand(trace), CostTable.load(), effort)
     found = plan_as_json(plan.result)
     return {

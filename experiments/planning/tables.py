@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -67,7 +67,7 @@ def _dollars(rows: Sequence[Row]) -> str:
 
 
 def _saved_a_year(row: Row, baseline: str) -> str:
-    """Millions of dollars that two pools save in a year, negative where they cost more."""
+    """Return the millions of dollars that two pools save per year; negative if they cost more."""
     fleets = row.figures["fleets"]
     if baseline not in fleets or POOLS not in fleets:
         return _NONE

@@ -1,4 +1,4 @@
-"""A grid of simulated runs: policies by cases, profiles, loads and seeds, one row for each cell."""
+"""Grid of simulated runs: policies by cases, profiles, loads and seeds, one row for each cell."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +21,13 @@ from serve_app.tuning import LearnedPartitions, RefineAndPruneSettings, Strategi
 
 @settings
 class PolicyVariant:
-    """A policy with what belongs to it.
+    """A policy with its settings.
 
     Attributes:
         policy: its name; the variant's own name unless given.
-        engine: what it changes in every engine.
+        engine: changes to every engine.
         scheduler: settings by dotted path.
-        refine_and_prune: how queues are learned, where they are; None is the default.
+        refine_and_prune: how queues are learned, if they are; None is the default.
     """
 
     policy: str = ""
@@ -38,14 +38,14 @@ class PolicyVariant:
 
 @settings
 class PolicyCase:
-    """Traffic and fleet that the policies meet.
+    """Traffic and fleet.
 
     Attributes:
         loads: shares of the saturated rate.
         name: in the table; the trace's name unless given.
-        profiles, variants: those that are played; empty for all of the grid.
-        requests, replicas: None for as many as the grid says.
-        short_at_tokens: longest prompt that counts as short, in the figures alone.
+        profiles, variants: subsets of the grid's; empty for all.
+        requests, replicas: None for the grid's numbers.
+        short_at_tokens: longest prompt that counts as short, in the figures only.
         length_noise: see `estimate_noise.LengthNoise`.
         flip_mix: exchange the shares of short and long prompts half-way.
     """
@@ -66,7 +66,7 @@ class PolicyCase:
 
     @property
     def title(self) -> str:
-        """What it goes by in the table."""
+        """Return the name in the table."""
         return self.name or self.trace
 
 
@@ -77,9 +77,9 @@ class PolicyGrid:
     Attributes:
         profiles: engine profiles.
         replicas: engines in one pool.
-        variants: policies by the name that they have in the table.
+        variants: policies, by their names in the table.
         seeds: runs of each, with the seeds 0, 1, ...
-        requests: in each run, where the case names no number.
+        requests: in each run, unless the case has a number.
     """
 
     profiles: tuple[str, ...]
@@ -112,7 +112,7 @@ class GridCell:
 
     @property
     def key(self) -> Key:
-        """Of its row."""
+        """Return the key of its row."""
         return {
             "case": self.case.title,
             "profile": self.profile,
@@ -122,7 +122,7 @@ class GridCell:
 
 
 def cells_of(grid: PolicyGrid) -> Iterator[GridCell]:
-    """All of them, in the order of the table."""
+    """Return all cells, in the order of the table."""
     for case in grid.cases:
         for profile in case.profiles or grid.profiles:
             for load in case.loads:
@@ -131,10 +131,10 @@ def cells_of(grid: PolicyGrid) -> Iterator[GridCell]:
 
 
 def planned(grid: PolicyGrid, cells: list[GridCell], *, jobs: int) -> list[list[RunSettings]]:
-    """The runs of each cell, a seed each, at their rates; measures first what load 1.0 is.
+    """Return the runs of each cell, one per seed, at their rates; load 1.0 is measured first.
 
-    All variants of a case meet the same requests at the same times: what a variant changes in the engine has
-    no part in the rate.
+    All variants of a case get the same requests at the same times: a variant's engine changes do not affect
+    the rate.
     """
     bare = PolicyVariant(policy="fcfs")
     references = [_run(grid, cell, bare, seed) for cell in cells for seed in range(grid.seeds)]
@@ -178,7 +178,7 @@ def _trace(grid: PolicyGrid, case: PolicyCase) -> TraceChoice:
 
 
 def play_grid(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
-    """Every cell that there is no row of yet."""
+    """Measure every cell without a row."""
     cells = [cell for cell in cells_of(grid) if not context.has(cell.key)]
     plan = planned(grid, cells, jobs=context.jobs)
     results = run_all([run for runs in plan for run in runs], jobs=context.jobs)
@@ -189,7 +189,7 @@ def play_grid(grid: PolicyGrid, context: Context) -> Iterator[Measurement]:
 
 
 def measurement_of(key: Key, trace: str, results: Sequence[RunResult]) -> Measurement:
-    """The row of a cell, with the figures of all its seeds."""
+    """Return the row of a cell, with the figures of all its seeds."""
     rows = [run_as_json(result) for result in results]
     for line in unequal_work(rows):
         warn(f"not the same work: {dict(key)}: {line}")
@@ -224,10 +224,10 @@ def _figures(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(result: RunResult) -> dict[str, Any]:
-    """All settings of the cell's runs; what differs from seed to seed stands among the figures."""
+    """Return all settings of the cell's runs; those that differ between seeds are among the figures."""
     settings = settings_as_json(result)
     for of_seed in ("seed", "rate_per_s"):
         del settings[of_seed]
-    # The pool's engines are alike.
+    # The pool's engines are identical.
     settings["engines"] = settings["engines"][:1]
     return settings

@@ -1,7 +1,7 @@
 """Which policy serves short prompts soonest, and what does it cost the long ones?
 
-Plays every policy at every load, on every trace and profile, with every seed, in simulation. All policies of
-a case and seed meet the same requests at the same times, and complete them all.
+Simulates every policy at every load, on every trace and profile, with every seed. All policies of a case and
+seed get the same requests at the same times, and complete them all.
 
 Load 1.0 is the rate at which the same replicas finish the same requests under FCFS when they never run out of
 work. The first tenth of requests is not measured.

@@ -1,4 +1,4 @@
-"""The tables of this experiment, and the columns that other grids of policies share."""
+"""Tables of this experiment, and the columns that other grids of policies share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from serve_app.core.metrics.confidence import interval_95
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a row, and how it is written."""
+    """A figure of a row and its format."""
 
     heading: str
     figure: str
@@ -19,11 +19,11 @@ class Column:
     scale: float = 1.0
 
     def mean(self, row: Row) -> str:
-        """The mean over seeds alone."""
+        """Return the mean over seeds."""
         return f"{self.scale * fmean(row.figures[self.figure]):,.{self.decimals}f}"
 
     def with_interval(self, row: Row) -> str:
-        """The mean and half the width of its interval."""
+        """Return the mean and half the width of its interval."""
         return plus_minus(row.figures[self.figure], self.decimals, scale=self.scale)
 
 
@@ -55,10 +55,10 @@ _HEADLINE_LOAD = 0.9
 
 
 def grid_table(*by: str) -> Callable[[Sequence[Row]], str]:
-    """Makes a table with all columns, a line for each row.
+    """Return a function that makes a table with all columns, a line for each row.
 
     Args:
-        by: parts of the key that stand before the policy.
+        by: parts of the key before the policy.
     """
 
     def text(rows: Sequence[Row]) -> str:

@@ -1,22 +1,23 @@
 """What is prefix affinity worth on conversations, and what does it cost per request?
 
-Plays conversations with affinity, without it (each request goes to the replica with the least load), and
-without any gateway, in turn and to the less busy of two. All choices meet the same requests at the same
+Simulates conversations with affinity, without it (each request goes to the replica with the least load), and
+without any gateway, in turn and to the less loaded of two. All choices get the same requests at the same
 times.
 
-Load 1.0 is the rate at which the same replicas finish the same requests under FCFS by load alone, their
-caches working as they do then.
+Load 1.0 is the rate at which the same replicas finish the same requests under FCFS by load alone, with the
+cache hits that this gives.
 
-Multi-turn chats, in which every prompt repeats the conversation so far after shared instructions.
+Conversations are multi-turn chats, in which every prompt repeats the conversation so far after shared
+instructions.
 
 A session belongs to an application, whose instructions begin each of its prompts. Each turn adds a message
-and, for later turns, the answer. So some engine has computed most of a prompt before, which is what prefix
-affinity uses.
+and, for later turns, the answer. So some engine has computed most of a prompt before, which prefix affinity
+exploits.
 
 Mean turns near 3.5, and messages and answers of some hundred tokens, follow ShareGPT, LMSYS-Chat-1M and
-WildChat (2 to 7 turns). These are assumptions: a tenth of the messages bring a document; a dozen applications
-with instructions of 500 to 3,000 tokens, chosen by Zipf's law; half a minute between two turns. A turn does
-not wait for the answer before it, since a trace has one clock, whatever serves it.
+WildChat (2 to 7 turns). These are assumptions: a tenth of the messages contain a document; a dozen
+applications have instructions of 500 to 3,000 tokens and are chosen by Zipf's law; turns are half a minute
+apart. A turn does not wait for the previous answer, because a trace has one clock for all systems.
 """
 
 import itertools
@@ -49,7 +50,7 @@ from serve_app.serving.gateway.request.prefix import Opening, prefix_hashes
 _ROUNDS = 5
 _LOOKUPS = 2_000
 _HASHED_BYTES_A_ROUND = 2_000_000
-# Blocks that the index may hold in all, and of one replica.
+# Capacity of the index in blocks, in all and for one replica.
 _CAPACITY, _SHELF = 500_000, 300_000
 # Prompts have 48 blocks, and begin with one of 12 openings.
 _OPENINGS, _OPENING_BLOCKS, _OWN_BLOCKS = 12, 8, 40
@@ -57,14 +58,14 @@ _PROMPTS_PER_REPLICA = 60
 
 
 def hashing_us(size: int) -> float:
-    """Microseconds to hash a text of so many bytes."""
+    """Return the microseconds to hash a text of this many bytes."""
     text = "A prompt of some words, and then some more. " * (size // 44 + 1)
     call = partial(prefix_hashes, Opening(b"text", (text,)), model="m")
     return _microseconds(call, max(_ROUNDS, _HASHED_BYTES_A_ROUND // size))
 
 
 def index_us(replicas: int) -> dict[str, float]:
-    """Microseconds of a look-up, and of a dispatch, which evicts what it adds; and the blocks held."""
+    """Return microseconds of a look-up and of a dispatch, which evicts what it adds; and the blocks held."""
     index, prompts = _filled_index(replicas)
     found, added = itertools.cycle(prompts), itertools.cycle(prompts)
     return {
@@ -75,7 +76,7 @@ def index_us(replicas: int) -> dict[str, float]:
 
 
 def _filled_index(replicas: int) -> tuple[PrefixIndex, list[tuple[int, ...]]]:
-    """An index of full shelves, and the prompts that came last."""
+    """Return an index of full shelves, and the most recent prompts."""
     rng = random.Random(1)  # noqa: S311 - a measurement, no secret
     index = PrefixIndex(_CAPACITY)
     for number in range(replicas):
@@ -91,7 +92,7 @@ def _filled_index(replicas: int) -> tuple[PrefixIndex, list[tuple[int, ...]]]:
 
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
-    """Time of one call, in the best of several rounds: others on the machine only add to it."""
+    """Return the time of one call in the best of several rounds: other processes only add to it."""
     rounds = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
@@ -112,13 +113,13 @@ _ANSWERS = LognormalLengths(mean=220, cv=0.8, max_tokens=1_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationSettings:
-    """What conversations look like.
+    """Settings of the conversations.
 
     Attributes:
         mean_turns: geometric; a session ends earlier when `max_context_tokens` is full.
         pause_s: mean time from one turn of a session to the next, exponential.
         applications: sets of instructions, each shared by all sessions of its application.
-        zipf: how unequally sessions are spread over applications.
+        zipf: skew of sessions over applications.
         instruction_tokens: shortest and longest instructions.
     """
 
@@ -131,9 +132,9 @@ class ConversationSettings:
 
 
 def conversations(count: int, rate_per_s: float, seed: int, settings: ConversationSettings) -> Trace:
-    """The first `count` requests of sessions that begin at random, nearly `rate_per_s` turns a second.
+    """Return `count` requests of sessions with random starts, at nearly `rate_per_s` turns per second.
 
-    No session is under way at the start, so the first minutes have few and short histories.
+    No session is active at the start, so the first minutes have few and short histories.
     """
     made = _Conversations(settings, seed)
     starts = GammaArrivals(rate_per_s=rate_per_s / settings.mean_turns)
@@ -151,7 +152,7 @@ def conversations(count: int, rate_per_s: float, seed: int, settings: Conversati
 
 
 class _Conversations:
-    """Draws sessions, and assigns ids to their blocks."""
+    """Draws sessions, and assigns IDs to their blocks."""
 
     def __init__(self, settings: ConversationSettings, seed: int) -> None:
         self._settings = settings
@@ -159,7 +160,7 @@ class _Conversations:
         low, high = settings.instruction_tokens
         lengths = self._rng.integers(low, high, settings.applications, endpoint=True)
         self._ids = itertools.count()
-        # Whole blocks of the instructions; the block in which they end differs from session to session.
+        # Whole blocks of the instructions; the block in which they end differs between sessions.
         self._instructions = [
             (int(tokens), [next(self._ids) for _ in range(int(tokens) // PREFIX_BLOCK_TOKENS)])
             for tokens in lengths
@@ -168,7 +169,7 @@ class _Conversations:
         self._shares = shares / shares.sum()
 
     def session(self, start_s: float) -> Iterator[TraceRequest]:
-        """The turns of one session."""
+        """Yield the turns of one session."""
         rng, settings = self._rng, self._settings
         turns = int(rng.geometric(1 / settings.mean_turns))
         messages, answers = _MESSAGES.sample(turns, rng), _ANSWERS.sample(turns, rng)
@@ -199,7 +200,7 @@ class ReplicaChoice:
     """One way to choose a replica.
 
     Attributes:
-        policy: of the gateway's queue; None is no gateway.
+        policy: of the gateway's queue; None for no gateway.
         affinity: with a gateway, whether cached prefixes count.
         balance: without a gateway.
     """
@@ -211,10 +212,10 @@ class ReplicaChoice:
 
 @settings
 class PrefixSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        choices: by the name that they have in the table.
+        choices: by their names in the table.
         requests: in each run.
         seeds: runs of each, with the seeds 0, 1, ...
         pause_s: between the turns of a conversation, at 10 requests/s.
@@ -233,11 +234,11 @@ class PrefixSettings:
     indexed_replicas: tuple[int, ...] = ()
 
     def fleet(self) -> FleetSettings:
-        """All replicas in one pool."""
+        """Return a fleet with all replicas in one pool."""
         return FleetSettings(profile=self.profile, replicas={ONE_POOL: self.replicas})
 
     def trace(self, seed: int) -> Trace:
-        """The conversations of a seed."""
+        """Return the conversations of a seed."""
         settings = ConversationSettings(pause_s=self.pause_s)
         return conversations(self.requests, _DRAWN_RATE_PER_S, seed, settings)
 
@@ -255,10 +256,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """What came of one run.
+    """Figures of one run.
 
     Attributes:
-        hit_ratio: prompt tokens that engines took from their caches, of all that they looked up.
+        hit_ratio: share of looked-up prompt tokens that engines had in their caches.
         tokens_per_s: prompt and output tokens over the whole run.
     """
 
@@ -270,7 +271,7 @@ class RunFigures:
 
 
 def play(settings: PrefixSettings, context: Context) -> Iterator[Measurement]:
-    """Every choice at every load, then the costs."""
+    """Measure every choice at every load, then the costs."""
     seeds = range(settings.seeds)
     rates = list(parallel(_saturated_rate_per_s, [(settings, seed) for seed in seeds], context.jobs))
     cells = [(load, name) for load in settings.loads for name in settings.choices]
@@ -297,7 +298,7 @@ def _measurement(key: Key, runs: list[RunFigures], rates: list[float], load: flo
 
 
 def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
-    """What hashing and the index cost in microseconds of one core."""
+    """Measure hashing and the index in microseconds of one core."""
     for size in settings.hashed_bytes:
         yield Measurement(key={"cost": "hash", "bytes": size}, figures={"us": hashing_us(size)})
     for replicas in settings.indexed_replicas:
@@ -305,7 +306,7 @@ def _costs(settings: PrefixSettings) -> Iterator[Measurement]:
 
 
 def _saturated_rate_per_s(of: tuple[PrefixSettings, int]) -> float:
-    """Requests per second of the fleet when it never runs out of work, chosen by load alone."""
+    """Return the fleet's requests per second when it never runs out of work, placed by load alone."""
     settings, seed = of
     trace = scale_to_rate(settings.trace(seed), _AT_ONCE_PER_S)
     records, _ = _outcome(ReplicaChoice(policy="fcfs"), settings.fleet(), trace)
@@ -333,7 +334,7 @@ def _play(run: Run) -> RunFigures:
 def _outcome(
     choice: ReplicaChoice, fleet: FleetSettings, trace: Trace
 ) -> tuple[list[RequestRecord], list[SimulatedReplica]]:
-    """The records of one run, and the replicas as they are after it."""
+    """Return the records of one run, and the replicas after it."""
     plans = fleet.plans(isolated=choice.policy == "ewsjf")
     requests = list(requests_of(trace, Disclosure(), plans[0].engine.block_size))
     if choice.policy is None:

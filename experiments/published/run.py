@@ -1,8 +1,8 @@
 """Does EWSJF as published do what its paper says, in the set-up of its paper?
 
-The policy `ewsjf-paper` with the published partition (Refine-and-Prune on raw lengths, Eq 3), and once more
-with the values that the paper's meta-optimiser finds for each seed: theta, the reward of Eq 5, one candidate
-after the other on traffic of its own minutes. The others stand beside it on the same arrivals.
+The policy `ewsjf-paper` runs with the published partition (Refine-and-Prune on raw lengths, Eq 3). It runs
+again with the values that the paper's meta-optimiser finds for each seed: theta, the reward of Eq 5, one
+candidate after another, each on the traffic of different minutes. Other policies run on the same arrivals.
 
 The model is Llama-2-13B on one A100 of 80 GB, and on four, as in the paper.
 """
@@ -27,17 +27,17 @@ from serve_app.tuning.search_space import Tunable, Values, space_of
 
 POLICY, TUNED = "ewsjf-paper", "ewsjf-paper, tuned"
 _THETA = ("a_u", "b_u", "a_f", "b_f", "alpha")
-# Traffic of the trials: no run that is measured has such a seed.
+# Traffic of the trials: no measured run uses these seeds.
 _TRIALS_SEED = 50_000
 
 
 @settings
 class PublishedExperiment:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        grid: the policies without a search; `ewsjf-paper` is among them.
-        tuned_loads: loads at which `ewsjf-paper` is played with its meta-optimiser as well.
+        grid: the policies without a search, including `ewsjf-paper`.
+        tuned_loads: loads at which `ewsjf-paper` also runs with its meta-optimiser.
         live: the paper's loop.
     """
 
@@ -55,7 +55,7 @@ class _Trials:
 
 
 def play(experiment: PublishedExperiment, context: Context) -> Iterator[Measurement]:
-    """The grid, and then the tuned policy."""
+    """Measure the grid, and then the tuned policy."""
     yield from play_grid(experiment.grid, context)
     grid = experiment.grid
     cells = [
@@ -77,7 +77,7 @@ def _key(cell: GridCell) -> Key:
 
 
 def _searched(trials: _Trials) -> Values:
-    """Theta that led after the last trial."""
+    """Return the best theta after the last trial."""
     run = trials.run
     tunable = Tunable(
         scheduler=scheduler_settings(run.policy, run.fleet.routing, run.scheduler), refine_and_prune=PAPER

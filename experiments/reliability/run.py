@@ -1,8 +1,9 @@
 """Do two pools preempt and reject less than one pool of as many GPUs, under KV pressure?
 
-Fleets of as many GPUs meet the same requests at the same times. Each is played with a mere router, which
-sends every request on at once, and behind the gateway, which holds requests back until an engine's KV cache
-has room for them. Load 1.0 is the rate at which the first fleet of a case finishes the requests under FCFS.
+Fleets with the same number of GPUs get the same requests at the same times. Each runs with a plain router,
+which forwards every request at once, and behind the gateway, which holds requests back until an engine's KV
+cache has room for them. Load 1.0 is the rate at which the first fleet of a case finishes the requests under
+FCFS.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,22 +28,22 @@ _ROUTER: Mapping[str, object] = {
     "backpressure.kv_gate_ratio": float(_NO_LIMIT),
     "backpressure.max_prefill_backlog_s": float(_NO_LIMIT),
 }
-"""Settings that leave nothing of the gateway but the choice of a replica."""
+"""Settings that reduce the gateway to the choice of a replica."""
 
 CONTROLS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "router": ("fcfs", _ROUTER),
     "gateway, fcfs": ("fcfs", {}),
     "gateway, ewsjf": ("ewsjf", {}),
 }
-"""Policy and scheduler settings by the name that they have in the table."""
+"""Policy and scheduler settings, by their names in the table."""
 
 
 @settings
 class ReliabilityCase:
-    """Fleets of as many GPUs each, and what they are put to.
+    """Fleets with the same number of GPUs, and their traffic.
 
     Attributes:
-        fleets: by the name that they have in the table; the first sets load 1.0.
+        fleets: by their names in the table; the first sets load 1.0.
     """
 
     name: str
@@ -60,7 +61,7 @@ class ReliabilityCase:
 
 @settings
 class ReliabilityExperiment:
-    """What is played."""
+    """Settings of the experiment."""
 
     cases: tuple[ReliabilityCase, ...]
     seeds: int
@@ -78,7 +79,7 @@ class _Cell:
         return {"case": self.case.name, "load": self.load, "fleet": self.fleet, "control": self.control}
 
     def run(self, seed: int) -> RunSettings:
-        """The run of a seed, still without a rate."""
+        """Return the run of a seed, still without a rate."""
         case = self.case
         policy, scheduler = CONTROLS[self.control]
         return RunSettings(
@@ -95,7 +96,7 @@ class _Cell:
 
 
 def play(experiment: ReliabilityExperiment, context: Context) -> Iterator[Measurement]:
-    """A row for each case, load, fleet and control."""
+    """Yield a row for each case, load, fleet and control."""
     cells = [cell for cell in _cells(experiment) if not context.has(cell.key)]
     seeds = range(experiment.seeds)
     with progress_bar("reliability", len(cells)) as advance:
@@ -136,8 +137,8 @@ def _played(run: RunSettings) -> dict[str, Any]:
         "preempted_short": _preempted(short),
         "preempted_long": _preempted(long),
         "preemptions_per_request": sum(one.preemptions for one in records) / len(records),
-        # What no engine of the fleet can hold is left out of the play, and would be rejected. An answer that
-        # ends at the context is clipped.
+        # Requests that no engine of the fleet can hold are left out of the run, and would be rejected. An
+        # answer that ends at the context is clipped.
         "rejected_ratio": (result.workload.dropped + sum(not one.completed for one in result.records))
         / offered,
         "clipped_ratio": result.workload.clipped / offered,
@@ -150,7 +151,7 @@ def _played(run: RunSettings) -> dict[str, Any]:
 
 
 def _preempted(records: list[RequestRecord]) -> float:
-    """The share of these requests that were preempted at least once."""
+    """Return the share of these requests that were preempted at least once."""
     return sum(one.preemptions > 0 for one in records) / max(1, len(records))
 
 

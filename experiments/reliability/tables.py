@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Sequence
 

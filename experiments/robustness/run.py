@@ -1,7 +1,7 @@
 """What happens to each policy when its assumptions fail?
 
-The same grid as in `policies`, with cases that disturb what a policy is told or what arrives: lengths that
-are off, first tokens that are reported late, bursts, a mix that flips, a tenant that floods.
+The grid is that of `policies`, with cases that disturb a policy's inputs or the arrivals: wrong lengths, late
+reports of first tokens, bursts, a mix that flips, a flooding tenant.
 """
 
 from experiments.common.experiment import Experiment

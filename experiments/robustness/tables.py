@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from experiments.common.tables import Table
 from experiments.policies.tables import NOTE, grid_table

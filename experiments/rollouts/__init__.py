@@ -1,1 +1,1 @@
-"""What clients hear while an application is redeployed with other settings."""
+"""Client view of redeployments with other settings."""

@@ -1,4 +1,4 @@
-"""The API key of all clients, replaced while they ask: as people do it, with `python -m serve_app keys`."""
+"""API key of all clients, rotated under load with `python -m serve_app keys`, as operators do it."""
 
 import asyncio
 import subprocess
@@ -11,19 +11,19 @@ import httpx
 
 from serve_app.lab.bench.connection import BenchError
 
-# Gateways look at the file every two seconds; a busy machine is given more.
+# Gateways read the file every two seconds; a busy machine gets more time.
 _KNOWN_AFTER_S = 5.0
 _REJECTED_WITHIN_S = 30.0
 
 
 @dataclass(slots=True)
 class RotatedKey:
-    """One valid key at a time, but for the moments of a rotation.
+    """One valid key at a time, except during a rotation.
 
     Attributes:
-        path: of the file that gateways read.
-        secret: what clients send now; empty while they need none.
-        rejected_after_s: how long after its revocation each old key was rejected for the first time.
+        path: of the key file of the gateways.
+        secret: current secret of clients; empty while they need none.
+        rejected_after_s: time from each old key's revocation to its first rejection.
     """
 
     path: Path
@@ -36,14 +36,14 @@ class RotatedKey:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request."""
+        """Return the headers of a request."""
         return {"authorization": f"Bearer {self.secret}"} if self.secret else {}
 
     async def rotate(self, http: httpx.AsyncClient) -> None:
-        """Add a key, let clients use it once gateways know it, and revoke the one before.
+        """Add a key, let clients use it once gateways have read it, and revoke the previous one.
 
         Raises:
-            BenchError: a gateway still takes the old one after a while.
+            BenchError: a gateway still accepts the old one after a while.
         """
         old, before = RotatedKey(self.path, self.secret), self.headers
         fresh = RotatedKey(self.path)

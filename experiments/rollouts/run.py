@@ -1,7 +1,7 @@
 """What do clients hear while an application is redeployed, and how much longer do they wait?
 
-One application for each case. Steady streamed requests of nearly one length go on all the time, and long
-streams are opened just before the change. What has changed is deployed as `serve deploy` does it.
+There is one application for each case. Steady streamed requests of nearly one length run all the time, and
+long streams are opened just before the change. Changes are deployed as by `serve deploy`.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ class RolloutCase:
     """One kind of change.
 
     Attributes:
-        what: is changed, in words.
-        changes: values by their path below `args`, such as `models.0.scheduler.max_waiting`; nothing is
-            deployed where there are none.
-        streams: long ones that are open meanwhile.
-        rotations: how often the key of all clients is replaced.
+        what: description of the change.
+        changes: values by their path below `args`, such as `models.0.scheduler.max_waiting`; without any,
+            nothing is deployed.
+        streams: number of long streams that are open during the change.
+        rotations: number of replacements of the clients' key.
     """
 
     what: str
@@ -50,12 +50,12 @@ class RolloutCase:
 
 @settings
 class RolloutSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        before_s: of steady requests before the change, to compare with.
+        before_s: span of steady requests before the change, for comparison.
         stream_tokens: of each long stream.
-        args: of the application that is served first.
+        args: of the first application.
     """
 
     cases: tuple[RolloutCase, ...]
@@ -109,7 +109,7 @@ class RolloutPlay:
 
 
 def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
-    """Each kind of change with an application of its own."""
+    """Measure each kind of change with a new application."""
     for case in settings.cases:
         key = {"what": case.what}
         if context.has(key):
@@ -126,14 +126,14 @@ def play(settings: RolloutSettings, context: Context) -> Iterator[Measurement]:
             changed = serve_config("rollouts", changed_args(args, case.changes), port=port)
             played = RolloutPlay(settings, case, served, changed, client_key)
             uvloop.run(played.run())
-            # Lines of the log come a little later than the answers.
+            # Log lines follow the answers a little later.
             time.sleep(2.0)
             figures = figures_of(played, before, replica_processes(served))
         yield Measurement(key=key, figures=figures, seeds=(0,), traces=generated("steady traffic"))
 
 
 def changed_args(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with other values at these paths."""
+    """Return the arguments with other values at these paths."""
     changed = copy.deepcopy(dict(args))
     for path, value in changes.items():
         *steps, last = path.split(".")
@@ -147,7 +147,7 @@ def changed_args(args: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 def figures_of(
     played: RolloutPlay, before: Mapping[str, list[int]], after: Mapping[str, list[int]]
 ) -> dict[str, Any]:
-    """How requests ended, how long they took before the change and during it, what was replaced."""
+    """Return the ends of requests, their durations before and during the change, and replaced processes."""
     steady = played.traffic.ended
     calm = [one for one in steady if one.ended_s < played.changed_at]
     during = [one for one in steady if calm and one.ended_s >= played.changed_at]
@@ -170,7 +170,7 @@ def figures_of(
 
 
 def _times_at_gateways(played: RolloutPlay) -> dict[str, float]:
-    """From a request's arrival at its gateway to its end there, by name: without the client."""
+    """Return the times from arrival to end at the gateway, by request: without the client."""
     found = (
         re.search(r"event=concluded outcome=completed .* e2e_s=(\S+) .*client_request_id=(\S+)", line)
         for line in played.served.log_lines("gateway")

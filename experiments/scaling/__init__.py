@@ -1,1 +1,1 @@
-"""Pools that are scaled while they serve, against fixed fleets and other rules."""
+"""Pools that scale while they serve, against fixed fleets and other rules."""

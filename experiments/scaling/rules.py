@@ -1,10 +1,10 @@
-"""Rules that scale pools: ours, Ray Serve's default policy, and a fleet that stays.
+"""Scaling rules: ours, Ray Serve's default policy, and a fixed fleet.
 
-A simulation whose pools are scaled while it runs: replicas are ordered, start, drain and leave.
+In the simulation, pools are scaled while it runs: replicas are ordered, start, drain and leave.
 
-An order is a replica that costs from then on and takes requests `start_s` later. A pool that shrinks first
-takes back orders that have not come, then drains the replicas with the least in flight. A draining replica
-finishes what it has, so no request is cut.
+A replica costs from its order on, and accepts requests `start_s` later. A shrinking pool first cancels
+pending orders, then drains the replicas with the least in flight. A draining replica completes its requests,
+so none is cut.
 """
 
 import math
@@ -26,33 +26,33 @@ from serve_app.lab.simulation.simulation import (
 
 
 class ScalingRule(Protocol):
-    """Decides how many replicas the pools should have."""
+    """Decides the number of replicas of the pools."""
 
     def targets(self, scheduler: Scheduler, now: float, /) -> Mapping[str, int]:
-        """Replicas by pool; a pool that is left out stays as it is."""
+        """Return replicas by pool; a pool that is left out stays as it is."""
 
 
 class WorkRule:
-    """The rule that is served with: `FleetScaler` on the scheduler's own state."""
+    """The production rule: `FleetScaler` on the scheduler's own state."""
 
     def __init__(self, scaler: FleetScaler) -> None:
         self._scaler = scaler
 
     def targets(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
-        """What the live application would order."""
+        """Return the orders of the live application."""
         views = observe(scheduler, self._scaler.pools, now)
         return {name: each.replicas for name, each in self._scaler.decide(views, now).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledFleet:
-    """What a scaled run needs besides a simulation's own.
+    """Additional settings of a scaled run.
 
     Attributes:
         kinds: one plan for each pool; replicas of the pool are numbered copies.
         first: replicas at the start, by pool, which are ready at once.
         rule: decides every `interval_s`.
-        start_s: from an order to a replica that takes requests.
+        start_s: time from an order to a replica that accepts requests.
     """
 
     kinds: Mapping[str, ReplicaPlan]
@@ -64,10 +64,10 @@ class ScaledFleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """The replicas of a pool from some time on.
+    """Replicas of a pool from a certain time on.
 
     Attributes:
-        paid: those that were ordered and have not left: starting, ready and draining.
+        paid: replicas that were ordered and have not left: starting, ready and draining.
     """
 
     at: float
@@ -107,14 +107,14 @@ class ScaledSimulation:
                 self._come(name, self._order(name))
 
     def run(self, requests: list[SimulatedRequest]) -> None:
-        """Play all requests to their end; the records are the simulation's."""
+        """Run all requests to their end; the simulation has the records."""
         self.simulation.timeline.at(0.0, Rank.WAKE_UP, self._decide)
         self.simulation.run(requests)
         for pool in self._pools.values():
             self._account(pool)
 
     def replica_seconds(self) -> dict[str, float]:
-        """Seconds for which replicas were paid, by pool."""
+        """Return the seconds for which replicas were paid, by pool."""
         return {name: pool.paid_s for name, pool in self._pools.items()}
 
     @property
@@ -192,18 +192,18 @@ class ScaledSimulation:
 
 
 class Fixed:
-    """The fleet stays as it begins."""
+    """Fixed fleet."""
 
     def targets(self, _scheduler: Scheduler, _now: float) -> Mapping[str, int]:
-        """Nothing changes."""
+        """Return no changes."""
         return {}
 
 
 class ServeDefault:
-    """Ray Serve's default policy, with its default delays and a target that is half of an engine's batch.
+    """Ray Serve's default policy, with its default delays and a target of half an engine's batch.
 
-    Replicas of a pool follow the requests that they hold and that wait for it, over the target. A decision
-    must hold for `up_s` or `down_s` before it is carried out.
+    Replicas follow the pool's running and queued requests divided by the target. A decision must hold for
+    `up_s` or `down_s` before it is executed.
     """
 
     def __init__(self, target: float, bounds: AutoscalingSettings, first: Mapping[str, int]) -> None:
@@ -213,7 +213,7 @@ class ServeDefault:
         self._up_s, self._down_s = 30.0, 600.0
 
     def targets(self, scheduler: Scheduler, now: float) -> Mapping[str, int]:
-        """As many as hold the requests at the target."""
+        """Return the replicas that hold the requests at the target."""
         for pool, current in self._now.items():
             held = sum(state.in_flight for state in scheduler.ledger if state.spec.pool == pool)
             waiting = sum(work.requests for pools, work in scheduler.queue.work.items() if pools[0] == pool)
@@ -231,7 +231,7 @@ class ServeDefault:
 
 
 def work_rule(pools: tuple[str, ...], bounds: AutoscalingSettings) -> ScalingRule:
-    """The product's own rule."""
+    """Return the product's own rule."""
     return WorkRule(
         FleetScaler(ScalingSettings(pools={pool: ScaledPool(autoscaling=bounds) for pool in pools}))
     )

@@ -1,8 +1,8 @@
 """How many replica-seconds does autoscaling save, and at which price?
 
-Two simulated pools meet traffic that changes. The rule that is served with scales them. Beside it are Ray
-Serve's default policy and two fixed fleets: as many replicas as our rule had at its peak, and the mean that
-it paid for. Engines take half a minute, two or ten minutes to start.
+Two simulated pools get traffic that changes. The production rule scales them. It is compared with Ray Serve's
+default policy and two fixed fleets: our rule's peak number of replicas, and the mean number that it paid for.
+Engines take half a minute, two or ten minutes to start.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ from serve_app.lab.simulation.workload import Disclosure, requests_of
 REACTING = "work, reacting"
 SERVE, PEAK, MEAN = "Serve's default", "fixed, at the peak", "fixed, at the mean"
 
-# Replicas report five times a second; once is enough for decisions once a second, and plays faster.
+# Replicas report five times per second; once is enough for decisions once per second, and runs faster.
 _SURROUNDINGS = SimulationSettings(report_interval_s=1.0)
 
 
 @settings
 class Scaling:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
         b_short_tokens: the border of the pools.
-        span_s: for how long requests arrive.
-        start_s: how long an engine takes to start.
+        span_s: duration of arrivals.
+        start_s: start times of an engine.
         target_ongoing_requests: of Serve's default policy.
     """
 
@@ -65,7 +65,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One case with one time of start and one seed; all rules meet the same requests."""
+    """One case with one start time and one seed; all rules get the same requests."""
 
     experiment: Scaling
     case: str
@@ -74,7 +74,7 @@ class Run:
 
 
 def play(experiment: Scaling, context: Context) -> Iterator[Measurement]:
-    """Every case, time of start and rule that there is no row of yet."""
+    """Measure every case, start time and rule without a row."""
     pairs = [(case, start_s) for case in experiment.cases for start_s in experiment.start_s]
     with progress_bar("scaling", len(pairs)) as advance:
         for case, start_s in pairs:
@@ -152,7 +152,7 @@ def _attained(records: Sequence[RequestRecord], experiment: Scaling) -> float | 
 
 
 def _p99(records: Sequence[RequestRecord]) -> float | None:
-    """P99 of TTFT; a request without a first token counts with its whole time."""
+    """Return the P99 of TTFT; a request without a first token counts with its whole time."""
     times = sorted(
         one.ttft_s if one.ttft_s is not None else one.finished_at - one.arrived_at for one in records
     )

@@ -1,4 +1,4 @@
-"""Traffic that changes: steps of one kind or the other, bursts, a wave, an hour of Azure's own arrivals."""
+"""Traffic that changes: steps of either kind, bursts, a wave, an hour of Azure's own arrivals."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,28 +10,28 @@ from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.generators import OnOffArrivals, stream
 from serve_app.lab.workloads.trace import Trace, TraceRequest
 
-# Multiples of the base rates of short and long requests, one phase after the other.
+# Multiples of the base rates of short and long requests, one phase after another.
 STEPS = ((1.0, 1.0), (4.0, 1.0), (1.0, 1.0), (1.0, 4.0), (1.0, 1.0), (0.0, 0.0))
-# Copies of Azure's hour, so that several replicas are needed, each request at its time or a little later.
+# Copies of Azure's hour, so that several replicas are needed; each copy is shifted a little.
 _COPIES, _SPREAD_S = 2, 10.0
-# Of the engines of long requests.
+# Context of the engines for long requests.
 _CONTEXT = 16_384
 
 Times = NDArray[np.float64]
 
 
 def steps(seed: int, span_s: float, base: float) -> Times:
-    """Poisson arrivals whose rate changes with each phase; `base` is the rate of multiple 1."""
+    """Return Poisson arrivals whose rate changes with each phase; `base` is the rate of multiple 1."""
     return _poisson(lambda at_s: base * STEPS[_phase(at_s, span_s)][0], 4 * base, span_s, seed)
 
 
 def long_steps(seed: int, span_s: float, base: float) -> Times:
-    """The same for long requests."""
+    """Return the same for long requests."""
     return _poisson(lambda at_s: base * STEPS[_phase(at_s, span_s)][1], 4 * base, span_s, seed + 1_000)
 
 
 def wave(seed: int, span_s: float, base: float) -> Times:
-    """Arrivals that rise and fall by a factor of seven, three times: days, compressed."""
+    """Return arrivals that rise and fall by a factor of seven, three times: compressed days."""
     most = 4.0 * base
 
     def rate(at_s: float) -> float:
@@ -41,7 +41,7 @@ def wave(seed: int, span_s: float, base: float) -> Times:
 
 
 def bursts(seed: int, span_s: float, base: float) -> Times:
-    """On for two minutes, off for three, in the mean; the mean rate is 1.6 times the base."""
+    """Return bursts: on for two minutes and off for three on average; the mean rate is 1.6 times the base."""
     arrivals = OnOffArrivals(rate_per_s=1.6 * base, on_s=120.0, off_s=180.0)
     found = arrivals.sample(math.ceil(6 * base * span_s), stream(seed, "bursts"))
     return np.asarray(found[found < span_s], dtype=np.float64)
@@ -55,11 +55,11 @@ _SHORT: Mapping[str, Callable[[int, float, float], Times]] = {
 
 
 def traffic(name: str, seed: int, span_s: float, *, short_at: int) -> Trace:
-    """All requests of one case.
+    """Return all requests of one case.
 
     Args:
         name: `azure`, `steps`, `wave` or `bursts`.
-        span_s: seconds for which requests arrive; of Azure's hour the beginning.
+        span_s: duration of arrivals; for Azure's hour its beginning.
         short_at: the border of the pools, for prompt and answer together.
     """
     if name == "azure":
@@ -114,7 +114,7 @@ def _phase(at_s: float, span_s: float) -> int:
 
 
 def _poisson(rate: Callable[[float], float], most: float, span_s: float, seed: int) -> Times:
-    """Arrivals of a changing rate, by thinning those of the highest."""
+    """Return arrivals of a changing rate, by thinning arrivals at the highest rate."""
     rng = stream(seed, "arrivals")
     count = rng.poisson(most * span_s)
     times = np.sort(rng.uniform(0, span_s, count))

@@ -1,1 +1,1 @@
-"""A simulated production whose traffic changes half-way, with and without a tuner beside it."""
+"""Simulated production whose traffic changes half-way, with and without a tuner."""

@@ -1,7 +1,7 @@
 """What does tuning bring a running system whose traffic changes half-way, and what does it risk?
 
-The production scheduler on simulated engines, and beside it the very loop that tunes live schedulers, with
-its searches in the twin, its slices, roll-backs and pauses. Time is simulated.
+The production scheduler runs on simulated engines beside the loop that tunes live schedulers, with its
+searches in the twin, its slices, roll-backs and pauses. Time is simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Run:
     """One variant with one seed.
 
     Attributes:
-        seconds: of the whole fleet that a request takes, in each half of the time.
+        seconds: of the whole fleet per request, in each half of the time.
     """
 
     experiment: DriftExperiment
@@ -40,7 +40,7 @@ class Run:
 
 
 def play(experiment: DriftExperiment, context: Context) -> Iterator[Measurement]:
-    """Every variant that there is no row of yet; all meet the same requests."""
+    """Measure every variant without a row; all get the same requests."""
     names = [name for name in experiment.variants if not context.has({"variant": name})]
     seconds = seconds_of(experiment.long_shares, experiment.fleet) if names else None
     with progress_bar("tuned_drift", len(names)) as advance:
@@ -71,7 +71,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _figures(run: Run) -> dict[str, Any]:
-    """One run: how requests of each phase were served, and what the tuner did."""
+    """Return one run's figures: service of each phase, and the tuner's actions."""
     experiment = run.experiment
     tuning, plans = experiment.tuner(run.variant), experiment.fleet.plans(isolated=True)
     carry_out = counting_worker(experiment.pace_requests_per_s)
@@ -115,7 +115,7 @@ def _requests(run: Run) -> list[SimulatedRequest]:
 def _phase(
     experiment: DriftExperiment, records: Sequence[RequestRecord], begin: float, end: float
 ) -> dict[str, Any]:
-    """How those were served that arrived between two shares of the time."""
+    """Return the service of requests that arrived between two shares of the time."""
     first_s, last_s = begin * experiment.duration_s, end * experiment.duration_s
     arrived = [record for record in records if first_s <= record.arrived_at < last_s]
     reward = reward_of(arrived, experiment.tuning.objective)
@@ -126,7 +126,7 @@ def _phase(
 
 
 def pairs(audit: Sequence[Audit]) -> list[float]:
-    """Of each pair of slices, the reward under the candidate less that under the values in force."""
+    """Return each pair's difference in reward, candidate less current values."""
     return [each.figures["difference"] for each in audit if each.act is Act.JUDGED]
 
 

@@ -1,4 +1,4 @@
-"""What is played: variants of a production, its traffic, and how its tuner is set."""
+"""Settings of the experiment: production variants, traffic and tuner."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +17,8 @@ class Variant:
     """A production.
 
     Attributes:
-        bad_start: whether it begins with the values of `tuning_starts.BAD_START`, not with the defaults.
-        tuned: whether the tuner changes them.
+        bad_start: start with `tuning_starts.BAD_START` instead of the defaults.
+        tuned: whether the tuner changes the values.
     """
 
     bad_start: bool = False
@@ -26,23 +26,23 @@ class Variant:
 
     @property
     def start(self) -> Mapping[str, object]:
-        """The values that it begins with."""
+        """Return the start values."""
         return BAD_START if self.bad_start else DEFAULTS
 
 
 @settings
 class DriftExperiment:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
-        variants: by the name that they have in the table.
+        variants: by their names in the table.
         long_shares: share of long requests, in each half of the time.
         load: 1.0 is the rate at which the same replicas finish a backlog of the mix under FCFS.
         minutes: simulated.
         phases: shares of the time between which requests are judged, by name.
-        tuning: how the tuner is set; its `profile` is the twin's, another one than that of production when
-            the twin is to be wrong.
-        pace_requests_per_s: that the twin plays in a CPU second.
+        tuning: settings of the tuner; its `profile` is the twin's, which differs from production's if the
+            twin is to be wrong.
+        pace_requests_per_s: requests that the twin simulates per CPU second.
     """
 
     variants: Mapping[str, Variant]
@@ -59,20 +59,20 @@ class DriftExperiment:
 
     @property
     def duration_s(self) -> float:
-        """Of a run, simulated."""
+        """Return the simulated duration of a run."""
         return 60.0 * self.minutes
 
     @property
     def fleet(self) -> FleetSettings:
-        """All replicas in one pool."""
+        """Return a fleet with all replicas in one pool."""
         return FleetSettings(profile=self.profile, replicas={ONE_POOL: self.replicas})
 
     def scheduler(self, variant: Variant) -> SchedulerSettings:
-        """What a variant begins with."""
+        """Return a variant's start settings."""
         return begun_from(scheduler_settings(self.policy, self.fleet.routing, {}), variant.start).scheduler
 
     def tuner(self, variant: Variant) -> ParameterTuningSettings:
-        """The tuner of a variant; that of fixed values tries nothing."""
+        """Return a variant's tuner; with fixed values it tries nothing."""
         if variant.tuned:
             return self.tuning
         return replace(self.tuning, rollout=replace(self.tuning.rollout, mode="off"))

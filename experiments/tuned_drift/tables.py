@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -39,7 +39,7 @@ def _is_tuned(row: Row) -> bool:
 
 
 def _classes(rows: Sequence[Row]) -> dict[str, str]:
-    """Classes of all rows by name, short ones first, with their titles."""
+    """Return the classes of all rows by name, short ones first, with their titles."""
     names = {
         name
         for row in rows

@@ -1,7 +1,7 @@
-"""The paper's mix as a Poisson stream whose share of long requests changes half-way, while the load stays.
+"""The paper's mix as a Poisson stream whose share of long requests changes half-way at constant load.
 
-The rate follows the mix: a request takes so many seconds of the whole fleet, and the load is the share of the
-time that is taken.
+The rate follows the mix: a request takes some seconds of the whole fleet, and the load is the busy share of
+the time.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _BACKLOG = 4_000
 
 
 def seconds_of(long_shares: Halves, fleet: FleetSettings) -> Halves:
-    """Seconds of the whole fleet that a request takes, at load 1.0; two simulated runs."""
+    """Return the fleet's seconds per request at load 1.0; runs two simulations."""
     before, after = (1 / saturated_rate_of(fleet, _backlog(share)) for share in long_shares)
     return before, after
 
 
 def traffic(long_shares: Halves, seconds: Halves, load: float, duration_s: float, seed: int) -> Trace:
-    """The requests of one run."""
+    """Return the requests of one run."""
     rng = stream(seed, "arrivals and kinds")
     at = 0.0
     arrivals: list[tuple[float, bool]] = []
@@ -40,7 +40,7 @@ def traffic(long_shares: Halves, seconds: Halves, load: float, duration_s: float
 
 
 def mixed(arrivals: Sequence[tuple[float, bool]], seed: int) -> Trace:
-    """These arrivals with the lengths of the paper's mix, each of its kind (True is long)."""
+    """Return these arrivals with lengths of the paper's mix, by kind (True is long)."""
     short, long, answers = (
         lengths.sample(len(arrivals), stream(seed, name))
         for lengths, name in ((_SHORT, "short"), (_LONG, "long"), (_ANSWERS, "answers"))

@@ -1,7 +1,7 @@
 """How fast does a search find better settings, how good are they, and what does production meet meanwhile?
 
 `tpe` and `random` are studies in the digital twin. `live` is the paper's loop: TPE on production itself, here
-a simulated one, one trial after the other. Whatever leads is judged on windows of other traffic of the same
+simulated, one trial after another. Every leading candidate is judged on windows of other traffic of the same
 kind, the same for all methods.
 """
 
@@ -17,9 +17,9 @@ from experiments.tuner.settings import STARTS, Method, SearchGroup, Start, Tuner
 from serve_app.cli.command import progress_bar
 from serve_app.lab.simulation.batch import parallel, saturated_rate_per_s
 
-# Traffic on which all are judged; no search has such a seed.
+# Traffic on which all are judged; no search uses this seed.
 _JUDGES_SEED = 90_001
-# A search has arrived when what leads has so much of the best gain that any method found.
+# A search has arrived when its leader has this share of the best gain of any method.
 _ARRIVED_RATIO = 0.95
 
 
@@ -37,12 +37,13 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFigures:
-    """A search beside the others of its race.
+    """Results of a search, compared with the others of its race.
 
     Attributes:
-        gain: in reward, of what led at the end.
-        best_gain: of all that led any search at any time.
-        arrived_s: seconds until what led had nearly the best gain; None when it never had, or nothing gained.
+        gain: in reward, of the final leader.
+        best_gain: of any leader of any search at any time.
+        arrived_s: seconds until the leader had nearly the best gain; None if it never had, or if there was no
+            gain.
     """
 
     gain: float
@@ -55,7 +56,7 @@ class SearchFigures:
 
 
 def play(experiment: TunerExperiment, context: Context) -> Iterator[Measurement]:
-    """Race by race; a row for each method."""
+    """Measure race by race; yield a row for each method."""
     groups = [
         (group, workload)
         for group in experiment.groups
@@ -66,7 +67,8 @@ def play(experiment: TunerExperiment, context: Context) -> Iterator[Measurement]
     with progress_bar("tuner", len(groups)) as advance:
         for group, workload in groups:
             if workload not in rates:
-                # One rate for all seeds, or a seed with light requests would be played at another load.
+                # One rate for all seeds, because a seed with light requests would otherwise run at another
+                # load.
                 saturated = saturated_rate_per_s(experiment.fleet, experiment.traffic(workload), 0)
                 rates[workload] = experiment.load * saturated
             races = [

@@ -1,4 +1,4 @@
-"""One search by each method, and the judgement of what each came to."""
+"""One search by each method, and the judgement of its results."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.study import INCUMBENT, Budget, Job, run_study
 
-# Trials of the live loop meet windows that no study plays.
+# Trials of the live loop use windows that no study plays.
 _FIRST_LIVE_WINDOW = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """What led a search at some time.
+    """The leading candidate of a search at some time.
 
     Attributes:
         seconds: of searching in the twin, or of live traffic.
@@ -29,14 +29,14 @@ class Leader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What came of a search.
+    """Result of a search.
 
     Attributes:
-        trials: candidates tried.
+        trials: number of candidates.
         requests: simulated by the search itself.
-        confident: whether a study recommends what it found; None for a method without a verdict.
-        worst_trial: reward of the worst candidate that production met, less that of the start; None for a
-            method that exposes production to none.
+        confident: whether a study recommends its result; None for a method without a verdict.
+        worst_trial: reward of the worst candidate in production, less that of the start; None for a method
+            without candidates in production.
     """
 
     trials: int
@@ -47,20 +47,20 @@ class Search:
 
 
 def search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
-    """One search."""
+    """Run one search."""
     if method == "live":
         return live_search(experiment.live, plan, seed)
     return twin_search(experiment, method, plan, seed)
 
 
 def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, seed: int) -> Search:
-    """A study in the digital twin, as `python -m serve_app tune` runs it.
+    """Run a study in the digital twin, as `python -m serve_app tune` does.
 
-    The defaults are not among its candidates: from a bad start they would end the race before it begins.
+    The defaults are not among its candidates: from a bad start they would win the race at once.
     """
     optimiser = TpeOptimiser(plan.space, seed=seed)
     if method == "random":
-        # A start from the prior that never ends.
+        # Start-up trials that never end: random search from the prior.
         optimiser = TpeOptimiser(plan.space, seed=seed, startup=experiment.study.trials)
     player = CountingPlayer(plan, experiment.pace_requests_per_s)
     course = run_study(
@@ -82,7 +82,7 @@ def twin_search(experiment: TunerExperiment, method: Method, plan: TwinPlan, see
 
 
 def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
-    """The paper's loop: each trial on the traffic of its own minutes, with nothing to compare it with."""
+    """Run the paper's loop: each trial on the traffic of its own minutes, without a comparison."""
     assert plan.traffic.rate_per_s is not None
     window = max(1, round(live.trial_s * plan.traffic.rate_per_s))
     twin = replace(plan.settings, window_requests=window, warm_up_ratio=0.0)
@@ -109,7 +109,7 @@ def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
 
 
 def gains(plan: TwinPlan, searches: Sequence[Search], windows: int) -> list[list[float]]:
-    """What each leader of each search gains over the start, on windows of traffic that no search met."""
+    """Return each leader's gain over the start, on windows of traffic that no search has used."""
     different: list[Values] = [plan.space.current]
     for leader in (leader for one in searches for leader in one.leaders):
         if leader.values not in different:

@@ -1,4 +1,4 @@
-"""What is searched: workloads, starts, methods and their budgets."""
+"""Settings of the experiment: workloads, starts, methods and their budgets."""
 
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -24,7 +24,7 @@ _POLICY = "ewsjf"
 
 @settings
 class SearchGroup:
-    """Methods that search from one start, judged together since the best of all is the measure."""
+    """Methods that search from one start, judged together, because the best of all is the measure."""
 
     start: Start
     workloads: tuple[str, ...]
@@ -36,7 +36,7 @@ class LiveSearch:
     """The paper's loop on production itself.
 
     Attributes:
-        trial_s: seconds of traffic that each candidate serves.
+        trial_s: seconds of traffic for each candidate.
     """
 
     trials: int = 6
@@ -45,16 +45,16 @@ class LiveSearch:
 
 @settings
 class TunerExperiment:
-    """What is searched.
+    """Settings of the experiment.
 
     Attributes:
-        workloads: traces by the name that they have in the table.
+        workloads: traces, by their names in the table.
         load: 1.0 is the rate at which the same replicas finish the workload under FCFS.
-        requests: of the traffic that windows are drawn from.
+        requests: in the traffic from which windows are drawn.
         search_s: CPU seconds of a search in the twin, counted at `pace_requests_per_s`.
-        pace_requests_per_s: requests that a core simulates in a second; counted, so that a search takes the
+        pace_requests_per_s: assumed requests that a core simulates per second, so that a search takes the
             same course on every machine.
-        judge_windows: windows of other traffic, the same for all, on which whatever leads is judged.
+        judge_windows: windows of other traffic, the same for all, on which leaders are judged.
     """
 
     workloads: Mapping[str, str]
@@ -79,15 +79,15 @@ class TunerExperiment:
 
     @property
     def fleet(self) -> FleetSettings:
-        """All replicas in one pool."""
+        """Return a fleet with all replicas in one pool."""
         return FleetSettings(profile=self.profile, replicas={ONE_POOL: self.replicas})
 
     def traffic(self, workload: str) -> TraceChoice:
-        """The requests of a workload."""
+        """Return the requests of a workload."""
         return TraceChoice(name=self.workloads[workload], requests=self.requests)
 
     def twin_plan(self, workload: str, start: Start, rate_per_s: float, seed: int) -> TwinPlan:
-        """The twin of a workload under the values of a start."""
+        """Return the twin of a workload with a start's values."""
         scheduler = scheduler_settings(_POLICY, self.fleet.routing, {})
         tunable = begun_from(scheduler, STARTS[start])
         run = RunSettings(

@@ -1,1 +1,1 @@
-"""What a search costs the application beside it, live."""
+"""Cost of a live search for the application beside it."""

@@ -1,9 +1,9 @@
 """What does the tuner cost a served application while it searches: how much of a core, how much latency?
 
-Traffic comes at a steady rate that two emulated engines carry without a queue, in slices: idle, working,
-working, idle, and so on. In an idle slice the tuner is frozen and its last search is over; in a working one
-it searches again and again. Both sides have the same processes, connections and reports, and neighbours of
-a pair meet the same traffic.
+Traffic has a steady rate that two emulated engines carry without a queue, in slices: idle, working, working,
+idle, and so on. In an idle slice the tuner is frozen and its last search is over; in a working one it
+searches continuously. Both sides have the same processes, connections and reports, and the slices of a pair
+get the same traffic.
 """
 
 import statistics
@@ -30,7 +30,7 @@ ROLES = ("tuner", "scheduler", "gateway")
 _TRACE = "paper-mix"
 _MODEL = "tuned"
 _MIN_REQUESTS = 100
-# Below this share of a core the tuner only collects records; above the other, it searches.
+# Below the first share of a core the tuner only collects records; above the second, it searches.
 _IDLE, _BUSY = 0.06, 0.12
 _LOOK_S = 2.0
 _TURN_LIMIT_S = 120.0
@@ -40,11 +40,11 @@ _LOG_DELAY_S = 1.0
 
 @settings
 class TunerCostSettings:
-    """What is played.
+    """Settings of the experiment.
 
     Attributes:
         pairs: of an idle and a working slice.
-        core_share: of a core that the search may take.
+        core_share: of a core that the search may use.
     """
 
     pairs: int
@@ -58,20 +58,20 @@ Slice = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays slices against the application."""
+    """Runs slices against the application."""
 
     settings: TunerCostSettings
     served: Application
 
     def warm_up(self) -> None:
-        """The tuner needs requests to draw from."""
+        """Send the requests that the tuner needs before it can draw windows."""
         self._play(seed=0, seconds=max(10.0, 3.0 * _MIN_REQUESTS / self.settings.rate_per_s))
 
     def turn(self, *, working: bool) -> None:
-        """Let the tuner begin to search, or end.
+        """Start or stop the tuner's search.
 
         Raises:
-            BenchError: it does not.
+            BenchError: it does not start or stop.
         """
         self.served.fetched(f"/debug/tuner/{'thaw' if working else 'freeze'}", post=True)
         meter, deadline = CpuMeter((self.served.pid,)), time.monotonic() + _TURN_LIMIT_S
@@ -86,7 +86,7 @@ class Player:
         )
 
     def slice(self, seed: int) -> Slice:
-        """The traffic of a slice, and what it took."""
+        """Send the traffic of a slice; return what it took."""
         meter = CpuMeter((self.served.pid,))
         logged, before, began = len(self.served.log_lines("gateway")), meter.read(), time.monotonic()
         records = self._play(seed, self.settings.slice_s)
@@ -108,14 +108,14 @@ class Player:
         }
 
     def _play(self, seed: int, seconds: float) -> Sequence[RequestRecord]:
-        """Steady Poisson traffic; the same for the same seed."""
+        """Send steady Poisson traffic; deterministic for a seed."""
         rate_per_s = self.settings.rate_per_s
         traffic = WorkloadSettings(trace=_TRACE, rate_per_s=rate_per_s, duration_s=seconds, seed=seed)
         return play_trace(self.served.url, BodySettings(model=_MODEL), resolve(traffic), 60.0).records
 
 
 def play(settings: TunerCostSettings, context: Context) -> Iterator[Measurement]:
-    """All slices in order, then a row for each side."""
+    """Measure all slices in order, then yield a row for each side."""
     if all(context.has({"search": side}) for side in ("idle", "working")):
         return
     sides: dict[str, list[Slice]] = {"idle": [], "working": []}
@@ -141,7 +141,7 @@ def play(settings: TunerCostSettings, context: Context) -> Iterator[Measurement]
 
 
 def model(core_share: float) -> dict[str, Any]:
-    """Two emulated engines, and a tuner that searches and tries nothing."""
+    """Return two emulated engines, and a tuner that searches and tries nothing."""
     pool = {
         "name": "all",
         "engine": {"emulated": {"profile": "laptop"}},
@@ -151,7 +151,7 @@ def model(core_share: float) -> dict[str, Any]:
     tuner = {
         "mode": "advise",
         "profile": "laptop",
-        # One search after the other, short enough that an idle slice need not wait for long.
+        # Back-to-back searches, short enough that an idle slice need not wait long.
         "every_s": 0.1,
         "min_requests": _MIN_REQUESTS,
         "search_cpu_s": 3.0,
@@ -167,7 +167,7 @@ def model(core_share: float) -> dict[str, Any]:
 
 
 def waits_ms(lines: Sequence[str]) -> list[float]:
-    """The time from arrival to the grant of each answered request, from the gateway's log."""
+    """Return the time from arrival to grant of each answered request, from the gateway's log."""
     answered = (line for line in lines if "event=concluded outcome=completed" in line)
     parts = (line.partition(" queue_wait_s=")[2].partition(" ")[0] for line in answered)
     return [1_000 * float(seconds) for seconds in parts if seconds]

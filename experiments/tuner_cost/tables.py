@@ -1,4 +1,4 @@
-"""The table of this experiment."""
+"""Table of this experiment."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ def _cells(figures: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def _differences(idle: Row, working: Row) -> dict[str, list[float]]:
-    """Pair by pair."""
+    """Return the differences, pair by pair."""
     return {
         name: [mine - theirs for mine, theirs in zip(working.figures[name], idle.figures[name], strict=True)]
         for _, name, *_ in _COLUMNS

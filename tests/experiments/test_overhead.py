@@ -75,7 +75,7 @@ def test_nginx_stands_in_between(light: LightServers, endpoints: Endpoints, clie
 def test_an_answer_that_is_none_ends_the_measurement(endpoints: Endpoints, client: Client) -> None:
     with pytest.raises(BenchError, match="404 Not Found"):
         client.play(load(endpoints.urls[0] + "/elsewhere"))
-    with pytest.raises(BenchError, match="rejected"):
+    with pytest.raises(BenchError, match="refused"):
         client.play(load(f"http://127.0.0.1:{next_port()}"))
 
 
