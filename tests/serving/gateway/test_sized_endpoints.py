@@ -132,8 +132,8 @@ def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
             "content-type twice",
         ),
         # Of two fields, some engines read the first and others the last.
-        (_two_models(), ["multipart/form-data; boundary=b"], "model is given twice"),
-        (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model is given twice"),
+        (_two_models(), ["multipart/form-data; boundary=b"], "model occurs twice"),
+        (_two_models(more=b'; filename="x"'), ["multipart/form-data; boundary=b"], "model occurs twice"),
     ],
 )
 async def test_a_form_that_an_engine_might_read_otherwise_is_rejected(
