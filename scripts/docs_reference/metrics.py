@@ -27,7 +27,7 @@ _INTRODUCTION = """
 
 `GET /metrics` of the application returns the metrics of all gateways and of the scheduler of every model.
 The scheduler's metrics include autoscaling and the tuner. `GET /metrics/engines` lists the engines' own
-metrics pages, which the same address serves; see [scraping](../operations.md#scraping).
+metrics pages, which the same address serves; see [scraping](../monitoring.md#scraping).
 
 Names are those of the samples, so counters end in `_total`. A histogram `x` has the samples `x_bucket`,
 `x_sum` and `x_count`. Times are in seconds. Each series of a gateway has the label `gateway`; sum over it.

@@ -39,7 +39,7 @@ def test_alerts_are_those_of_the_observability_folder() -> None:
 def test_without_an_address_of_documents_alerts_name_the_page() -> None:
     values = {"metrics": {**WATCHED["metrics"], "docsUrl": ""}}
     (group,) = only(render(values), "PrometheusRule")["spec"]["groups"]
-    assert group["rules"][0]["annotations"]["runbook_url"].startswith("docs/operations.md#")
+    assert group["rules"][0]["annotations"]["runbook_url"].startswith("docs/alerts.md#")
 
 
 def test_dashboards_are_those_of_the_observability_folder() -> None:

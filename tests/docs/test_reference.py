@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,16 @@ def test_every_module_that_registers_metrics_is_in_the_reference() -> None:
     read = {module for module in making if module in inspect.getsource(metrics)}
     # The emulated engine and the live scheduler render their metrics themselves.
     assert making - read == {"serve_app.engines.emulated.metrics", "serve_app.serving.scheduler.metrics"}
+
+
+def test_every_log_event_is_described() -> None:
+    root = Path(inspect.getfile(serve_app)).parent
+    written = {
+        event for path in root.rglob("*.py") for event in re.findall(r"event=([a-z_]+)", path.read_text())
+    }
+    page = (REFERENCE.parent / "logs.md").read_text()
+    missing = {event for event in written if f"`{event}`" not in page and f"`event={event}`" not in page}
+    assert not missing
 
 
 def _application(args: object, folder: Path) -> Path:

@@ -119,17 +119,17 @@ def test_scheduling_has_a_heatmap_of_waits_by_length_queue() -> None:
 
 
 def test_every_alert_leads_to_its_runbook() -> None:
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/alerts.md").read_text()
     headings = {
         re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"\n#+ (.*)", text)
     }
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         file, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert (file, anchor) == ("docs/operations.md", rule["alert"].lower())
+        assert (file, anchor) == ("docs/alerts.md", rule["alert"].lower())
         assert anchor in headings
         assert rule["annotations"]["summary"].endswith(".")
-    alerts = text.partition("## Alerts, and what to do")[2].partition("\n## ")[0]
+    alerts = text.partition("## Runbook")[2].partition("\n## ")[0]
     assert re.findall(r"\n### (.*)", alerts) == [rule["alert"] for rule in rules()]
 
 
