@@ -360,7 +360,7 @@ def longest_wait(queue: Document) -> Iterator[Trouble]:
         yield Trouble(
             Severity.DEGRADED,
             f"model {queue['model']}: a request of class {priority} has waited {sub_queue['wait_s']:.0f} s "
-            f"of at most {timeout_s:.0f} s ({sub_queue['why']})",
+            f"of at most {timeout_s:.0f} s ({sub_queue['reason']})",
             "`status` shows who waits and why; add replicas of that pool, or give the class a greater share",
         )
 

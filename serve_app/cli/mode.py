@@ -66,13 +66,13 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"{model['model']}: {model['error']}"
         return
     yield f"{model['model']}: {model['mode']}, {model['active_share']:.0%} of the requests are scheduled"
-    measured = {name: model["measured"][name] for name in ("scheduled", "passed")}
+    measured = {name: model["measured"][name] for name in ("scheduled", "bypassed")}
     rows = [
         (f"{name}, measured", *_figures(part)) for name, part in measured.items() if part["all"]["requests"]
     ]
     forecast = model.get("forecast")
     if forecast and "scheduled" in forecast:
-        rows += [(f"{name}, by the twin", *_figures(forecast[name])) for name in ("scheduled", "passed")]
+        rows += [(f"{name}, by the twin", *_figures(forecast[name])) for name in ("scheduled", "bypassed")]
     if rows:
         head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
         yield shown_table(head, rows, text_columns=1)

@@ -229,7 +229,7 @@ def _sub_queues(queue: Document, most: int) -> str:
             sub_queue["priority"],
             sub_queue["tenant"],
             sub_queue["length_queue"],
-            sub_queue["why"],
+            sub_queue["reason"],
             str(sub_queue["waiting"]),
             f"{sub_queue['wait_s']:.1f} s",
             f"{sub_queue['score']:.3g}",

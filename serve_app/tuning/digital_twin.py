@@ -186,7 +186,7 @@ class Forecast:
     """Times to first token of the same `requests`, including the warm-up, with and without scheduling."""
 
     scheduled: Mapping[str, Mapping[str, Any]]
-    passed: Mapping[str, Mapping[str, Any]]
+    bypassed: Mapping[str, Mapping[str, Any]]
     requests: int
 
 
@@ -209,7 +209,7 @@ def forecast(plan: TwinPlan, rest: Callable[[], object] = lambda: None) -> Forec
             )
         )
         rest()
-    return Forecast(scheduled=found[0], passed=found[1], requests=len(arrivals.requests))
+    return Forecast(scheduled=found[0], bypassed=found[1], requests=len(arrivals.requests))
 
 
 _twin: DigitalTwin | None = None

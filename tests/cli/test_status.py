@@ -66,7 +66,7 @@ QUEUE: dict[str, Any] = {
                     "waiting": 2,
                     "wait_s": 9.5 - number,
                     "score": 0.5,
-                    "why": "short: other requests have precedence",
+                    "reason": "short: other requests have precedence",
                 }
                 for number in range(3)
             ],

@@ -22,7 +22,7 @@ def test_every_sub_queue_is_shown_by_its_head_the_longest_wait_first() -> None:
     first, second = found.sub_queues
     assert (first.tenant, first.head, first.waiting, first.wait_s) == ("b", "b1", 2, 3.0)
     assert (second.priority, second.tenant, second.wait_s) == (PriorityClass.BATCH, "c", 1.0)
-    assert first.why == "only: every replica is saturated, gated, suspended, stale or draining"
+    assert first.reason == "only: every replica is saturated, gated, suspended, stale or draining"
     assert found.omitted == 0
     assert set(found.served[PriorityClass.DEFAULT]) == {"a", "b"}
 
@@ -61,7 +61,7 @@ def test_each_length_queue_is_shown_by_its_most_urgent_head() -> None:
     assert (short.waiting, short.longest_wait_s) == (2, 3.0)
     assert short.head is not None
     assert short.head.head == "first"
-    assert short.head.why
+    assert short.head.reason
     assert found["512-1023"].waiting == 1
 
 

@@ -34,7 +34,7 @@ async def test_a_tenant_with_one_request_is_served_before_a_flood(app: Served) -
         waiting = await sub_queues_once_many_wait(http, flood, app.application.admin_headers())
         late = await asyncio.gather(queue_wait_ms(http, "late-1"), queue_wait_ms(http, "late-2"))
         waits = sorted(await asyncio.gather(*flood))
-    assert all(sub_queue["why"] for sub_queue in waiting)
+    assert all(sub_queue["reason"] for sub_queue in waiting)
     # Only requests that were already dispatched are served before them, and most of the flood after.
     assert max(late) < waits[-FLOOD // 4]
 

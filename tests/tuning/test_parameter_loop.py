@@ -179,7 +179,7 @@ def test_while_requests_pass_by_the_twin_forecasts_both_ways() -> None:
     loop.finish(carry_out(task, clock=lambda: 0.0), 251.0)
     shown = loop.document()["forecast"]
     assert shown["requests"] == 250
-    assert shown["scheduled"]["all"]["requests"] == shown["passed"]["all"]["requests"] > 200
+    assert shown["scheduled"]["all"]["requests"] == shown["bypassed"]["all"]["requests"] > 200
     # The next one comes later; in active mode there is none.
     assert loop.work_due(passing) is None
     loop.observe(observation(252.0))

@@ -27,7 +27,7 @@ class SubQueueView:
         wait_s: queue time of the head so far.
         score: the policy's score of the head now; comparable only within one policy.
         cause: what the head waits for, as receipts and metrics count it.
-        why: the reason in each pool why the head is not dispatched now.
+        reason: the reason in each pool why the head is not dispatched now.
     """
 
     priority: PriorityClass
@@ -40,7 +40,7 @@ class SubQueueView:
     wait_s: float
     score: float
     cause: WaitCause
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,5 +133,5 @@ def _view(
         wait_s=now - request.arrived_at,
         score=policy.score(head, now),
         cause=current_cause(head),
-        why=dispatcher.why_waiting(head, now),
+        reason=dispatcher.why_waiting(head, now),
     )

@@ -194,7 +194,7 @@ def _attempt(attempt: Attempt, first: Attempt) -> dict[str, Any]:
         "replica": dispatch.replica_id,
         "length_queue": dispatch.length_queue,
         "engine_priority": dispatch.engine_priority,
-        "passed": dispatch.passed,
+        "bypassed": dispatch.passed,
         "expected_prefill_ms": _in_ms(attempt.prefill_s),
     }
 

@@ -36,7 +36,7 @@ class SchedulingMode:
     def __init__(self, host: ModeHost) -> None:
         self._host = host
         self._firsts: dict[bool, deque[tuple[int, float]]] = {
-            passed: deque(maxlen=_KEPT) for passed in (False, True)
+            bypassed: deque(maxlen=_KEPT) for bypassed in (False, True)
         }
 
     def __repr__(self) -> str:
@@ -84,6 +84,6 @@ class SchedulingMode:
             "active_share": share,
             "measured": {
                 "scheduled": first_token_figures(self._firsts[False]),
-                "passed": first_token_figures(self._firsts[True]),
+                "bypassed": first_token_figures(self._firsts[True]),
             },
         }

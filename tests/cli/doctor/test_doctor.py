@@ -118,7 +118,7 @@ def wants_a_key(answers: dict[str, Any]) -> None:
 def has_a_long_wait(answers: dict[str, Any]) -> None:
     for wait_s in (2.0, 45.0):
         queue(answers)["sub_queues"].append(
-            {"priority": "interactive", "wait_s": wait_s, "why": "short: no capacity"}
+            {"priority": "interactive", "wait_s": wait_s, "reason": "short: no capacity"}
         )
 
 

@@ -204,7 +204,7 @@ async def test_one_that_hung_while_it_was_idle_keeps_what_it_has_and_gets_nothin
         await until(lambda: len(fleet.open()) == 1, "it serves")
         stuck = [asyncio.create_task(fleet.ask(stream=True)) for _ in range(2)]
         state = fleet.world.live.core.ledger[fleet.open()[0]]
-        await until(lambda: state.answers.hangs, "its hang is noticed")
+        await until(lambda: state.hang_detector.hangs, "its hang is noticed")
         late = {"x-queue-timeout-s": "0.5"}
         body = {"model": MODEL, "prompt": "hello", "stream": True}
         assert (await fleet.http.post("/v1/completions", json=body, headers=late)).status_code == 504
@@ -216,7 +216,7 @@ async def test_one_that_hung_while_it_was_idle_keeps_what_it_has_and_gets_nothin
         assert [answer.status_code for answer in answers] == [200] * 6
         assert len(engine.bodies) == 2
         engine.hangs = engine.is_mute = False
-        await until(lambda: not state.answers.hangs, "it goes on")
+        await until(lambda: not state.hang_detector.hangs, "it goes on")
         engine.answers.clear()
         await fleet.http.request("DELETE", "/admin/endpoints", json={"url": other})
         assert (await fleet.ask(stream=True)).status_code == 200

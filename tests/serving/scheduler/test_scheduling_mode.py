@@ -44,11 +44,11 @@ async def test_observe_then_a_part_then_all_and_back_by_one_command_each() -> No
         parts = {answer.headers.get("x-scheduled") for answer in await ask(40)}
         assert parts == {"no", None}
         measured = (await http.get("/admin/mode")).json()["models"][0]["measured"]
-        scheduled, passed = measured["scheduled"]["all"], measured["passed"]["all"]
-        assert scheduled["requests"] + passed["requests"] == 60
-        assert min(scheduled["requests"], passed["requests"]) >= 5
-        assert 0 < passed["ttft_p50_s"] <= passed["ttft_p99_s"]
-        assert measured["passed"]["short"]["requests"] == passed["requests"]
+        scheduled, bypassed = measured["scheduled"]["all"], measured["bypassed"]["all"]
+        assert scheduled["requests"] + bypassed["requests"] == 60
+        assert min(scheduled["requests"], bypassed["requests"]) >= 5
+        assert 0 < bypassed["ttft_p50_s"] <= bypassed["ttft_p99_s"]
+        assert measured["bypassed"]["short"]["requests"] == bypassed["requests"]
         await http.post("/admin/mode", json={"active_share": 1})
         assert {answer.headers.get("x-scheduled") for answer in await ask(5)} == {None}
 
@@ -67,7 +67,7 @@ async def test_the_command_line_shows_and_changes_it(capsys: pytest.CaptureFixtu
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         _, shown = await mode("active", "--share", "10%")
         assert shown.startswith("tiny: partly active, 10% of the requests are scheduled\n")
-        assert "passed, measured" in shown
+        assert "bypassed, measured" in shown
         assert fleet.world.live.mode.active_share == 0.1
         assert (await mode("active"))[1].startswith("tiny: active, 100%")
 

@@ -56,7 +56,7 @@ _NOT_RETURNED = _HOP_BY_HOP | {
 }
 
 # Marks a request that bypassed scheduling while only a share of the traffic is scheduled.
-_PASSED = ((b"x-scheduled", b"no"),)
+_BYPASSED = ((b"x-scheduled", b"no"),)
 
 _ORDINARY_CONNECTION = frozenset({b"", b"keep-alive", b"close"})
 
@@ -250,7 +250,7 @@ def describing(dispatch: Dispatch) -> HeaderList:
         (b"x-length-queue", dispatch.length_queue.encode("latin-1", "replace")),
         (b"x-estimated-tokens", b"%d" % dispatch.estimated_tokens),
         *rate_limit_headers(dispatch.rate_limits),
-        *(_PASSED if dispatch.passed else ()),
+        *(_BYPASSED if dispatch.passed else ()),
     ]
 
 

@@ -127,11 +127,11 @@ const reasons = (head) => [h("b", null, head.cause.replaceAll("_", " ")), ` (${o
 
 /** Return "pool: reason; pool: reason", with pools of the same reason grouped. */
 function obstacles(head) {
-  const pieces = head.why.split(/; (?=[^;: ]+: )/);
+  const pieces = head.reason.split(/; (?=[^;: ]+: )/);
   const pools = new Map();
   for (const piece of pieces) {
     const [pool, ...reason] = piece.split(": ");
-    if (!head.pools.includes(pool)) return head.why;
+    if (!head.pools.includes(pool)) return head.reason;
     const text = reason.join(": ");
     pools.set(text, [...(pools.get(text) ?? []), pool]);
   }

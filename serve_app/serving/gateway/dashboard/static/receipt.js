@@ -206,7 +206,7 @@ function attempts(all) {
     key: place,
     cells: [
       whole(place + 1), `+${ms(each.after_first_ms)}`, each.pool === each.home_pool ? each.pool : `${each.pool} (home pool ${each.home_pool})`,
-      each.replica, each.passed ? "not scheduled" : each.length_queue, ms(each.expected_prefill_ms),
+      each.replica, each.bypassed ? "not scheduled" : each.length_queue, ms(each.expected_prefill_ms),
     ],
   }));
   return table("Dispatches", [["Attempt"], ["After the first", "figure"], ["Pool"], ["Replica"], ["Length queue"], ["Expected prefill", "figure"]], rows,
