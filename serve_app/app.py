@@ -1,6 +1,6 @@
 """The composition of an application: the only module that binds deployments to each other.
 
-    serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `WrittenApplication`
+    serve run configs/local.yaml        import_path: serve_app.app:build_app, args: see `ApplicationConfig`
 
 Each model has one scheduler, one deployment per pool, and a tuner if anything can be tuned. All models share
 the gateways, which are the ingress. Arguments of deployments contain nothing random or timed, so a second
@@ -61,7 +61,7 @@ def application_of(settings: AppSettings) -> Application:
         SettingsError: two deployments would have the same name, or vLLM is installed here and rejects the
             arguments of an engine.
     """
-    _reject_shared_names(settings)
+    _check_unique_names(settings)
     schedulers = {model.name: _scheduler(model, settings) for model in settings.models}
     pools = {
         name: _pool(model.name, pool, settings.channel, schedulers[model.name])
@@ -203,18 +203,18 @@ def _scale(pool: PoolSettings, scheduler_name: str) -> dict[str, Any]:
 
 
 def _resources(pool: PoolSettings) -> dict[str, Any]:
-    asked = pool.resources
-    actor: dict[str, Any] = {"num_cpus": asked.num_cpus, "num_gpus": asked.num_gpus}
-    if asked.custom:
-        actor["resources"] = dict(asked.custom)
-    if asked.accelerator_type is not None:
-        actor["accelerator_type"] = asked.accelerator_type
-    if not asked.placement_bundles:
+    resources = pool.resources
+    actor: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus}
+    if resources.custom:
+        actor["resources"] = dict(resources.custom)
+    if resources.accelerator_type is not None:
+        actor["accelerator_type"] = resources.accelerator_type
+    if not resources.placement_bundles:
         return {"ray_actor_options": actor}
     return {
         "ray_actor_options": actor,
-        "placement_group_bundles": [dict(bundle) for bundle in asked.placement_bundles],
-        "placement_group_strategy": asked.placement_strategy,
+        "placement_group_bundles": [dict(bundle) for bundle in resources.placement_bundles],
+        "placement_group_strategy": resources.placement_strategy,
     }
 
 
@@ -227,7 +227,7 @@ def _deployment_name(kind: str, model: str) -> str:
     return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
 
 
-def _reject_shared_names(settings: AppSettings) -> None:
+def _check_unique_names(settings: AppSettings) -> None:
     names = [
         _deployment_name(kind, model.name) for model in settings.models for kind in ("scheduler", "tuner")
     ]

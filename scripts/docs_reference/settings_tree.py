@@ -9,7 +9,7 @@ from typing import Any
 
 from docs_reference.source_text import attribute_texts, field_comments, summary
 from serve_app.core.settings_base import Setting, in_files
-from serve_app.settings.application import WrittenApplication
+from serve_app.settings.application import ApplicationConfig
 
 _NAMES_OF_THE_MODEL = "the name and aliases of the model"
 DEFAULTS_IN_FILES = {
@@ -57,7 +57,7 @@ class Block:
 
 def blocks() -> Iterator[Block]:
     """Every block of the application's settings, parents before what they hold."""
-    yield from _walk(WrittenApplication, "", None)
+    yield from _walk(ApplicationConfig, "", None)
 
 
 def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:

@@ -152,7 +152,7 @@ def fleet_of(args: argparse.Namespace, engine: EngineChanges = _UNCHANGED) -> Fl
 
 
 def _b_short(given: Sequence[PoolArgument]) -> int:
-    """Return the default that a served model has (`WrittenRouting.b_short_tokens`)."""
+    """Return the default that a served model has (`RoutingConfig.b_short_tokens`)."""
     usual, context = RoutingSettings().b_short_tokens, given[0].context_tokens
     if context is None:
         return usual

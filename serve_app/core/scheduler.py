@@ -96,7 +96,7 @@ class Scheduler:
         inputs = PolicyInputs(prefill_costs=self.prefill_costs, ewsjf=settings.ewsjf)
         self._policy = make_policy(settings.policy, inputs, policies)
         self.queue = RequestQueue(self._policy, settings.fairness, settings.delay_bound)
-        backpressure = settings.backpressure_in_force
+        backpressure = settings.effective_backpressure
         self._backpressure = EngineBackpressure(backpressure, self.prefill_costs)
         self.ledger = ReplicaLedger(
             backpressure=self._backpressure,
@@ -380,7 +380,7 @@ class Scheduler:
         self.settings = settings = checked_retuning(self.settings, event.settings)
         self._policy.retune(settings.ewsjf)
         self.isolation.retune(settings.isolation)
-        self._backpressure.retune(settings.backpressure_in_force)
+        self._backpressure.retune(settings.effective_backpressure)
         self.ledger.on_limits_changed(now)
 
     def _dispatch(self, now: float) -> None:

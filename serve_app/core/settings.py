@@ -10,7 +10,7 @@ from serve_app.core.isolation import IsolationSettings
 from serve_app.core.queueing.delay_bound import DelayBoundSettings
 from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
-from serve_app.core.routing.pools import RoutingSettings, WrittenRouting
+from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
 from serve_app.core.routing.prefix import AffinitySettings
 from serve_app.core.settings_base import (
     ADVANCED,
@@ -57,14 +57,14 @@ class ScoreWeights:
 
 PAPER_WEIGHTS = ScoreWeights()
 
-OWN_WEIGHTS = ScoreWeights(a_u=0.0, b_u=0.1)
+DEFAULT_WEIGHTS = ScoreWeights(a_u=0.0, b_u=0.1)
 """Our weights. With the paper's weights a request that has waited a hundred times its own prefill outscores a
 fresh request of a tenth of its length. After a burst that applies to all long ones, which then delay the
 short ones. The score does not bound waits, because `promotion` does. `experiments/policies` compares both."""
 
 
 @settings
-class GivenWeights:
+class WeightOverrides:
     """Configured weights; the policy's defaults replace those that are None."""
 
     # Constant term of the score.
@@ -81,14 +81,14 @@ class GivenWeights:
     floor: Annotated[float | None, INTERNAL] = None
 
     def __post_init__(self) -> None:
-        self.over(PAPER_WEIGHTS)
+        self.applied_to(PAPER_WEIGHTS)
 
     @classmethod
-    def all_of(cls, weights: ScoreWeights) -> "GivenWeights":
+    def all_of(cls, weights: ScoreWeights) -> "WeightOverrides":
         """Return weights that are all set explicitly."""
         return cls(**asdict(weights))
 
-    def over(self, others: ScoreWeights) -> ScoreWeights:
+    def applied_to(self, others: ScoreWeights) -> ScoreWeights:
         """Return these weights, with those of `others` in place of None."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return ScoreWeights(
@@ -100,8 +100,8 @@ class GivenWeights:
 class EwsjfSettings:
     """Settings of the EWSJF policies."""
 
-    # By default `ewsjf-paper` has the paper's weights, and `ewsjf` weighs waiting less (`OWN_WEIGHTS`).
-    weights: GivenWeights = field(default_factory=GivenWeights)
+    # By default `ewsjf-paper` has the paper's weights, and `ewsjf` weighs waiting less (`DEFAULT_WEIGHTS`).
+    weights: WeightOverrides = field(default_factory=WeightOverrides)
 
 
 @settings(block="queue_timeout_s")
@@ -125,7 +125,7 @@ class QueueTimeouts:
 # The part that is written in a file. `SchedulerSettings` adds model and pools, which are configured elsewhere
 # in the file.
 @settings
-class WrittenScheduler:
+class SchedulerConfig:
     """Admission, ordering and dispatch of one model's requests.
 
     Attributes:
@@ -152,7 +152,7 @@ class WrittenScheduler:
     # that clients can fail over early.
     no_replica_grace_s: Annotated[float, NOT_NEGATIVE, ADVANCED] = 5.0
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    routing: WrittenRouting = field(default_factory=WrittenRouting)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     estimator: Annotated[EstimatorSettings, INTERNAL] = field(default_factory=EstimatorSettings)
     backpressure: BackpressureSettings = field(default_factory=BackpressureSettings)
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
@@ -166,7 +166,7 @@ class WrittenScheduler:
 
 
 @settings
-class SchedulerSettings(WrittenScheduler):
+class SchedulerSettings(SchedulerConfig):
     """All settings of one model's scheduler.
 
     Attributes:
@@ -181,7 +181,7 @@ class SchedulerSettings(WrittenScheduler):
     routing: RoutingSettings = field(default_factory=RoutingSettings)
 
     @property
-    def backpressure_in_force(self) -> BackpressureSettings:
+    def effective_backpressure(self) -> BackpressureSettings:
         """The effective settings: an engine that orders its own queue may have a longer one."""
         mode = self.engine_priority
         if not mode.enabled:

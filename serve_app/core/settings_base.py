@@ -8,7 +8,7 @@
 A settings class is a frozen dataclass with keyword arguments only. Every value is checked against its range
 when an object is created, from a file or in Python. Checks that involve two settings are in the class's
 `__post_init__`, which runs after the range checks. `read` creates settings from the values of a file, and
-reports all faults at once, each with its full path.
+reports all errors at once, each with its full path.
 
 A setting has one of three audiences. Settings without a mark are for every user. `ADVANCED` ones are under
 `advanced` in their block of a file. `INTERNAL` ones are in no file and no reference: they are for code that
@@ -63,7 +63,7 @@ class Range:
         """Return the same range with a remedy in its message."""
         return replace(self, remedy=f": {remedy}")
 
-    def rejection(self, value: object) -> str:
+    def violation(self, value: object) -> str:
         """Return the end of a message about a value outside, after the name of the setting."""
         return f"{self.words}, got {value}{self.remedy}"
 
@@ -175,7 +175,7 @@ def _made(cls: type[Settings], block: str) -> type[Settings]:
         for name, low, high, allowed in limits:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise SettingsError(f"{prefix}{name} {allowed.rejection(value)}")
+                raise SettingsError(f"{prefix}{name} {allowed.violation(value)}")
         for name, known in choices:
             if getattr(self, name) not in known:
                 found = getattr(self, name)
@@ -237,8 +237,8 @@ def read(
     """
     reader = _Reader(as_file=as_file, extended=extended)
     found = reader.block(value, cls, "")
-    if reader.faults:
-        raise SettingsError("\n".join(reader.faults))
+    if reader.errors:
+        raise SettingsError("\n".join(reader.errors))
     return cast("Settings", found)
 
 
@@ -301,47 +301,47 @@ def with_hot_settings(settings: Settings, given: Mapping[str, Any], cold: Collec
         raise SettingsError(f"user_config: {'; '.join(str(exc).splitlines())}") from exc
 
 
-class _Faulty:
-    """Placeholder for an invalid value; its reason is among the faults."""
+class _Invalid:
+    """Placeholder for an invalid value; its reason is among the errors."""
 
 
-_FAULTY = _Faulty()
+_INVALID = _Invalid()
 
 
 class _Reader:
-    """Creates settings from plain values, and collects all faults with the full paths of their keys."""
+    """Creates settings from plain values, and collects all errors with the full paths of their keys."""
 
     def __init__(self, *, as_file: bool, extended: Mapping[type, type]) -> None:
         self._as_file = as_file
         self._extended = extended
-        self.faults: list[str] = []
+        self.errors: list[str] = []
 
     def block(self, given: object, cls: type, path: str) -> Any:
         """Create an object of a settings class."""
         # A key without a value: all defaults.
         given = {} if given is None else given
         if not isinstance(given, Mapping):
-            return self._fault(f"{path or 'args'} must hold settings, got {given!r}")
+            return self._error(f"{path or 'args'} must hold settings, got {given!r}")
         known = self._known(cls)
-        before = len(self.faults)
+        before = len(self.errors)
         found: dict[str, Any] = {}
         for key, value, here, is_advanced in self._entries(given, cls, path):
             setting = known.get(key)
             if setting is None:
-                self._fault(f"{here}{self._unknown(key, cls, is_advanced=is_advanced)}")
+                self._error(f"{here}{self._unknown(key, cls, is_advanced=is_advanced)}")
             elif self._as_file and setting.is_advanced is not is_advanced:
-                self._fault(_misplaced(here, path, key, is_advanced=is_advanced))
+                self._error(_misplaced(here, path, key, is_advanced=is_advanced))
             else:
                 found[key] = self._setting(value, setting, here)
         for name, setting in known.items():
             if setting.default is MISSING and name not in found:
-                self._fault(f"{_joined(path, name)}: is missing")
-        if len(self.faults) > before:
-            return _FAULTY
+                self._error(f"{_joined(path, name)}: is missing")
+        if len(self.errors) > before:
+            return _INVALID
         try:
             return cls(**found)
         except ValueError as exc:
-            return self._fault(f"{path}: {exc}" if path else str(exc))
+            return self._error(f"{path}: {exc}" if path else str(exc))
 
     def _known(self, cls: type) -> dict[str, Setting]:
         return in_files(cls) if self._as_file else {each.name: each for each in describe(cls)}
@@ -358,7 +358,7 @@ class _Reader:
             elif isinstance(value, Mapping):
                 yield from ((inner, each, _joined(here, inner), True) for inner, each in value.items())
             elif value is not None:
-                self._fault(f"{here} must hold settings, got {value!r}")
+                self._error(f"{here} must hold settings, got {value!r}")
 
     def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
         if cls in self._extended and key in self._known(self._extended[cls]):
@@ -373,9 +373,9 @@ class _Reader:
     def _setting(self, value: object, setting: Setting, path: str) -> Any:
         found = self._value(value, setting.kind, path)
         allowed = setting.allowed
-        if allowed is None or found is None or found is _FAULTY or allowed.low <= found <= allowed.high:
+        if allowed is None or found is None or found is _INVALID or allowed.low <= found <= allowed.high:
             return found
-        return self._fault(f"{path} {allowed.rejection(found)}")
+        return self._error(f"{path} {allowed.violation(found)}")
 
     def _value(self, value: Any, kind: Any, path: str) -> Any:
         """Create a value of a type."""
@@ -391,19 +391,19 @@ class _Reader:
             return self._collection(value, typing.get_args(kind), path)
         found = _scalar(value, kind)
         if found is None and kind is not Any:
-            return self._fault(f"{path} must be {_name(kind)}, got {value!r}")
+            return self._error(f"{path} must be {_name(kind)}, got {value!r}")
         return found
 
     def _collection(self, value: Any, kinds: tuple[Any, ...], path: str) -> Any:
         """Create a tuple or a mapping."""
         if not isinstance(value, Mapping):
             found = [self._value(each, kinds[0], f"{path}[{place}]") for place, each in enumerate(value)]
-            return _FAULTY if _FAULTY in found else tuple(found)
+            return _INVALID if _INVALID in found else tuple(found)
         pairs = {
             self._value(key, kinds[0], path): self._value(each, kinds[1], _joined(path, key))
             for key, each in value.items()
         }
-        return _FAULTY if _FAULTY in (*pairs, *pairs.values()) else pairs
+        return _INVALID if _INVALID in (*pairs, *pairs.values()) else pairs
 
     def _one_of(self, value: object, arms: tuple[Any, ...], path: str) -> Any:
         """Create a value of the first type that accepts it."""
@@ -415,13 +415,13 @@ class _Reader:
         for arm in arms:
             trial = _Reader(as_file=self._as_file, extended=self._extended)
             found = trial._value(value, arm, path)
-            if not trial.faults:
+            if not trial.errors:
                 return found
-        return self._fault(f"{path} must be {' or '.join(map(_name, arms))}, got {value!r}")
+        return self._error(f"{path} must be {' or '.join(map(_name, arms))}, got {value!r}")
 
-    def _fault(self, sentence: str) -> _Faulty:
-        self.faults.append(sentence)
-        return _FAULTY
+    def _error(self, sentence: str) -> _Invalid:
+        self.errors.append(sentence)
+        return _INVALID
 
 
 def _known_values(kind: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Settings of a whole application: as written in a file, and completed with what follows from its models.
 
-A file states each fact once, such as a model's names and its pools. The `Written` classes hold what the file
+A file states each fact once, such as a model's names and its pools. The `Config` classes hold what the file
 states. `resolve` derives the complete settings from them, in which every component finds what it needs.
 """
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from serve_app.core.policies import learns_queues
 from serve_app.core.scaling import AutoscalingSettings, ScaledPool, ScalingSettings
-from serve_app.core.settings import SchedulerSettings, WrittenScheduler
+from serve_app.core.settings import SchedulerConfig, SchedulerSettings
 from serve_app.core.settings_base import (
     ADVANCED,
     FINITE_POSITIVE,
@@ -29,7 +29,7 @@ from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.serving.autoscaling import GatewayScaling
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.gateway.settings import GatewaySettings, WrittenGateway
+from serve_app.serving.gateway.settings import GatewayConfig, GatewaySettings
 from serve_app.serving.pool.replica import ReplicaServerSettings
 from serve_app.serving.remote.settings import RemoteSettings
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
@@ -237,7 +237,7 @@ class PoolSettings:
 
 
 @settings
-class WrittenModel:
+class ModelConfig:
     """One model: names, pools and scheduler.
 
     Attributes:
@@ -254,7 +254,7 @@ class WrittenModel:
     name: str
     aliases: tuple[str, ...] = ()
     pools: tuple[PoolSettings, ...]
-    scheduler: WrittenScheduler = field(default_factory=WrittenScheduler)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     tuner: TunerSettings = field(default_factory=TunerSettings)
     decision_log: DecisionLogSettings | None = None
     gpu_budget: Annotated[float | None, POSITIVE, ADVANCED] = None
@@ -283,7 +283,7 @@ class WrittenModel:
 
 
 @settings
-class ModelSettings(WrittenModel):
+class ModelSettings(ModelConfig):
     """Complete settings of one model."""
 
     scheduler: SchedulerSettings
@@ -324,7 +324,7 @@ class GatewayDeploymentSettings:
 
 
 @settings
-class WrittenApplication:
+class ApplicationConfig:
     """The arguments of an application: `applications[].args` of a Ray Serve configuration.
 
     Attributes:
@@ -338,8 +338,8 @@ class WrittenApplication:
         state_interval_s: time between two writes; a scheduler that is killed loses this much of its learning.
     """
 
-    models: tuple[WrittenModel, ...]
-    gateway: WrittenGateway = field(default_factory=WrittenGateway)
+    models: tuple[ModelConfig, ...]
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     gateways: GatewayDeploymentSettings = field(default_factory=GatewayDeploymentSettings)
     channel: Annotated[ChannelSettings, ADVANCED] = field(default_factory=ChannelSettings)
     state_uri: str | None = None
@@ -357,7 +357,7 @@ class WrittenApplication:
 
 
 @settings
-class AppSettings(WrittenApplication):
+class AppSettings(ApplicationConfig):
     """Complete settings of a whole application."""
 
     models: tuple[ModelSettings, ...]

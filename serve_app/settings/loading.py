@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import yaml
 
-from serve_app.core.routing.pools import RoutingSettings, WrittenRouting
-from serve_app.core.settings import SchedulerSettings, WrittenScheduler
+from serve_app.core.routing.pools import RoutingConfig, RoutingSettings
+from serve_app.core.settings import SchedulerConfig, SchedulerSettings
 from serve_app.core.settings_base import read
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, WrittenGateway
+from serve_app.serving.gateway.settings import GatewayConfig, GatewaySettings, ServedModel
 from serve_app.settings.application import (
+    ApplicationConfig,
     AppSettings,
+    ModelConfig,
     ModelSettings,
     PoolSettings,
-    WrittenApplication,
-    WrittenModel,
 )
 
 # -- completion: passes what follows from the models to every component -------------------------------------
@@ -35,32 +35,32 @@ Complete = TypeVar("Complete")
 _TWO = 2
 
 
-def resolve(written: WrittenApplication) -> AppSettings:
+def resolve(config: ApplicationConfig) -> AppSettings:
     """Derive complete settings from what a file states.
 
     Raises:
         SettingsError: parts of the settings contradict each other.
     """
-    names = [name for model in written.models for name in model.names]
+    names = [name for model in config.models for name in model.names]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(
             f"two models answer to the same name: {', '.join(twice)}; names and aliases must differ"
         )
-    served = tuple(each for model in written.models for each in _served(model))
+    served = tuple(each for model in config.models for each in _served(model))
     return _completed(
         AppSettings,
-        written,
-        models=tuple(_model(f"models[{index}]", model) for index, model in enumerate(written.models)),
-        gateway=_completed(GatewaySettings, written.gateway, models=served),
+        config,
+        models=tuple(_model(f"models[{index}]", model) for index, model in enumerate(config.models)),
+        gateway=_completed(GatewaySettings, config.gateway, models=served),
     )
 
 
-def _completed(cls: type[Complete], written: Any, **known: object) -> Complete:
+def _completed(cls: type[Complete], config: Any, **known: object) -> Complete:
     """Create a `cls` from an instance of its base class; `known` overrides and adds fields."""
-    return cls(**{each.name: getattr(written, each.name) for each in fields(written)} | known)
+    return cls(**{each.name: getattr(config, each.name) for each in fields(config)} | known)
 
 
-def _model(where: str, model: WrittenModel) -> ModelSettings:
+def _model(where: str, model: ModelConfig) -> ModelSettings:
     with _located(f"{where}.scheduler.routing"):
         routing = _routing(model)
     with _located(f"{where}.scheduler"):
@@ -89,7 +89,7 @@ def _located(where: str) -> Iterator[None]:
         raise SettingsError(f"{where}: {exc}") from exc
 
 
-def _routing(model: WrittenModel) -> RoutingSettings:
+def _routing(model: ModelConfig) -> RoutingSettings:
     """Derive the routing settings. A default `b_short_tokens` is limited to the first pool's context."""
     chosen, pools = model.scheduler.routing, model.pools
     budget = chosen.b_short_tokens or RoutingSettings().b_short_tokens
@@ -108,7 +108,7 @@ def _routing(model: WrittenModel) -> RoutingSettings:
     )
 
 
-def _served(model: WrittenModel) -> Iterator[ServedModel]:
+def _served(model: ModelConfig) -> Iterator[ServedModel]:
     limits = [pool.engine.max_model_len for pool in model.pools]
     known = [limit for limit in limits if limit is not None]
     longest = max(known) if known and len(known) == len(limits) else None
@@ -179,9 +179,9 @@ def _check_engine_priority(where: str, pools: tuple[PoolSettings, ...]) -> None:
 IMPORT_PATH = "serve_app.app:build_app"
 
 _EXTENDED: Mapping[type, type] = {
-    WrittenGateway: GatewaySettings,
-    WrittenScheduler: SchedulerSettings,
-    WrittenRouting: RoutingSettings,
+    GatewayConfig: GatewaySettings,
+    SchedulerConfig: SchedulerSettings,
+    RoutingConfig: RoutingSettings,
 }
 
 
@@ -208,13 +208,13 @@ def settings_of(args: object) -> AppSettings:
     Raises:
         SettingsError: an argument is unknown, misplaced, out of range, or contradicts another.
     """
-    return resolve(written(args))
+    return resolve(config_of(args))
 
 
-def written(args: object) -> WrittenApplication:
+def config_of(args: object) -> ApplicationConfig:
     """Return the settings as the file states them.
 
     Raises:
         SettingsError: lists everything unknown, misplaced or out of range, one line each.
     """
-    return read(WrittenApplication, args, as_file=True, extended=_EXTENDED)
+    return read(ApplicationConfig, args, as_file=True, extended=_EXTENDED)

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import EwsjfPaper
-from serve_app.core.settings import GivenWeights
+from serve_app.core.settings import WeightOverrides
 from serve_app.core.settings_base import ADVANCED, as_written
 from serve_app.errors import SettingsError
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
@@ -364,7 +364,7 @@ def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
     policy = make_policy(settings.policy)
     if not isinstance(policy, EwsjfPaper):
         return settings
-    weights = GivenWeights.all_of(settings.ewsjf.weights.over(policy.default_weights))
+    weights = WeightOverrides.all_of(settings.ewsjf.weights.applied_to(policy.default_weights))
     return replace(settings, ewsjf=replace(settings.ewsjf, weights=weights))
 
 

@@ -11,7 +11,7 @@ from serve_app.core.queueing.fairness import FairnessSettings
 from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.core.routing.estimation.bytes_per_token import EstimatorSettings
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.settings import GivenWeights
+from serve_app.core.settings import WeightOverrides
 from serve_app.request import TextCategory
 
 BELOW_LOWEST = {
@@ -41,7 +41,7 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
         ),
         (EstimatorSettings, {"cold_bytes_per_token": WITHOUT_CJK}, "cjk"),
         (FairnessSettings, {"weights": {"a": 0.0}}, "weights of tenant 'a' must be positive, got 0.0"),
-        (GivenWeights, {"floor": -1.0}, "weights.floor must be positive, got -1"),
+        (WeightOverrides, {"floor": -1.0}, "weights.floor must be positive, got -1"),
         (IsolationSettings, {"prior_longest_tokens": 9}, "at most prior_longest_tokens, got 1024 and 9"),
         (RoutingSettings, BELOW_LOWEST, "b_short_tokens of 50 is the initial value, so .* got 64 and None"),
     ],

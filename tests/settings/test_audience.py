@@ -6,7 +6,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from serve_app.core.settings_base import Setting, block_of, in_files
-from serve_app.settings.application import WrittenApplication
+from serve_app.settings.application import ApplicationConfig
 
 
 def leaves(
@@ -30,7 +30,7 @@ def inner_block(kind: Any) -> type | None:
 
 
 def test_few_settings_are_for_every_user_and_few_more_are_advanced() -> None:
-    found = list(leaves(WrittenApplication))
+    found = list(leaves(ApplicationConfig))
     usual = [path for path, _, is_advanced in found if not is_advanced]
     assert len(usual) <= 60, usual
     assert len(found) - len(usual) <= 80
@@ -39,7 +39,7 @@ def test_few_settings_are_for_every_user_and_few_more_are_advanced() -> None:
 def test_an_advanced_setting_has_a_default() -> None:
     without = [
         path
-        for path, setting, is_advanced in leaves(WrittenApplication)
+        for path, setting, is_advanced in leaves(ApplicationConfig)
         if is_advanced and setting.default is MISSING
     ]
     assert without == []

@@ -7,7 +7,13 @@ from serve_app.core.isolation import IsolationSettings
 from serve_app.core.policies import POLICIES
 from serve_app.core.routing.adaptive_b_short import AdaptiveBShortSettings
 from serve_app.core.routing.pools import RoutingSettings
-from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, GivenWeights, ScoreWeights
+from serve_app.core.settings import (
+    DEFAULT_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    ScoreWeights,
+    WeightOverrides,
+)
 from serve_app.errors import SettingsError
 from serve_app.settings.loading import settings_of
 from serve_app.tuning.search_space import Tunable, as_model_settings, parameters_of, space_of, with_weights
@@ -24,7 +30,7 @@ def test_the_papers_parameters_are_among_ours_within_its_ranges() -> None:
     assert space["alpha"].low <= 0.5 < 3.0 <= space["alpha"].high
 
 
-@pytest.mark.parametrize(("policy", "weights"), [("ewsjf", OWN_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
+@pytest.mark.parametrize(("policy", "weights"), [("ewsjf", DEFAULT_WEIGHTS), ("ewsjf-paper", PAPER_WEIGHTS)])
 def test_weights_that_are_not_given_are_those_of_the_policy(policy: str, weights: ScoreWeights) -> None:
     space = space_of(Tunable(scheduler=SchedulerSettings(model="m", policy=policy)))
     assert [space.current[name] for name in ("a_u", "b_u", "a_f", "b_f")] == [
@@ -36,7 +42,7 @@ def test_weights_that_are_not_given_are_those_of_the_policy(policy: str, weights
 
 
 def test_given_weights_stay() -> None:
-    given = EwsjfSettings(weights=GivenWeights(b_u=3.0))
+    given = EwsjfSettings(weights=WeightOverrides(b_u=3.0))
     assert space_of(Tunable(scheduler=SchedulerSettings(model="m", ewsjf=given))).current["b_u"] == 3.0
 
 

@@ -55,7 +55,12 @@ def paired_difference_95(candidate: Sequence[float], baseline: Sequence[float]) 
             f"paired runs need the same seeds, got {len(candidate)} and {len(baseline)} values: "
             "run both on all seeds"
         )
-    return interval_95([mine - theirs for mine, theirs in zip(candidate, baseline, strict=True)])
+    return interval_95(
+        [
+            candidate_value - baseline_value
+            for candidate_value, baseline_value in zip(candidate, baseline, strict=True)
+        ]
+    )
 
 
 def t_95(degrees_of_freedom: int) -> float:

@@ -91,12 +91,12 @@ def jain_of_tenants(
     if not records:
         return None
     until = max(record.arrived_at for record in records)
-    asked: dict[str, float] = defaultdict(float)
+    demand: dict[str, float] = defaultdict(float)
     served: dict[str, float] = defaultdict(float)
     for record in records:
-        asked[record.tenant] += record.prompt_tokens + record.output_tokens
+        demand[record.tenant] += record.prompt_tokens + record.output_tokens
         served[record.tenant] += tokens_served(record, until)
-    shares = max_min_shares(asked, sum(served.values()), weights or {})
+    shares = max_min_shares(demand, sum(served.values()), weights or {})
     return jain_index(served[tenant] / share for tenant, share in shares.items() if share > 0)
 
 
@@ -117,15 +117,15 @@ def tokens_served(record: RequestRecord, until: float) -> float:
 
 
 def max_min_shares(
-    asked: Mapping[str, float], capacity: float, weights: Mapping[str, float]
+    demand: Mapping[str, float], capacity: float, weights: Mapping[str, float]
 ) -> dict[str, float]:
     """Divide `capacity` by weight. Capacity that exceeds a tenant's demand is left to the others."""
     shares: dict[str, float] = {}
-    left, weight_left = capacity, sum(weights.get(tenant, 1.0) for tenant in asked)
+    left, weight_left = capacity, sum(weights.get(tenant, 1.0) for tenant in demand)
     # In ascending order of demand per weight, each tenant gets the lesser of its demand and its part.
-    for tenant in sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0)):
+    for tenant in sorted(demand, key=lambda name: demand[name] / weights.get(name, 1.0)):
         weight = weights.get(tenant, 1.0)
-        shares[tenant] = min(asked[tenant], left * weight / weight_left)
+        shares[tenant] = min(demand[tenant], left * weight / weight_left)
         left -= shares[tenant]
         weight_left -= weight
     return shares
@@ -231,13 +231,13 @@ _BY_DEFAULT = SummaryRules()
 
 
 def summarise(
-    records: Sequence[RequestRecord], rules: SummaryRules = _BY_DEFAULT, *, preemptions_known: bool = True
+    records: Sequence[RequestRecord], rules: SummaryRules = _BY_DEFAULT, *, has_preemptions: bool = True
 ) -> Summary:
     """Return the figures of a run from its records.
 
     Args:
         records: every request of the run exactly once, in any order.
-        preemptions_known: False if the observer cannot see the engines; the figure is None then.
+        has_preemptions: False if the observer cannot see the engines; the figure is None then.
     """
     done = [record for record in records if record.completed]
     makespan_s = _makespan_s(records, done)
@@ -248,7 +248,7 @@ def summarise(
         throughput_tokens_per_s=_per_s(total_tokens, makespan_s),
         goodput_per_s=_per_s(sum(rules.slo.met_by(record) for record in done), makespan_s),
         makespan_s=makespan_s,
-        preemptions=sum(record.preemptions for record in records) if preemptions_known else None,
+        preemptions=sum(record.preemptions for record in records) if has_preemptions else None,
         ttft_s=_by_size(done, rules, lambda record: record.ttft_s),
         tpot_s=_by_size(done, rules, lambda record: record.tpot_s),
         e2e_s=_by_size(done, rules, lambda record: record.e2e_s),

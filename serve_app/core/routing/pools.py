@@ -36,7 +36,7 @@ _ADAPTIVE_POOLS = 2
 # The part that is written in a file. `RoutingSettings` adds the pools, which are configured elsewhere in the
 # file.
 @settings(block="routing")
-class WrittenRouting:
+class RoutingConfig:
     """Distribution of requests over the pools of a model.
 
     Attributes:
@@ -61,12 +61,12 @@ class WrittenRouting:
 
 
 @settings(block="routing")
-class RoutingSettings(WrittenRouting):
+class RoutingSettings(RoutingConfig):
     """Distribution of requests over the pools of a model.
 
     Attributes:
         pools: names of the pools, the one with the shortest context first.
-        b_short_tokens: as in `WrittenRouting`.
+        b_short_tokens: as in `RoutingConfig`.
         boundaries_tokens: for each pool between the first and the last, the token budget up to which it is
             the home pool; None is what its context holds. Empty is None for all.
         costs: relative price of a replica of each pool. Of pools with the same context, the cheapest precedes

@@ -87,13 +87,13 @@ class RequestRouting:
             # earlier scheduler sent has no pool yet.
             pool = "" if replica is None else replica.spec.pool
             pools = (pool,) if pool else self._router.order()[-1:]
-            gone = _gone(bound_to) if self._is_overdue(Destination(bound_to), now) else None
-            return pools, self._admission.reject_outage(request, pools, now) or gone
+            lost_response = _lost_response(bound_to) if self._is_overdue(Destination(bound_to), now) else None
+            return pools, self._admission.reject_outage(request, pools, now) or lost_response
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         if pools[0] not in self._router.order():
             # The replica drains: the redeployed application has no such pool any more.
-            return self._router.order()[-1:], _gone(bound_to)
+            return self._router.order()[-1:], _lost_response(bound_to)
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
@@ -135,7 +135,7 @@ def _unknown_adapter(adapter: str) -> Conclusion:
     )
 
 
-def _gone(replica_id: str) -> Conclusion:
+def _lost_response(replica_id: str) -> Conclusion:
     return Conclusion(
         Outcome.REJECTED_UNKNOWN_RESPONSE,
         f"the response that this request refers to was stored on replica {replica_id}, which is lost: send "
@@ -205,7 +205,7 @@ class ContextLearning:
         if (context := self._context(scheduled.replica_id)) is None:
             return []
         before = context.limit_tokens
-        estimated = scheduled.estimate.prompt_tokens + _asked_output(scheduled)
+        estimated = scheduled.estimate.prompt_tokens + _requested_output(scheduled)
         context.on_rejection(estimated, stated_tokens)
         scheduled.too_long_for += (scheduled.replica_id,)
         return self._changed(scheduled.replica_id, context, before)
@@ -218,7 +218,7 @@ class ContextLearning:
         changed: list[ContextLearned] = []
         # The answer counts as one token: an engine that shifts its context may generate without limit.
         served = usage.prompt_tokens + min(1, usage.output_tokens)
-        asked = usage.prompt_tokens + _asked_output(scheduled)
+        requested = usage.prompt_tokens + _requested_output(scheduled)
         if scheduled.replica_id is not None and (context := self._context(scheduled.replica_id)) is not None:
             before = context.limit_tokens
             context.on_served(served)
@@ -226,7 +226,7 @@ class ContextLearning:
         for replica_id in scheduled.too_long_for:
             if (context := self._context(replica_id)) is not None:
                 before = context.limit_tokens
-                context.on_counted(asked)
+                context.on_counted(requested)
                 changed += self._changed(replica_id, context, before)
         return changed
 
@@ -241,6 +241,6 @@ class ContextLearning:
         return [ContextLearned(replica_id=replica_id, context_tokens=context.limit_tokens)]
 
 
-def _asked_output(scheduled: ScheduledRequest) -> int:
+def _requested_output(scheduled: ScheduledRequest) -> int:
     """Return the output tokens that an engine must have capacity for: the client's limit, if any."""
     return scheduled.request.spec.max_output_tokens or 0

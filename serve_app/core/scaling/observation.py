@@ -88,7 +88,7 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
         stated=_stated(ready),
         reports=tuple(_reports(ready)),
         # The current value, because a tuner may change it.
-        tpot_limit_s=scheduler.settings.backpressure_in_force.tpot_gate_s,
+        tpot_limit_s=scheduler.settings.effective_backpressure.tpot_gate_s,
     )
 
 
@@ -96,12 +96,12 @@ def _oldest_waits(scheduler: Scheduler, now: float) -> dict[str, float]:
     oldest: dict[str, float] = {}
     for head, _ in scheduler.queue.sub_queue_heads():
         home = head.pools[0]
-        if head.request.priority is not PriorityClass.BATCH and _is_helped(scheduler, head, home):
+        if head.request.priority is not PriorityClass.BATCH and _can_scale_out_help(scheduler, head, home):
             oldest[home] = max(oldest.get(home, 0.0), now - head.request.arrived_at)
     return oldest
 
 
-def _is_helped(scheduler: Scheduler, head: ScheduledRequest, pool: str) -> bool:
+def _can_scale_out_help(scheduler: Scheduler, head: ScheduledRequest, pool: str) -> bool:
     """Return whether an additional replica of a pool could serve a request.
 
     A bound request can only use one replica. A LoRA adapter that was loaded into some engines is not loaded

@@ -69,9 +69,9 @@ class PoolScaler:
         # Needs of the last `downscale_delay_s`, each greater than all later ones.
         self._needs: deque[tuple[float, int]] = deque()
         self._last: PoolView | None = None
-        self._at = self._born_at = -math.inf
-        # Maximum number of ready replicas observed while it was young.
-        self._found = 0
+        self._at = self._started_at = -math.inf
+        # Maximum number of ready replicas observed while it settles.
+        self._most_ready = 0
         self.desired: int | None = None
 
     def change(self, pool: ScaledPool) -> None:
@@ -81,10 +81,10 @@ class PoolScaler:
     def decide(self, view: PoolView, now: float) -> PoolDecision:
         """Return the replicas that the pool should have. `now` must not decrease."""
         if self._last is None:
-            self._born_at = now
+            self._started_at = now
         self._learn(view, now)
         needed, reason, load, backlog_s = self._need(view)
-        replicas = self._bounded(view, math.ceil(needed - _ROUNDING), now)
+        replicas = self._within_bounds(view, math.ceil(needed - _ROUNDING), now)
         if replicas > math.ceil(needed - _ROUNDING):
             window_s = self._settings.downscale_delay_s
             reason = f"{reason}; raised to the minimum or the need of the last {window_s:g} s"
@@ -98,7 +98,7 @@ class PoolScaler:
             backlog_s=backlog_s,
             oldest_wait_s=view.oldest_wait_s,
             start_s=self.start_time.seconds,
-            may_shrink=not self._is_young(now),
+            may_shrink=not self._is_settling(now),
         )
 
     def settle(self, replicas: int, now: float) -> None:
@@ -171,7 +171,7 @@ class PoolScaler:
     def _arrived(self, view: PoolView) -> bool:
         return self._last is not None and view.arrived_requests > self._last.arrived_requests
 
-    def _bounded(self, view: PoolView, needed: int, now: float) -> int:
+    def _within_bounds(self, view: PoolView, needed: int, now: float) -> int:
         settings, needs = self._settings, self._needs
         while needs and needs[-1][1] <= needed:
             needs.pop()
@@ -179,14 +179,14 @@ class PoolScaler:
         while needs[0][0] < now - settings.downscale_delay_s:
             needs.popleft()
         replicas = max(needs[0][1], settings.min_replicas)
-        if self._is_young(now):
+        if self._is_settling(now):
             # Running replicas were started for a reason, and one late report must not stop them.
-            self._found = max(self._found, view.ready)
-            replicas = max(replicas, self._found)
+            self._most_ready = max(self._most_ready, view.ready)
+            replicas = max(replicas, self._most_ready)
         return min(replicas, settings.max_replicas)
 
-    def _is_young(self, now: float) -> bool:
-        return now - self._born_at < self._settings.downscale_delay_s
+    def _is_settling(self, now: float) -> bool:
+        return now - self._started_at < self._settings.downscale_delay_s
 
 
 # The GPU budget: distribution of GPUs if the pools need more than there are.
@@ -215,23 +215,23 @@ def share_gpus(needs: Mapping[str, PoolNeed], budget: float | None) -> dict[str,
     """Return the replicas of each pool within the budget; without a budget, all that they need."""
     if budget is None or sum(need.replicas * need.gpus for need in needs.values()) <= budget:
         return {pool: need.replicas for pool, need in needs.items()}
-    given = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
-    left = budget - sum(needs[pool].gpus * count for pool, count in given.items())
-    while pool := _next(needs, given, left):
-        given[pool] += 1
+    allocated = {pool: min(need.replicas, need.least) for pool, need in needs.items()}
+    left = budget - sum(needs[pool].gpus * count for pool, count in allocated.items())
+    while pool := _next(needs, allocated, left):
+        allocated[pool] += 1
         left -= needs[pool].gpus
-    return given
+    return allocated
 
 
-def _next(needs: Mapping[str, PoolNeed], given: Mapping[str, int], left: float) -> str:
+def _next(needs: Mapping[str, PoolNeed], allocated: Mapping[str, int], left: float) -> str:
     """Return the pool that gets the next replica, or an empty string if none fits or is needed."""
-    asking = [
-        pool for pool, need in needs.items() if given[pool] < need.replicas and need.gpus <= left + 1e-9
+    candidates = [
+        pool for pool, need in needs.items() if allocated[pool] < need.replicas and need.gpus <= left + 1e-9
     ]
     # A pool without replicas precedes the others.
     return max(
-        asking,
-        key=lambda pool: (given[pool] == 0, needs[pool].needed / max(1, given[pool])),
+        candidates,
+        key=lambda pool: (allocated[pool] == 0, needs[pool].needed / max(1, allocated[pool])),
         default="",
     )
 
@@ -275,18 +275,18 @@ class FleetScaler:
         """
         decisions = {name: scaler.decide(views[name], now) for name, scaler in self._pools.items()}
         needs = {name: self._need(name, decision) for name, decision in decisions.items()}
-        given = share_gpus(needs, self._settings.gpu_budget)
+        allocated = share_gpus(needs, self._settings.gpu_budget)
         for name, scaler in self._pools.items():
-            scaler.settle(given[name], now)
+            scaler.settle(allocated[name], now)
             if self._settings.pools[name].replicas is not None:
                 # The decision reports the pool's need, but the budget is charged for its fixed replicas.
                 continue
-            if given[name] < decisions[name].replicas:
+            if allocated[name] < decisions[name].replicas:
                 reason = f"{decisions[name].reason}; limited by the GPU budget"
                 decisions[name] = replace(
-                    # The replicas beyond this number are already given to another pool.
+                    # The replicas beyond this number are already allocated to another pool.
                     decisions[name],
-                    replicas=given[name],
+                    replicas=allocated[name],
                     reason=reason,
                     may_shrink=True,
                 )

@@ -51,7 +51,7 @@ class ServedModel:
 
 # The block as written in a file; `GatewaySettings` adds the models, which are configured elsewhere.
 @settings(block="gateway")
-class WrittenGateway:
+class GatewayConfig:
     """Access control and limits of the gateways.
 
     Attributes:
@@ -126,7 +126,7 @@ class WrittenGateway:
 
 
 @settings(block="gateway")
-class GatewaySettings(WrittenGateway):
+class GatewaySettings(GatewayConfig):
     """Settings of one gateway.
 
     Attributes:

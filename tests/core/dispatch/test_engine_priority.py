@@ -144,8 +144,8 @@ def test_the_modes_limits_replace_those_of_backpressure() -> None:
         enabled=True, target_waiting=20, batch_share=0.25, max_prefill_backlog_s=9.0
     )
     usual = SchedulerSettings(model="m", engine_priority=replace(mode, enabled=False))
-    assert usual.backpressure_in_force is usual.backpressure
-    in_force = replace(usual, engine_priority=mode).backpressure_in_force
+    assert usual.effective_backpressure is usual.backpressure
+    in_force = replace(usual, engine_priority=mode).effective_backpressure
     assert in_force == replace(
         usual.backpressure, target_waiting=20, batch_target_waiting=5, max_prefill_backlog_s=9.0
     )

@@ -91,7 +91,7 @@ def test_a_prompt_of_exactly_the_short_limit_is_short() -> None:
 
 
 def test_an_observer_that_does_not_see_engines_reports_no_preemptions() -> None:
-    assert summarise([record()], preemptions_known=False).preemptions is None
+    assert summarise([record()], has_preemptions=False).preemptions is None
 
 
 def test_a_run_in_which_nothing_completed_has_rates_of_zero_and_no_latencies() -> None:

@@ -8,7 +8,13 @@ from serve_app.core.events import Finished, FirstToken, PartitionChanged
 from serve_app.core.policies import length_queues
 from serve_app.core.policies.ewsjf import density_weighted_score, queue_weights
 from serve_app.core.policies.length_queues import LengthInterval, Partition
-from serve_app.core.settings import OWN_WEIGHTS, PAPER_WEIGHTS, EwsjfSettings, GivenWeights, ScoreWeights
+from serve_app.core.settings import (
+    DEFAULT_WEIGHTS,
+    PAPER_WEIGHTS,
+    EwsjfSettings,
+    ScoreWeights,
+    WeightOverrides,
+)
 from serve_app.errors import Outcome
 from tests.builders import ManualDriver, dispatched, one_replica
 
@@ -24,13 +30,13 @@ def test_the_score_of_a_hand_worked_example() -> None:
     assert score(99, waited_s=2.0, queue_weight=4.0, prefill_s=0.5) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("policy_weights", [OWN_WEIGHTS, PAPER_WEIGHTS])
+@pytest.mark.parametrize("policy_weights", [DEFAULT_WEIGHTS, PAPER_WEIGHTS])
 def test_a_weight_that_is_set_leaves_the_others_to_the_policy(
     policy_weights: ScoreWeights,
 ) -> None:
-    given = EwsjfSettings(weights=GivenWeights(a_f=0.25)).weights
-    assert given.over(policy_weights) == replace(policy_weights, a_f=0.25)
-    assert GivenWeights.all_of(given.over(policy_weights)).over(ScoreWeights()) == replace(
+    given = EwsjfSettings(weights=WeightOverrides(a_f=0.25)).weights
+    assert given.applied_to(policy_weights) == replace(policy_weights, a_f=0.25)
+    assert WeightOverrides.all_of(given.applied_to(policy_weights)).applied_to(ScoreWeights()) == replace(
         policy_weights, a_f=0.25
     )
 
@@ -93,7 +99,7 @@ def test_the_papers_round_fills_from_the_best_queue_and_then_its_neighbours() ->
     assert [request_id for request_id, _ in sent] == ["a1", "a2", "b"]
 
 
-PUBLISHED = EwsjfSettings(weights=GivenWeights.all_of(PAPER_WEIGHTS))
+PUBLISHED = EwsjfSettings(weights=WeightOverrides.all_of(PAPER_WEIGHTS))
 ORDER = ("best", "near", "far")
 FOUR_QUEUES = partition((1, 50), (51, 100), (101, 500), (501, 1_000))
 

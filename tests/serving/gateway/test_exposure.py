@@ -4,17 +4,17 @@ import pytest
 
 from serve_app.errors import SettingsError
 from serve_app.serving.gateway import ApiKey
-from serve_app.serving.gateway.settings import WrittenGateway
+from serve_app.serving.gateway.settings import GatewayConfig
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"])
 def test_programs_of_this_machine_need_no_keys(host: str) -> None:
-    WrittenGateway().check_exposure(host)
+    GatewayConfig().check_exposure(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gateway.example"])
 def test_others_do_unless_somebody_says_so(host: str) -> None:
     with pytest.raises(SettingsError, match=r"no keys are set.*127\.0\.0\.1.*gateway\.insecure"):
-        WrittenGateway().check_exposure(host)
-    WrittenGateway(insecure=True).check_exposure(host)
-    WrittenGateway(keys=(ApiKey(tenant="a", key="k"),)).check_exposure(host)
+        GatewayConfig().check_exposure(host)
+    GatewayConfig(insecure=True).check_exposure(host)
+    GatewayConfig(keys=(ApiKey(tenant="a", key="k"),)).check_exposure(host)
