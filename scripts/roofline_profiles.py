@@ -1,8 +1,8 @@
-"""The profiles that are computed by the roofline, for usual models and GPUs, and the writer of their files.
+"""Profiles computed by the roofline for common models and GPUs, and the writer of their files.
 
     .venv/bin/python scripts/roofline_profiles.py --write
 
-A profile that is fitted to measurements of its own engine is better: see `python -m serve_app calibrate`.
+A profile fitted to measurements of its own engine is better: see `python -m serve_app calibrate`.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SETUPS: tuple[tuple[str, str, int], ...] = (
 
 
 def engine_setup(model: str, gpu: str, tensor_parallel: int) -> EngineSetup:
-    """A setup, from the names of its model and GPU.
+    """Return a setup by the names of its model and GPU.
 
     Raises:
         SettingsError: there are no figures for the model or the GPU.
@@ -65,17 +65,17 @@ def engine_setup(model: str, gpu: str, tensor_parallel: int) -> EngineSetup:
 
 
 def profile_name(model: str, gpu: str, tensor_parallel: int) -> str:
-    """The name of a profile."""
+    """Return the name of a profile."""
     return f"{model}-{gpu}-tp{tensor_parallel}"
 
 
 def profile_path(model: str, gpu: str, tensor_parallel: int) -> Path:
-    """The file of a profile in the package."""
+    """Return the file of a profile in the package."""
     return _FOLDER / model / f"{profile_name(model, gpu, tensor_parallel)}.yaml"
 
 
 def profile_text(model: str, gpu: str, tensor_parallel: int) -> str:
-    """The content of a profile's YAML file: source and error as comments, then the figures.
+    """Return the text of a profile's YAML file: source and error as comments, then the figures.
 
     Raises:
         SettingsError: the model does not fit into the memory of the GPUs, or a name is unknown.
@@ -104,7 +104,7 @@ def _comment(setup: EngineSetup, profile: EngineProfile) -> str:
 
 
 def _rounded(value: float) -> float:
-    """To four significant digits; the roofline is no more accurate."""
+    """Round to four significant digits; the roofline is no more accurate."""
     return round(value, _DIGITS - 1 - math.floor(math.log10(value)))
 
 

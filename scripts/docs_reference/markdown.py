@@ -1,4 +1,4 @@
-"""Pieces of Markdown that read alike on a repository's page and on the built site."""
+"""Markdown that renders equally on a repository's page and on the built site."""
 
 import re
 import textwrap
@@ -10,23 +10,23 @@ _CODE_SPAN = re.compile(r"(`[^`]+`)")
 
 
 def document(*parts: str) -> str:
-    """A page: blocks with a blank line between them."""
+    """Return a page: blocks with a blank line between them."""
     return "\n\n".join(part.strip("\n") for part in (NOTICE, *parts) if part.strip()) + "\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells may hold Markdown, but no line breaks."""
+    """Return a table; cells may contain Markdown, but no line breaks."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def code(text: str) -> str:
-    """A code span; texts with backticks need a longer fence."""
+    """Return a code span; texts with backticks need a longer fence."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def prose(text: str) -> str:
-    """Text of a docstring, a comment or a help line, with HTML and emphasis outside code escaped."""
+    """Return the text of a docstring, comment or help line, with HTML and emphasis outside code escaped."""
     pieces = _CODE_SPAN.split(" ".join(text.split()))
     return "".join(
         piece if piece.startswith("`") else re.sub(r"([*<\[\]])", r"\\\1", piece) for piece in pieces
@@ -34,7 +34,7 @@ def prose(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text as a sentence: a capital letter first, unless it begins with code, and a full stop last."""
+    """Return a text as a sentence: an initial capital, unless it begins with code, and a final full stop."""
     text = prose(text)
     if not text:
         return ""
@@ -43,11 +43,11 @@ def sentence(text: str) -> str:
 
 
 def item(text: str, body: str = "") -> str:
-    """An entry of a list, with a paragraph below its first line."""
+    """Return a list item with a paragraph below its first line."""
     return f"- {text}\n" + (f"\n{textwrap.indent(body, '  ')}\n" if body else "")
 
 
 def anchor(heading: str) -> str:
-    """The fragment under which repositories' pages and the site reach a heading."""
+    """Return the fragment that links to a heading, in repositories and on the site."""
     kept = re.sub(r"[^\w\- ]", "", heading.lower())
     return "#" + kept.replace(" ", "-")

@@ -1,4 +1,4 @@
-"""Actions for operators: one line for each metric of the application, for the reference."""
+"""Operator actions for the metrics reference: one line for each metric of the application."""
 
 METRIC_ADVICE = {
     # Gateways

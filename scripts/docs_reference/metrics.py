@@ -1,4 +1,4 @@
-"""The reference of metrics: what the application exports to Prometheus, read from its collectors."""
+"""Metrics reference: the application's Prometheus metrics, read from its collectors."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ Names are those of the samples, so counters end in `_total`. A histogram `x` has
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Metrics that one kind of process exports; `build` makes whatever registers them."""
+    """Metrics of one kind of process; `build` creates their collectors."""
 
     title: str
     text: str
@@ -44,7 +44,7 @@ class _Section:
 
 
 def metrics_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     heads = ("Metric", "Type", "Labels", "Meaning", "What to do")
     parts = []
     for section in _SECTIONS:
@@ -56,7 +56,7 @@ def metrics_page() -> str:
 
 
 def _advice(name: str) -> str:
-    """What to do when the metric stands out; nothing for those of engines.
+    """Return the action for a metric that stands out; empty for metrics of engines.
 
     Raises:
         KeyError: a metric of ours has no advice.
@@ -66,12 +66,12 @@ def _advice(name: str) -> str:
 
 
 def metric_names() -> frozenset[str]:
-    """Every name in the tables."""
+    """Return every name in the tables."""
     return frozenset(row[0].strip("`") for section in _SECTIONS for row in asyncio.run(_rows(section.build)))
 
 
 def application_metrics() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of every metric of the application itself, by name; labels of all who export it."""
+    """Return type and labels of every application metric, by name; labels of all exporters are merged."""
     found: dict[str, tuple[str, set[str]]] = {}
     for section in _SECTIONS:
         for name, kind, labels, _ in asyncio.run(_rows(section.build)):
@@ -91,7 +91,7 @@ async def _rows(build: Callable[[], Awaitable[object]]) -> Iterable[Sequence[str
 
 @contextmanager
 def _registered() -> Iterator[list[Collector]]:
-    """Collects what is registered meanwhile with any registry."""
+    """Collect what is registered with any registry while the block runs."""
     seen: list[Collector] = []
     register = CollectorRegistry.register
 
@@ -119,7 +119,7 @@ async def _gateway() -> object:
 async def _scheduler() -> object:
     options = LiveSchedulerOptions(incarnation=1, channel=ChannelSettings())
     live = LiveScheduler(SchedulerSettings(model="model"), options)
-    # Its gauges are read when a page is asked for.
+    # Its gauges are created when a page is rendered.
     await live.exposition()
     return live
 

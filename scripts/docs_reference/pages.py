@@ -1,4 +1,4 @@
-"""The generated pages: which file is rendered by which module."""
+"""Generated pages and the modules that render them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,14 +23,14 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def write_pages(folder: Path = REFERENCE) -> None:
-    """Write every page, replacing what is there."""
+    """Write every page, replacing existing ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, page in PAGES.items():
         (folder / name).write_text(page(), encoding="utf-8")
 
 
 def outdated_pages(folder: Path = REFERENCE) -> Iterator[str]:
-    """Names of the pages that are missing or differ from what the code says now."""
+    """Yield the names of missing or outdated pages."""
     for name, page in PAGES.items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8") != page():

@@ -1,4 +1,4 @@
-"""The tree of settings, from the arguments of the application down: blocks, and the settings in each."""
+"""Tree of settings, from the arguments of the application down: blocks and their settings."""
 
 import re
 import types
@@ -16,23 +16,22 @@ DEFAULTS_IN_FILES = {
     f"models[].pools[].engine.{kind}.advanced.served_model_names": _NAMES_OF_THE_MODEL
     for kind in ("vllm", "remote")
 }
-"""What holds where a file is silent, in words, where that is not the default of the class itself."""
+"""Defaults in files that differ from the default of the class, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingEntry:
-    """One setting, as the reference lists it.
+    """One setting in the reference.
 
     Attributes:
         path: from the application's arguments down, as in a file, such as `models[].pools[].replicas`.
         kind: its type, without annotations.
-        default: as the class has it, or as the block that holds it has it; `dataclasses.MISSING` when there
-            is none.
-        default_in_files: what holds instead of it where a file is silent; None when it is `default`.
-        limits: which values are allowed, in words; empty when the type allows all.
-        texts: what the docstring and the comment say.
-        blocks: paths of the blocks that it holds.
-        is_advanced: few users need it, so it is listed after the others.
+        default: of the class, or of the enclosing block; `dataclasses.MISSING` without a default.
+        default_in_files: the default in files, in words; None if it is `default`.
+        limits: allowed values, in words; empty if the type allows all.
+        texts: from the docstring and the comment.
+        blocks: paths of the blocks that it contains.
+        is_advanced: rarely needed, and so listed after the others.
     """
 
     path: str
@@ -56,7 +55,7 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """Every block of the application's settings, parents before what they hold."""
+    """Yield every block of the application's settings, parents first."""
     yield from _walk(ApplicationConfig, "", None)
 
 
@@ -91,13 +90,13 @@ def _walk(cls: type, path: str, instance: object) -> Iterator[Block]:
 
 
 def _limits(setting: Setting) -> str:
-    """The range in the words of its message, without its verb and without the type."""
+    """Return the range as its error message states it, without the verb and the type."""
     words = setting.allowed.words if setting.allowed else ""
     return re.sub(r"^must (not )?be (?:a (positive )?number(?:, )?)?", r"\1\2", words).strip()
 
 
 def _nested(kind: Any) -> Iterator[tuple[type, str]]:
-    """Settings classes inside a type, with what the path gets for a list or a mapping around them."""
+    """Yield the settings classes inside a type, with the path suffix of an enclosing list or mapping."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         yield kind, ""

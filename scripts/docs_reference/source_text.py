@@ -1,7 +1,7 @@
-"""What only the source says about a class: the comment above each field, the `Attributes:` of its docstring.
+"""Documentation in the source of a class: comments above fields, and `Attributes:` of docstrings.
 
-The comment directly above a field belongs to that field alone. Both texts may be there: the docstring says
-what a field means, the comment why its default is what it is.
+A comment directly above a field belongs to that field alone. A field may have both texts: the docstring
+describes the field, and the comment gives the reason for its default.
 """
 
 import ast
@@ -15,12 +15,12 @@ _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def summary(cls: type) -> str:
-    """The docstring of a class before its sections."""
+    """Return the docstring of a class before its sections."""
     return _SECTION.split(inspect.getdoc(cls) or "")[0].strip()
 
 
 def attribute_texts(cls: type) -> dict[str, str]:
-    """Field names and what the `Attributes:` sections of a class and its bases say of them."""
+    """Return the `Attributes:` texts of a class and its bases, by field."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         parts = _SECTION.split(inspect.cleandoc(base.__doc__ or ""))
@@ -32,7 +32,7 @@ def attribute_texts(cls: type) -> dict[str, str]:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Field names and the comments directly above them, of a class and its bases."""
+    """Return the comments directly above the fields of a class and its bases, by field."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("serve_app"):
@@ -49,7 +49,7 @@ def _comments(cls: type) -> Mapping[str, str]:
 
 
 def _members(tree: ast.ClassDef) -> Iterator[tuple[str, int]]:
-    """Names of fields and of enum members, each with the number of its line."""
+    """Yield the names of fields and enum members, each with its line number."""
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.lineno

@@ -27,6 +27,6 @@ def gauge(name: str, by: str, how: str = "max") -> str:
 
 
 def attainment(by: str) -> str:
-    """SLO attainment: share of requests that met the latency targets of their class."""
+    """Return the SLO attainment: share of requests that met the latency targets of their class."""
     attained = rate(f"{GATEWAY}slo_attained_requests_total", by)
     return f"{attained} / {rate(f'{GATEWAY}slo_requests_total', by)}"

@@ -17,7 +17,7 @@ BLOCKED_HEADS = line(
     (gauge("ewsjf_blocked_heads", "pool, cause"), "{{pool}}: {{cause}}"),
     stacked=True,
 )
-"""Shared with the dashboard of saturation."""
+"""Shared with the saturation dashboard."""
 
 SCHEDULING = Dashboard(
     name="scheduling",
