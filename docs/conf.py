@@ -42,6 +42,7 @@ CONTENTS = {
         "reference/endpoints",
         "reference/outcomes",
         "servers",
+        "emulated",
     ),
     "Contribute": ("/CONTRIBUTING", "code-index", "writing", "/CHANGELOG"),
     "Experiments": ("/experiments/README", "/experiments/*/README"),
