@@ -13,7 +13,7 @@ tail latency of short and medium prompts, and raises the mean of the longest.
 The boundaries are learned, since no constant fits all traffic. The first is the length below which prompts
 make up about `short_work_share` of all prefill work, moved to a nearby gap between lengths if there is one.
 Above the second is `longest_work_share` of the work. So short prompts delay each other by at most their
-share. A prompt of at most one chunk is always short (`NEVER_LONG_TOKENS`).
+share. A prompt of at most one chunk is always short (`ALWAYS_SHORT_TOKENS`).
 
 If feedback is delayed, the limits grow so that as many prefills as intended are in the engines
 (`FeedbackDelay`).
@@ -78,7 +78,7 @@ class FeedbackDelay:
         return self._long_s / max(self._long_s - delay_s, 0.1 * self._long_s)
 
 
-NEVER_LONG_TOKENS = 256
+ALWAYS_SHORT_TOKENS = 256
 """A prompt of at most this length is always short. It takes no more of an iteration than one chunk of a long
 prefill, which isolation lets pass, so limits on such prompts would only leave iterations empty."""
 
@@ -93,7 +93,7 @@ _LEARNED_REQUESTS = 200
 # Round trip in seconds that does not count as delay: a part of an iteration costs nothing.
 _USUAL_LAG_S = 0.05
 # Weight of an observation after 1,000 requests, so that old traffic decays.
-_KEEP_PER_THOUSAND = 0.5
+_DECAY_PER_THOUSAND = 0.5
 
 
 @settings(block="isolation")
@@ -151,7 +151,7 @@ class PrefillIsolation:
         self.longest_boundary_tokens = float(settings.prior_longest_tokens)
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if long prefills are limited at all."""
         return self._wanted and self._settings.max_long_prefills > 0
 
@@ -171,7 +171,7 @@ class PrefillIsolation:
 
     def prefill_class(self, prompt_tokens: int) -> PrefillClass:
         """Return the class of a prefill of this length; always `SHORT` while isolation is off."""
-        if not self.is_on or prompt_tokens <= self.boundary_tokens:
+        if not self.is_enabled or prompt_tokens <= self.boundary_tokens:
             return PrefillClass.SHORT
         longest = prompt_tokens > self.longest_boundary_tokens
         return PrefillClass.LONGEST if longest else PrefillClass.LONG
@@ -200,8 +200,8 @@ class PrefillIsolation:
         return (long + more, longest + more)[:prefill_class]
 
     def _learn(self) -> None:
-        keep = _KEEP_PER_THOUSAND ** (_RELEARN_EVERY / 1_000)
-        self._work = {bucket: work * keep for bucket, work in self._work.items()}
+        decay = _DECAY_PER_THOUSAND ** (_RELEARN_EVERY / 1_000)
+        self._work = {bucket: work * decay for bucket, work in self._work.items()}
         self._update_boundaries()
 
     def _update_boundaries(self) -> None:
@@ -211,7 +211,7 @@ class PrefillIsolation:
             2 ** (place / _BUCKETS_PER_OCTAVE) for place in (self._boundary_bucket(), self._longest_bucket())
         )
         self.boundary_tokens, self.longest_boundary_tokens = (
-            max(NEVER_LONG_TOKENS, each) for each in learned
+            max(ALWAYS_SHORT_TOKENS, each) for each in learned
         )
 
     def _boundary_bucket(self) -> float:
@@ -243,7 +243,7 @@ class PrefillIsolation:
     def __repr__(self) -> str:
         longest = self.longest_boundary_tokens
         boundaries = f"long > {self.boundary_tokens:.0f}, longest > {longest:.0f} tokens"
-        return f"<PrefillIsolation {'on' if self.is_on else 'off'} {boundaries}>"
+        return f"<PrefillIsolation {'on' if self.is_enabled else 'off'} {boundaries}>"
 
 
 # The end of each prefill in flight, as observed or assumed.

@@ -9,7 +9,7 @@ from serve_app.core.routing.estimation.estimate import TokenEstimate
 from serve_app.core.routing.replica_state import Hold, PrefillClass
 from serve_app.request import PriorityClass, Request, Usage
 
-NOTHING = Hold(0)
+NO_HOLD = Hold(0)
 
 WaitKind = tuple[int, int, bool]
 """Class rank, octave of the expected prompt, and whether the request claimed a retry reservation."""
@@ -89,7 +89,7 @@ class ScheduledRequest:
     queued: bool = False
     replica_id: str | None = None
     arrival_mark: float = 0.0
-    hold: Hold = NOTHING
+    hold: Hold = NO_HOLD
     prefill_class: PrefillClass = PrefillClass.SHORT
     engine_priority: int | None = None
     cached_tokens: int = 0

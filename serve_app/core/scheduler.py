@@ -443,5 +443,5 @@ class Scheduler:
             self.admission.keys.on_end(scheduled, conclusion.outcome, self._now, dispatched=dispatched)
             waited = None if dispatched else wait_breakdown(scheduled, self._now)
         if request.submission.key is not None:
-            conclusion = self.admission.keys.described(request, conclusion, self._now)
+            conclusion = self.admission.keys.with_rate_limits(request, conclusion, self._now)
         self._commands.append(cmd.conclude_of(request, conclusion, dispatched=dispatched, waited=waited))

@@ -35,7 +35,7 @@ from serve_app.core.admission.retry_reservations import (
     fair_tokens,
 )
 from serve_app.core.admission.wait_prediction import SlotRate, WaitPredictor
-from serve_app.core.dispatch.in_flight import described
+from serve_app.core.dispatch.in_flight import describe_expiry
 from serve_app.core.queueing.fairness import FairnessMode
 from serve_app.core.queueing.request_queue import RequestQueue
 from serve_app.core.request import ScheduledRequest
@@ -48,7 +48,7 @@ from serve_app.request import PriorityClass, Request
 # Reservations already separate the retries, so the spread only needs to break ties.
 _SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
 # Retry-After while the drain rate is unknown: a short delay for one client, but enough to bound the load.
-_UNKNOWN_S = 1.0
+_DEFAULT_RETRY_AFTER_S = 1.0
 _MIN_RETRY_AFTER_S = 0.1
 RETRY_AFTER_CAP_S = 60.0
 """Upper bound of `Retry-After`, in seconds; the OpenAI SDK honours up to 120 s."""
@@ -122,7 +122,7 @@ class Admission:
         request = scheduled.request
         if self.outages.all_down(scheduled.pools):
             return self._no_replica(request, scheduled.pools, now)
-        message = described(request, scheduled, now)
+        message = describe_expiry(request, scheduled, now)
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
 
     def overdue(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
@@ -230,7 +230,7 @@ class Admission:
         Args:
             if_missed: return None if a quick check shows that the deadline is met.
         """
-        if if_missed and self._slots.surely_drains(scheduled.pools, tokens_ahead, timeout_s):
+        if if_missed and self._slots.certainly_drains(scheduled.pools, tokens_ahead, timeout_s):
             return None
         drain = self._slots.drain(scheduled.pools, tokens_ahead)
         if drain is None:
@@ -319,7 +319,11 @@ class Admission:
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
         """Return the `Retry-After` in seconds: the time plus a small spread, at most the cap."""
-        wait_s = _UNKNOWN_S if admissible_in_s == math.inf else max(admissible_in_s, _MIN_RETRY_AFTER_S)
+        wait_s = (
+            _DEFAULT_RETRY_AFTER_S
+            if admissible_in_s == math.inf
+            else max(admissible_in_s, _MIN_RETRY_AFTER_S)
+        )
         spread = zlib.crc32(request.request_id.encode()) / 2**32
         return min(RETRY_AFTER_CAP_S, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
 

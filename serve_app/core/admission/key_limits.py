@@ -92,7 +92,7 @@ class MinuteWindow:
 
 
 # Retry-After for the concurrency limit: the time until a running request ends is unknown.
-_UNKNOWN_S = 1.0
+_DEFAULT_RETRY_AFTER_S = 1.0
 # Bound on memory: above this number of accounts, idle ones are removed.
 _MAX_ACCOUNTS = 4_096
 # Outcomes after which the engine may have worked for the client without reporting usage.
@@ -147,7 +147,7 @@ class KeyAccounts:
             used = f"{account.tokens.used:,} are used and this request is estimated at {amount:,}"
             found.append((wait_s, f"{limit:,} tokens per minute: {used}"))
         if (limit := limits.concurrent) is not None:
-            wait_s = _UNKNOWN_S if account.open_requests >= limit else 0.0
+            wait_s = _DEFAULT_RETRY_AFTER_S if account.open_requests >= limit else 0.0
             used = f"{account.open_requests:,} are queued or running"
             found.append((wait_s, f"{limit:,} concurrent requests, and {used}"))
         wait_s, text = max(found, default=(0.0, ""), key=lambda one: one[0])
@@ -204,7 +204,7 @@ class KeyAccounts:
             account.tokens.status(tokens, now) if tokens is not None else None,
         )
 
-    def described(self, request: Request, conclusion: Conclusion, now: float) -> Conclusion:
+    def with_rate_limits(self, request: Request, conclusion: Conclusion, now: float) -> Conclusion:
         """Return a conclusion with the status of the key's limits added, for its client."""
         status = self.status(request.submission.key, now)
         return conclusion if status is None else replace(conclusion, rate_limits=status)

@@ -253,7 +253,7 @@ def kind_of(scheduled: ScheduledRequest) -> WaitKind:
 # Prefills after which their learned cost no longer depends mostly on its prior.
 _LEARNED = 20
 # Tolerance for rounding errors.
-_SURELY = 1 + 1e-9
+_ROUNDING_MARGIN = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ class SlotRate:
             free_tokens=free_requests * mean_tokens,
         )
 
-    def surely_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
+    def certainly_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
         """Return whether the work that `drain` finds ahead is gone within `seconds`, or it finds none.
 
         Inspects only as many replicas as it needs. May return False if the time is only just enough.
@@ -323,7 +323,7 @@ class SlotRate:
         work, reached = self._competing(pools)
         if not work.tokens:
             return True
-        wanted = _SURELY * min(work_ahead, work.tokens) * work.requests / work.tokens
+        wanted = _ROUNDING_MARGIN * min(work_ahead, work.tokens) * work.requests / work.tokens
         for pool in sorted(reached):
             for state in self._ledger.of_pool(pool):
                 if not state.is_alive:

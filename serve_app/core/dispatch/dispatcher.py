@@ -344,8 +344,8 @@ class Dispatcher:
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)
         # A request that waits for something else, such as isolation, retains its reservation.
-        keeps = reservation is not None and reservation.scheduled is head
-        if keeps or self._ledger.open.best(_bound(head, CapacityQuery(pool, tokens)), now) is None:
+        has_reservation = reservation is not None and reservation.scheduled is head
+        if has_reservation or self._ledger.open.best(_bound(head, CapacityQuery(pool, tokens)), now) is None:
             self.reservations.reserve(head, pool, tokens, now)
 
     def _limits(self, scheduled: ScheduledRequest, now: float) -> tuple[int, ...]:

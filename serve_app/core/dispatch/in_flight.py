@@ -8,7 +8,7 @@ from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.events import DispatchFailed, DispatchFailure
 from serve_app.core.isolation import PrefillWatch
-from serve_app.core.request import NOTHING, ScheduledRequest
+from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import Hold, ReplicaState
 from serve_app.core.settings import SchedulerSettings
@@ -100,7 +100,7 @@ class InFlight:
         if _awaits_first_token(scheduled):
             replica.hang_detector.on_end()
         self._ledger.release(scheduled.replica_id, scheduled.hold, now, started=scheduled.started, ran=ran)
-        scheduled.replica_id, scheduled.hold = None, NOTHING
+        scheduled.replica_id, scheduled.hold = None, NO_HOLD
         scheduled.started, scheduled.started_at = False, None
 
     def _observe_latency(self, scheduled: ScheduledRequest, tokens: int, now: float) -> None:
@@ -182,7 +182,7 @@ def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Concl
     return Conclusion(Outcome.FAILED, text)
 
 
-def described(request: Request, scheduled: ScheduledRequest, now: float) -> str:
+def describe_expiry(request: Request, scheduled: ScheduledRequest, now: float) -> str:
     """Describe an expired request for its client: its wait, the main cause and its put-backs."""
     text = f"the queue timeout of the request ended after {now - request.arrived_at:.1f} s"
     if not scheduled.put_backs:

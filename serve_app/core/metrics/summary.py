@@ -136,7 +136,7 @@ JsonValue = float | int | str | None | Mapping[str, "JsonValue"]
 SHORT_AT_TOKENS = 256
 """Default of the maximum length of a short prompt, in tokens."""
 
-MOST_TENANTS = 100
+MAX_TENANTS = 100
 """Maximum number of tenants in a summary, so that it stays readable."""
 
 
@@ -182,7 +182,7 @@ class Summary:
         makespan_s: time from the first arrival to the last completion.
         preemptions: preemptions in the engines; None if the observer cannot see them.
         jain_tenants: Jain's index of service relative to the fair shares, see `jain_of_tenants`.
-        tenants: figures by tenant, of the `MOST_TENANTS` tenants with most requests.
+        tenants: figures by tenant, of the `MAX_TENANTS` tenants with most requests.
         output_tokens_per_s: output tokens of completed requests per second of makespan.
     """
 
@@ -262,7 +262,7 @@ def summarise(
 
 def _by_tenant(records: Sequence[RequestRecord]) -> dict[str, TenantFigures]:
     requests = Counter(record.tenant for record in records)
-    of_tenant: dict[str, list[RequestRecord]] = {name: [] for name, _ in requests.most_common(MOST_TENANTS)}
+    of_tenant: dict[str, list[RequestRecord]] = {name: [] for name, _ in requests.most_common(MAX_TENANTS)}
     for record in records:
         if record.completed and record.tenant in of_tenant:
             of_tenant[record.tenant].append(record)

@@ -21,7 +21,7 @@ from serve_app.core.queueing.request_queue import RequestQueue, SubQueue
 from serve_app.core.request import ScheduledRequest
 from serve_app.request import PriorityClass
 
-PART = 500
+PART_SIZE = 500
 """Number of requests evaluated in one part of the work."""
 
 _Ranked = tuple[float, int, ScheduledRequest]
@@ -50,7 +50,7 @@ def expected_order(
         ranked = by_tenant[home, sub_queue.group.priority][first.request.tenant]
         _rank(queue, sub_queue, ranked, returned[home], now)
         evaluated += len(sub_queue)
-        if evaluated >= PART:
+        if evaluated >= PART_SIZE:
             evaluated = 0
             yield
     orders: dict[str, dict[PriorityClass, list[ScheduledRequest]]] = {home: {} for home in returned}
@@ -62,7 +62,7 @@ def expected_order(
         line = placed[home] = sorted(returned[home], key=_by_class)
         for scheduled in _of_classes(classes, floors):
             line.append(scheduled)
-            if not len(line) % PART:
+            if not len(line) % PART_SIZE:
                 yield
     return placed
 

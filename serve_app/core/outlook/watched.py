@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from serve_app.core.outlook.estimates import StartEstimates
-from serve_app.core.outlook.order import PART, expected_order
+from serve_app.core.outlook.order import PART_SIZE, expected_order
 from serve_app.core.outlook.spread import Quantiles
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.scheduler import Scheduler
@@ -24,7 +24,7 @@ from serve_app.request import PriorityClass
 # Minimum and maximum time between two updates of one request.
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 1.0, 15.0
 # Significant changes: a tenth of the position, or a quarter of the expected start that was sent.
-_PLACES, _START_RATIO = 10, 0.25
+_POSITION_DIVISOR, _START_RATIO = 10, 0.25
 # Changes of the expected start below this are noise.
 _START_S = 0.5
 # Maximum number of updates of one call: bounds the work that follows.
@@ -148,8 +148,8 @@ class WatchedRequests:
                 yield []
         if len(due) > MAX_UPDATES:
             due = nsmallest(MAX_UPDATES, due)
-        for at in range(0, len(due), PART):
-            yield [outlook for _, _, outlook in due[at : at + PART] if self._record_update(outlook, now)]
+        for at in range(0, len(due), PART_SIZE):
+            yield [outlook for _, _, outlook in due[at : at + PART_SIZE] if self._record_update(outlook, now)]
 
     def expected(
         self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
@@ -197,7 +197,7 @@ class WatchedRequests:
         rate = self._rate(home, order)
         ahead = 0
         for position, scheduled in enumerate(order, 1):
-            if not position % PART:
+            if not position % PART_SIZE:
                 yield
             ahead += scheduled.estimate.expected_tokens
             if not scheduled.queued:
@@ -261,7 +261,7 @@ def _is_significant(last: _SentEstimate | None, position: int, start: Quantiles 
     """Return whether an update is due after the last one."""
     if last is None or now - last.at >= _MAX_INTERVAL_S:
         return True
-    if abs(position - last.position) >= max(1, last.position // _PLACES):
+    if abs(position - last.position) >= max(1, last.position // _POSITION_DIVISOR):
         return True
     if start is None or last.start is None:
         return start is not last.start

@@ -170,7 +170,7 @@ class FairShares:
         self._remove(tenant)
         tenant.backlogged = False
 
-    def on_pass(self, name: str) -> None:
+    def on_immediate_dispatch(self, name: str) -> None:
         """Lift the counter of a tenant whose request is dispatched on arrival, with no backlog."""
         tenant = self._tenant(name)
         tenant.counter = max(tenant.counter, self._highest)

@@ -431,7 +431,7 @@ class RequestQueue:
     def account_immediate(self, scheduled: ScheduledRequest) -> None:
         """Apply the effects of `add` and `remove` for a request dispatched on arrival while nothing waits."""
         scheduled.length_queue = self.policy.queue_of(scheduled)
-        self.shares[scheduled.request.priority].on_pass(scheduled.request.tenant)
+        self.shares[scheduled.request.priority].on_immediate_dispatch(scheduled.request.tenant)
         if scheduled.prefill_class is not PrefillClass.SHORT:
             bound = self._delay_bound(scheduled)
             bound.join(scheduled)

@@ -541,13 +541,13 @@ class ReplicaLedger:
     def _has(
         self,
         pool: str,
-        found_before: dict[str, ReplicaState | None],
-        is_wanted: Callable[[ReplicaState], bool],
+        cached: dict[str, ReplicaState | None],
+        is_match: Callable[[ReplicaState], bool],
     ) -> bool:
         # Called for each report; the cached replica usually still qualifies.
-        found = found_before.get(pool)
-        if found is None or not is_wanted(found) or found.spec.pool != pool:
-            found = found_before[pool] = next(filter(is_wanted, self.of_pool(pool)), None)
+        found = cached.get(pool)
+        if found is None or not is_match(found) or found.spec.pool != pool:
+            found = cached[pool] = next(filter(is_match, self.of_pool(pool)), None)
         return found is not None
 
     def of_pool(self, pool: str) -> Iterable[ReplicaState]:

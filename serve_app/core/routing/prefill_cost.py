@@ -20,9 +20,9 @@ _PRIOR_BASE_S, _PRIOR_PER_TOKEN_S = 0.03, 1e-4
 # Weight of the prior, in observations.
 _PRIOR_WEIGHT = 4.0
 # Prefills after which a pool's own fit outweighs its prior.
-_OWN = 8
+_LEARNED = 8
 # Factor on the weight of earlier observations at each new one: about the last 200 count.
-_KEEP = 0.995
+_DECAY = 0.995
 
 
 class PrefillCost:
@@ -50,11 +50,11 @@ class PrefillCost:
         weight, xs, ys, xxs, xys = self._sums
         # Unrolled, because nearly every first token updates it.
         self._sums = [
-            weight * _KEEP + 1.0,
-            xs * _KEEP + x,
-            ys * _KEEP + seconds,
-            xxs * _KEEP + x * x,
-            xys * _KEEP + x * seconds,
+            weight * _DECAY + 1.0,
+            xs * _DECAY + x,
+            ys * _DECAY + seconds,
+            xxs * _DECAY + x * x,
+            xys * _DECAY + x * seconds,
         ]
         self._fit()
 
@@ -105,7 +105,7 @@ class PrefillCosts:
     def of(self, pool: str) -> PrefillCost:
         """Return the pool's own fit, or the shared one if the pool has few observations."""
         own = self._by_pool.get(pool)
-        return self.shared if own is None or own.observations < _OWN else own
+        return self.shared if own is None or own.observations < _LEARNED else own
 
     def observe(self, pool: str, tokens: int, seconds: float) -> None:
         """Learn from one prefill that had its replica to itself. Impossible values are ignored."""

@@ -21,7 +21,7 @@ class PoolView:
         ready: replicas that accept requests.
         arrived_requests, arrived_prefill_tokens, arrived_output_tokens: totals since the scheduler started.
         waiting_requests, waiting_prefill_tokens, waiting_output_tokens: work in the queue.
-        is_wanted: whether a request of any class waits for the pool or runs on it.
+        has_demand: whether a request of any class waits for the pool or runs on it.
         oldest_wait_s: longest queue time of heads that an additional replica could serve.
         in_flight: requests on its replicas, with any home pool.
         slots: sequences that its ready replicas run when full, limited by batch or KV cache.
@@ -40,7 +40,7 @@ class PoolView:
     waiting_requests: int = 0
     waiting_prefill_tokens: int = 0
     waiting_output_tokens: int = 0
-    is_wanted: bool = False
+    has_demand: bool = False
     oldest_wait_s: float = 0.0
     in_flight: int = 0
     slots: float = 0.0
@@ -54,9 +54,9 @@ class PoolView:
 def observe(scheduler: Scheduler, pools: Iterable[str], now: float) -> dict[str, PoolView]:
     """Return the state of the scheduler's pools at `now`."""
     oldest = _oldest_waits(scheduler, now)
-    wanted = {pools[0] for pools, work in scheduler.queue.work.items() if work.requests}
-    wanted |= {pool for pool, work in scheduler.queue.urgent_work.items() if work.requests}
-    return {pool: _view(scheduler, pool, oldest.get(pool, 0.0), pool in wanted) for pool in pools}
+    demanded = {pools[0] for pools, work in scheduler.queue.work.items() if work.requests}
+    demanded |= {pool for pool, work in scheduler.queue.urgent_work.items() if work.requests}
+    return {pool: _view(scheduler, pool, oldest.get(pool, 0.0), pool in demanded) for pool in pools}
 
 
 def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) -> PoolView:
@@ -78,7 +78,7 @@ def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) ->
         waiting_requests=waiting.requests,
         waiting_prefill_tokens=waiting.prompt_tokens,
         waiting_output_tokens=waiting.tokens - waiting.prompt_tokens,
-        is_wanted=waits or in_flight > 0,
+        has_demand=waits or in_flight > 0,
         oldest_wait_s=oldest_wait_s,
         in_flight=in_flight,
         slots=slots,
@@ -107,11 +107,11 @@ def _can_scale_out_help(scheduler: Scheduler, head: ScheduledRequest, pool: str)
     A bound request can only use one replica. A LoRA adapter that was loaded into some engines is not loaded
     in a new one.
     """
-    wanted = head.request.destination
-    if wanted.replica_id is not None:
+    destination = head.request.destination
+    if destination.replica_id is not None:
         return False
-    return wanted.adapter is None or all(
-        wanted.adapter in state.spec.adapters
+    return destination.adapter is None or all(
+        destination.adapter in state.spec.adapters
         for state in scheduler.ledger
         if state.spec.pool == pool and state.is_alive
     )
@@ -306,9 +306,9 @@ class StartTime:
     def on_ready(self, replica_ids: Iterable[str], now: float) -> None:
         """Learn from the replicas that accept requests now."""
         ready = tuple(replica_ids)
-        came = 0 if self._known is None else sum(each not in self._known for each in ready)
+        joined = 0 if self._known is None else sum(each not in self._known for each in ready)
         self._record_ready(ready)
-        for _ in range(min(came, len(self._ordered))):
+        for _ in range(min(joined, len(self._ordered))):
             self._learn(now - self._ordered.popleft())
 
     def learned_s(self) -> float | None:

@@ -141,7 +141,7 @@ class PoolScaler:
         coming = max(0, (self.desired or 0) - view.ready)
         if view.oldest_wait_s > self._settings.target_wait_s and not coming and needed <= view.ready:
             needed, reason = view.ready + 1.0, f"a request has waited for {view.oldest_wait_s:.1f} s"
-        if view.is_wanted or self._arrived(view):
+        if view.has_demand or self._arrived(view):
             # Any work at all requires one engine.
             needed = max(needed, _ROUNDING * 2)
         else:

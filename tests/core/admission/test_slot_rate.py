@@ -115,7 +115,7 @@ def test_what_surely_drains_in_time_does_so_by_the_full_count(seconds: float) ->
         slots, ahead = driver.scheduler.admission._slots, driver.scheduler.queue.waiting_tokens
         drain, surely = (
             slots.drain(("short", "long"), ahead),
-            slots.surely_drains(("short", "long"), ahead, seconds),
+            slots.certainly_drains(("short", "long"), ahead, seconds),
         )
         in_time = math.inf if drain is None else seconds * drain.tokens_per_s + drain.free_tokens
         needed = 0.0 if drain is None else drain.tokens_ahead

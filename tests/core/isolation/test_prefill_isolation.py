@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.core.events import FirstToken, Woke
-from serve_app.core.isolation import NEVER_LONG_TOKENS, FeedbackDelay, IsolationSettings, PrefillIsolation
+from serve_app.core.isolation import ALWAYS_SHORT_TOKENS, FeedbackDelay, IsolationSettings, PrefillIsolation
 from serve_app.core.routing.replica_state import PrefillClass
 from serve_app.request import PriorityClass
 from tests.builders import ManualDriver, dispatched, one_replica
@@ -143,5 +143,5 @@ def test_equal_lengths_are_of_one_class() -> None:
 @pytest.mark.parametrize("lengths", [[20] * 400, list(range(10, 60)) * 10, list(range(20, 200)) * 4])
 def test_a_prompt_of_one_chunk_is_short_whatever_the_traffic(lengths: Sequence[int]) -> None:
     isolation = isolating(lengths)
-    assert isolation.prefill_class(NEVER_LONG_TOKENS) is PrefillClass.SHORT
-    assert isolation.prefill_class(NEVER_LONG_TOKENS + 1) is not PrefillClass.SHORT
+    assert isolation.prefill_class(ALWAYS_SHORT_TOKENS) is PrefillClass.SHORT
+    assert isolation.prefill_class(ALWAYS_SHORT_TOKENS + 1) is not PrefillClass.SHORT

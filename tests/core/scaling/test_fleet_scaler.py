@@ -14,7 +14,7 @@ IDLE = PoolView(ready=1, slots=10.0, prefill_token_s=0.001, stated=(10, 0.01))
 
 def busy(engine_s: int) -> PoolView:
     """Return a pool with this many seconds of engine work queued."""
-    return replace(IDLE, waiting_requests=1, waiting_prefill_tokens=engine_s * 1_000, is_wanted=True)
+    return replace(IDLE, waiting_requests=1, waiting_prefill_tokens=engine_s * 1_000, has_demand=True)
 
 
 def scaler(gpu_budget: float | None = None) -> FleetScaler:

@@ -14,7 +14,7 @@ POOLS = ("short", "long")
 
 def test_an_idle_pool_shows_its_capacity() -> None:
     view = observe(two_pools().scheduler, POOLS, 0.0)["short"]
-    assert (view.ready, view.slots, view.in_flight, view.is_wanted) == (1, 8.0, 0, False)
+    assert (view.ready, view.slots, view.in_flight, view.has_demand) == (1, 8.0, 0, False)
     assert view.full_ratio == 0.0
 
 
@@ -29,14 +29,14 @@ def test_work_is_counted_where_it_is_at_home_whether_it_waits_runs_or_was_reject
     assert seen["long"].arrived_requests == 1
     assert 0 < seen["short"].waiting_requests <= 3
     assert seen["short"].waiting_prefill_tokens == 100 * seen["short"].waiting_requests
-    assert seen["short"].is_wanted
+    assert seen["short"].has_demand
 
 
 def test_batch_work_wakes_a_pool_and_adds_nothing_else() -> None:
     driver = ManualDriver(on_demand_pools=("short", "long"))
     driver.arrive("r1", prompt_tokens=100, priority=PriorityClass.BATCH)
     view = observe(driver.scheduler, POOLS, driver.now)["short"]
-    assert view.is_wanted
+    assert view.has_demand
     assert (view.arrived_requests, view.waiting_requests, view.oldest_wait_s) == (0, 0, 0.0)
 
 
@@ -70,7 +70,7 @@ def test_a_replica_that_drains_is_not_ready_and_what_it_has_still_counts() -> No
     driver.arrive("r1", prompt_tokens=100)
     driver.report("s1", after_s=0.2, running=1, received=1, draining=True)
     view = observe(driver.scheduler, POOLS, driver.now)["short"]
-    assert (view.ready, view.in_flight, view.is_wanted) == (0, 1, True)
+    assert (view.ready, view.in_flight, view.has_demand) == (0, 1, True)
 
 
 def test_waits_that_another_replica_would_not_end_are_no_reason_for_one() -> None:

@@ -56,7 +56,7 @@ def test_a_backlog_adds_replicas_that_drain_it_within_the_time_of_a_start() -> N
     pool = Pool()
     pool.look()
     # 120 s of engine work are queued, and an engine starts in a minute.
-    decision = pool.look(waiting_requests=10, waiting_prefill_tokens=120_000, is_wanted=True)
+    decision = pool.look(waiting_requests=10, waiting_prefill_tokens=120_000, has_demand=True)
     assert decision.backlog_s == pytest.approx(120.0)
     assert decision.replicas == 2
 
@@ -64,7 +64,7 @@ def test_a_backlog_adds_replicas_that_drain_it_within_the_time_of_a_start() -> N
 def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_has_come() -> None:
     pool = Pool()
     pool.look()
-    late: dict[str, Any] = {"waiting_requests": 1, "is_wanted": True, "oldest_wait_s": 9.0}
+    late: dict[str, Any] = {"waiting_requests": 1, "has_demand": True, "oldest_wait_s": 9.0}
     assert pool.look(**late).replicas == 2
     assert pool.look(5, **late).replicas == 2
     assert pool.look(ready=2, slots=20.0, **late).replicas == 3
@@ -92,7 +92,7 @@ def test_a_pool_shrinks_to_the_most_that_it_has_needed_lately() -> None:
 def test_what_runs_keeps_replicas_though_nothing_arrives() -> None:
     pool = Pool()
     pool.look(61)
-    pool.look(1, ready=4, slots=40.0, full_ratio=0.7, in_flight=28, is_wanted=True)
+    pool.look(1, ready=4, slots=40.0, full_ratio=0.7, in_flight=28, has_demand=True)
     assert pool.look(90).replicas == 3
 
 
@@ -104,7 +104,7 @@ def test_only_a_pool_whose_minimum_is_zero_is_stopped_and_only_after_the_delay()
     assert Pool(min_replicas=1).look(200).replicas == 1
 
 
-@pytest.mark.parametrize("sign", [{"is_wanted": True}, {"prefill_tokens_per_s": 1}])
+@pytest.mark.parametrize("sign", [{"has_demand": True}, {"prefill_tokens_per_s": 1}])
 def test_whatever_waits_or_arrives_starts_a_pool_that_has_stopped(sign: dict[str, Any]) -> None:
     pool = Pool(min_replicas=0)
     pool.look(ready=0, slots=0.0, prefill_token_s=None, stated=None)
@@ -115,7 +115,7 @@ def test_whatever_waits_or_arrives_starts_a_pool_that_has_stopped(sign: dict[str
 def test_a_speed_that_is_not_known_yet_is_replaced_by_the_slots() -> None:
     pool = Pool()
     unknown: dict[str, Any] = {"prefill_token_s": None, "stated": None}
-    decision = pool.look(in_flight=9, waiting_requests=12, is_wanted=True, full_ratio=0.9, **unknown)
+    decision = pool.look(in_flight=9, waiting_requests=12, has_demand=True, full_ratio=0.9, **unknown)
     assert decision.replicas == 3
     assert "engine speed unknown" in decision.reason
 
@@ -124,7 +124,7 @@ def test_the_speed_of_a_pool_that_has_stopped_is_remembered() -> None:
     pool = Pool(min_replicas=0)
     pool.look(62)
     pool.look(10, ready=0, slots=0.0, prefill_token_s=None, stated=None)
-    decision = pool.look(waiting_prefill_tokens=150_000, waiting_requests=3, is_wanted=True)
+    decision = pool.look(waiting_prefill_tokens=150_000, waiting_requests=3, has_demand=True)
     assert decision.replicas == 3
 
 
@@ -138,7 +138,7 @@ def test_counters_that_begin_anew_are_no_negative_work() -> None:
 def test_a_pool_that_others_scale_has_no_bounds() -> None:
     scaler = PoolScaler(ScaledPool())
     scaler.decide(IDLE, 0.0)
-    busy = replace(IDLE, waiting_prefill_tokens=6_000_000, waiting_requests=100, is_wanted=True)
+    busy = replace(IDLE, waiting_prefill_tokens=6_000_000, waiting_requests=100, has_demand=True)
     assert scaler.decide(busy, 1.0).replicas == 100
 
 
@@ -151,7 +151,7 @@ views = st.builds(
     waiting_requests=st.integers(0, 100),
     waiting_prefill_tokens=st.integers(0, 1_000_000),
     waiting_output_tokens=st.integers(0, 1_000_000),
-    is_wanted=st.booleans(),
+    has_demand=st.booleans(),
     oldest_wait_s=st.floats(0, 100),
     in_flight=st.integers(0, 300),
     slots=st.floats(0, 3_000),
@@ -178,4 +178,4 @@ def test_a_decision_is_always_within_its_bounds_and_work_always_has_an_engine(
         decision = scaler.decide(view, float(second))
         scaler.settle(decision.replicas, float(second))
         assert least <= decision.replicas <= most
-        assert decision.replicas >= (1 if view.is_wanted else 0)
+        assert decision.replicas >= (1 if view.has_demand else 0)

@@ -25,12 +25,12 @@ _DEFAULT_MEAN_TOKENS = 256
 # Share of that mean for predictions that must not reject what could be served.
 _ASSUMED_SHARE = 0.4
 # A larger max_tokens is ignored: frameworks send the context window, or a million.
-_LARGEST_BELIEVED_MAX_TOKENS = 65_536
+_MAX_PLAUSIBLE_TOKENS = 65_536
 # Answers that must have ended before their limit for learned lengths to be used. At 50, the 99th percentile
 # is about the longest of them.
 _MIN_OBSERVATIONS = 50
 # Answers after which the weight of an old one has fallen to 37 %.
-_MEMORY_OBSERVATIONS = 1000
+_HISTORY_OBSERVATIONS = 1000
 # Maximum number of curves per tenant and category, about 5 kB each. The least recently used one is dropped
 # first.
 _MAX_TENANTS = 1000
@@ -95,7 +95,7 @@ class LengthCurve:
             self._ended[bucket] += self._scale
             self.ended += 1
         self._fresh_for -= 1
-        self._scale *= 1 + 1 / _MEMORY_OBSERVATIONS
+        self._scale *= 1 + 1 / _HISTORY_OBSERVATIONS
         if self._scale > _LARGEST_SCALE:
             self._rescale()
 
@@ -145,7 +145,7 @@ class LengthCurve:
         if not quantile:
             longest = max((i for i in range(_BUCKETS) if self._ended[i] or self._cut[i]), default=0)
             quantile = max(_EDGES[longest], _DEFAULT_MAX_TOKENS)
-        return max(1, min(math.ceil(quantile), _LARGEST_BELIEVED_MAX_TOKENS))
+        return max(1, min(math.ceil(quantile), _MAX_PLAUSIBLE_TOKENS))
 
     def _rescale(self) -> None:
         self._ended = [weight / self._scale for weight in self._ended]
@@ -212,7 +212,7 @@ class OutputLengthEstimator:
 
     def estimate(self, request: Request) -> OutputEstimate:
         """Return the estimated length of one choice."""
-        curve, limit = self._curve(request), self._believed(request)
+        curve, limit = self._curve(request), self._plausible_limit(request)
         if curve is None:
             limit = _DEFAULT_MAX_TOKENS if limit is None else limit
             mean = _DEFAULT_MEAN_TOKENS  # of an exponential distribution, cut at the limit
@@ -224,7 +224,7 @@ class OutputLengthEstimator:
 
     def observe(self, request: Request, usage: Usage) -> None:
         """Learn from one completed request. Its choices count as one answer of mean length."""
-        stated = self._believed(request)
+        stated = self._plausible_limit(request)
         if usage.output_tokens <= 0 or stated == 0:
             return
         tokens = usage.output_tokens / max(1, request.spec.choices)
@@ -242,9 +242,9 @@ class OutputLengthEstimator:
         if len(self._tenants) > _MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]
 
-    def _believed(self, request: Request) -> int | None:
+    def _plausible_limit(self, request: Request) -> int | None:
         stated = request.spec.max_output_tokens
-        if stated is None or stated > _LARGEST_BELIEVED_MAX_TOKENS:
+        if stated is None or stated > _MAX_PLAUSIBLE_TOKENS:
             return None
         return max(0, stated)
 
