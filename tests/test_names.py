@@ -29,7 +29,7 @@ def asks(docstring: str) -> bool:
         ("A queue: who is next?", False),
     ],
 )
-def test_a_question_is_told_from_a_statement(docstring: str, expected: bool) -> None:
+def test_a_question_is_distinguished_from_a_statement(docstring: str, expected: bool) -> None:
     assert asks(docstring) is expected
 
 

@@ -92,7 +92,7 @@ async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gat
         assert (await asked).status_code == 200
 
 
-async def test_dead_engines_are_told_as_503_and_replaced(mortal: Mortal) -> None:
+async def test_dead_engines_cause_503_and_are_replaced(mortal: Mortal) -> None:
     """Queued and new requests get 503 long before their timeout of 200 s."""
     async with httpx.AsyncClient(base_url=mortal.served.url, timeout=250) as http:
         assert (await mortal.ask(http)).status_code == 200

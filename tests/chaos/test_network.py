@@ -126,7 +126,7 @@ async def slow(relay: Relay) -> None:
     relay.delay_s = 0.03
 
 
-async def test_a_bad_network_to_a_replica_is_told_or_mended() -> None:
+async def test_a_bad_network_to_a_replica_is_reported_or_recovered() -> None:
     """Started streams end with an error event, silent ones with 504; the rest is dispatched elsewhere."""
     told = {
         slow: set[str](),

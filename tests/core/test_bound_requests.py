@@ -19,7 +19,7 @@ def test_it_goes_to_its_replica_whatever_the_load() -> None:
     assert dispatched(driver.arrive("next", bound_to="s1")) == [("next", "s1")]
 
 
-def test_it_waits_for_its_replica_while_others_idle_and_holds_nobody_up() -> None:
+def test_it_waits_for_its_replica_while_others_idle_and_blocks_no_request() -> None:
     driver = two_replicas()
     fill(driver, bound_to="s1")
     assert driver.arrive("waits", bound_to="s1") == []
@@ -50,7 +50,7 @@ def test_a_lost_replica_may_come_back_within_the_grace() -> None:
     assert driver.find("waits").replica_id == "s1"
 
 
-def test_when_its_replica_stays_away_it_is_told_what_is_gone_and_sent_nowhere_else() -> None:
+def test_when_its_replica_stays_away_it_is_rejected_and_dispatched_nowhere_else() -> None:
     driver = two_replicas()
     fill(driver, bound_to="s1")
     driver.arrive("waits", bound_to="s1")

@@ -41,7 +41,7 @@ def learned(commands: list[Command]) -> list[tuple[str, int | None]]:
     return [(each.replica_id, each.context_tokens) for each in commands if isinstance(each, ContextLearned)]
 
 
-def test_a_stated_limit_routes_from_then_on_and_is_told_once() -> None:
+def test_a_stated_limit_routes_from_then_on_and_is_reported_once() -> None:
     driver = fleet()
     assert arrive(driver, "a", 5_000) == "s1"
     commands = reject(driver, "a", 4_096)
@@ -75,7 +75,7 @@ def test_a_count_from_the_longer_pool_corrects_an_estimate() -> None:
     assert learned(complete(driver, "a", 3_900)) == [("s1", 3_909)]
 
 
-def test_a_limit_that_is_told_is_never_changed() -> None:
+def test_a_reported_limit_is_never_changed() -> None:
     driver = fleet(short=8_000)
     arrive(driver, "a", 5_000)
     commands = reject(driver, "a", 4_096)
@@ -98,7 +98,7 @@ def test_nothing_is_rejected_by_what_was_only_learned() -> None:
     assert learned(complete(driver, "b", 6_000)) == [("s1", None)]
 
 
-def test_two_pools_that_both_tell_nothing_are_tried_one_after_the_other() -> None:
+def test_two_pools_without_reported_limits_are_tried_one_after_the_other() -> None:
     driver = fleet(long=UNREPORTED_CONTEXT)
     assert arrive(driver, "a", 5_000) == "s1"
     assert dispatched(reject(driver, "a", 4_096)) == [("a", "l1")]
@@ -119,7 +119,7 @@ def test_it_is_kept_until_the_replica_joins_anew() -> None:
     assert driver.scheduler.ledger.context_limit("short") == UNREPORTED_CONTEXT
 
 
-def test_a_known_cache_of_an_engine_without_a_told_context_is_a_limit() -> None:
+def test_a_known_cache_of_an_engine_without_a_reported_context_is_a_limit() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
     driver.join("s1", "only", max_model_len=UNREPORTED_CONTEXT, kv_tokens=10_000)
     assert driver.scheduler.ledger["s1"].kv_budget <= 10_000

@@ -83,7 +83,7 @@ def test_a_replay_gives_the_same_commands() -> None:
     assert replay(run) is None
 
 
-def test_a_replay_tells_the_first_line_that_differs() -> None:
+def test_a_replay_reports_the_first_line_that_differs() -> None:
     lines = played()
     lines[3] = lines[3].replace('"pool":"short"', '"pool":"long"')
     (run,) = read_runs(lines)

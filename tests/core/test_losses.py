@@ -81,7 +81,7 @@ def test_a_lost_gateway_releases_what_waits_and_keeps_what_runs_charged(driver: 
     assert driver.scheduler.ledger["l1"].in_flight == len(driver.scheduler) == 0
 
 
-def test_a_new_scheduler_is_told_of_running_requests_before_their_replica_joins() -> None:
+def test_a_new_scheduler_receives_running_requests_before_their_replica_joins() -> None:
     driver = ManualDriver()
     driver.feed(Resumed(request("r"), "s1", started=True))
     assert driver.scheduler.ledger["s1"].held_tokens > 0

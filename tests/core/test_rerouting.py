@@ -40,7 +40,7 @@ def join(driver: ManualDriver, replica_id: str, pool: str, max_model_len: int) -
     return driver.feed(ReplicaJoined(spec(replica_id, pool, max_model_len=max_model_len)))
 
 
-def test_one_more_replica_like_the_others_routes_nobody_again(driver: ManualDriver) -> None:
+def test_one_more_replica_like_the_others_reroutes_no_request(driver: ManualDriver) -> None:
     driver.arrive("a")
     # The outages of the start end, once.
     assert routed_again(driver, lambda: join(driver, "s2", "short", 1_000)) == ["a"]

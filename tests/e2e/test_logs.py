@@ -45,7 +45,7 @@ def wait_for(collector: Collector, count: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_line_of_json_says_who_has_called_and_leads_to_the_trace() -> None:
+def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
     key = {"tenant": "acme", "key": "s3cret-of-acme"}
     config = serve_config("logs", {"models": [MODEL], "gateway": {"keys": [key], "tracing": True}})
     config["logging_config"] = {"enable_access_log": False, "encoding": "JSON"}

@@ -64,7 +64,7 @@ async def listen(http: httpx.AsyncClient, number: int) -> Heard:
     return Heard(answer.status_code, positions, states, tokens, ends, after_answer)
 
 
-async def test_waiting_streams_are_told_where_they_stand_and_all_are_served(app: Served) -> None:
+async def test_waiting_streams_get_their_position_and_all_are_served(app: Served) -> None:
     limits = httpx.Limits(max_connections=STREAMS + 10)
     before = app.metric("ewsjf_queue_estimates_total", estimate="first")
     async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:

@@ -48,7 +48,7 @@ async def under_load(app: Served, args: dict[str, Any]) -> list[tuple[str, str]]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_other_settings_replace_only_what_cannot_take_them_and_nobody_notices() -> None:
+async def test_other_settings_replace_only_what_cannot_apply_them_without_effect_on_clients() -> None:
     with serve(ARGS) as app:
         before = replica_processes(app.application)
         hot = changed_args(

@@ -23,7 +23,7 @@ def test_an_engine_without_requests_has_nothing_to_do() -> None:
     assert watch.note(7, busy=True, now=200.2) < 1.0
 
 
-def test_time_that_nobody_looked_is_hardly_counted() -> None:
+def test_time_without_observations_hardly_counts() -> None:
     watch = HangWatch()
     watch.note(7, busy=True, now=100.0)
     assert watch.note(7, busy=True, now=400.0) == 5.0

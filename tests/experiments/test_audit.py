@@ -57,7 +57,7 @@ def rejection(status: int, body: bytes) -> Script:
         (stream(DONE), "swapped or of a wrong length"),
     ],
 )
-async def test_each_end_is_told_from_the_others(script: Script, end: str) -> None:
+async def test_each_end_is_distinguished_from_the_others(script: Script, end: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
             pass
@@ -74,7 +74,7 @@ async def test_a_server_that_is_not_there_breaks_the_connection() -> None:
         assert (await asked(http, "r1", 5))[0] == "connection broken before an answer"
 
 
-def test_the_account_has_every_end_and_the_log_tells_who_was_answered_twice() -> None:
+def test_the_account_has_every_end_and_the_log_shows_doubled_answers() -> None:
     ended = [Ended("a", "answered", 0.0, 1.0), Ended("b", "lost", 0.0, 60.0), Ended("c", "answered", 0, 1)]
     found = account(ended)
     assert (found["answered"], found["lost"], sum(found.values())) == (2, 1, 3)

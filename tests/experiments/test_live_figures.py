@@ -18,7 +18,7 @@ def test_late_users_come_a_moment_after_the_flood() -> None:
     ]
 
 
-def test_times_of_the_late_user_are_told_from_those_of_the_first() -> None:
+def test_times_of_the_late_user_are_separate_from_those_of_the_first() -> None:
     records = [
         *(record(tenant="A", arrived_at=0.0, first_token_at=at, finished_at=9.0) for at in (1.0, 2.0)),
         record(tenant="B", arrived_at=0.5, first_token_at=1.4, finished_at=9.0),

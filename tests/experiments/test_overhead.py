@@ -79,5 +79,5 @@ def test_an_answer_that_is_none_ends_the_measurement(endpoints: Endpoints, clien
         client.play(load(f"http://127.0.0.1:{next_port()}"))
 
 
-def test_what_is_missing_is_told_with_the_remedy() -> None:
+def test_a_missing_program_is_reported_with_the_remedy() -> None:
     assert missing_program("no-such-router", "scripts/setup peers").endswith("router: scripts/setup peers")

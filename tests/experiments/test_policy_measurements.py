@@ -52,7 +52,7 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     assert table.count("oracle (not deployable)") == 2
 
 
-def test_a_row_tells_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None:
+def test_a_row_has_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None:
     only_fcfs = PolicyGrid(
         profiles=("laptop",),
         replicas=2,

@@ -116,8 +116,6 @@ def test_what_this_machine_cannot_play_or_only_plays_by_name_is_left_out_of_all(
     assert catalogue.results("coin").exists()
 
 
-def test_the_list_tells_the_question_of_each(
-    catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_has_the_question_of_each(catalogue: Catalogue, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"], catalogue) == 0
     assert capsys.readouterr().out.split(maxsplit=1) == ["coin", "How often does a coin fall on its face?\n"]

@@ -114,7 +114,7 @@ def test_gateways_follow_the_processor_time_that_they_use_in_the_mean() -> None:
     assert gateways(0.1, 0.1, 0.1, target=3) == 1
 
 
-def test_gateways_that_tell_nothing_yet_are_no_reason_for_fewer() -> None:
+def test_gateways_without_reports_are_no_reason_for_fewer() -> None:
     assert gateways(0.1, None, target=2) == 2
     assert gateways(target=2) == 2
     assert gateways(0.9, None, target=1) == 2

@@ -30,7 +30,7 @@ class Source:
         return f"page {content}"
 
 
-async def test_those_who_ask_at_once_get_one_page_and_none_of_it_is_drawn_up_on_the_loop() -> None:
+async def test_simultaneous_readers_get_one_page_that_is_not_rendered_on_the_loop() -> None:
     source = Source()
     page = CachedPage(source.gather, source.render)
     assert await asyncio.gather(*(page.text() for _ in range(100))) == ["page 1"] * 100
@@ -51,7 +51,7 @@ async def test_a_page_that_took_long_is_kept_for_long_and_then_drawn_up_again() 
     assert await page.text() == "page 2"
 
 
-async def test_whoever_leaves_does_not_take_the_page_from_the_others() -> None:
+async def test_a_cancelled_reader_does_not_cancel_the_page_for_others() -> None:
     source = Source()
     source.go_on.clear()
     page = CachedPage(source.gather, source.render)
@@ -62,7 +62,7 @@ async def test_whoever_leaves_does_not_take_the_page_from_the_others() -> None:
     assert await patient == "page 1"
 
 
-async def test_a_fault_is_told_to_those_who_asked_and_to_nobody_after_them() -> None:
+async def test_a_fault_reaches_its_own_readers_and_no_later_ones() -> None:
     source = Source()
     page = CachedPage(source.gather, source.render)
     source.fault = RuntimeError("no figures")

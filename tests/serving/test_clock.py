@@ -6,7 +6,7 @@ from serve_app.serving.process import precise_clock
 from tests.parity.jumping_loop import run_jumping
 
 
-def test_it_tells_less_than_a_millisecond_on_uvloop() -> None:
+def test_it_resolves_less_than_a_millisecond_on_uvloop() -> None:
     async def readings() -> tuple[set[float], set[float]]:
         loop = asyncio.get_running_loop()
         clock = precise_clock(loop)

@@ -42,6 +42,6 @@ def test_port_0_is_any_free_port() -> None:
         assert first.getsockname()[1] != second.getsockname()[1]
 
 
-def test_an_address_of_another_machine_is_told() -> None:
+def test_an_address_of_another_machine_is_reported() -> None:
     with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1:0"):
         listening_socket("192.0.2.1", 0, 1, 8)

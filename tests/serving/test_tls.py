@@ -69,7 +69,7 @@ async def test_gateways_and_replicas_with_certificates_speak_to_the_scheduler(wo
     assert (await granted(gateway, "r2")).address.replica_id == "s1"
 
 
-async def test_the_secret_alone_lets_nobody_in(world: Simulation, tmp_path: Path) -> None:
+async def test_the_secret_alone_is_not_accepted(world: Simulation, tmp_path: Path) -> None:
     plain = await Stranger.at(world.endpoint())
     plain.say(hello(world.endpoint()))
     with pytest.raises(ConnectionError, match="closed before a Welcome came"):
@@ -117,7 +117,7 @@ async def answer_of(server: ReplicaServer, tls: TlsSettings | None) -> bytes:
         pool.close()
 
 
-async def test_a_replicas_port_answers_gateways_with_certificates_and_nobody_else(
+async def test_a_replicas_port_answers_only_gateways_with_certificates(
     authority: Authority, tmp_path: Path
 ) -> None:
     async with replica_port(authority.process()) as server:

@@ -107,7 +107,7 @@ def test_an_unknown_key_deep_in_a_model_is_rejected_by_its_full_name() -> None:
     assert "models[0].scheduler.backpressure.target_waitin: unknown key; did you mean" in rejection(broken)
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     told = rejection(gateway={"log_request": True}, advanced={"channel": {"zzz": 1}}, state_uri=4)
     assert len(told.splitlines()) == 3
 

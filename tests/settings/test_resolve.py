@@ -7,7 +7,7 @@ import pytest
 from tests.settings.builders import emulated, model, parse, pool, rejection
 
 
-def test_a_component_is_told_what_the_model_says_once() -> None:
+def test_a_component_inherits_the_models_settings() -> None:
     settings = parse(model(aliases=["gpt"]))
     scheduler = settings.models[0].scheduler
     assert (scheduler.model, scheduler.aliases) == ("demo", ("gpt",))
@@ -21,7 +21,7 @@ def test_a_component_is_told_what_the_model_says_once() -> None:
     assert engine.served_model_names == ("demo", "gpt")
 
 
-def test_a_token_budget_that_nobody_chose_fits_the_first_pool() -> None:
+def test_a_default_token_budget_fits_the_first_pool() -> None:
     assert parse().models[0].scheduler.routing.b_short_tokens == 2_048
     chosen = parse(model(scheduler={"routing": {"b_short_tokens": 1_000}}))
     assert chosen.models[0].scheduler.routing.b_short_tokens == 1_000
@@ -90,7 +90,7 @@ def test_engine_priority_takes_vllm_engines_that_have_it_and_remote_ones_on_trus
     assert [pool.engine.schedules_by_priority for pool in enabled.pools] == [True, None]
 
 
-def test_engines_may_schedule_by_priority_without_being_told_one() -> None:
+def test_engines_may_schedule_by_priority_without_receiving_one() -> None:
     settings = parse(model(pools=[pool("long", engine=emulated(advanced={"scheduling_policy": "priority"}))]))
     assert not settings.models[0].scheduler.engine_priority.enabled
 

@@ -53,7 +53,7 @@ def test_what_was_fitted_without_a_profile_predicts_other_requests(factor: float
     assert error.largest < 0.05
 
 
-def test_a_model_that_fits_stays_and_a_wrong_one_is_told_and_replaced() -> None:
+def test_a_model_that_fits_stays_and_a_wrong_one_is_reported_and_replaced() -> None:
     known = fitted().engines
     assert known is not None
     others = EngineFitTask(
@@ -71,7 +71,7 @@ def test_a_model_that_fits_stays_and_a_wrong_one_is_told_and_replaced() -> None:
     assert again.error.largest < 0.06
 
 
-def test_only_requests_after_the_last_fit_tell_the_error() -> None:
+def test_only_requests_after_the_last_fit_count_for_the_error() -> None:
     known = fitted().engines
     assert known is not None
     records = served(8.0, 3)

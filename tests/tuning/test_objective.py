@@ -109,7 +109,7 @@ def test_without_the_names_of_queues_the_objective_of_the_paper_has_no_reward() 
     assert "length queue" in found.reason
 
 
-def test_who_was_never_dispatched_waited_to_its_end() -> None:
+def test_a_request_never_dispatched_waited_to_its_end() -> None:
     gone = served(
         0.0,
         dispatched_at=None,

@@ -60,6 +60,6 @@ def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | Non
     assert sum(value > 0 for value in proposals[15:]) <= 7
 
 
-def test_only_what_was_asked_for_can_be_told() -> None:
+def test_a_proposal_of_another_optimiser_is_rejected() -> None:
     with pytest.raises(ValueError, match="not made here"):
         TpeOptimiser(space()).tell(TpeOptimiser(space()).ask(), 1.0)

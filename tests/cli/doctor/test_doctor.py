@@ -231,7 +231,7 @@ def test_a_healthy_application_has_no_findings(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("change", "told"), FINDINGS.values(), ids=FINDINGS)
-def test_each_trouble_is_told_alone_with_a_next_step(
+def test_each_problem_is_reported_separately_with_a_next_step(
     change: Change, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(change) as url:

@@ -22,7 +22,7 @@ WAY_IN = WayIn(
 )
 
 
-def test_each_deployment_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.step("engines")
     console.progress(Progress(["short"], ["long 0/1 starting"]))
@@ -48,7 +48,7 @@ def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -
     assert "\x1b" not in told
 
 
-def test_an_answer_that_is_awaited_is_told_of_now_and_then(
+def test_a_pending_answer_is_reported_periodically(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -64,7 +64,7 @@ def test_an_answer_that_is_awaited_is_told_of_now_and_then(
     ]
 
 
-def test_an_output_that_nobody_reads_stops_nothing() -> None:
+def test_an_unread_output_blocks_nothing() -> None:
     code = (
         "from serve_app.cli.serve.terminal import Console\n"
         "from serve_app.cli.serve.messages import Progress\n"

@@ -42,14 +42,14 @@ def test_the_engines_own_error_stands_in_place_of_a_pointer_to_it(folder: Path) 
     )
 
 
-def test_without_a_log_of_its_engine_the_error_of_the_deployment_is_told(tmp_path: Path) -> None:
+def test_without_a_log_of_its_engine_the_error_of_the_deployment_is_shown(tmp_path: Path) -> None:
     said = "Error:\nTraceback\nserve_app.errors.EngineError: http://h:1 gave no answer: rejected\n"
     assert reason_of("only-bad", said, tmp_path) == (
         "only-bad did not start: http://h:1 gave no answer: rejected"
     )
 
 
-def test_a_message_without_an_error_is_told_as_it_is(tmp_path: Path) -> None:
+def test_a_message_without_an_error_is_shown_unchanged(tmp_path: Path) -> None:
     assert reason_of("gateway", "no node has 4 CPUs", tmp_path) == "gateway did not start: no node has 4 CPUs"
 
 

@@ -86,12 +86,12 @@ def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[flo
     assert "0.5 requests/s, 0.5 failed/s, 1019 so far" in told
 
 
-def test_pools_tell_which_replicas_do_not_work(page: Page) -> None:
+def test_pools_show_which_replicas_do_not_work(page: Page) -> None:
     page.replicas |= {("demo", "long", "draining"): 1, ("demo", "long", "open"): 0}
     assert f"{page.url}/v1  short 2, long 0 (1 draining)\n" in LiveView(page.url).text()
 
 
-def test_several_models_are_told_apart_and_many_are_counted(page: Page) -> None:
+def test_several_models_are_listed_and_many_are_counted(page: Page) -> None:
     page.replicas = {(name, "all", "open"): 1 for name in "abcde"}
     assert "  a: all 1; b: all 1; c: all 1; 2 models more\n" in LiveView(page.url).text()
 

@@ -47,7 +47,7 @@ def test_a_deadline_that_cannot_be_met_is_rejected_on_arrival_with_a_retry_after
     assert driver.arrive("patient", tenant="filler", expires_at=driver.now + 20.0) == []
 
 
-def test_a_request_that_returns_when_told_is_admitted_before_newcomers() -> None:
+def test_a_request_that_returns_on_time_is_admitted_before_newcomers() -> None:
     driver = settled()
     rejected = driver.arrive("r1", prompt_tokens=33, tenant="filler", expires_at=driver.now + 4.0)
     until, number = driver.now + retry_after_s(rejected), 0
@@ -99,7 +99,7 @@ def test_lower_classes_leave_a_share_of_the_queue_to_higher_ones(
     assert sum(commands == [] for commands in answers) == places
 
 
-def test_an_expired_request_is_told_when_to_return() -> None:
+def test_an_expired_request_gets_a_retry_after() -> None:
     driver = settled()
     driver.arrive("r", tenant="filler", expires_at=driver.now + 20.0)
     commands = [command for _ in range(20) for command in driver.report(waiting=3, after_s=1.0)]

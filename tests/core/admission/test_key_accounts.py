@@ -120,7 +120,7 @@ def test_what_an_engine_counts_beyond_the_estimate_is_charged_when_it_is_known()
     assert status.tokens.remaining == 0
 
 
-def test_a_request_larger_than_the_limit_is_told_never_to_come_again() -> None:
+def test_a_request_larger_than_the_limit_gets_no_retry_after() -> None:
     conclusion = rejected(fleet(), "a", key=key(tokens_per_minute=TOKENS - 1)).conclusion
     assert conclusion.retry_after_s is None
     assert "which is more than the limit" in conclusion.message

@@ -51,7 +51,7 @@ def test_a_request_that_a_dead_replica_returns_late_is_rejected_too() -> None:
     assert concluded(commands) == [("f0", "rejected_no_replica")]
 
 
-def test_a_request_whose_timeout_ends_within_the_grace_hears_of_the_outage() -> None:
+def test_a_request_whose_timeout_ends_within_the_grace_reports_the_outage() -> None:
     driver = one_replica()
     driver.feed(ReplicaLost("r1"))
     driver.arrive("r", expires_at=driver.now + 1.0)

@@ -37,7 +37,7 @@ def test_a_limit_allows_a_request_when_the_queue_has_drained_to_it(reservations:
     )
 
 
-def test_requests_rejected_later_are_told_later_times(reservations: RetryReservations) -> None:
+def test_requests_rejected_later_get_a_later_retry_after(reservations: RetryReservations) -> None:
     queue, told = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
     for number in range(5):
         told.append(reservations.admissible_in_s(queue, tokens, 0.0))

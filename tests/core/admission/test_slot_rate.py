@@ -41,11 +41,11 @@ def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
     return told
 
 
-def test_those_who_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
+def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
     assert 100 - len(burst(cold(), 100)) == pytest.approx(ADMITTED, abs=2)
 
 
-def test_each_is_told_when_those_before_it_have_gone() -> None:
+def test_each_retry_after_is_when_earlier_requests_have_ended() -> None:
     told = burst(cold(), 100)
     # The retries follow one another at the pace of the slots.
     assert told[-1] == pytest.approx(len(told) / PER_S, rel=0.4)
@@ -86,7 +86,7 @@ def test_prompts_limit_the_rate_where_they_take_longer_than_decoding() -> None:
     assert admitted == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S, abs=2)
 
 
-def test_lengths_that_nobody_knows_are_taken_low() -> None:
+def test_unknown_lengths_are_assumed_low() -> None:
     stated = 100 - len(burst(cold(), 100, max_output_tokens=1_000))
     # 0.4 of the assumed mean of 256 tokens.
     assert stated == pytest.approx(SLOTS + BEYOND_BATCH + TIMEOUT_S * SLOTS / (0.4 * 256 * TPOT_S), abs=2)

@@ -91,7 +91,7 @@ def without_metrics(driver: ManualDriver) -> list[Command]:
     return driver.report("r1", received=None, waiting=None, running=None, kv_usage_ratio=None)
 
 
-def test_the_pace_of_an_engine_that_does_not_tell_it_is_measured_from_its_streams() -> None:
+def test_the_pace_of_an_engine_that_does_not_report_it_is_measured_on_its_streams() -> None:
     driver = make_driver(tpot_gate_s=0.15)
     for number in range(3):
         stream(driver, f"slow{number}", 0.4)

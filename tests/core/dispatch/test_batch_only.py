@@ -65,6 +65,6 @@ def test_a_request_that_runs_for_long_keeps_it_back() -> None:
     assert batch_sent(driver, "b") <= expected(driver, 1)
 
 
-def test_who_allows_none_beside_others_allows_none_alone() -> None:
+def test_a_batch_prefill_limit_of_zero_dispatches_one_request_alone() -> None:
     driver = make_driver(BackpressureSettings(lag_factor=0.0, batch_prefill_s=0.0))
     assert batch_sent(driver, "b") == 1

@@ -36,7 +36,7 @@ def let_hang(driver: ManualDriver) -> list[Command]:
     return report(driver, 62)
 
 
-def test_an_engine_that_owes_answers_and_gives_no_sign_gets_nothing_more_and_that_is_told_once() -> None:
+def test_an_engine_with_requests_and_no_progress_gets_nothing_more_and_is_reported_once() -> None:
     driver = watched()
     told = [each for each in let_hang(driver) if isinstance(each, EngineSilent)]
     assert [each.replica_id for each in told] == ["e"]
@@ -44,7 +44,7 @@ def test_an_engine_that_owes_answers_and_gives_no_sign_gets_nothing_more_and_tha
     assert dispatched(driver.arrive("c")) == []
 
 
-def test_nobody_is_rejected_for_it_since_it_may_only_be_slow() -> None:
+def test_no_request_is_rejected_for_it_since_it_may_only_be_slow() -> None:
     driver = watched()
     let_hang(driver)
     driver.arrive("c")

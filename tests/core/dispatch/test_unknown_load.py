@@ -72,7 +72,7 @@ def test_an_unknown_cache_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
-def test_an_engine_that_tells_its_queue_needs_no_limit_in_flight(waiting: int) -> None:
+def test_an_engine_that_reports_its_queue_needs_no_in_flight_limit(waiting: int) -> None:
     driver = silent_replica()
     driver.report("r1", received=0, waiting=waiting, running=5, kv_usage_ratio=0.1)
     state = driver.scheduler.ledger["r1"]

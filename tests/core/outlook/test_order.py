@@ -24,7 +24,7 @@ def busy(**changes: Any) -> ManualDriver:
     return driver
 
 
-def test_nobody_waits_in_an_empty_queue() -> None:
+def test_an_empty_queue_has_no_order() -> None:
     driver = busy()
     assert ordered(driver.scheduler, driver.now) == []
 
@@ -110,7 +110,7 @@ def test_each_home_has_a_line_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "ewsjf"])
-def test_everybody_has_one_place(policy: str) -> None:
+def test_every_request_has_one_position(policy: str) -> None:
     driver = busy(policy=policy)
     for number in range(60):
         driver.now += 0.01

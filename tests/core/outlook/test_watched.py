@@ -80,7 +80,7 @@ class Line:
         self.errors.clear()
 
 
-def test_who_does_not_wait_is_not_watched() -> None:
+def test_a_request_that_does_not_wait_is_not_watched() -> None:
     line = Line()
     assert not line.watched.watch("f0", 0.0)
     assert not line.watched.watch("nobody", 0.0)
@@ -132,7 +132,7 @@ def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
     assert max(abs(one.error_s) for one in line.errors) < 8.0
 
 
-def test_who_is_not_watched_may_expect_the_same_as_who_is() -> None:
+def test_watching_does_not_change_the_estimate() -> None:
     line = Line()
     line.learn()
     watched = line.arrive(4)
@@ -150,14 +150,14 @@ def test_who_is_not_watched_may_expect_the_same_as_who_is() -> None:
     assert expected.start.low < line.started[unwatched] - asked_at < expected.start.high
 
 
-def test_who_is_not_in_the_order_may_expect_nothing() -> None:
+def test_a_request_outside_the_order_has_no_estimate() -> None:
     line = Line()
     line.arrive(2)
     order = ordered_requests(line.driver.scheduler, line.now)
     assert line.watched.expected(order[1], order[:1], line.now) is None
 
 
-def test_nothing_is_told_twice_in_a_second_nor_without_news() -> None:
+def test_updates_come_at_most_once_a_second_and_only_with_changes() -> None:
     line = Line()
     line.arrive(2)
     assert set(updates(line.watched, line.now)) == {"r0", "r1"}
@@ -168,7 +168,7 @@ def test_nothing_is_told_twice_in_a_second_nor_without_news() -> None:
     assert set(updates(line.watched, line.now)) == {"r1"}
 
 
-def test_a_line_that_stands_still_is_told_after_a_while() -> None:
+def test_a_stalled_queue_is_reported_after_a_while() -> None:
     line = Line()
     line.arrive()
     updates(line.watched, 0.0)
@@ -198,7 +198,7 @@ def test_no_start_is_expected_while_no_replica_is_alive() -> None:
     assert all(outlook.start is None for outlook in after.values())
 
 
-def test_who_expires_after_the_interval_was_told_too_little() -> None:
+def test_expiry_after_the_interval_counts_as_an_underestimate() -> None:
     line = Line()
     line.learn()
     line.arrive(3, expires_at=line.now + 400.0)
@@ -212,7 +212,7 @@ def test_who_expires_after_the_interval_was_told_too_little() -> None:
     assert len(line.watched) == 0
 
 
-def test_who_leaves_is_not_judged() -> None:
+def test_a_request_that_leaves_is_not_counted() -> None:
     line = Line()
     line.learn()
     line.arrive(3)
@@ -224,7 +224,7 @@ def test_who_leaves_is_not_judged() -> None:
     assert updates(line.watched, line.now) == {}
 
 
-def test_nobody_is_looked_at_while_nobody_is_watched() -> None:
+def test_nothing_is_computed_while_no_request_is_watched() -> None:
     line = Line()
     line.arrive(5, watch=False)
     assert list(line.watched.updates(line.now)) == []
@@ -233,7 +233,7 @@ def test_nobody_is_looked_at_while_nobody_is_watched() -> None:
     assert line.watched._estimates._open == {}
 
 
-def test_those_who_are_not_watched_teach_as_well() -> None:
+def test_unwatched_requests_also_improve_the_estimates() -> None:
     line = Line()
     line.arrive(59, watch=False)
     line.arrive(1)
@@ -254,7 +254,9 @@ def test_a_look_does_its_work_in_parts_and_bears_changes_between_them() -> None:
     assert set(names) - set(tail) == {"r5", *line.started}
 
 
-def test_one_look_tells_a_bounded_number_and_the_next_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_sends_a_bounded_number_of_updates_and_the_next_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("serve_app.core.outlook.watched.MAX_UPDATES", 4)
     assert MAX_UPDATES > 4
     line = Line()

@@ -10,7 +10,7 @@ def need(replicas: int, *, least: int = 0, gpus: float = 1.0, needed: float | No
     return PoolNeed(replicas=replicas, needed=replicas if needed is None else needed, least=least, gpus=gpus)
 
 
-def test_without_a_budget_everybody_gets_what_he_asks_for() -> None:
+def test_without_a_budget_every_pool_gets_what_it_requests() -> None:
     assert share_gpus({"short": need(7), "long": need(3, gpus=4)}, None) == {"short": 7, "long": 3}
 
 

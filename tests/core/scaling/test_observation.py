@@ -57,7 +57,7 @@ def test_a_full_cache_counts_as_full_slots() -> None:
     assert view.slots == pytest.approx(2.5, abs=0.1)
 
 
-def test_reports_tell_sequences_and_their_tpot() -> None:
+def test_reports_contain_sequences_and_their_tpot() -> None:
     driver = two_pools()
     driver.arrive("r1", prompt_tokens=100)
     driver.feed(FirstToken("r1"))

@@ -81,7 +81,7 @@ def test_a_new_scaler_keeps_what_it_finds_though_reports_are_late_for_a_moment()
     assert (settled.replicas, settled.may_shrink) == (1, True)
 
 
-def test_a_pool_shrinks_to_the_most_that_it_has_needed_lately() -> None:
+def test_a_pool_shrinks_to_its_recent_maximum_need() -> None:
     pool = Pool()
     pool.look(61)
     assert pool.look(20, prefill_tokens_per_s=2_000, ready=3).replicas == 3

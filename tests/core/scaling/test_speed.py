@@ -11,7 +11,7 @@ def test_a_line_through_reports_gives_the_step_time_of_a_full_batch() -> None:
     assert line.tpot_s(64) == pytest.approx(0.084)
 
 
-def test_one_number_of_sequences_tells_no_slope() -> None:
+def test_one_number_of_sequences_gives_no_slope() -> None:
     line = DecodeLine()
     for _ in range(5):
         line.observe(8, 0.03)

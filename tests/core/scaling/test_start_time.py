@@ -16,7 +16,7 @@ def test_the_first_start_replaces_the_guess_and_later_ones_are_averaged() -> Non
     assert start.seconds == 20.0 + 0.3 * (30.0 - 20.0)
 
 
-def test_replicas_that_nobody_ordered_teach_nothing() -> None:
+def test_replicas_that_were_not_ordered_do_not_count() -> None:
     start = StartTime()
     start.on_ready((), 0.0)
     start.on_ready(replicas(3), 1.0)

@@ -54,7 +54,7 @@ def test_the_next_place_was_its_own() -> None:
     assert found.main_cause is WaitCause.ENGINES_BUSY
 
 
-def test_places_that_others_took_are_told_apart_by_class_and_tenant() -> None:
+def test_slots_that_others_took_are_counted_by_class_and_tenant() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("waits", tenant="me", priority=PriorityClass.DEFAULT)
@@ -71,7 +71,7 @@ def test_places_that_others_took_are_told_apart_by_class_and_tenant() -> None:
     assert found.ahead == {WaitCause.HIGHER_CLASS: 2}
 
 
-def test_a_tenants_own_requests_and_those_of_others_are_told_apart() -> None:
+def test_a_tenants_own_requests_and_those_of_others_are_counted_separately() -> None:
     driver = steady()
     fill(driver, tenant="first")
     driver.arrive("mine0", tenant="me")
@@ -225,7 +225,7 @@ def test_time_on_a_replica_that_gave_it_back_and_its_rest_are_causes_too() -> No
     assert sum(found.causes.values()) == int(driver.now * 1e9)
 
 
-def test_what_an_earlier_scheduler_saw_of_the_wait_is_told_as_such() -> None:
+def test_the_wait_before_this_scheduler_is_a_separate_cause() -> None:
     driver = steady()
     fill(driver)
     driver.now = 10.0
@@ -237,7 +237,7 @@ def test_what_an_earlier_scheduler_saw_of_the_wait_is_told_as_such() -> None:
     assert found.causes == {WaitCause.BEFORE_SCHEDULER: 6 * SECOND, WaitCause.ENGINES_BUSY: SECOND}
 
 
-def test_a_request_that_expires_or_is_cancelled_in_the_queue_tells_what_it_waited_for() -> None:
+def test_a_request_that_expires_or_is_cancelled_in_the_queue_has_causes() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("expires", expires_at=driver.now + 2.0)
@@ -249,7 +249,7 @@ def test_a_request_that_expires_or_is_cancelled_in_the_queue_tells_what_it_waite
     assert expired.causes == cancelled.causes == {WaitCause.ENGINES_BUSY: 2 * SECOND}
 
 
-def test_a_client_hears_what_its_expired_request_has_waited_for() -> None:
+def test_the_message_about_an_expired_request_has_its_main_cause() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("expires", expires_at=driver.now + 2.0)
@@ -262,7 +262,7 @@ def test_a_client_hears_what_its_expired_request_has_waited_for() -> None:
     )
 
 
-def test_no_account_stays_when_nobody_waits() -> None:
+def test_no_account_remains_for_an_empty_queue() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("waits")

@@ -137,7 +137,7 @@ def test_sglang_before_its_newer_pages_is_read_from_the_older_ones() -> None:
     )
 
 
-def test_sglang_that_tells_no_load_has_none() -> None:
+def test_sglang_without_reported_load_has_none() -> None:
     found = described({"/v1/models": models("m", owner="sglang")})
     assert (found.metrics_path, found.read(b"")) == (None, EngineReading())
 
@@ -155,7 +155,7 @@ def test_tgi_before_3_states_its_cache() -> None:
     assert described(pages).limits == StatedLimits(max_model_len=4096, kv_tokens=16_384, max_num_seqs=32)
 
 
-def test_trtllm_before_its_first_request_tells_nothing_yet() -> None:
+def test_trtllm_before_its_first_request_reports_nothing_yet() -> None:
     assert tensorrt_llm.read(b"") == EngineReading()
     assert tensorrt_llm.read(b"# HELP trtllm_num_requests_waiting Number\n") == EngineReading()
 
@@ -177,7 +177,7 @@ def test_llama_cpp_is_served_by_its_aliases_too() -> None:
     assert [each.model for each in described(SERVERS["llama.cpp"]).models] == ["llama", "small"]
 
 
-def test_llama_cpp_of_2025_tells_the_use_of_its_cache() -> None:
+def test_llama_cpp_of_2025_reports_the_use_of_its_cache() -> None:
     page = recorded("llama.cpp-b11434-busy.txt") + b"# x\nllamacpp:kv_cache_usage_ratio 0.5\n"
     assert llama_cpp.read_metrics(page).kv_usage_ratio == 0.5
 

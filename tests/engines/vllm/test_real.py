@@ -340,7 +340,7 @@ class TestTinyEngine:
             heard = [await one for one in asked]
         assert heard == [Heard("answered", tokens) for tokens in (496, 497, 5)]
 
-    async def test_a_dead_engine_is_unhealthy_and_every_client_hears_of_it(self, tiny: Running) -> None:
+    async def test_a_dead_engine_is_unhealthy_and_every_client_gets_an_error(self, tiny: Running) -> None:
         """The engine is dead afterwards, so this is its last test."""
         body = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
         async with in_front_of(tiny.engine, tiny.limits) as front:

@@ -102,7 +102,7 @@ def test_the_wait_in_our_own_queue_is_left_out(tmp_path: Path) -> None:
         ({"finished_at": "late"}, "finished_at is missing or no number"),
     ],
 )
-def test_records_that_tell_nothing_are_counted_with_their_reason(
+def test_unusable_records_are_counted_with_their_reason(
     changes: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     request = measured_request()

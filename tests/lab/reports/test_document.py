@@ -51,7 +51,7 @@ def test_the_interval_is_that_of_the_paired_differences() -> None:
     assert found.change_interval == pytest.approx((found.low / 25, found.high / 25))
 
 
-def test_the_verdict_says_what_is_better_what_is_worse_and_what_nobody_can_tell() -> None:
+def test_the_verdict_names_what_is_better_worse_and_undecided() -> None:
     better = paired([10, 10, 10, 10], [5, 5.1, 4.9, 5], "short TTFT")
     worse = paired([10, 10, 10, 10], [15, 15.1, 14.9, 15], "long TTFT")
     unclear = paired([1, 2, 3, 4], [0.5, 2.5, 2.5, 4.6], "TPOT")
@@ -83,7 +83,7 @@ def test_a_baseline_of_zero_has_no_change_in_shares() -> None:
     assert "preemptions (0.00 to 1.00)" in verdict_of("fcfs", "ewsjf", [found], SEEDS)
 
 
-def test_a_time_is_not_told_to_fall_by_more_than_all() -> None:
+def test_a_relative_improvement_is_capped_at_all_of_it() -> None:
     # A symmetric interval of few seeds can reach below zero.
     found = replace(DIFFERENCE, base=4.0, other=0.2, difference=-3.8, low=-5.3, high=-2.3)
 

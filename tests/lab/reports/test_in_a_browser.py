@@ -103,7 +103,7 @@ async def test_names_with_markup_change_nothing(tmp_path: Path) -> None:
         assert opened.problems == []
 
 
-async def test_the_values_under_the_mouse_are_told(page: BrowserPage) -> None:
+async def test_the_values_under_the_mouse_are_shown(page: BrowserPage) -> None:
     left, top, width, height = await box(page)
     # The axis is logarithmic, with 10 ms, 100 ms, 1 s and 10 s: a third of the width is 100 ms.
     await page.mouse(("mouseMoved", left + width / 3, top + height / 2))

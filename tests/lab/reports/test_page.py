@@ -50,7 +50,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
         assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|importScripts|sendBeacon|eval)\b", script)
 
 
-def test_the_browser_is_told_to_run_only_the_two_scripts_of_the_page() -> None:
+def test_the_policy_allows_only_the_two_scripts_of_the_page() -> None:
     page = report_as_html(report())
     (policy,) = [
         attributes["content"]

@@ -125,7 +125,7 @@ def test_noise_is_log_normal_around_the_truth() -> None:
     assert deviation == pytest.approx(0.3, rel=0.05)
 
 
-def test_known_output_lengths_are_told_and_unknown_ones_are_not() -> None:
+def test_known_output_lengths_are_disclosed_and_unknown_ones_are_not() -> None:
     told = decisions_of(settings(disclosure=Disclosure(output_known=True)))
     untold = decisions_of(settings())
     stated = [one.event.request.spec.max_output_tokens for one in told if hasattr(one.event, "request")]
@@ -143,7 +143,7 @@ def test_reports_and_control_latency_are_those_of_the_settings() -> None:
     assert min(record.ttft_s or 0.0 for record in near.records) < 0.3
 
 
-def test_a_queue_timeout_ends_who_waits_too_long() -> None:
+def test_a_queue_timeout_ends_requests_that_wait_too_long() -> None:
     result = simulate(settings(rate_per_s=400.0, disclosure=Disclosure(queue_timeout_s=0.5)))
     assert result.whole.outcomes["expired"] > 0
     assert result.whole.completed < 300

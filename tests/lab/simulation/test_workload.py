@@ -26,7 +26,7 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def test_prefixes_are_told_to_the_scheduler_in_the_gateways_blocks() -> None:
+def test_prefixes_are_sent_to_the_scheduler_in_the_gateways_blocks() -> None:
     one, other, shorter = requests((1_300, (7, 8, 9)), (1_300, (7, 8, 3)), (1_000, (7, 8)))
     assert len(one) == 1_300 // 128
     assert common(one, other) == 1_024 // 128

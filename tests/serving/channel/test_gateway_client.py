@@ -110,7 +110,7 @@ async def test_a_request_that_fails_on_too_many_replicas_is_rejected_after_its_p
     assert len(world.live.core) == 0
 
 
-async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_scheduler(
+async def test_the_table_has_open_replicas_and_is_empty_without_a_scheduler(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
@@ -125,7 +125,7 @@ async def test_the_table_shows_who_takes_requests_and_is_empty_without_a_schedul
     assert gateway.replicas() == ()
 
 
-async def test_replicas_that_have_left_are_forgotten_though_nobody_asks_for_them(
+async def test_replicas_that_have_left_are_forgotten_without_a_lookup(
     world: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_client, "_LATELY_S", 0.0)
@@ -138,7 +138,7 @@ async def test_replicas_that_have_left_are_forgotten_though_nobody_asks_for_them
     assert len(gateway._left) <= 1
 
 
-async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_answers(
+async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_answer(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
@@ -153,7 +153,7 @@ async def test_the_exposition_comes_over_the_channel_and_is_empty_when_nobody_an
     assert await gateway.exposition() == ""
 
 
-async def test_a_grant_told_twice_counts_once_even_after_it_was_put_back(world: Simulation) -> None:
+async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")

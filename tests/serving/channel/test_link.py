@@ -66,7 +66,7 @@ async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-async def test_a_receipt_tells_up_to_which_message_all_were_dealt_with() -> None:
+async def test_a_receipt_acknowledges_all_messages_up_to_a_number() -> None:
     both = await pair()
     number = both.near.send(Cancel("a"))
     await until(lambda: both.far_owner.heard == [Cancel("a")])
@@ -119,7 +119,7 @@ async def test_a_peer_that_leaves_too_much_unread_is_cut_off() -> None:
     assert "bytes unread (max 1,000,000)" in both.near_owner.reasons[0]
 
 
-async def test_a_flood_is_heard_in_slices_with_the_loop_running_between() -> None:
+async def test_a_flood_is_read_in_slices_with_the_loop_running_between() -> None:
     both = await pair()
     turns = 0
 

@@ -99,7 +99,7 @@ async def test_a_flood_of_real_peers_is_let_in_and_nothing_raises(
     await until(lambda: open_sockets() <= before, "their descriptors are free")
 
 
-async def test_a_peer_gets_in_among_strangers_who_keep_coming(world: Simulation) -> None:
+async def test_a_peer_connects_among_strangers_that_keep_connecting(world: Simulation) -> None:
     ended, endpoint = asyncio.Event(), world.endpoint()
 
     async def pester() -> None:
@@ -136,7 +136,7 @@ async def test_never_more_wait_for_their_introduction_than_may(world: Simulation
     assert most == LIMIT
 
 
-async def test_a_scheduler_that_stops_closes_those_who_were_just_coming_in(world: Simulation) -> None:
+async def test_a_scheduler_that_stops_closes_connections_in_their_handshake(world: Simulation) -> None:
     before = open_sockets()
     crowd = [await Stranger.at(world.endpoint()) for _ in range(LIMIT // 2)]
     world.kill()

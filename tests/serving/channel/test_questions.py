@@ -25,7 +25,7 @@ class Slow:
         return msgspec.json.encode(self.found)
 
 
-async def test_a_gateway_hears_what_its_scheduler_says_of_a_request(world: Simulation) -> None:
+async def test_a_gateway_gets_its_schedulers_answer_about_a_request(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
@@ -57,7 +57,7 @@ async def test_a_question_that_cannot_be_answered_says_why_and_harms_nothing(wor
     assert gateway.is_connected
 
 
-async def test_nobody_waits_for_a_scheduler_that_is_lost(world: Simulation) -> None:
+async def test_a_question_to_a_lost_scheduler_fails_at_once(world: Simulation) -> None:
     gateway = await world.gateway()
     world.live.questions = slow = Slow({})
     asked = asyncio.create_task(gateway.ask("status"))

@@ -82,7 +82,9 @@ async def test_a_replica_joins_again_when_its_engine_answers_again(world: Simula
     await granted(gateway, "r")
 
 
-async def test_a_new_scheduler_is_not_told_of_a_replica_whose_engine_has_failed(world: Simulation) -> None:
+async def test_a_replica_with_a_failed_engine_does_not_register_with_a_new_scheduler(
+    world: Simulation,
+) -> None:
     client, double = await world.replica("s1")
     double.engine_failure = "the engine is dead"
     await until(lambda: world.live.core.ledger.joined == 0)
@@ -93,7 +95,7 @@ async def test_a_new_scheduler_is_not_told_of_a_replica_whose_engine_has_failed(
     assert world.live.core.ledger.joined == 0
 
 
-async def test_draining_is_told_at_once(world: Simulation) -> None:
+async def test_draining_is_reported_at_once(world: Simulation) -> None:
     client, double = await world.replica("s1")
     double.report = replace(double.report, draining=True)
     client.report_now()

@@ -45,7 +45,7 @@ def count_tables(registry: ReplicaRegistry) -> list[ReplicaTable]:
     return tables
 
 
-async def test_replicas_that_change_together_are_told_in_one_table(world: Simulation) -> None:
+async def test_replicas_that_change_together_are_sent_in_one_table(world: Simulation) -> None:
     gateway = await world.gateway()
     registry = world.live._replicas
     tables = count_tables(registry)

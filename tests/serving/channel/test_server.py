@@ -17,7 +17,7 @@ from serve_app.serving.channel.messages import (
 from tests.serving.channel.harness import FAST, ReplicaDouble, Simulation, Stranger, hello, until
 
 
-async def test_a_peer_with_the_secret_is_let_in_and_told_the_replicas(world: Simulation) -> None:
+async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint()))
     assert (await stranger.hear(Welcome)).incarnation == 1
@@ -41,7 +41,7 @@ async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
     assert await stranger.closed()
 
 
-async def test_a_scheduler_that_hears_of_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
+async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), highest_incarnation=7))

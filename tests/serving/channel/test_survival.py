@@ -119,7 +119,7 @@ async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: S
     await until(lambda: len(world.live.core) == 0)
 
 
-async def test_a_lost_grant_whose_replica_has_left_meanwhile_goes_to_another(world: Simulation) -> None:
+async def test_a_lost_grant_whose_replica_has_since_left_moves_to_another(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     first, _ = await world.replica("s1")
@@ -156,7 +156,7 @@ async def test_a_put_back_lost_on_its_way_is_repeated_by_the_snapshot(world: Sim
     await until(lambda: len(world.live.core) == 0)
 
 
-async def test_an_end_lost_on_its_way_is_told_again_and_is_not_taken_for_a_cancellation(
+async def test_a_lost_end_is_sent_again_and_is_not_mistaken_for_a_cancellation(
     world: Simulation,
 ) -> None:
     wire = await world.wire()

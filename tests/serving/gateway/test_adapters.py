@@ -85,7 +85,7 @@ async def test_requests_go_to_engines_that_list_the_adapter(servers: Servers) ->
         assert tokens.status_code == 200, tokens.text
 
 
-async def test_the_replica_that_ran_an_adapter_lately_runs_it_again(servers: Servers) -> None:
+async def test_the_replica_that_recently_ran_an_adapter_runs_it_again(servers: Servers) -> None:
     first = (await servers.ask("both")).headers["x-replica"]
     # The other replica has more free tokens now, but has not run the adapter.
     assert {(await servers.ask("both")).headers["x-replica"] for _ in range(5)} == {first}

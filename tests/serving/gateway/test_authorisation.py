@@ -208,7 +208,7 @@ async def test_no_key_sends_requests_above_its_class(door: Door, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", EVERYBODY)
-async def test_only_who_may_acts_for_another_tenant(door: Door, kind: str) -> None:
+async def test_only_keys_with_the_right_act_for_another_tenant(door: Door, kind: str) -> None:
     # The application's admin key belongs to no client: it names tenants as keyless callers do.
     allowed = {"may act", "own admin"}
     for path in (*SCHEDULED, *FORMS):

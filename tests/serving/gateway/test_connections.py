@@ -65,7 +65,7 @@ async def test_the_head_of_an_answer_comes_with_its_first_piece(stage: Stage) ->
     writer.close()
 
 
-async def test_every_answer_tells_the_id_of_its_request(stage: Stage) -> None:
+async def test_every_answer_has_the_id_of_its_request(stage: Stage) -> None:
     for path in ("/v1/models", "/health", "/nowhere"):
         for given in ("mine", ""):
             answer = await stage.http.get(path, headers={"x-request-id": given} if given else {})
@@ -81,7 +81,7 @@ async def test_head_is_answered_without_a_body(stage: Stage) -> None:
     assert body == b""
 
 
-async def test_a_client_is_told_to_send_its_body(stage: Stage) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(stage: Stage) -> None:
     request = post(chat(), b"expect: 100-continue", CLOSE)
     head, mark, body = request.partition(b"\r\n\r\n")
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)

@@ -60,7 +60,7 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
     assert "gone" in answer[1]["error"]
 
 
-async def test_a_page_of_somebody_else_cannot_freeze_the_tuner_of_a_laptop() -> None:
+async def test_a_foreign_page_cannot_freeze_the_tuner_of_a_laptop() -> None:
     async with looked_into({"a": Answers()}, keys=()) as http:
         del http.headers["authorization"]
         answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})

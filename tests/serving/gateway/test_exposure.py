@@ -13,7 +13,7 @@ def test_programs_of_this_machine_need_no_keys(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gateway.example"])
-def test_others_do_unless_somebody_says_so(host: str) -> None:
+def test_others_need_keys_unless_insecure_is_set(host: str) -> None:
     with pytest.raises(SettingsError, match=r"no keys are set.*127\.0\.0\.1.*gateway\.insecure"):
         GatewayConfig().check_exposure(host)
     GatewayConfig(insecure=True).check_exposure(host)

@@ -161,7 +161,7 @@ async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_repla
         assert [len(engine.bodies) for engine in engines] == [1, 1]
 
 
-async def test_the_first_token_of_a_response_is_told_when_it_comes() -> None:
+async def test_the_first_token_of_a_response_is_reported_when_it_arrives() -> None:
     prefill_s = 0.3
 
     async def prefills(scope: Scope, parsed: dict[str, Any], send: Send) -> None:

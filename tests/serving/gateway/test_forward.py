@@ -111,7 +111,7 @@ async def test_a_request_too_long_for_its_engine_goes_on_unseen(stage: Stage) ->
     assert put_backs(stage) == [DispatchFailure.TOO_LONG]
 
 
-async def test_where_nothing_longer_exists_the_client_hears_the_engines_own_words(stage: Stage) -> None:
+async def test_where_no_longer_pool_exists_the_client_gets_the_engines_own_message(stage: Stage) -> None:
     stage.engine.answers.append(replies(400, error_json(TOO_LONG, param="input_tokens")))
     stage.dispatcher.script.extend(
         [stage.dispatcher.ports[0], rejection(Outcome.REJECTED_TOO_LONG, "the scheduler's words")]
@@ -205,7 +205,7 @@ async def breaks_after_two_events(scope: Scope, parsed: dict[str, Any], send: Se
     raise ConnectionError("the engine dies here")
 
 
-async def test_a_break_after_the_first_byte_is_told_in_the_stream(
+async def test_a_break_after_the_first_byte_is_reported_in_the_stream(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage.engine.answers.append(breaks_after_two_events)

@@ -151,7 +151,7 @@ def test_keys_of_the_configuration_hold_beside_those_of_the_file(
         ring.caller(b"Bearer k2")
 
 
-def test_an_empty_file_lets_nobody_in(tmp_path: Path, watched: MakeFileKeys) -> None:
+def test_an_empty_file_admits_no_client(tmp_path: Path, watched: MakeFileKeys) -> None:
     path = tmp_path / "keys.json"
     changed_keys(path, lambda _: [])
     with pytest.raises(RequestRejected, match="an API key is needed"):
@@ -207,7 +207,7 @@ def test_a_key_may_be_held_to_some_classes() -> None:
         caller.check_class(PriorityClass.INTERACTIVE, "x-priority")
 
 
-def test_only_an_admin_may_look_at_everybody() -> None:
+def test_only_an_admin_may_see_every_tenant() -> None:
     ring = Keyring([ApiKey(tenant="a", key="k1"), ApiKey(tenant="ops", key="k2", admin=True)])
     with pytest.raises(RequestRejected, match="use one with admin: true") as caught:
         ring.caller(b"Bearer k1").check_admin()

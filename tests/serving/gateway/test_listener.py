@@ -118,7 +118,7 @@ class Clients:
         return b"connection: close" not in answer
 
 
-async def test_nobody_notices_that_one_gateway_follows_another() -> None:
+async def test_replacing_a_gateway_has_no_effect_on_clients() -> None:
     app = gateway(FakeDispatcher([1]))
     port = free_port()
     clients = Clients(port)
@@ -138,7 +138,7 @@ async def test_nobody_notices_that_one_gateway_follows_another() -> None:
     assert clients.answered > 200
 
 
-async def test_a_gateway_that_ends_waits_for_streams_and_takes_nobody_new() -> None:
+async def test_a_stopping_gateway_waits_for_streams_and_accepts_no_new_clients() -> None:
     async with (
         before_an_engine(0.05) as (own, port),
         openai.AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="x") as sdk,
@@ -172,7 +172,7 @@ async def test_what_is_open_when_the_time_is_over_is_cut() -> None:
         )
 
 
-async def test_a_connection_is_told_that_it_ends_and_an_idle_one_ends() -> None:
+async def test_a_busy_connection_gets_connection_close_and_an_idle_one_ends() -> None:
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (own, port):
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -189,7 +189,7 @@ async def test_a_connection_is_told_that_it_ends_and_an_idle_one_ends() -> None:
             await ending
 
 
-async def test_a_gateway_that_stops_fails_its_health_page_first_and_serves_meanwhile() -> None:
+async def test_a_gateway_that_stops_fails_its_health_check_first_and_still_serves() -> None:
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (own, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
         stopping = asyncio.create_task(own.stop(5.0, deregister_s=0.5))
@@ -252,7 +252,7 @@ async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
     assert b"408" not in answer.partition(b"\r\n\r\n")[2]
 
 
-async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_connection_too_many_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_listener, "most_connections", lambda: 2)
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
@@ -282,7 +282,9 @@ async def test_a_prefix_is_taken_off_and_serve_s_own_pages_are_there() -> None:
         assert (await http.get("/-/healthz")).text == "success"
 
 
-async def test_who_has_connected_is_the_client_whatever_it_says(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_connected_address_is_the_client_whatever_its_headers_claim(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port), httpx.AsyncClient(base_url=f"http://{HOST}:{port}") as http:
         with caplog.at_level("INFO"):
@@ -304,7 +306,7 @@ async def test_certificates_of_serve_are_shown(tmp_path: Path) -> None:
         assert b"HTTP/1.1 200" not in await raw(port, ASKED)
 
 
-async def test_an_address_that_somebody_else_has_is_rejected_by_name() -> None:
+async def test_an_address_in_use_is_rejected_by_name() -> None:
     app = gateway(FakeDispatcher([1]))
     server = await asyncio.start_server(lambda *_: None, HOST, 0)
     port = server.sockets[0].getsockname()[1]

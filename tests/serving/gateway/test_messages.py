@@ -258,7 +258,7 @@ async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: De
         (Outcome.FAILED, 502, "api_error"),
     ],
 )
-async def test_rejections_are_told_in_anthropics_words(
+async def test_rejections_are_in_anthropics_format(
     scripted: Desk, outcome: Outcome, status: int, kind: str
 ) -> None:
     scripted.dispatcher.script.append(rejection(outcome, "not now", retry_after_s=2.0))
@@ -281,7 +281,7 @@ async def test_rejections_are_told_in_anthropics_words(
         ({"messages": 5}, 400, "invalid_request_error", "messages"),
     ],
 )
-async def test_what_the_gateway_rejects_itself_is_told_likewise(
+async def test_the_gateways_own_rejections_are_in_anthropics_format(
     scripted: Desk, changes: dict[str, Any], status: int, kind: str, words: str
 ) -> None:
     answer = await scripted.http.post(PATH, json={**HELLO, **changes}, headers={"x-api-key": "k1"})

@@ -61,7 +61,7 @@ async def streamed(stage: Stage, headers: dict[str, str], **fields: Any) -> tupl
         return answer.status_code, "".join([piece async for piece in answer.aiter_text()])
 
 
-async def test_comments_tell_the_place_and_the_start_and_then_the_answer_comes() -> None:
+async def test_comments_have_position_and_start_and_then_the_answer_follows() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await tell(stage, 7)
@@ -81,7 +81,7 @@ async def test_comments_tell_the_place_and_the_start_and_then_the_answer_comes()
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED]
 
 
-async def test_events_tell_the_same_by_name() -> None:
+async def test_named_events_have_the_same_content() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, EVENTS))
         await tell(stage, 3, 2.4, 1.1, 4.0)
@@ -95,7 +95,7 @@ async def test_events_tell_the_same_by_name() -> None:
     assert told[1] == {"state": "started"}
 
 
-async def test_who_is_served_at_once_is_told_nothing_and_costs_the_scheduler_nothing(stage: Stage) -> None:
+async def test_a_request_served_at_once_gets_no_updates_and_costs_the_scheduler_nothing(stage: Stage) -> None:
     status, text = await streamed(stage, COMMENTS)
     assert status == 200
     assert ": queue" not in text
@@ -103,14 +103,14 @@ async def test_who_is_served_at_once_is_told_nothing_and_costs_the_scheduler_not
     assert stage.dispatcher.watching == {}
 
 
-async def test_who_is_rejected_at_once_gets_the_true_status(stage: Stage) -> None:
+async def test_a_request_rejected_at_once_gets_the_true_status(stage: Stage) -> None:
     stage.dispatcher.script.append(rejection(Outcome.REJECTED_QUEUE_FULL, "full", 2.0))
     status, text = await streamed(stage, COMMENTS)
     assert status == 429
     assert json.loads(text)["error"]["message"] == "full"
 
 
-async def test_who_waits_without_news_gets_the_true_status_as_well() -> None:
+async def test_a_request_that_waits_without_updates_gets_the_true_status_as_well() -> None:
     async with queued() as stage:
         stage.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long", 2.0))
         reading = asyncio.create_task(streamed(stage, COMMENTS))
@@ -131,7 +131,7 @@ async def test_a_rejection_after_news_is_an_error_event() -> None:
     assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "queue_timeout"
 
 
-async def test_a_request_that_comes_back_from_its_replica_may_be_told_again() -> None:
+async def test_a_put_back_request_gets_updates_again() -> None:
     async with queued(replies(503, error_json("busy", 503))) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         await tell(stage, 1)
@@ -154,7 +154,7 @@ async def test_an_answer_in_one_piece_is_as_without_the_header(headers: dict[str
     assert answer.json()["choices"]
 
 
-async def test_who_does_not_ask_is_told_nothing() -> None:
+async def test_a_client_that_does_not_subscribe_gets_no_updates() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, {}))
         await eventually(lambda: stage.dispatcher.waiting == 1)

@@ -133,7 +133,7 @@ async def timed_stream(_scope: Scope, parsed: dict[str, Any], send: Send) -> Non
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-async def test_the_prefill_is_estimated_where_the_engine_tells_nothing(
+async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     await asked(http, "mine", stream=True)
@@ -147,7 +147,7 @@ async def test_the_prefill_is_estimated_where_the_engine_tells_nothing(
     assert parts["prefill"]["ms"] <= found["attempts"][-1]["expected_prefill_ms"]
 
 
-async def test_the_times_that_an_engine_tells_are_not_estimated(
+async def test_the_times_that_an_engine_reports_are_not_estimated(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     stage.engine.answers.append(timed_stream)
@@ -187,7 +187,9 @@ async def test_metrics_of_another_kind_do_no_harm(
     assert all("parts" not in each for each in found["stages"])
 
 
-async def test_an_admin_is_told_who_was_served_meanwhile(stage: PageStage, http: httpx.AsyncClient) -> None:
+async def test_an_admin_sees_which_tenants_were_served_in_between(
+    stage: PageStage, http: httpx.AsyncClient
+) -> None:
     places = await stage.fill()
     stage.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
     waits = asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
@@ -205,7 +207,7 @@ async def test_an_admin_is_told_who_was_served_meanwhile(stage: PageStage, http:
     assert "rival" not in answer.headers["x-ewsjf-receipt"]
 
 
-async def test_an_answer_in_one_piece_tells_all_stages_in_its_header(
+async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     answer = await asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
@@ -215,7 +217,7 @@ async def test_an_answer_in_one_piece_tells_all_stages_in_its_header(
     assert set(told["stages_ms"]) == {"gateway", "channel", "queue", "engine"}
 
 
-async def test_a_stream_ends_with_a_comment_that_tells_all_stages(
+async def test_a_stream_ends_with_a_comment_with_all_stages(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     answer = await asked(http, "mine", stream=True, headers={"x-ewsjf-receipt": "1"})
@@ -302,7 +304,7 @@ async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: htt
         each.cancel()
 
 
-async def test_a_request_that_waits_is_told_when_it_starts_once_others_have_gone(
+async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatched(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     await stage.fill()
@@ -339,7 +341,7 @@ async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: http
     assert (ended["state"], ended["outcome"]) == ("ended", "completed")
 
 
-async def test_of_requests_with_one_clients_id_that_which_has_not_ended_is_told(
+async def test_of_requests_with_one_clients_id_the_open_one_is_shown(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     await asked(http, "same")

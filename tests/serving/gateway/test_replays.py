@@ -36,7 +36,7 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_a_gateway_tells_what_the_recording_tells_and_answers_others_meanwhile() -> None:
+async def test_a_gateway_replays_the_recording_and_still_answers_others() -> None:
     async with gateway(encode_recording(RECORDING)) as http:
         asked = asyncio.create_task(http.get("mine%2F1/what-if"))
         while not asked.done():

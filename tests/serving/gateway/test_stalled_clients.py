@@ -98,7 +98,7 @@ async def test_the_place_is_free_when_the_engine_has_finished_and_the_rest_is_st
         assert [message["more_body"] for message in sent[1:]] == [True, False]
 
 
-async def test_an_engine_lost_while_its_client_does_not_read_gives_its_place_back_and_is_told() -> None:
+async def test_an_engine_lost_while_its_client_does_not_read_frees_its_slot_and_is_reported() -> None:
     text = f"data: {json.dumps(PIECE)}\n\n".encode()
     dies = asyncio.Event()
 

@@ -246,7 +246,7 @@ async def test_a_key_for_an_adapter_alone_gets_back_what_it_made(tmp_path: Path)
         assert (await stage.http.get(f"{CREATE}/{made.json()['id']}")).status_code == 200
 
 
-async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
+async def test_a_tenant_cannot_take_over_a_response_by_reusing_its_name() -> None:
     """Also where engines name responses but accept a client's name."""
     async with AsyncExitStack() as stack:
         engine = await started(stack)
@@ -265,7 +265,7 @@ async def test_nobody_takes_over_a_response_by_naming_his_own_like_it() -> None:
         assert (await http.get(f"{CREATE}/{own}", headers=b)).status_code == 200
 
 
-async def test_work_whose_name_nobody_can_ask_for_does_not_keep_its_place_for_ever() -> None:
+async def test_work_with_an_unusable_name_does_not_hold_its_slot_for_ever() -> None:
     """The engine names responses in a way that fits no request line."""
     engine = ScriptedApp(b'{"id": "r\\u2026", "status": "queued"}')
     async with staged(engine=engine) as stage:

@@ -115,7 +115,7 @@ async def test_a_replica_joins_serves_what_is_granted_and_drains(
     gateway.finish("first", Outcome.COMPLETED)
 
 
-async def test_adapters_that_its_engine_lists_are_told_as_they_come_and_go(
+async def test_adapters_that_its_engine_lists_are_reported_as_they_change(
     live: LiveScheduler, gateway: GatewayClient
 ) -> None:
     engine = EmulatedEngine(replace(ENGINE, lora_modules=("sql",)))

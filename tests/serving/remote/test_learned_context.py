@@ -50,7 +50,7 @@ async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
         assert 1 <= len(told) <= 2
 
 
-async def test_with_one_pool_the_client_hears_the_engines_own_words() -> None:
+async def test_with_one_pool_the_client_gets_the_engines_own_message() -> None:
     status, rejection, _ = REJECTIONS["llama.cpp"]
     engine = silent()
     engine.answers.extend([replies(status, rejection)] * 2)

@@ -86,7 +86,7 @@ async def described(client: httpx.AsyncClient) -> EngineServer:
 @pytest.mark.parametrize(
     ("options", "page", "reports_queue"), [(("--metrics",), "/metrics", True), ((), "/slots", False)]
 )
-async def test_its_pages_tell_its_limits_and_its_load(
+async def test_its_pages_have_its_limits_and_its_load(
     options: tuple[str, ...], page: str, reports_queue: bool
 ) -> None:
     async with llama_server(*options) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:

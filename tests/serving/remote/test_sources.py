@@ -54,7 +54,7 @@ def test_a_source_of_no_known_form_is_rejected_with_its_text(text: str) -> None:
         source_of(text)
 
 
-async def test_a_url_is_told_once() -> None:
+async def test_a_url_is_reported_once() -> None:
     async with followed(source_of("http://a:8000/v1")) as told:
         await until(lambda: bool(told))
         assert told == [{"http://a:8000"}]
@@ -317,7 +317,7 @@ async def test_an_api_server_that_rejects_takes_nothing_away(
     assert caplog.text.count("answered 403") == 1  # repeated reasons are logged once
 
 
-async def test_outside_of_a_pod_the_reason_is_told(
+async def test_outside_of_a_pod_the_reason_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

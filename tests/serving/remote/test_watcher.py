@@ -136,7 +136,7 @@ async def test_what_an_admin_chooses_holds_after_a_restart(tmp_path: Path) -> No
         ({"uri": "http://a:1"}, 400, "the body must be like"),
     ],
 )
-async def test_mistakes_of_an_admin_are_told(body: dict[str, Any], status: int, says: str) -> None:
+async def test_mistakes_of_an_admin_are_reported(body: dict[str, Any], status: int, says: str) -> None:
     async with watched() as fleet:
         answer = await fleet.http.post("/admin/endpoints", json=body)
         assert (answer.status_code, says in answer.text) == (status, True), answer.text

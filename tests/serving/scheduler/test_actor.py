@@ -231,7 +231,7 @@ async def test_a_restarted_actor_knows_how_long_engines_take_to_start(
     assert {name: pool["start_s"] for name, pool in pools.items()} == {"short": 240.0}
 
 
-async def test_a_restarted_actor_goes_on_with_who_pays(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_restarted_actor_continues_cost_attribution(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.actor(str(tmp_path))
     await first.check_health()
     request = builders.request("r1", tenant="payer", priority=PriorityClass.BATCH)

@@ -53,7 +53,7 @@ def test_pools_are_summed_over_all_replicas() -> None:
     assert (long["replicas"], long["kv_usage_ratio"]) == (0, None)
 
 
-def test_a_pool_whose_engines_do_not_tell_their_cache_has_no_budget() -> None:
+def test_a_pool_whose_engines_do_not_report_their_cache_has_no_budget() -> None:
     fleet = {"a": replica(), "b": replica(budget_tokens=None, report={**REPORT, "kv_usage_ratio": None})}
     short = shown(fleet)["pools"][0]
     assert (short["held_tokens"], short["budget_tokens"], short["kv_usage_ratio"]) == (600, None, 0.5)

@@ -30,7 +30,7 @@ def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
     return generate_latest(registry).decode()
 
 
-def test_who_waits_where_and_for_how_long() -> None:
+def test_gauges_have_queue_lengths_and_oldest_waits() -> None:
     driver = builders.one_replica()
     builders.fill(driver)
     driver.arrive("r1", tenant="acme", priority=PriorityClass.BATCH)

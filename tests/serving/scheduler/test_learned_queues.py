@@ -13,7 +13,7 @@ def test_lengths_are_taken_once_in_the_order_of_arrival() -> None:
     assert queues.take() == []
 
 
-def test_lengths_that_nobody_pulls_do_not_pile_up() -> None:
+def test_lengths_that_are_not_pulled_do_not_accumulate() -> None:
     queues = LearnedQueues()
     for length in range(learned_queues._KEPT + 5):
         queues.on_arrival(length)

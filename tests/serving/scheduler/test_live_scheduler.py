@@ -142,7 +142,7 @@ async def test_a_store_that_does_not_answer_ends_nothing(world: Simulation) -> N
     assert world.ends == []
 
 
-async def test_the_status_shows_who_waits_and_what_replicas_say(world: Simulation) -> None:
+async def test_the_status_shows_waiting_requests_and_replica_reports(world: Simulation) -> None:
     await world.begin()
     gateway = await world.gateway()
     await world.replica("s1", seats=8)
@@ -154,7 +154,7 @@ async def test_the_status_shows_who_waits_and_what_replicas_say(world: Simulatio
     assert status["replicas"]["s1"]["report"]["waiting"] == 0
 
 
-async def test_gauges_show_who_waits_and_whose_report_is_stale(world: Simulation) -> None:
+async def test_gauges_show_waiting_requests_and_stale_replicas(world: Simulation) -> None:
     live = await world.begin()
     gateway = await world.gateway()
 

@@ -48,7 +48,7 @@ async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
     gateway.finish(answer.dispatch.request_id, Outcome.COMPLETED, USAGE)
 
 
-async def test_places_are_told_and_fall_while_others_are_served(world: Simulation) -> None:
+async def test_positions_are_sent_and_fall_while_others_are_served(world: Simulation) -> None:
     gateway = await world.gateway()
     heard: Heard = {}
     waiting = [ask(gateway, f"r{number}", heard) for number in range(6)]
@@ -66,7 +66,7 @@ async def test_places_are_told_and_fall_while_others_are_served(world: Simulatio
     assert heard == told
 
 
-async def test_a_request_that_nobody_asks_about_is_told_of_to_nobody(world: Simulation) -> None:
+async def test_a_request_without_a_subscription_gets_no_updates(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.create_task(gateway.acquire(submission("r1")))
     await until(lambda: len(world.live.core) == 1)
@@ -74,7 +74,7 @@ async def test_a_request_that_nobody_asks_about_is_told_of_to_nobody(world: Simu
     task.cancel()
 
 
-async def test_only_its_own_gateway_hears_of_a_request(world: Simulation) -> None:
+async def test_only_its_own_gateway_gets_updates_of_a_request(world: Simulation) -> None:
     ours, others = await world.gateway("g1"), await world.gateway("g2")
     heard: Heard = {}
     first, second = ask(ours, "r1", heard), ask(others, "r2", heard)
@@ -89,7 +89,7 @@ async def test_only_its_own_gateway_hears_of_a_request(world: Simulation) -> Non
     second.cancel()
 
 
-async def test_a_scheduler_that_dies_is_told_of_and_the_next_one_goes_on(world: Simulation) -> None:
+async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(world: Simulation) -> None:
     gateway = await world.gateway()
     heard: Heard = {}
     waiting = [ask(gateway, f"r{number}", heard) for number in range(3)]
@@ -104,7 +104,7 @@ async def test_a_scheduler_that_dies_is_told_of_and_the_next_one_goes_on(world: 
         await end(gateway, task)
 
 
-async def test_who_asks_while_the_scheduler_is_away_is_told_so(world: Simulation) -> None:
+async def test_a_subscription_without_a_scheduler_reports_that(world: Simulation) -> None:
     gateway = await world.gateway()
     heard: Heard = {}
     world.kill()
@@ -116,7 +116,7 @@ async def test_who_asks_while_the_scheduler_is_away_is_told_so(world: Simulation
     task.cancel()
 
 
-async def test_a_request_that_comes_back_from_a_replica_is_told_of_again(world: Simulation) -> None:
+async def test_a_put_back_request_gets_updates_again(world: Simulation) -> None:
     gateway = await world.gateway()
     heard: Heard = {}
     replica, _ = await world.replica("s1")
@@ -133,7 +133,7 @@ async def test_a_request_that_comes_back_from_a_replica_is_told_of_again(world: 
     again.cancel()
 
 
-async def test_the_start_is_told_and_counted_how_honestly(world: Simulation) -> None:
+async def test_the_start_is_sent_and_its_error_is_counted(world: Simulation) -> None:
     gateway = await world.gateway()
     heard: Heard = {}
     busy = ReplicaReport(received=0, waiting=9, running=8, kv_usage_ratio=1.0)

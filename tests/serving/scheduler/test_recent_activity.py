@@ -92,13 +92,13 @@ def test_quantiles_are_at_most_a_tenth_too_high(clock: Clock) -> None:
         assert told[f"ttft_p{share}_s"] <= exact * 1.101
 
 
-def test_times_below_a_millisecond_are_told_as_one(clock: Clock) -> None:
+def test_times_below_a_millisecond_are_shown_as_one(clock: Clock) -> None:
     activity = RecentActivity(clock)
     first_token(activity, BATCH, 0.0)
     assert activity.document()["last_minute"]["batch"]["ttft_p50_s"] == 0.001
 
 
-def test_ten_minutes_are_kept_and_the_last_minute_is_told_apart(clock: Clock) -> None:
+def test_ten_minutes_are_stored_and_the_last_minute_is_separate(clock: Clock) -> None:
     activity = RecentActivity(clock)
     conclude(activity, BATCH, "old", Outcome.COMPLETED, None)
     clock.now += 120.0
@@ -117,7 +117,7 @@ def test_ten_minutes_are_kept_and_the_last_minute_is_told_apart(clock: Clock) ->
     assert len(activity.document()["series"]) == SLOTS
 
 
-def test_a_slot_that_goes_on_is_told_anew(clock: Clock) -> None:
+def test_a_slot_that_continues_is_sent_again(clock: Clock) -> None:
     activity = RecentActivity(clock)
     for count in (1, 2):
         conclude(activity, BATCH, "a", Outcome.COMPLETED, None)

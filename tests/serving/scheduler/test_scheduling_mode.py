@@ -92,7 +92,7 @@ def test_a_share_belongs_to_active(capsys: pytest.CaptureFixture[str]) -> None:
         ({"active_share": 0.5, "model": "other"}, "there are: tiny"),
     ],
 )
-async def test_mistakes_are_told_and_change_nothing(body: dict[str, Any], says: str) -> None:
+async def test_mistakes_are_reported_and_change_nothing(body: dict[str, Any], says: str) -> None:
     async with fleet_with_admin(Engine()) as (fleet, http):
         answer = await http.post("/admin/mode", json=body)
         assert (answer.status_code, says in answer.text) == (400, True), answer.text

@@ -108,7 +108,7 @@ async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simu
         ({"max_waiting": 5}, "max_waiting cannot change"),
     ],
 )
-async def test_what_cannot_be_changes_nothing_and_harms_nobody(
+async def test_an_impossible_order_changes_nothing_and_harms_no_request(
     world: Simulation, values: dict[str, float], message: str
 ) -> None:
     before = world.live.core.settings

@@ -35,7 +35,7 @@ def warned(*pools: dict[str, Any], card: str | None = "h100") -> list[str]:
     return list(check_capacity(application(*pools), card))
 
 
-def test_a_context_beyond_the_cache_is_told_with_what_would_hold_it() -> None:
+def test_a_context_beyond_the_cache_is_reported_with_what_would_hold_it() -> None:
     (told,) = warned(pool(max_model_len=131_072, gpu_memory_utilization=0.9, max_num_batched_tokens=2_048))
     assert told.startswith("models[0].pools[0].engine.vllm.args.max_model_len: a context of 131,072 tokens")
     assert "about 2" in told
@@ -52,13 +52,13 @@ def test_without_a_limit_the_context_is_the_models_own() -> None:
     assert warned(pool(max_model_len="auto")) == []
 
 
-def test_weights_that_do_not_fit_are_told_with_the_sum() -> None:
+def test_weights_that_do_not_fit_are_reported_with_the_sum() -> None:
     (told,) = warned(pool(gpus=1, max_model_len=8_192))
     assert told.startswith("models[0].pools[0].engine.vllm.args: on 1 x h100 weights and KV cache do not fit")
     assert "141.1 GB" in told
 
 
-def test_more_sequences_than_the_cache_carries_are_told() -> None:
+def test_more_sequences_than_the_cache_carries_are_reported() -> None:
     (told,) = warned(pool(max_model_len=8_192, max_num_seqs=256))
     assert told.startswith("models[0].pools[0].engine.vllm.args.max_num_seqs: 256 sequences of a usual 1,400")
     assert "lower it to 2" in told

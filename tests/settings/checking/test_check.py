@@ -105,7 +105,7 @@ def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     ]
 
 
-def test_a_port_that_is_taken_is_told_with_its_holder_and_setting(check: Check) -> None:
+def test_a_port_in_use_is_reported_with_its_holder_and_setting(check: Check) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         text = LOCAL.replace("port: 8000", f"port: {port}")

@@ -41,7 +41,7 @@ def disturbed(recording: Recording, seed: int = 5) -> Recording:
     return replace(recording, requests=tuple(requests))
 
 
-def test_every_change_is_told_with_its_truth_and_without_error() -> None:
+def test_every_change_is_reported_with_its_true_effect() -> None:
     recording = recorded()
     told, steps = [], []
     result = what_if(recording, lambda: steps.append(1))
@@ -61,7 +61,7 @@ def test_every_change_is_told_with_its_truth_and_without_error() -> None:
     assert best["wait"]["ms"] == min(told)
 
 
-def test_another_policy_is_told_with_what_small_delays_would_do_to_its_wait() -> None:
+def test_another_policy_is_reported_with_the_effect_of_small_delays() -> None:
     # The unchanged replay is exact to the microsecond, so nothing else adds to the bar.
     rows = {row["label"]: row["wait"] for row in what_if(recorded())["changes"]}
 
@@ -75,7 +75,7 @@ def test_another_policy_is_told_with_what_small_delays_would_do_to_its_wait() ->
     assert rows["as interactive"]["high_ms"] == pytest.approx(rows["as interactive"]["ms"], abs=0.01)
 
 
-def test_the_tenant_that_is_left_out_gets_its_name_wherever_it_is_told() -> None:
+def test_the_tenant_that_is_left_out_gets_its_name_in_every_text() -> None:
     told = what_if(disturbed(recorded()))
     (change,) = [each for each in told["changes"] if each["kind"] == "tenant"]
     assert request_of_tenant(told) == change["example"]
@@ -87,7 +87,7 @@ def test_the_tenant_that_is_left_out_gets_its_name_wherever_it_is_told() -> None
     assert [each for each in result["changes"] if each["kind"] != "tenant"] == others
 
 
-def test_the_same_recording_tells_the_same() -> None:
+def test_the_same_recording_gives_the_same_result() -> None:
     recording = disturbed(recorded(1))
     assert what_if(recording) == what_if(recording)
 
@@ -118,7 +118,7 @@ def test_a_wait_that_the_replay_does_not_have_is_said_to_be_so() -> None:
         assert row["wait"]["high_ms"] - row["wait"]["ms"] >= 19_000.0
 
 
-def test_step_times_that_nobody_told_are_fitted() -> None:
+def test_unknown_step_times_are_fitted() -> None:
     recording = replace(recorded(), step_times={}, step_times_from="")
     assert [each.source for each in engines_of(recording)] == [FITTED]
 

@@ -26,7 +26,7 @@ def test_one_exact_observation_moves_both_unknowns_by_their_share_of_the_doubt()
     assert learned.per_message == pytest.approx(5 + 9 * 4 / 261)
 
 
-def test_chats_of_different_lengths_tell_the_two_unknowns_apart() -> None:
+def test_chats_of_different_lengths_separate_the_two_unknowns() -> None:
     learned, rng = overhead(), random.Random(1)
     for _ in range(100):
         messages = rng.choice((1, 2, 3, 7))

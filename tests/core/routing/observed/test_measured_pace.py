@@ -3,7 +3,7 @@
 from serve_app.core.routing.observed import MeasuredPace
 
 
-def test_it_is_the_median_of_what_ended_lately() -> None:
+def test_it_is_the_median_of_recently_ended_answers() -> None:
     pace = MeasuredPace()
     for number, tpot_s in enumerate((0.05, 0.07)):
         pace.record(tpot_s, float(number))

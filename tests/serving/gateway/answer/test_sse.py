@@ -139,7 +139,7 @@ def typed(kind: str, *, named: bool = True) -> bytes:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_events_that_announce_a_response_are_told_from_those_that_bring_it(named: bool) -> None:
+def test_events_that_announce_a_response_are_distinguished_from_its_content(named: bool) -> None:
     created, running = (
         typed("response.created", named=named),
         typed("response.in_progress", named=named),

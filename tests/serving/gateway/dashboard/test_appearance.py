@@ -83,7 +83,7 @@ async def test_nothing_is_wider_than_the_window(stage: PageStage, page: BrowserP
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-async def test_nothing_moves_for_those_who_want_it_still(page: BrowserPage) -> None:
+async def test_nothing_moves_with_reduced_motion(page: BrowserPage) -> None:
     moving = "getComputedStyle(document.querySelector('#panel-fleet .bar > span')).transitionDuration"
     await live(page)
     await choose(page, "fleet")

@@ -120,7 +120,7 @@ async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(d
             assert f"/dashboard/{name}" in modules, (path, name)
 
 
-async def test_a_browser_that_has_a_file_is_told_so(door: Door) -> None:
+async def test_a_browser_with_a_cached_file_gets_not_modified(door: Door) -> None:
     first = await door.http.get("/dashboard/main.js")
     again = await door.http.get("/dashboard/main.js", headers={"if-none-match": first.headers["etag"]})
     other = await door.http.get("/dashboard/dom.js", headers={"if-none-match": first.headers["etag"]})
@@ -135,7 +135,7 @@ async def test_the_page_with_a_slash_is_the_page(door: Door) -> None:
     assert (await door.http.get("/dashboard/", follow_redirects=True)).text.startswith("<!doctype html>")
 
 
-async def test_all_who_watch_share_one_look_a_second_and_nothing_is_looked_at_before_or_after(
+async def test_all_watchers_share_one_read_a_second_and_nothing_is_read_before_or_after(
     door: Door,
 ) -> None:
     assert door.looks.count == 0
@@ -169,7 +169,7 @@ async def test_a_scheduler_that_fails_or_hangs_is_named_and_comes_back(door: Doo
         assert "error" not in (await anext(frames))["models"][0]
 
 
-async def test_a_browser_that_stops_reading_holds_up_nobody_and_is_let_go(tmp_path: Path) -> None:
+async def test_a_browser_that_stops_reading_blocks_no_other_and_is_disconnected(tmp_path: Path) -> None:
     async with door_of(tmp_path, stalled_client_timeout_s=2.0) as door:
         door.looks.padding = 2_000_000
         reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
@@ -186,7 +186,7 @@ async def test_a_browser_that_stops_reading_holds_up_nobody_and_is_let_go(tmp_pa
         assert not reader.at_eof()
 
 
-async def test_only_so_many_may_watch_and_the_next_is_told_so(door: Door) -> None:
+async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(door: Door) -> None:
     door.app._dashboard._max_watchers = 2
     assert MAX_WATCHERS == 20
     async with watching(door) as one, watching(door) as other:
@@ -204,7 +204,7 @@ async def test_only_so_many_may_watch_and_the_next_is_told_so(door: Door) -> Non
     ("headers", "status"),
     [({}, 401), ({"authorization": "Bearer k2"}, 403), ({"authorization": "Bearer guess"}, 401)],
 )
-async def test_nobody_else_sees_a_frame(door: Door, headers: dict[str, str], status: int) -> None:
+async def test_only_admins_get_frames(door: Door, headers: dict[str, str], status: int) -> None:
     assert (await door.http.get(EVENTS, headers=headers)).status_code == status
     in_address = await door.http.get(f"{EVENTS}?key=k1&access_token=k1", headers={"cookie": "key=k1"})
     assert in_address.status_code == 401

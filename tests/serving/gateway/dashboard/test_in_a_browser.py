@@ -17,7 +17,7 @@ from .steps import TABS, choose, live, plain, sign_in, text, tile
 pytestmark = needs_browser
 
 
-async def test_it_opens_without_a_key_and_asks_nobody_but_its_gateway(
+async def test_it_opens_without_a_key_and_requests_only_its_gateway(
     stage: PageStage, page: BrowserPage
 ) -> None:
     assert "Sign in above" in await text(page, "#panel-queues")
@@ -32,7 +32,7 @@ async def test_it_opens_without_a_key_and_asks_nobody_but_its_gateway(
 @pytest.mark.parametrize(
     ("key", "words"), [("sk-guess", "the API key is not known here"), ("sk-app", "use one with admin: true")]
 )
-async def test_a_wrong_key_is_told_so_and_another_may_be_given(
+async def test_a_wrong_key_is_reported_and_another_can_be_entered(
     page: BrowserPage, key: str, words: str
 ) -> None:
     await sign_in(page, key)
@@ -43,7 +43,7 @@ async def test_a_wrong_key_is_told_so_and_another_may_be_given(
     assert await text(page, "#door-error") == ""
 
 
-async def test_it_shows_who_waits_and_why_and_follows_what_happens(
+async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
@@ -277,7 +277,7 @@ async def test_the_playground_shows_why_a_request_was_rejected_and_cancels_one_t
     await page.becomes(f"{tile('Waiting')} === '0'")
 
 
-async def test_a_scheduler_that_is_replaced_is_told_and_the_figures_go_on(
+async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)
@@ -296,7 +296,7 @@ async def test_a_scheduler_that_is_replaced_is_told_and_the_figures_go_on(
     assert await text(page, "#state") == "live"
 
 
-async def test_a_gateway_that_goes_is_told_and_one_that_comes_back_is_watched_again(
+async def test_a_lost_gateway_is_shown_and_a_returning_one_is_watched_again(
     stage: PageStage, page: BrowserPage
 ) -> None:
     await live(page)

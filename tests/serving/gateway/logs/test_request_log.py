@@ -369,7 +369,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     assert file.read_text().count("log_suppressed") == 2  # for one line
 
 
-async def test_what_is_suppressed_is_told_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:
+async def test_suppressed_lines_are_counted_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:
     logger.addHandler(kept_in(tmp_path / "log", "%(message)s"))
     log = RequestLog(logger)
     for number in range(25):

@@ -51,7 +51,7 @@ def test_tools_and_their_calls_are_counted_as_json() -> None:
     assert shape(user(text("a")), output_config=schema).tool_bytes == len(json.dumps(schema))
 
 
-def test_who_asks_is_the_user_that_the_metadata_name() -> None:
+def test_the_user_is_the_one_that_the_metadata_name() -> None:
     assert parse(user(text("a")), metadata={"user_id": "u1"}).user == "u1"
 
 

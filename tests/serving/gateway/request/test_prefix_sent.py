@@ -10,13 +10,13 @@ CHAT = "/v1/chat/completions"
 LONG = [{"role": "user", "content": "x" * 600}]
 
 
-async def test_the_scheduler_is_told_how_a_prompt_begins(stage: Stage) -> None:
+async def test_the_scheduler_gets_the_prefix_of_a_prompt(stage: Stage) -> None:
     await stage.http.post(CHAT, json=chat(messages=LONG))
     assert len(stage.dispatcher.submissions[0].prefix) == 1
     assert "cache_salt" not in json.loads(stage.engine.bodies[0])
 
 
-async def test_with_prefixes_switched_off_the_scheduler_is_told_nothing_of_them() -> None:
+async def test_with_prefixes_switched_off_the_scheduler_gets_none() -> None:
     async with staged(prefix=PrefixSettings(enabled=False)) as stage:
         await stage.http.post(CHAT, json=chat(messages=LONG))
         assert stage.dispatcher.submissions[0].prefix == ()

@@ -76,7 +76,7 @@ async def test_the_table_is_whole_or_rejected() -> None:
             assert "b: its scheduler does not answer" in answer.json()["error"]["message"]
 
 
-def test_a_scheduler_of_an_older_release_does_not_tell_since_when() -> None:
+def test_a_scheduler_of_an_older_release_has_no_start_of_counting() -> None:
     older = costs(row("a"))
     del older["since"]
     assert list(csv.reader(io.StringIO(cost_table([older]))))[1][-1] == ""

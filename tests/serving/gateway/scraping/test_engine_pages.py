@@ -82,7 +82,7 @@ async def test_a_replica_that_cannot_be_scraped_is_no_empty_page(replica: str, s
     assert replica in answer.json()["error"]["message"]
 
 
-async def test_an_engine_that_rejects_is_told_as_such() -> None:
+async def test_an_engine_that_rejects_is_reported_as_such() -> None:
     engine = Scraped()
     engine.status = 503
     async with serving(engine) as port, gateway_over([port]) as http:

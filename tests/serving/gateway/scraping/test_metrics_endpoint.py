@@ -70,7 +70,9 @@ async def test_a_flood_of_scrapes_is_answered_from_few_pages_which_the_scheduler
     ],
     ids=["no keys", "keys", "keys and a scraper's", "a scraper's alone"],
 )
-async def test_who_may_read_the_metrics(settings: dict[str, Any], may_read: set[str | None]) -> None:
+async def test_the_metrics_are_readable_only_with_an_allowed_key(
+    settings: dict[str, Any], may_read: set[str | None]
+) -> None:
     everyone = (None, "client", "admin", "scraper", "wrong")
     async for key, answer in answers(*everyone, **settings):
         assert (answer.status_code == 200) == (key in may_read), key

@@ -35,7 +35,7 @@ async def test_a_collector_that_is_gone_costs_nothing_but_its_spans(
     assert caplog.text.count("event=traces_lost") == 1
 
 
-async def test_a_gateway_ends_in_time_though_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_ends_in_time_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     app = gateway(FakeDispatcher([1]), tracing=True)
     began = time.monotonic()

@@ -178,7 +178,7 @@ async def test_interim_answers_are_passed_over() -> None:
         pool.close()
 
 
-async def test_an_answer_nobody_asked_for_never_reaches_the_next_request() -> None:
+async def test_an_unsolicited_answer_never_reaches_the_next_request() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         writer.write(OK if number > 1 else OK + OK.replace(b"ok", b"NO"))
 
@@ -286,7 +286,7 @@ async def test_a_slow_reader_stops_the_replica() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_the_end_of_an_answer_is_told_to_one_who_does_not_read(whole: bool) -> None:
+async def test_the_end_of_an_answer_is_reported_to_a_caller_that_does_not_read(whole: bool) -> None:
     body = b"x" * 1_000
     replica = writes(
         b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", body[: 1_000 if whole else 9], close=True
