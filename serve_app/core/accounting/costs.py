@@ -15,26 +15,26 @@ OTHERS = "other"
 
 
 class TenantTotals:
-    """Seconds by place (such as a pool), class and tenant: at most `most` sums, and those of `OTHERS`."""
+    """Seconds by pool, class and tenant: at most `most` sums, and those of `OTHERS`."""
 
     def __init__(self, most: int = _MAX_TENANTS) -> None:
         self._most = most
         self._seconds: dict[tuple[str, PriorityClass, str], float] = {}
 
-    def add(self, place: str, request: Request, seconds: float) -> None:
-        """Add seconds to the sum of a request's class and tenant at a place. Zero creates no entry."""
+    def add(self, pool: str, request: Request, seconds: float) -> None:
+        """Add seconds to the sum of a request's class and tenant in a pool. Zero creates no entry."""
         if not seconds:
             return
-        key = place, request.priority, request.tenant
+        key = pool, request.priority, request.tenant
         known = self._seconds
         if key not in known and len(known) >= self._most:
-            key = place, request.priority, OTHERS
+            key = pool, request.priority, OTHERS
         known[key] = known.get(key, 0.0) + seconds
 
     def __iter__(self) -> Iterator[tuple[str, PriorityClass, str, float]]:
-        """Yield place, class, tenant and seconds so far."""
-        for (place, priority, tenant), seconds in self._seconds.items():
-            yield place, priority, tenant, seconds
+        """Yield pool, class, tenant and seconds so far."""
+        for (pool, priority, tenant), seconds in self._seconds.items():
+            yield pool, priority, tenant, seconds
 
     def __repr__(self) -> str:
         return f"<TenantTotals {len(self._seconds)} sums, {sum(self._seconds.values()):.1f} s>"
@@ -57,11 +57,11 @@ class TenantTotals:
 #   `per_token` and `base` are from the learned cost of a prefill (`core.routing.prefill_cost`): the cost of
 #   an empty prompt is about one read of the weights.
 #
-# To divide no time twice, the time between two events enters a *pot*. Unpaid prefills reserve their excess in
-# the pot. The rest advances the *common clock*: the seconds used by a request that was present all the time.
-# A request pays the advance of that clock between its dispatch and its end. It pays its excess at its first
-# token, or at its end if the answer is not streamed. The last request to leave pays what remains in the pot.
-# All charges add up to the busy time.
+# To divide no time twice, the time between two events is first *undivided*. Prefills in progress reserve
+# their excess of it. The rest advances the *common clock*: the seconds used by a request that was present all
+# the time. A request is charged the advance of that clock between its dispatch and its end. It is charged its
+# excess at its first token, or at its end if the answer is not streamed. The last request to leave is charged
+# the remaining undivided time. All charges add up to the busy time.
 
 
 # vLLM's default for `max_num_batched_tokens` on most GPUs, for engines that do not report theirs.
@@ -108,7 +108,7 @@ class EngineTime:
         share = scheduled.engine_share
         if share is not None:
             share.time.advance(now)
-            share.pay(share.excess_s((share.prefills + (state.unstarted or 1)) / 2))
+            share.charge(share.excess_s((share.prefills + (state.unstarted or 1)) / 2))
 
     def on_departure(
         self, scheduled: ScheduledRequest, state: ReplicaState, now: float, *, ran: bool
@@ -119,11 +119,11 @@ class EngineTime:
             return
         time, scheduled.engine_share = share.time, None
         time.advance(now)
-        if share.owed_s:
-            share.pay(share.owed_s if ran else 0.0)
-        seconds = share.paid_s + time.common_s - share.since
+        if share.reserved_s:
+            share.charge(share.reserved_s if ran else 0.0)
+        seconds = share.charged_s + time.common_s - share.since
         time.requests -= 1
         if not time.requests:
-            seconds += time.pot_s
+            seconds += time.undivided_s
             del self._replicas[state.spec.replica_id]
         self.used.add(state.spec.pool, scheduled.request, seconds)

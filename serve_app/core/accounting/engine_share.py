@@ -6,31 +6,31 @@ class ReplicaTime:
 
     Attributes:
         at: time of the last update, in seconds.
-        pot_s: time not yet divided.
-        owed_s: excess of the unpaid prefills.
+        undivided_s: time not yet divided.
+        reserved_s: excess of the prefills in progress.
     """
 
-    __slots__ = ("at", "common_s", "owed_s", "pot_s", "requests")
+    __slots__ = ("at", "common_s", "requests", "reserved_s", "undivided_s")
 
     def __init__(self, now: float) -> None:
         self.at = now
-        self.pot_s = 0.0
-        self.owed_s = 0.0
+        self.undivided_s = 0.0
+        self.reserved_s = 0.0
         self.common_s = 0.0
         self.requests = 0
 
     def __repr__(self) -> str:
-        return f"<ReplicaTime at {self.at}: pot {self.pot_s} s, {self.requests} requests>"
+        return f"<ReplicaTime at {self.at}: undivided {self.undivided_s} s, {self.requests} requests>"
 
     def advance(self, now: float) -> None:
-        """Add the time since the last update to the pot, and divide what the unpaid prefills do not need."""
-        pot_s, owed_s = self.pot_s + now - self.at, self.owed_s
+        """Add the time since the last update, and divide what is not reserved for prefills in progress."""
+        undivided_s, reserved_s = self.undivided_s + now - self.at, self.reserved_s
         self.at = now
-        if pot_s > owed_s:
-            self.common_s += (pot_s - owed_s) / self.requests
-            self.pot_s = owed_s
+        if undivided_s > reserved_s:
+            self.common_s += (undivided_s - reserved_s) / self.requests
+            self.undivided_s = reserved_s
         else:
-            self.pot_s = pot_s
+            self.undivided_s = undivided_s
 
 
 class EngineShare:
@@ -41,11 +41,11 @@ class EngineShare:
         compute_s: time to compute its prompt.
         read_s: time to read the weights in the steps that its prompt takes.
         prefills: prefills in progress on the replica at its dispatch, this one included.
-        owed_s: time in the pot reserved for its prefill; 0 once that is paid.
-        paid_s: time paid for its prefill.
+        reserved_s: undivided time reserved for its prefill; 0 once that is charged.
+        charged_s: time charged for its prefill.
     """
 
-    __slots__ = ("compute_s", "owed_s", "paid_s", "prefills", "read_s", "since", "time")
+    __slots__ = ("charged_s", "compute_s", "prefills", "read_s", "reserved_s", "since", "time")
 
     def __init__(self, time: ReplicaTime, compute_s: float, read_s: float, prefills: int) -> None:
         self.time = time
@@ -53,23 +53,23 @@ class EngineShare:
         self.compute_s = compute_s
         self.read_s = read_s
         self.prefills = prefills
-        self.paid_s = 0.0
-        self.owed_s = owed_s = self.excess_s(prefills)
-        time.owed_s += owed_s
+        self.charged_s = 0.0
+        self.reserved_s = reserved_s = self.excess_s(prefills)
+        time.reserved_s += reserved_s
 
     def __repr__(self) -> str:
-        return f"<EngineShare since {self.since}, owes {self.owed_s} s, has paid {self.paid_s} s>"
+        return f"<EngineShare since {self.since}, reserved {self.reserved_s} s, charged {self.charged_s} s>"
 
     def excess_s(self, prefills: float) -> float:
         """Return the time that the prompt adds to its steps if `prefills` prefills share them."""
         return max(0.0, self.compute_s - self.read_s / prefills)
 
-    def pay(self, seconds: float) -> None:
-        """Charge `seconds` for the completed prefill, at most what the pot holds."""
+    def charge(self, seconds: float) -> None:
+        """Charge `seconds` for the completed prefill, at most the undivided time."""
         time = self.time
-        paid = min(seconds, time.pot_s)
-        self.paid_s += paid
-        time.pot_s -= paid
+        charged = min(seconds, time.undivided_s)
+        self.charged_s += charged
+        time.undivided_s -= charged
         # Rounding errors of the sums could make this negative.
-        time.owed_s = max(0.0, time.owed_s - self.owed_s)
-        self.owed_s = self.compute_s = 0.0
+        time.reserved_s = max(0.0, time.reserved_s - self.reserved_s)
+        self.reserved_s = self.compute_s = 0.0

@@ -42,19 +42,19 @@ class OrderingPolicy:
     """
 
     isolates: bool = False
-    """Whether prefill isolation applies (`core.isolation`)."""
+    """True if prefill isolation applies (`core.isolation`)."""
 
     promotes: bool = False
-    """Whether requests beyond their starvation bound are promoted (`dispatch.starvation`)."""
+    """True if requests beyond their starvation bound are promoted (`dispatch.starvation`)."""
 
     bounds_delay: bool = False
-    """Whether the delay of long prompts by the score is bounded (`queueing.delay_bound`)."""
+    """True if the delay of long prompts by the score is bounded (`queueing.delay_bound`)."""
 
     omits_heads: bool = False
-    """Whether `rank` may remove heads because of others; otherwise it only sorts, each head independently."""
+    """True if `rank` may remove heads because of others; else it only sorts, each head independently."""
 
     learns_queues: bool = False
-    """Whether its length queues are those of the learned partition (`replace_partition`)."""
+    """True if its length queues are those of the learned partition (`replace_partition`)."""
 
     def queue_of(self, scheduled: ScheduledRequest) -> str:
         """Return the name of the length queue for `scheduled`. Called whenever it is queued."""

@@ -7,7 +7,7 @@ when the engine reports the actual token counts. Rules:
 - The tenant with the lowest counter is dispatched first. Tenants within a *quantum* of it, the cost of an
   average request, count as equals, and the policy's score decides among equals. Fairness and EWSJF therefore
   compose: shares are the first order. Scores are the second, within each tenant and among tenants with equal
-      shares.
+  shares.
 - In one *round* each of the equals is served once before any is served twice. So a tenant with a single
   request waits for at most one request of every other tenant.
 - A tenant that returns from idle is lifted to the lowest counter of the backlogged tenants: idle time earns

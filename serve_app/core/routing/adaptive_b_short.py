@@ -9,8 +9,10 @@ system. A histogram of these requests by budget, averaged over `memory_s`, is th
 capacity by length. It includes the effects of long answers, slow engines and backlogs, and needs no model of
 the engine's speed.
 
-    load(pool) = max(KV tokens / KV capacity, requests / batch slots) / speed    of requests with this home
-    pool imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))       rises with B, -1 to 1
+    load(pool) = max(KV tokens / KV capacity, requests / batch slots) / speed
+    imbalance(B) = (load(short) - load(long)) / (load(short) + load(long))
+
+The load of a pool is that of the requests with this home pool. The imbalance rises with B, from -1 to 1.
 
 The best `B_short` is where the imbalance is zero. Equal load by size is the SITA-E rule (Harchol-Balter,
 Crovella, Murta 1999): each pool gets work of similar size, and neither is idle. Spill is separate, and fills

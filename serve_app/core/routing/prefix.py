@@ -249,10 +249,10 @@ class PrefixIndex:
             return
         blocks = prefix[: len(BLOCK_TOKENS)]
         holders, bit = self._holders, cache.bit
-        anyone = self.longest(blocks)
-        for block in blocks[cache.use(blocks) : anyone]:
+        longest = self.longest(blocks)
+        for block in blocks[cache.use(blocks) : longest]:
             holders[block] = holders.get(block, 0) | bit
-        holders.update(dict.fromkeys(blocks[anyone:], bit))
+        holders.update(dict.fromkeys(blocks[longest:], bit))
         self._evict(cache)
 
     # Look-up
@@ -361,7 +361,7 @@ ReplicaFilter = Callable[[str, int], ReplicaState | None]
 # Assumed KV cache of a replica that does not report its size: a small GPU with an 8B model.
 _LIKELY_KV_TOKENS = 100_000
 # Share of a KV cache assumed to hold past prompts; answers and running requests use the rest. Too high
-# expects hits on evicted prefixes; too low forgets prefixes that are still cached.
+# expects hits on evicted prefixes; too low misses prefixes that are still cached.
 _CAPACITY_RATIO = 0.7
 # Bounds the index's memory at about 160 MB; 500 blocks for each of a thousand replicas.
 _MAX_BLOCKS = 500_000
