@@ -166,8 +166,8 @@ class ManualDriver:
         assert found is not None
         return found
 
-    def why_waiting(self, request_id: str) -> str:
-        return self.scheduler.dispatcher.why_waiting(self.find(request_id), self.now)
+    def wait_reasons(self, request_id: str) -> str:
+        return self.scheduler.dispatcher.wait_reasons(self.find(request_id), self.now)
 
 
 def one_replica(

@@ -31,7 +31,7 @@ def test_it_goes_where_the_adapter_is_listed_and_waits_for_nothing_else() -> Non
     for number in range(3):
         assert dispatched(arrive(driver, f"a{number}", "a")) == [(f"a{number}", "s1")]
     assert arrive(driver, "waits", "a") == []
-    assert driver.why_waiting("waits") == "short: no replica with the adapter a accepts requests now"
+    assert driver.wait_reasons("waits") == "short: no replica with the adapter a accepts requests now"
     assert dispatched(arrive(driver, "base", None)) == [("base", "s2")]
     assert dispatched(driver.feed(Finished("a0", Outcome.COMPLETED))) == [("waits", "s1")]
 

@@ -23,7 +23,7 @@ def test_it_waits_for_its_replica_while_others_idle_and_blocks_no_request() -> N
     driver = two_replicas()
     fill(driver, bound_to="s1")
     assert driver.arrive("waits", bound_to="s1") == []
-    assert "it is bound to replica s1" in driver.why_waiting("waits")
+    assert "it is bound to replica s1" in driver.wait_reasons("waits")
     assert dispatched(driver.arrive("other")) == [("other", "s2")]
     assert dispatched(driver.arrive("bound elsewhere", bound_to="s2")) == [("bound elsewhere", "s2")]
     assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("waits", "s1")]

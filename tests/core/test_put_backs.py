@@ -115,7 +115,7 @@ def test_a_request_waits_for_others_rather_than_for_the_replica_that_failed_it()
     driver.feed(DispatchFailed("full", "s0", ENGINE_ERROR))
     assert driver.find("full").replica_id == "s1"
     assert dispatched(driver.feed(DispatchFailed("r", "s0", ENGINE_ERROR))) == []
-    assert "failed on every open replica" in driver.why_waiting("r")
+    assert "failed on every open replica" in driver.wait_reasons("r")
     assert dispatched(driver.feed(Finished("full", Outcome.COMPLETED))) == [("r", "s1")]
 
 
@@ -145,7 +145,7 @@ def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails
     driver.feed(ReplicaLost("s0"))
     sent = [driver.feed(DispatchFailed(name, "s0", LOST)) for name in names]
     assert [dispatched(commands) for commands in sent] == [[("poison", "s1")], [], []]
-    assert "another request in quarantine" in driver.why_waiting("r1")
+    assert "another request in quarantine" in driver.wait_reasons("r1")
     driver.join("s2", "only")
     assert driver.find("r1").replica_id == "s2"
     driver.feed(ReplicaLost("s1"))

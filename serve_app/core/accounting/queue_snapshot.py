@@ -133,5 +133,5 @@ def _view(
         wait_s=now - request.arrived_at,
         score=policy.score(head, now),
         cause=current_cause(head),
-        reason=dispatcher.why_waiting(head, now),
+        reason=dispatcher.wait_reasons(head, now),
     )

@@ -269,7 +269,7 @@ class Dispatcher:
                 return True
         return False
 
-    def why_waiting(self, head: ScheduledRequest, now: float) -> str:
+    def wait_reasons(self, head: ScheduledRequest, now: float) -> str:
         """Return the reasons, by pool, why the head of a sub-queue is not dispatched now, for operators."""
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())

@@ -387,7 +387,7 @@ class FairWork:
         self.tokens += tokens
         self._changed.add(tenant)
 
-    def _put(self, tenant: str, tokens: int, waiting: int, weight: float) -> None:
+    def _insert(self, tenant: str, tokens: int, waiting: int, weight: float) -> None:
         turns_at = (tokens - tokens / waiting) / weight
         bucket = math.floor(_PER_OCTAVE * math.log2(turns_at)) if turns_at > 0 else _SINGLE
         mean, weight_ratio = (tokens << _FRACTION_BITS) // waiting, round(weight * _ONE)
@@ -400,7 +400,7 @@ class FairWork:
         """Return the tokens of this class that are served before a request that arrives for a tenant."""
         if not self.tokens:
             return 0
-        self._catch_up()
+        self._apply_changes()
         weight = self._weights.of(tenant)
         own_tenant = self._tenants.get(tenant)
         own = 0 if own_tenant is None else own_tenant.tokens
@@ -422,12 +422,12 @@ class FairWork:
         # The tenant's own tokens are whole; only the part of the others is rounded.
         return own + round(tokens - own + partly + own * weights / (weight * _ONE) + means / _ONE)
 
-    def _catch_up(self) -> None:
+    def _apply_changes(self) -> None:
         """Apply recorded changes. Lazy, because most tenants of an idle fleet leave before the next query."""
         for name in self._changed:
             self._remove(name)
             if (one := self._waiting.get(name)) is not None and one.waiting:
-                self._put(name, one.tokens, one.waiting, self._weights.of(name))
+                self._insert(name, one.tokens, one.waiting, self._weights.of(name))
         self._changed.clear()
 
     def _remove(self, tenant: str) -> None:

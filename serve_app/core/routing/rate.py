@@ -10,13 +10,13 @@ class DecayingRate:
     not underestimated.
     """
 
-    __slots__ = ("_amount", "_at", "_born_at", "_time_constant_s")
+    __slots__ = ("_amount", "_at", "_started_at", "_time_constant_s")
 
     def __init__(self, time_constant_s: float, now: float) -> None:
         self._time_constant_s = time_constant_s
         self._amount = 0.0
         self._at = now
-        self._born_at = now
+        self._started_at = now
 
     def add(self, amount: float, now: float) -> None:
         """Add `amount` at `now`."""
@@ -26,7 +26,7 @@ class DecayingRate:
     def per_s(self, now: float) -> float:
         """Return the rate at `now`; 0.0 before the first event."""
         self._decay(now)
-        age_s = now - self._born_at
+        age_s = now - self._started_at
         # The weights of a steady stream add up to time_constant * (1 - exp(-age / time_constant)) seconds.
         window_s = self._time_constant_s * -math.expm1(-age_s / self._time_constant_s)
         return self._amount / max(window_s, _SHORTEST_WINDOW_S)

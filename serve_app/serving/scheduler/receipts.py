@@ -118,7 +118,7 @@ class Receipts:
 
     async def _place(self, scheduled: ScheduledRequest, now: float) -> dict[str, Any]:
         """Return the position and outlook of a waiting request."""
-        cause, obstacles = current_cause(scheduled), self._core.dispatcher.why_waiting(scheduled, now)
+        cause, obstacles = current_cause(scheduled), self._core.dispatcher.wait_reasons(scheduled, now)
         home, core = scheduled.pools[0], self._core
         orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
         order = orders.get(home, ())

@@ -113,7 +113,7 @@ def test_a_reservation_is_dropped_when_its_request_is_cancelled() -> None:
     huge(crowd)
     crowd.seconds(24)
     assert crowd.reserved == [9_000]
-    assert "capacity is reserved for it" in crowd.why_waiting("huge")
+    assert "capacity is reserved for it" in crowd.wait_reasons("huge")
     crowd.feed(Cancelled("huge"))
     assert crowd.reserved == [0]
     before = len(crowd.sent_at)

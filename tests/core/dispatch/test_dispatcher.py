@@ -56,7 +56,7 @@ def test_batch_waits_for_an_engine_with_an_empty_queue() -> None:
     driver = make_driver(class_floors=ClassFloorSettings(batch_share=0.0), backpressure=STRICT)
     driver.arrive("r1")
     assert driver.arrive("b1", priority=BATCH) == []
-    assert "empty queue" in driver.why_waiting("b1")
+    assert "empty queue" in driver.wait_reasons("b1")
     assert dispatched(driver.feed(FirstToken("r1"))) == [("b1", "r1")]
 
 
@@ -118,7 +118,7 @@ def test_why_a_head_waits_is_stated_in_words() -> None:
     driver = make_driver()
     for n in range(4):
         driver.arrive(f"r{n}")
-    assert driver.why_waiting("r3").startswith("only: every replica is saturated")
+    assert driver.wait_reasons("r3").startswith("only: every replica is saturated")
     driver = ManualDriver(routing=ONE_POOL)
     driver.arrive("alone")
-    assert driver.why_waiting("alone") == "only: no replica is connected"
+    assert driver.wait_reasons("alone") == "only: no replica is connected"

@@ -119,8 +119,8 @@ class BytesPerToken:
         """c*, the divisor for the upper estimate of the tokens; never above `unbiased`."""
         settings = self._settings
         deviation = max(self.deviation, _MIN_DEVIATION_RATIO * self.mean)
-        careful = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
-        return min(self.unbiased, careful)
+        lower = max(settings.floor_bytes_per_token, self.mean - settings.gamma * deviation)
+        return min(self.unbiased, lower)
 
     @property
     def optimistic(self) -> float:

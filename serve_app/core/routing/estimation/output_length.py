@@ -55,7 +55,7 @@ _BUCKETS = 20 * _PER_OCTAVE  # up to 2^20 tokens
 _EDGES = [2 ** (index / _PER_OCTAVE) for index in range(1, _BUCKETS + 1)]
 _WIDTHS = [upper - lower for lower, upper in itertools.pairwise([0.0, *_EDGES])]
 _REFRESH_EVERY = 32  # observations; a curve costs about 10 us to compute
-_LARGEST_SCALE = 1e12  # before new observations exceed what a float can add up
+_MAX_SCALE = 1e12  # before new observations exceed what a float can add up
 
 
 class LengthCurve:
@@ -96,7 +96,7 @@ class LengthCurve:
             self.ended += 1
         self._fresh_for -= 1
         self._scale *= 1 + 1 / _HISTORY_OBSERVATIONS
-        if self._scale > _LARGEST_SCALE:
+        if self._scale > _MAX_SCALE:
             self._rescale()
 
     def quantile(self) -> int:

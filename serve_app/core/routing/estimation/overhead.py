@@ -10,7 +10,7 @@ estimated text, and its noise is the error of that estimate. Short prompts are t
 long ones hardly. If all chats have one message, the filter learns only the sum of the two, which is
 sufficient for such chats.
 
-Images, sounds and files are counted as items, because their bytes do not determine their tokens. An image has
+Images, audio and files are counted as items, because their bytes do not determine their tokens. An image has
 576 tokens with one model, and up to 16,000, growing with its size, with another. The mean is learned from
 prompts that are mostly media.
 
