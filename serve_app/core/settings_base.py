@@ -321,7 +321,7 @@ class _Reader:
         # A key without a value: all defaults.
         given = {} if given is None else given
         if not isinstance(given, Mapping):
-            return self._error(f"{path or 'args'} must hold settings, got {given!r}")
+            return self._error(f"{path or 'args'} must be a mapping of settings, got {given!r}")
         known = self._known(cls)
         before = len(self.errors)
         found: dict[str, Any] = {}
@@ -335,7 +335,7 @@ class _Reader:
                 found[key] = self._setting(value, setting, here)
         for name, setting in known.items():
             if setting.default is MISSING and name not in found:
-                self._error(f"{_joined(path, name)}: is missing")
+                self._error(f"{_joined(path, name)} is missing")
         if len(self.errors) > before:
             return _INVALID
         try:
@@ -358,7 +358,7 @@ class _Reader:
             elif isinstance(value, Mapping):
                 yield from ((inner, each, _joined(here, inner), True) for inner, each in value.items())
             elif value is not None:
-                self._error(f"{here} must hold settings, got {value!r}")
+                self._error(f"{here} must be a mapping of settings, got {value!r}")
 
     def _unknown(self, key: object, cls: type, *, is_advanced: bool) -> str:
         if cls in self._extended and key in self._known(self._extended[cls]):
@@ -462,7 +462,7 @@ def _name(kind: Any) -> str:
     if known := _known_values(kind):
         return f"one of {', '.join(map(str, known))}"
     names: dict[Any, str] = {
-        str: "a text",
+        str: "a string",
         bool: "true or false",
         int: "a whole number",
         float: "a number",

@@ -154,7 +154,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
         "pump.rate must be positive, got 0.0: 2 is usual",
         "spare is an advanced setting: write it as advanced.spare",
         "advanced.beds is not an advanced setting: write it as beds",
-        "name: is missing",
+        "name is missing",
     ]
 
 

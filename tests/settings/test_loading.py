@@ -44,7 +44,7 @@ def test_the_tuner_is_set_in_the_words_of_yaml() -> None:
         ),
         ({"advanced": {"gateway": {}}}, "advanced.gateway is not an advanced setting: write it as gateway"),
         ({"advanced": {"channel": {"advanced": {}}}}, "advanced.channel.advanced: unknown key"),
-        ({"advanced": 3}, "advanced must hold settings, got 3"),
+        ({"advanced": 3}, "advanced must be a mapping of settings, got 3"),
     ],
 )
 def test_an_advanced_setting_belongs_under_advanced_in_its_block(
@@ -127,7 +127,7 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
             {"pools": [pool("short", engine={})]},
             "give exactly one engine (emulated, vllm or remote), got none",
         ),
-        ({"pools": [{"name": "long"}]}, "models[0].pools[0].engine: is missing"),
+        ({"pools": [{"name": "long"}]}, "models[0].pools[0].engine is missing"),
         ({"pools": [pool("long", replicas=0)]}, "replicas must be at least 1, got 0"),
         ({"pools": [pool("long", replicas=1, autoscaling={})]}, "give replicas or autoscaling, not both"),
         (

@@ -55,7 +55,7 @@ def text(state: Snapshot, name: str) -> str:
     value = state.get(name)
     if isinstance(value, str):
         return value
-    raise _malformed(name, "a text", value)
+    raise _malformed(name, "a string", value)
 
 
 def check_version(state: Snapshot, expected: int) -> None:

@@ -195,7 +195,7 @@ def check_serve_keys(document: Document, import_path: str) -> Iterator[Mistake]:
     for block, known in _BLOCKS.items():
         value = content.get(block)
         if value is not None and not isinstance(value, Mapping):
-            yield _at(document, (block,), f"must hold settings, got {value!r}")
+            yield _at(document, (block,), f"must be a mapping of settings, got {value!r}")
         elif value is not None:
             yield from _unknown(document, value, (block,), known)
     yield from _check_values(document, content)
@@ -225,7 +225,7 @@ def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mi
                 "the limit to the queue's timeouts",
             )
         if not isinstance(host, str):
-            yield _at(document, (block, "host"), f"must be a text such as 127.0.0.1, got {host!r}")
+            yield _at(document, (block, "host"), f"must be a string such as 127.0.0.1, got {host!r}")
 
 
 def _check_applications(
@@ -239,7 +239,7 @@ def _check_applications(
     for number, application in enumerate(applications):
         where: tuple[Step, ...] = ("applications", number)
         if not isinstance(application, Mapping):
-            yield _at(document, where, f"must hold settings, got {application!r}")
+            yield _at(document, where, f"must be a mapping of settings, got {application!r}")
             continue
         yield from _unknown(document, application, where, APPLICATION)
         if application.get("import_path") == import_path:

@@ -22,7 +22,7 @@ def rejection(folder: Path, text: str) -> tuple[str, int | None]:
 def test_a_sentence_is_placed_at_the_key_with_which_it_begins(tmp_path: Path) -> None:
     found = document(tmp_path, "a:\n  b:\n    - c: 1\n    - d: 2\n      e: 3\n")
     assert found.mistake(("a",), "b[1].e must be positive, got 3").line == 5
-    assert found.mistake(("a",), "b[1].f: is missing").line == 4
+    assert found.mistake(("a",), "b[1].f is missing").line == 4
     assert found.mistake(("a",), "two names are the same").line == 1
 
 

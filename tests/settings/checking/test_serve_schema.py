@@ -59,8 +59,8 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
             {"http_options": {"port": "x"}},
             "http_options.port must be a whole number from 1 to 65535, got 'x'",
         ),
-        ({"http_options": {"host": 1}}, "http_options.host must be a text such as 127.0.0.1, got 1"),
-        ({"http_options": 8000}, "http_options must hold settings, got 8000"),
+        ({"http_options": {"host": 1}}, "http_options.host must be a string such as 127.0.0.1, got 1"),
+        ({"http_options": 8000}, "http_options must be a mapping of settings, got 8000"),
         (
             {"proxy_location": "Head"},
             "proxy_location must be one of HeadOnly, EveryNode, Disabled, got 'Head'",
@@ -74,7 +74,7 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
         ),
         ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),
         ({"applications": None}, "applications must be a list, got None"),
-        ({"applications": [1]}, "applications[0] must hold settings, got 1"),
+        ({"applications": [1]}, "applications[0] must be a mapping of settings, got 1"),
         (
             {"applications": [APPLICATION, APPLICATION]},
             f"applications exactly one entry must have import_path: {IMPORT_PATH}, got 2",
