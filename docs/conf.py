@@ -33,7 +33,16 @@ CONTENTS = {
         "kubernetes",
         "security",
     ),
-    "Understand it": ("architecture", "scheduling", "routing", "queueing", "results", "claims", "glossary"),
+    "Understand it": ("architecture", "scheduling", "routing", "queueing", "claims", "glossary"),
+    "Results": (
+        "results",
+        "results-scheduling",
+        "results-fairness",
+        "results-capacity",
+        "results-tuning",
+        "results-overhead",
+        "results-reliability",
+    ),
     "Reference": (
         "reference/configuration",
         "reference/cli",

@@ -29,6 +29,15 @@ def _events(rows: Sequence[Row]) -> str:
     return f"{lines}\n\n{load_note(rows)}"
 
 
+def _headline(rows: Sequence[Row]) -> str:
+    head = ["replicas", "requests/s", "CPU per request, µs", "CPU used", "ceiling, requests/s"]
+    lines = []
+    for row in rows:
+        replicas, rate, *_, request, used, ceiling = _event_line(row)
+        lines.append([replicas, rate, request, used, ceiling])
+    return f"{markdown(head, lines, text_columns=0)}\n\n{load_note(rows)}"
+
+
 def _event_line(row: Row) -> list[str]:
     figures = row.figures
     report_us = figures["events_us"]["report"]["mean"]
@@ -65,6 +74,11 @@ def _kinds(row: Row) -> list[str]:
 
 
 TABLES = {
+    "headline": Table(
+        where={"part": "events"},
+        text=_headline,
+        note="The core alone: 200 tenants, 10 requests/s per replica",
+    ),
     "events": Table(
         where={"part": "events"},
         text=_events,

@@ -10,7 +10,20 @@ from experiments.deaths.nodes import KINDS
 _WHOLE = ("whole after, s: p50", "worst")
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _headline(rows: Sequence[Row]) -> str:
+    head = [
+        *("failure", "requests", "answered once", "rejected, failed or broken"),
+        *("lost, doubled or cut", "recovery, s: P50 / worst"),
+    ]
+    lines = []
+    for row in rows:
+        sent, answered, *visible, wrong = (int(each.replace(",", "")) for each in summary(row.figures))
+        counts = (f"{count:,}" for count in (sent, answered, sum(visible), wrong))
+        lines.append([_words(row), *counts, " / ".join(_whole_after(row))])
+    return f"{markdown(head, lines)}\n\n{load_note(rows)}".rstrip()
+
+
+def _all(rows: Sequence[Row]) -> str:
     lines = ([_words(row), *summary(row.figures), *_whole_after(row)] for row in rows)
     return f"{markdown(['what', *SUMMARY, *_WHOLE], lines)}\n\n{load_note(rows)}".rstrip()
 
@@ -32,6 +45,7 @@ def _whole_after(row: Row) -> list[str]:
 _NOTE = "Live, emulated engines, one run of each kind"
 
 TABLES = {
-    "summary": Table(text=_summary, note=_NOTE),
-    "nodes": Table(text=_summary, where={"kind": KINDS}, note=_NOTE),
+    "headline": Table(text=_headline, note=_NOTE),
+    "nodes": Table(text=_headline, where={"kind": KINDS}, note=_NOTE),
+    "all": Table(text=_all, note=_NOTE),
 }

@@ -35,6 +35,20 @@ _LIGHT: Columns = [
     ("Jain's index", "jain", 3),
     _RATE,
 ]
+_LIGHT_HEADLINE: Columns = [
+    ("light: TTFT mean, s", "light_mean_s", 2),
+    ("light: P99, s", "light_p99_s", 2),
+    ("heavy: mean, s", "heavy_mean_s", 2),
+    ("heavy: P99, s", "heavy_p99_s", 2),
+    _RATE,
+]
+_BATCH_HEADLINE: Columns = [
+    ("alone: TTFT P50, s", "alone_p50_s", 3),
+    ("alone: P95, s", "alone_p95_s", 3),
+    ("beside batch: P50, s", "beside_p50_s", 3),
+    ("beside batch: P95, s", "beside_p95_s", 3),
+    _RATE,
+]
 _BATCH: Columns = [
     ("alone: TTFT p50, s", "alone_p50_s", 3),
     ("p95, s", "alone_p95_s", 3),
@@ -57,6 +71,8 @@ _PRIORITY: Columns = [
 
 _ENGINES = "Simulated, Llama-2-70B on four H100"
 _MEANS = "means over seeds with their 95 % intervals"
+_LIGHT_NOTE = f"{_ENGINES}, four replicas, load 1.3; {_MEANS}"
+_BATCH_NOTE = f"{_ENGINES}, four replicas; {_MEANS}"
 
 TABLES = {
     "weights": Table(
@@ -65,16 +81,10 @@ TABLES = {
         note=f"What each tenant got over what was due to it by weight; 1 is exactly its share. {_ENGINES}, "
         f"four replicas, load 3; {_MEANS}",
     ),
-    "light": Table(
-        text=_text("service", _LIGHT),
-        where={"scene": "light"},
-        note=f"{_ENGINES}, four replicas, load 1.3; {_MEANS}",
-    ),
-    "batch": Table(
-        text=_text("policy", _BATCH),
-        where={"scene": "batch"},
-        note=f"{_ENGINES}, four replicas; {_MEANS}",
-    ),
+    "light": Table(text=_text("service", _LIGHT_HEADLINE), where={"scene": "light"}, note=_LIGHT_NOTE),
+    "light-all": Table(text=_text("service", _LIGHT), where={"scene": "light"}, note=_LIGHT_NOTE),
+    "batch": Table(text=_text("policy", _BATCH_HEADLINE), where={"scene": "batch"}, note=_BATCH_NOTE),
+    "batch-all": Table(text=_text("policy", _BATCH), where={"scene": "batch"}, note=_BATCH_NOTE),
     "targets": Table(
         text=_text("policy, `target_waiting`", _TARGETS),
         where={"scene": "targets"},

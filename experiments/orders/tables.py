@@ -76,7 +76,33 @@ def _means(of: Mapping[str, Order], figure: str, policies: Sequence[str], decima
     return " / ".join(f"{of[one].mean(figure):,.{decimals}f}" if one in of else "-" for one in policies)
 
 
+# Traffic and loads of the headline, with four replicas.
+_HEADLINE = ("paper-mix", "azure", "lmsys", "bursts")
+_HEADLINE_LOADS = (0.9, 1.1)
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    lines = []
+    for (case, load), point in _points(rows):
+        traffic, _, replicas = case.partition(", ")
+        if replicas != "4 replicas" or traffic not in _HEADLINE or load not in _HEADLINE_LOADS:
+            continue
+        of = {order.policy: order for order in point}
+        short = (f"{of[policy].mean(SHORT):.2f}" for policy in (_DIRECT, _ISOLATED, _OURS))
+        price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
+        lines.append([traffic, str(load), *short, "-" if price is None else f"{price:.2f}"])
+    head = [
+        *("traffic", "load", "short P99, s: no gateway", "FCFS with isolation", "EWSJF"),
+        "long P99: EWSJF / FCFS with isolation",
+    ]
+    return markdown(head, lines, text_columns=2)
+
+
 TABLES = {
+    "headline": Table(
+        text=_headline,
+        note="Simulated: Llama-2-70B on four H100, four replicas, means over seeds. EWSJF includes isolation",
+    ),
     "verdicts": Table(
         text=_verdicts,
         note="Llama-2-70B on four H100, simulated, means over seeds. `isolated` is `fcfs-isolated`, and "

@@ -1,4 +1,4 @@
-"""Tables of this experiment."""
+"""The tables of this experiment."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -10,18 +10,19 @@ from experiments.overhead.run import REMOTE, TUNER
 from experiments.overhead.system import DIRECT
 
 Figures = Mapping[str, Any]
-_HEADLINE_KINDS = ("small", "stream", "paced", "200 kB", "400 kB", "4 MB")
+_ALL_KINDS = ("small", "stream", "paced", "200 kB", "400 kB", "4 MB")
+_HEADLINE_KINDS = ("small", "stream", "paced", "400 kB", "4 MB")
 _NONE = "-"
 
 
 def layer_ms(figures: Figures) -> float:
-    """Return a system's CPU milliseconds per request without its tuner, median over rounds."""
+    """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
     used = [values for role, values in figures["cpu_ms"].items() if role != TUNER]
     return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
 
 
 def added_ms(row: Row, system: str, name: str) -> float | None:
-    """Return the added time compared with direct requests: median of the differences within a round."""
+    """What a system adds to a time of the direct way, median of the differences within a round."""
     if system not in row.figures or DIRECT not in row.figures:
         return None
     pairs = zip(row.figures[system][name], row.figures[DIRECT][name], strict=True)
@@ -29,8 +30,16 @@ def added_ms(row: Row, system: str, name: str) -> float | None:
 
 
 def _cpu(rows: Sequence[Row]) -> str:
-    """Return a line for each system, and a column for each kind at its most clients."""
-    cells = [(kind, row) for kind in _HEADLINE_KINDS if (row := _busiest(rows, kind)) is not None]
+    return _cpu_of(rows, _HEADLINE_KINDS)
+
+
+def _cpu_all(rows: Sequence[Row]) -> str:
+    return _cpu_of(rows, _ALL_KINDS)
+
+
+def _cpu_of(rows: Sequence[Row], kinds: Sequence[str]) -> str:
+    """Return a line for each system, with a column for each kind at its most clients."""
+    cells = [(kind, row) for kind in kinds if (row := _busiest(rows, kind)) is not None]
     head = ["system", *(f"{kind}, {row.key['clients']} at once" for kind, row in cells)]
     lines = [
         [_said(rows, system), *(_cpu_cell(row, system) for _, row in cells)]
@@ -45,15 +54,30 @@ def _cpu_cell(row: Row, system: str) -> str:
 
 
 def _first(rows: Sequence[Row]) -> str:
-    """Return times to the first token with one client, and requests per second with many."""
-    kinds = [kind for kind in _HEADLINE_KINDS if where(rows, kind=kind, clients=1)]
+    return _first_of(rows, ("small", "stream", "400 kB"), ("small", "400 kB"))
+
+
+def _first_all(rows: Sequence[Row]) -> str:
+    return _first_of(rows, _ALL_KINDS, _ALL_KINDS)
+
+
+def _first_of(rows: Sequence[Row], timed: Sequence[str], counted: Sequence[str]) -> str:
+    """Return times to the first token with one client, and requests per second with many.
+
+    Args:
+        timed: kinds of requests whose times are shown.
+        counted: kinds whose rates are shown, of those that were also played with one client.
+    """
+    timed, counted = (
+        [kind for kind in kinds if where(rows, kind=kind, clients=1)] for kinds in (timed, counted)
+    )
     head = ["system"]
-    head += [f"{kind}, p50 / p99 ms" for kind in kinds]
-    head += [f"{kind}, 1/s" for kind in kinds if _busiest(rows, kind)]
+    head += [f"{kind}, P50 / P99 ms" for kind in timed]
+    head += [f"{kind}, requests/s" for kind in counted if _busiest(rows, kind)]
     lines = []
     for system in _systems(rows):
-        alone = [row for kind in kinds for row in where(rows, kind=kind, clients=1)]
-        busy = [row for kind in kinds if (row := _busiest(rows, kind)) is not None]
+        alone = [row for kind in timed for row in where(rows, kind=kind, clients=1)]
+        busy = [row for kind in counted if (row := _busiest(rows, kind)) is not None]
         lines.append([system, *(_times(row, system) for row in alone), *(_rate(row, system) for row in busy)])
     return f"{markdown(head, lines)}\n\n{_circumstances(rows)}"
 
@@ -114,14 +138,16 @@ def _circumstances(rows: Sequence[Row]) -> str:
 
 _NOTE = "Live; client, engines and systems share the machine"
 _CPU_NOTE = f"CPU milliseconds per request, less idle use, without client, engines and tuner. {_NOTE}"
+_FIRST_NOTE = (
+    "TTFT without a system (`direct`), and the time that each system adds; throughput with many clients. "
+    f"{_NOTE}"
+)
 
 TABLES = {
     "headline": Table(text=_cpu, where={"engines": REMOTE}, note=_CPU_NOTE),
-    "first": Table(
-        text=_first,
-        where={"engines": REMOTE},
-        note=f"To the first token, of the direct way and what others add; requests in a second. {_NOTE}",
-    ),
+    "cpu-all": Table(text=_cpu_all, where={"engines": REMOTE}, note=_CPU_NOTE),
+    "first": Table(text=_first, where={"engines": REMOTE}, note=_FIRST_NOTE),
+    "first-all": Table(text=_first_all, where={"engines": REMOTE}, note=_FIRST_NOTE),
     "quick_start": Table(
         text=_quick_start,
         where={"quick start": True},

@@ -22,6 +22,18 @@ def _bad_start(rows: Sequence[Row]) -> str:
     return markdown(head, [[_name(row), *_cells(row)] for row in rows])
 
 
+def _headline(rows: Sequence[Row]) -> str:
+    head = [
+        *("search", "gain in reward", "of the best found, %", "time to 95 % of it, median"),
+        "worst candidate in production",
+    ]
+    lines = []
+    for row in rows:
+        gain, share, time, *_, exposed = _cells(row)
+        lines.append([_name(row), gain, share, time, exposed])
+    return markdown(head, lines)
+
+
 def _good_start(rows: Sequence[Row]) -> str:
     lines = [
         [_name(row), plus_minus(row.figures["gain"], 3), _recommended(row), _candidates(row)] for row in rows
@@ -68,6 +80,7 @@ def _candidates(row: Row) -> str:
 
 
 TABLES = {
+    "headline": Table(text=_headline, where={"start": "bad"}, note=_NOTE),
     "bad-start": Table(text=_bad_start, where={"start": "bad"}, note=_NOTE),
     "good-start": Table(text=_good_start, where={"start": "good"}, note=_NOTE),
 }
