@@ -191,10 +191,10 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     try:
         document = msgspec.json.decode(data, type=_KeysDocument)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise KeysFileError(f"{path} is no file of keys: {exc}") from exc
+        raise KeysFileError(f"{path} is not a file of keys: {exc}") from exc
     if (document.format, document.version) != (_FORMAT, _VERSION):
         found = f"format {document.format!r}, version {document.version}"
-        raise KeysFileError(f"{path} has {found} where {_FORMAT!r}, version {_VERSION} belongs")
+        raise KeysFileError(f"{path} has {found}, expected {_FORMAT!r}, version {_VERSION}")
     ids = [key.id for key in document.keys]
     if unfit := next((each for each in ids if not (each.isascii() and each.isalnum())), None):
         raise KeysFileError(f"{path} has the id {unfit!r}: an id must consist of letters and digits")

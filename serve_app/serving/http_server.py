@@ -345,7 +345,7 @@ class Connection(asyncio.Protocol):
         """Run the request, or queue it behind the previous one."""
         self._head_bytes, self._head_since = -1, None
         parser = self._parser
-        assert parser is not None, "it has called"
+        assert parser is not None, "called by the parser"
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         if method == "CONNECT":
             raise ValueError("no tunnels")

@@ -37,8 +37,8 @@ def listening_socket(host: str, port: int, ports: int, backlog: int) -> socket.s
             if exc.errno != errno.EADDRINUSE:
                 raise PortError(f"cannot listen on {host}:{candidate}: {exc}") from exc
     raise PortError(
-        f"cannot listen on {host}: the ports {candidates.start} to {candidates.stop - 1} are taken; set more "
-        "of them, or port 0 for any free one"
+        f"cannot listen on {host}: ports {candidates.start} to {candidates.stop - 1} are in use; set more "
+        "ports, or port 0 for any free one"
     )
 
 

@@ -148,15 +148,15 @@ class StateStore:
         try:
             envelope = json.loads(data)
         except (ValueError, RecursionError) as exc:
-            raise _RejectedError(f"no JSON, perhaps cut off: {exc}") from exc
+            raise _RejectedError(f"not JSON, perhaps truncated: {exc}") from exc
         if not isinstance(envelope, dict) or envelope.get("format") != _FORMAT:
             raise _RejectedError(f"no {_FORMAT}")
         for key, ours in (("version", _VERSION), ("kind", self._kind), ("name", self._name)):
             if (theirs := envelope.get(key)) != ours:
-                raise _RejectedError(f"{key} is {theirs!r} where {ours!r} belongs")
+                raise _RejectedError(f"{key} is {theirs!r}, expected {ours!r}")
         document = envelope.get("document")
         if not isinstance(document, dict):
-            raise _RejectedError("it holds no document")
+            raise _RejectedError("no document")
         checksum = self._checksum(document)
         if envelope.get("checksum") != checksum:
             raise _RejectedError(f"the checksum does not match: {envelope.get('checksum')} for {checksum}")
@@ -264,7 +264,7 @@ class StoreCalls:
         future = self.begin(work)
         await asyncio.wait({future}, timeout=timeout_s)
         if not future.done():
-            raise StateError(f"no answer from {self._path} within {timeout_s:g} s")
+            raise StateError(f"no response from {self._path} within {timeout_s:g} s")
         return future.result()
 
     def begin(self, work: Callable[[], Answer]) -> asyncio.Future[Answer]:

@@ -147,7 +147,7 @@ async def test_a_bad_network_to_a_replica_is_reported_or_recovered() -> None:
             ends = ends_of(ended)
             assert set(ends) <= {"answered", *also}, (fault, ends)
             assert ends["answered"] >= 10, (fault, ends)
-            assert all("504: the engine gave no answer in time" in one.detail for one in rejected(ended))
+            assert all("504: the engine did not answer in time" in one.detail for one in rejected(ended))
             # Silent requests are not computed again; those of a dead connection may be, since their answers
             # were lost.
             assert max(computed(engines).values()) <= 2

@@ -50,7 +50,7 @@ STATUS: dict[str, Any] = {
                 "audit": [{"age_s": 31.0, "what": "rolled back", "why": "short attainment fell by 4 %"}],
             },
         },
-        {"model": "lost", "error": "its scheduler does not answer"},
+        {"model": "lost", "error": "its scheduler does not respond"},
     ]
 }
 QUEUE: dict[str, Any] = {
@@ -142,7 +142,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "tuner: advise, watching",
         "b_u 0.12",
         "short attainment fell by 4 %",
-        "its scheduler does not answer",
+        "its scheduler does not respond",
         "who pays, since 2023-11-14 22:13 UTC; 2 more in /debug/costs",
         "4,321.0 s",
         "77%",

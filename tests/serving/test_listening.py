@@ -31,7 +31,7 @@ def test_each_takes_the_first_free_port_of_the_range_until_there_is_none(three_p
             opened.enter_context(listening_socket(HOST, three_ports, 3, 8)).getsockname()[1] for _ in range(3)
         ]
         assert found == [three_ports, three_ports + 1, three_ports + 2]
-        with pytest.raises(PortError, match=f"the ports {three_ports} to {three_ports + 2} are taken"):
+        with pytest.raises(PortError, match=f"ports {three_ports} to {three_ports + 2} are in use"):
             listening_socket(HOST, three_ports, 3, 8)
     with listening_socket(HOST, three_ports, 3, 8) as sock:
         assert sock.getsockname()[1] == three_ports

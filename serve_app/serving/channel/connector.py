@@ -106,7 +106,7 @@ class Connector:
             self._timer.cancel()
         if self._link is not None and self._up:
             self._link.send(Bye())
-            self._link.close("we said goodbye")
+            self._link.close("Bye was sent")
             self._up = False
             self._resident.on_disconnected()
         if self._task is not None:
@@ -126,7 +126,7 @@ class Connector:
         elif isinstance(message, PeerRejected):
             raise ChannelError(f"the scheduler rejects {self._role.value} {self._peer_id}: {message.reason}")
         else:
-            raise ChannelError(f"a scheduler must say Welcome first, not {type(message).__name__}")
+            raise ChannelError(f"expected Welcome from the scheduler, got {type(message).__name__}")
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """Handle the end of a connection."""
@@ -192,7 +192,7 @@ class Connector:
 
     def _introduce(self, link: Link, secret: str, version: int) -> None:
         if not link.open:
-            raise ChannelError("the scheduler closed the connection at once")
+            raise ChannelError("the scheduler closed the connection immediately")
         link.version = version
         link.send(Hello(version, self._role, self._peer_id, secret, self.highest_incarnation))
 

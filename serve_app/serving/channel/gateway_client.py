@@ -48,7 +48,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
 AWAY_RETRY_AFTER_S = 2.0
-REJECTS_TO_WAIT = "the scheduler is away, and the request does not wait"
+REJECTS_TO_WAIT = "the scheduler is disconnected, and the request must not wait"
 # More than any prompt has; bounds a submission far below the frame limit.
 _MAX_PREFIX_HASHES = 8192
 _MAX_NAME_CHARS = 4096
@@ -139,7 +139,7 @@ def reject_alone(submission: Submission, pending: int, limit: int) -> Conclusion
         return reject_away(REJECTS_TO_WAIT)
     if pending < limit:
         return None
-    text = f"the scheduler is away, and {pending} requests wait for it at this gateway already"
+    text = f"the scheduler is disconnected, and {pending} requests already wait at this gateway"
     return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, AWAY_RETRY_AFTER_S)
 
 
@@ -210,7 +210,7 @@ class GatewayClient:
         waiting = sum(pending.waits for pending in self._pending.values())
         return (
             f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._pending) - waiting}, "
-            f"{'connected' if self._link else 'alone'}>"
+            f"{'connected' if self._link else 'disconnected'}>"
         )
 
     @property
@@ -249,7 +249,7 @@ class GatewayClient:
         """
         request_id = submission.request_id
         if request_id in self._pending:
-            raise ValueError(f"request id {request_id!r} is pending already: ids must be unique")
+            raise ValueError(f"request id {request_id!r} is already pending: ids must be unique")
         rejection = self._objection(submission)
         if rejection is not None:
             return rejection
@@ -406,7 +406,7 @@ class GatewayClient:
                 self._telling.add(task)
                 task.add_done_callback(self._telling.discard)
         else:
-            raise ChannelError(f"a scheduler does not say {type(message).__name__} to a gateway")
+            raise ChannelError(f"unexpected message {type(message).__name__} from the scheduler")
 
     async def _tell_page(self, own_page: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
         link.send(GatewayPage(serial, await own_page()))
@@ -433,7 +433,7 @@ class GatewayClient:
         """Continue without a scheduler; no-wait requests are rejected."""
         self._link = None
         for asked in self._questions.values():
-            asked.fail("the scheduler was lost before it answered")
+            asked.fail("the connection to the scheduler was lost before it responded")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
                 self._reject(pending, reject_away(REJECTS_TO_WAIT))
@@ -482,7 +482,9 @@ class GatewayClient:
                 dispatch.request_id,
                 dispatch.replica_id,
             )
-            self._wait_again(pending, DispatchFailure.UNREACHABLE, "the gateway does not know its address")
+            self._wait_again(
+                pending, DispatchFailure.UNREACHABLE, "the gateway does not know the address of the replica"
+            )
 
     def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
         put_back = pending.wait(failure, message)
@@ -519,7 +521,7 @@ class GatewayClient:
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))
-        why = "its turn did not come" if self._link is not None else "the scheduler is away"
+        why = "it was not dispatched" if self._link is not None else "the scheduler is disconnected"
         text = f"the request waited {waited_s:.1f} s in the queue and {why}"
         self._reject(pending, Conclusion(Outcome.EXPIRED, text, AWAY_RETRY_AFTER_S))
 

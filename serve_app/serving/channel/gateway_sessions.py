@@ -220,9 +220,7 @@ class GatewaySessions:
     def _on_message(self, gateway: GatewaySession, message: Message) -> None:
         handler = self._on.get(type(message))
         if handler is None:
-            text = (
-                f"gateway {gateway.gateway_id} said {type(message).__name__}, which is not a gateway's to say"
-            )
+            text = f"gateway {gateway.gateway_id} sent an unexpected message: {type(message).__name__}"
             raise ChannelError(text)
         handler(gateway, message)
 
@@ -323,7 +321,9 @@ class GatewaySessions:
             if self._host.knows_replica(record.granted.dispatch.replica_id):
                 record.gateway.tell(record.granted)
             else:
-                self._take_back(record, request_id, DispatchFailure.UNREACHABLE, "the replica has left")
+                self._take_back(
+                    record, request_id, DispatchFailure.UNREACHABLE, "the replica has disconnected"
+                )
         elif message.put_back is not None:
             self._take_back(record, request_id, message.put_back.failure, message.put_back.message)
         else:
@@ -336,7 +336,7 @@ class GatewaySessions:
         record = self.book.get(request_id)
         if record is not None and record.gateway is not gateway:
             raise ChannelError(
-                f"request {request_id} of gateway {record.gateway.gateway_id} runs elsewhere, too"
+                f"request {request_id} of gateway {record.gateway.gateway_id} is also running elsewhere"
             )
         if record is None:
             self._adopt(gateway, message)
@@ -359,7 +359,7 @@ class GatewaySessions:
     def _on_snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
         mentioned, gateway.mentioned = gateway.mentioned, None
         if mentioned is None:
-            raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not begun")
+            raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not started")
         forgotten = [request_id for request_id in self.book.ids_of(gateway) if request_id not in mentioned]
         for request_id in forgotten:
             self._host.feed(Cancelled(request_id))

@@ -108,7 +108,7 @@ class FrameReader(Generic[M]):
         try:
             messages: list[M] = self._decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ChannelError(f"a frame of {len(body):,} bytes holds no messages: {error}") from error
+            raise ChannelError(f"a frame of {len(body):,} bytes cannot be decoded: {error}") from error
         return messages
 
 
@@ -213,7 +213,7 @@ class Link(asyncio.Protocol):
         self._silent_ticks = 0 if self._heard or self._backlog is not None else self._silent_ticks + 1
         self._heard = False
         if self._silent_ticks >= limit and not self._is_busy_peer():
-            self.abort(f"the peer said nothing for {self._silent_ticks * self._settings.heartbeat_s:g} s")
+            self.abort(f"no data from the peer for {self._silent_ticks * self._settings.heartbeat_s:g} s")
             return
         self.send(Heartbeat(self._read))
 
@@ -292,7 +292,7 @@ class Link(asyncio.Protocol):
 
     def _note_receipt(self, read: int) -> None:
         if not self.acknowledged <= read <= self._sent:
-            raise ChannelError(f"a receipt for {read} messages, when {self._sent} were sent")
+            raise ChannelError(f"acknowledgement of {read} messages, but only {self._sent} were sent")
         stuck = read == self.acknowledged and read < self._sent_at_beat
         self._deaf_beats = self._deaf_beats + 1 if stuck else 0
         self.acknowledged, self._sent_at_beat = read, self._sent

@@ -310,7 +310,7 @@ def common_version(theirs: int) -> int:
     """
     if theirs < OLDEST_VERSION:
         raise ChannelError(
-            f"the scheduler speaks version {theirs} of the protocol, this peer {OLDEST_VERSION} to "
+            f"the scheduler uses protocol version {theirs}, this peer supports {OLDEST_VERSION} to "
             f"{VERSION}: upgrade by one version at a time"
         )
     return min(theirs, VERSION)

@@ -56,7 +56,7 @@ class ReplicaClient:
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        state = "connected" if self._link else "alone"
+        state = "connected" if self._link else "disconnected"
         return f"<ReplicaClient {self._register.spec.replica_id} {state}>"
 
     @property
@@ -101,7 +101,7 @@ class ReplicaClient:
 
     def on_message(self, message: Any) -> None:
         """Reject any message, because schedulers send none to replicas."""
-        raise ChannelError(f"a scheduler does not say {type(message).__name__} to a replica")
+        raise ChannelError(f"unexpected message {type(message).__name__} from the scheduler")
 
     def on_disconnected(self) -> None:
         """Continue without a scheduler."""

@@ -102,9 +102,7 @@ class ReplicaRegistry:
             logger.error("event=replica_failed replica=%s reason=%r", replica_id, message.reason)
             self.on_loss(replica_id, link)
         else:
-            raise ChannelError(
-                f"replica {replica_id} said {type(message).__name__}, which is not a replica's to say"
-            )
+            raise ChannelError(f"replica {replica_id} sent an unexpected message: {type(message).__name__}")
 
     def on_loss(self, replica_id: str, link: Link) -> None:
         """Handle the loss of a replica's connection, or the failure of its engine."""
@@ -125,7 +123,7 @@ class ReplicaRegistry:
         spec, address = message.spec, message.address
         if not spec.replica_id == address.replica_id == replica_id or spec.pool != address.pool:
             raise ChannelError(
-                f"replica {replica_id} registers as another: {spec}, at {address.host}:{address.port}"
+                f"replica {replica_id} registers with other ids: {spec}, at {address.host}:{address.port}"
             )
         if replica_id in self._replicas:
             del self._replicas[replica_id]

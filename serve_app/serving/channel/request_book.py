@@ -142,7 +142,7 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
     submission, age_s = message.submission, message.age_s
     waits = isinstance(message, Submit)
     if not 0 <= age_s < math.inf:
-        raise ChannelError(f"a request cannot be {age_s} s old")
+        raise ChannelError(f"invalid age of a request: {age_s} s")
     put_back = message.put_back if isinstance(message, Submit) else None
     timeout_s = default_timeout_s if submission.queue_timeout_s is None else submission.queue_timeout_s
     return Request(

@@ -121,7 +121,7 @@ class Listener:
                 return
             pending.opening.cancel()
             self.forget(link)
-            link.abort("it did not introduce itself")
+            link.abort("no Hello in time")
 
     # Internals.
 
@@ -226,7 +226,7 @@ class ChannelServer:
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<ChannelServer peers {len(self._peers)}, strangers {len(self._listener)}>"
+        return f"<ChannelServer peers {len(self._peers)}, pending {len(self._listener)}>"
 
     async def start(self, host: str) -> int:
         """Listen on `host`, and return the port."""
@@ -248,8 +248,8 @@ class ChannelServer:
         if peer is None:
             self._meet(link, message)
         elif isinstance(message, Bye):
-            self._part(link, "it said goodbye", for_good=True)
-            link.close("it said goodbye")
+            self._part(link, "the peer sent Bye", for_good=True)
+            link.close("the peer sent Bye")
         else:
             peer.on_message(message)
 
@@ -306,13 +306,13 @@ class ChannelServer:
     def _objection(self, message: Any) -> str:
         """Return why this peer is rejected; empty if it is accepted."""
         if not isinstance(message, Hello):
-            raise ChannelError(f"a stranger must say Hello first, not {type(message).__name__}")
+            raise ChannelError(f"expected Hello on a new connection, got {type(message).__name__}")
         identity = self._identity
         if not hmac.compare_digest(message.secret.encode(), identity.secrets[message.role].encode()):
-            return "the secret is wrong: ask for the endpoint again"
+            return "wrong secret: look up the endpoint again"
         if not OLDEST_VERSION <= message.version <= VERSION:
             return (
-                f"the peer speaks version {message.version} of the protocol, this scheduler {OLDEST_VERSION} "
+                f"the peer uses protocol version {message.version}, this scheduler supports {OLDEST_VERSION} "
                 f"to {VERSION}: upgrade by one version at a time"
             )
         if message.highest_incarnation > identity.incarnation:

@@ -83,7 +83,7 @@ class EndpointAdmin:
             try:
                 found = await asyncio.wait_for(watcher.described(), _TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
-                found = [{"pool": pool, "error": f"its watcher does not answer: {error!r}"}]
+                found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
             endpoints += [{"model": model, **one} for one in found]
         await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
 
@@ -101,7 +101,7 @@ class EndpointAdmin:
         try:
             answer = await asyncio.wait_for(self._watchers[model, pool].change(action, asked.url), _TIMEOUT_S)
         except Exception as exc:
-            message = f"the watcher of pool {pool} does not answer: {exc!r}; try again"
+            message = f"the watcher of pool {pool} does not respond: {exc!r}; retry later"
             raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
         if "error" in answer:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
@@ -116,8 +116,8 @@ class EndpointAdmin:
         if len(fitting) == 1:
             return fitting[0]
         there = ", ".join(f"{pool} of {model}" for model, pool in self._watchers) or "none"
-        what = "several pools fit: give model and pool" if fitting else "no such pool of endpoints"
-        raise RequestRejected(Outcome.REJECTED_INVALID, f"{what}; there are: {there}", param="pool")
+        what = "several pools match: specify model and pool" if fitting else "no such pool of endpoints"
+        raise RequestRejected(Outcome.REJECTED_INVALID, f"{what}; pools: {there}", param="pool")
 
 
 # Admin queries to schedulers, which a gateway forwards over the control channel.
@@ -150,7 +150,7 @@ async def ask(
     try:
         return await asyncio.wait_for(views.ask(question, **arguments), within_s)
     except Exception as error:
-        message = f"the scheduler of {model} does not answer: {error!r}; try again"
+        message = f"the scheduler of {model} does not respond: {error!r}; retry later"
         raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
 
 
@@ -168,7 +168,7 @@ async def ask_each(
         try:
             answers.append(await asyncio.wait_for(question(model, each), VIEW_TIMEOUT_S))
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-            answers.append({"model": model, "error": f"its scheduler does not answer: {error!r}"})
+            answers.append({"model": model, "error": f"its scheduler does not respond: {error!r}"})
     return answers
 
 
@@ -218,7 +218,7 @@ class ModeAdmin:
             known = ", ".join(self._views)
             raise RequestRejected(
                 Outcome.REJECTED_INVALID,
-                f"there is no model {asked.model!r}; there are: {known}",
+                f"unknown model {asked.model!r}; models: {known}",
                 param="model",
             )
         chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
@@ -253,7 +253,7 @@ class Replays:
         if self._is_busy:
             raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
-                "this gateway replays another request now: ask again in some seconds",
+                "this gateway is replaying another request: retry in some seconds",
                 retry_after_s=_RETRY_S,
             )
         self._is_busy = True
@@ -284,7 +284,7 @@ class Replays:
             raise RequestRejected(
                 Outcome.FAILED,
                 f"the replay takes longer than {self._time_limit_s:g} s: `python -m serve_app explain ID "
-                "--what-if` replays where you call it, without a limit",
+                "--what-if` replays on your machine, without a limit",
                 code="replay_timeout",
                 status=504,
             ) from error
@@ -335,25 +335,25 @@ def _cell(value: object) -> str:
 
 
 _FROZEN = (
-    "the tuner is frozen: values on trial are withdrawn, those in force stay, and no others are tried until "
-    "POST /debug/tuner/thaw"
+    "the tuner is frozen: the trial is rolled back, adopted values stay in effect, and there are no trials "
+    "until POST /debug/tuner/thaw"
 )
 RECEIPTS_PATH = "/debug/requests/"
 RECORDING, WHAT_IF = "/recording", "/what-if"
 _RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
-    "no receipt of this request: receipts are kept for ten minutes after its end, of the last 20,000 "
-    "requests, and not across a restart of the scheduler. What a gateway rejects by itself has none, since "
-    "no scheduler was asked: a body, key or model that is not allowed, or no scheduler that could be "
-    "reached. Its answer and its line in the log say why. Ask with the x-request-id of its answer"
+    "no receipt of this request. Receipts are stored for ten minutes after the end of a request, for the "
+    "last 20,000 requests, and not across a restart of the scheduler. Requests that the gateway rejected "
+    "have none (invalid body, key or model, or no connected scheduler): see the response and the log line. "
+    "Use the x-request-id of the response"
 )
-_UNDER_WAY = (
-    "this request is under way, or was admitted by an earlier scheduler: the minutes around a request are "
-    "known once it has ended"
+_NOT_ENDED = (
+    "this request has not ended, or was admitted by an earlier scheduler: its recording is available after "
+    "its end"
 )
 _LINES = (b"content-type", b"application/jsonl")
 _TABLE = (b"content-type", b"text/csv; charset=utf-8")
-_THAWED = "the tuner is thawed: other values may be tried again"
+_THAWED = "the tuner is thawed: trials are allowed again"
 
 
 class DebugPages:
@@ -415,7 +415,7 @@ class DebugPages:
                 await send_json(incoming.send, 200, encode(told), [])
                 return
             if "request_id" in await ask(model, views, "receipt", request_id=request_id):
-                raise RequestRejected(Outcome.REJECTED_INVALID, _UNDER_WAY, code="under_way", status=409)
+                raise RequestRejected(Outcome.REJECTED_INVALID, _NOT_ENDED, code="not_ended", status=409)
         raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
     async def _capture(self, incoming: IncomingRequest) -> None:

@@ -272,7 +272,7 @@ class Gateway:
             route = (kept, self._stored.serve)
         if route is None:
             raise RequestRejected(
-                Outcome.REJECTED_INVALID, f"there is no {path[:200]} here", code="not_found", status=404
+                Outcome.REJECTED_INVALID, f"unknown path {path[:200]}", code="not_found", status=404
             )
         allowed, handler = route
         if ("GET" if method == "HEAD" else method) not in allowed.split(", "):

@@ -143,7 +143,7 @@ class ScheduledCall:
             logger.exception("event=gateway_error request_id=%s", self._job.submission.request_id)
             self._settle(Outcome.FAILED, detail=repr(error))
             await self._answer(
-                RequestRejected(Outcome.FAILED, "the gateway failed; its log says why", status=500)
+                RequestRejected(Outcome.FAILED, "internal error of the gateway; see its log", status=500)
             )
         finally:
             if self._comments is not None:
@@ -195,7 +195,7 @@ class ScheduledCall:
             try:
                 await self._attempt(answer)
             except EngineSilentError as error:
-                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
+                raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
             except UpstreamError as error:
                 failure = error
             else:
@@ -215,8 +215,8 @@ class ScheduledCall:
         if bound_to not in (None, grant.dispatch.replica_id):
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
-                "this request refers to what one replica keeps, and the scheduler is of a release that knows "
-                "no such requests: upgrade it",
+                "this request needs the replica that stores its response, which the scheduler's release does "
+                "not support: upgrade the scheduler",
             )
         self._times.granted_at = monotonic()
         self._attempts += 1

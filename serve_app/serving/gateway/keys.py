@@ -191,7 +191,7 @@ class Caller:
             return self.key.tenant
         if not self.key.may_act_for_tenants:
             raise ForbiddenError(
-                f"this API key may not act for tenant {named}: leave x-tenant out, or use a key that may",
+                f"this API key may not act for tenant {named}: omit x-tenant, or use a key that may",
                 param="x-tenant",
             )
         return named
@@ -201,12 +201,12 @@ class Caller:
         if self.is_admin:
             return
         if self.key is not None:
-            raise ForbiddenError("this API key may not look at the queue: use one with admin: true")
+            raise ForbiddenError("this API key has no admin rights: use one with admin: true")
         raise RequestRejected(
             Outcome.REJECTED_UNAUTHORISED,
-            "this needs an admin's key: send Authorization: Bearer KEY with a key that has admin: true, "
-            f"or with the application's own ({ADMIN_KEY_VARIABLE}), which `status` and `doctor` find by "
-            "themselves on the machine of `serve`",
+            "this endpoint needs an admin key: send Authorization: Bearer KEY with a key that has admin: "
+            f"true, or the application's own ({ADMIN_KEY_VARIABLE}), which `status` and `doctor` read "
+            "automatically on the machine of `serve`",
         )
 
     def check_class(self, priority: PriorityClass, source: str) -> None:
@@ -350,7 +350,7 @@ class Keyring:
             secret = key.secret(environment)
             digest = _digest(secret.encode())
             if digest in self._callers:
-                raise SettingsError(f"the key of tenant {key.tenant} is given twice: one key, one entry")
+                raise SettingsError(f"the key of tenant {key.tenant} occurs twice: use one entry per key")
             self._callers[digest] = Caller.with_key(key.record(secret))
         self._asks = bool(self._callers) or file_keys is not None
 
@@ -383,11 +383,9 @@ class Keyring:
         if not self._asks:
             return _ANYONE
         if secret is not None:
-            message = (
-                "the API key is not known here: check the key sent as Authorization: Bearer or x-api-key"
-            )
+            message = "unknown API key: check the key sent as Authorization: Bearer or x-api-key"
         else:
-            message = "an API key is needed: send it as Authorization: Bearer KEY, or as x-api-key"
+            message = "an API key is required: send it as Authorization: Bearer KEY, or as x-api-key"
         raise RequestRejected(Outcome.REJECTED_UNAUTHORISED, message)
 
     def _caller_with(self, secret: bytes) -> Caller | None:
@@ -417,7 +415,7 @@ class _FileKey:
             if since is not None and since <= now:
                 day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(since))
                 raise RequestRejected(
-                    Outcome.REJECTED_UNAUTHORISED, f"this API key {word} ({day}): ask for a new one"
+                    Outcome.REJECTED_UNAUTHORISED, f"this API key {word} ({day}): request a new one"
                 )
 
 

@@ -305,7 +305,7 @@ class EnginePages:
         if fetching is None:
             address = next((one for _, one in self._replicas() if one.replica_id == replica_id), None)
             if address is None:
-                message = f"there is no replica {replica_id[:200]}: ask {ENGINES_PATH} again"
+                message = f"unknown replica {replica_id[:200]}: see {ENGINES_PATH}"
                 raise RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
             loop = asyncio.get_running_loop()
             # In an empty context, because Ray Serve cancels a request's tasks with the request.

@@ -100,8 +100,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.keys_file is not None and not Path(self.keys_file).is_absolute():
             raise SettingsError(
-                f"gateway.keys_file must be an absolute path, got {self.keys_file!r}: every gateway has a "
-                "working directory of its own"
+                f"gateway.keys_file must be an absolute path, got {self.keys_file!r}: each gateway has "
+                "its own working directory"
             )
 
     @property
@@ -119,9 +119,9 @@ class GatewayConfig:
         if self.asks_for_keys or self.insecure or is_loopback(host):
             return
         raise SettingsError(
-            f"http_options.host {host} lets in everyone who reaches this machine, and no keys are set: set "
+            f"http_options.host {host} is reachable from other machines and no keys are set: set "
             "gateway.keys or gateway.keys_file, or listen on 127.0.0.1, or set gateway.insecure to true if "
-            "something in front of it asks for keys"
+            "a proxy in front of it authenticates clients"
         )
 
 

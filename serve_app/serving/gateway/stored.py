@@ -172,7 +172,7 @@ class StoredResponses:
         caller = self._reader.authenticate(incoming)
         owner = self._reader.owner(incoming, caller)
         found = _PATH.fullmatch(incoming.path)
-        assert found is not None, "the router looks at the path"
+        assert found is not None, "checked by the router"
         held = await self._reader.body(incoming)
         held.release()
         replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
@@ -203,8 +203,8 @@ class StoredResponses:
             )
         raise RequestRejected(
             Outcome.REJECTED_UNKNOWN_RESPONSE,
-            f"Response with id '{response_id[:200]}' not found: it was never kept, or is another tenant's, "
-            "or the replica that kept it is gone. Send the whole conversation instead",
+            f"Response with id '{response_id[:200]}' not found: it was never stored, belongs to another "
+            "tenant, or was lost with its replica. Send the whole conversation instead",
             param=param,
         )
 
@@ -218,11 +218,11 @@ class StoredResponses:
             finally:
                 response.close()
         except EngineSilentError as error:
-            raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
+            raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
         except UpstreamError as error:
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
-                f"the replica that keeps this response does not answer: {error}; try again",
+                f"the replica that stores this response does not respond: {error}; retry later",
                 retry_after_s=_RETRY_AFTER_S,
             ) from error
 
@@ -309,7 +309,7 @@ class KeptResponse:
     def _note(self, response: AnsweredResponse) -> None:
         if not response.id:
             return
-        assert self._replica is not None, "it has been sent"
+        assert self._replica is not None, "name() was called"
         if response.id != self.response_id:
             self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
         # The engine may have chosen another name.

@@ -52,12 +52,12 @@ class AnyReplica:
             try:
                 return await self._exchange(replica, incoming, forwarded, body)
             except EngineSilentError as error:
-                raise EngineTimedOut(f"the engine gave no answer in time: {error}") from error
+                raise EngineTimedOut(f"the engine did not answer in time: {error}") from error
             except UpstreamError as error:
                 failure = str(error)
         raise RequestRejected(
             Outcome.REJECTED_NO_REPLICA,
-            f"no replica answers: {failure}; try again",
+            f"no replica responds: {failure}; retry later",
             retry_after_s=_RETRY_AFTER_S,
         )
 

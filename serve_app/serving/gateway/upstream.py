@@ -376,7 +376,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Parse bytes of the answer."""
         response = self._response
         if response is None:
-            self.fail("the replica sent bytes that nobody asked for")
+            self.fail("the replica sent unsolicited bytes")
             return
         self._saw_byte = True
         self.silent_ticks = 0
@@ -393,7 +393,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Reject an answer that follows the expected one."""
         if self._response is None:
             # A second answer in the same segment would be taken for that to another client's request.
-            self.fail("the replica sent an answer that nobody asked for")
+            self.fail("the replica sent an unsolicited answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header of the answer."""
@@ -413,10 +413,10 @@ class UpstreamConnection(asyncio.Protocol):
             response.headers.clear()
             return
         if status < _LOWEST_STATUS:
-            self.fail(f"the replica's answer has the status {status:03}, which no answer has")
+            self.fail(f"the replica's answer has the invalid status {status:03}")
             return
         if not _states_its_length(status, response):
-            self.fail("the replica's answer states no length, so its end could not be told from a cut")
+            self.fail("the replica's answer has neither content-length nor chunked encoding")
             return
         self._keep_alive = self._parser.should_keep_alive()
         response.status = status

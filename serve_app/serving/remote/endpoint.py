@@ -251,7 +251,7 @@ class Endpoint:
 
     def __init__(self, url: EndpointUrl, surroundings: EndpointContext) -> None:
         self.url = url
-        self.failure = "it has not been asked yet"
+        self.failure = "not identified yet"
         self._shared = surroundings
         timeout_s = surroundings.settings.metrics_timeout_s
         self._control = ControlClient(surroundings.upstream, url, surroundings.api_key, timeout_s)

@@ -104,7 +104,7 @@ class KeptChoices:
             self._chosen.add(url)
 
     async def _restore(self) -> None:
-        assert self._store is not None, "asked for with a store only"
+        assert self._store is not None, "requires a store"
         assert self._calls is not None, "as above"
         document = await self._calls.answer(self._store.load, LOAD_TIMEOUT_S)
         self._restored = True
@@ -211,7 +211,7 @@ class EndpointWatcher:
         for one in chosen:
             one["added"] = one["url"] in self._kept.added
         taken: list[dict[str, object]] = [
-            {"url": url, "pool": self._shared.pool, "state": "removed", "reason": "an admin took it away"}
+            {"url": url, "pool": self._shared.pool, "state": "removed", "reason": "removed by an admin"}
             for url in sorted(self._kept.removed)
         ]
         return [*chosen, *taken]

@@ -188,7 +188,7 @@ class LiveScheduler:
             port,
         )
 
-    def stop(self, reason: str = "it was stopped") -> None:
+    def stop(self, reason: str = "stopped") -> None:
         """Stop scheduling, and close every connection after its pending messages."""
         if self.ended:
             return
@@ -214,7 +214,7 @@ class LiveScheduler:
             ChannelError: it has not started, or has ended.
         """
         if self._address is None or self.ended:
-            raise ChannelError(f"this scheduler does not schedule: {self.ended or 'it has not been started'}")
+            raise ChannelError(f"this scheduler does not schedule: {self.ended or 'not started'}")
         host, port = self._address
         secret = self._secrets[role]
         return SchedulerEndpoint(host=host, port=port, secret=secret, incarnation=self._options.incarnation)
@@ -295,7 +295,7 @@ class LiveScheduler:
             ChannelError: `questions` is not set.
         """
         if self.questions is None:
-            raise ChannelError("this scheduler answers no questions")
+            raise ChannelError("this scheduler does not accept queries")
         return await self.questions.answer(question, arguments)
 
     # Internals.

@@ -73,7 +73,7 @@ class AdminQuestions:
             SettingsError: an argument is invalid.
         """
         if question not in QUESTIONS:
-            raise ChannelError(f"this scheduler knows no question {question!r}")
+            raise ChannelError(f"unknown query {question!r}")
         found = await getattr(self, question)(**msgspec.json.decode(arguments, type=dict[str, Any]))
         # In a thread, because some answers have megabytes and must not delay grants.
         return await asyncio.to_thread(_encoder.encode, found)

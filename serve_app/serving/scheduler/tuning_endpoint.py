@@ -239,7 +239,9 @@ class TuningEndpoint:
             loop = asyncio.get_running_loop()
             # In an empty context, because tasks of the grants that follow must not belong to this call.
             context = contextvars.Context()
-            self._return = loop.call_later(order.valid_s, self._go_back, "its time was over", context=context)
+            self._return = loop.call_later(
+                order.valid_s, self._go_back, "its time limit was reached", context=context
+            )
 
     def freeze(self, reason: str) -> None:
         """Return to the settings in force, and reject trials until `thaw`."""

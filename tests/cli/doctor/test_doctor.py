@@ -153,8 +153,8 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     "no replica": (has_no_replica, "DOWN: model demo has no replica"),
     "stopping": (is_stopping, "DOWN: the application is stopping"),
     "no scheduler": (
-        lambda answers: model(answers).update(error="its scheduler does not answer: gone"),
-        "DOWN: model demo: its scheduler does not answer",
+        lambda answers: model(answers).update(error="its scheduler does not respond: gone"),
+        "DOWN: model demo: its scheduler does not respond",
     ),
     "scheduler ended": (
         lambda answers: model(answers).update(ended="superseded"),

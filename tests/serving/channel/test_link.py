@@ -142,4 +142,4 @@ async def test_a_receipt_that_cannot_be_true_ends_the_link(said: Heartbeat) -> N
     both = await pair()
     both.far.send(said)
     await until(lambda: bool(both.near_owner.reasons))
-    assert "a receipt for" in both.near_owner.reasons[0]
+    assert "acknowledgement of" in both.near_owner.reasons[0]

@@ -52,10 +52,10 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
         assert (await http.post("/debug/tuner/freeze", headers=OTHER)).status_code == 403
         assert heard == []
         (said, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
-        assert "no others are tried until POST /debug/tuner/thaw" in said["message"]
+        assert "there are no trials until POST /debug/tuner/thaw" in said["message"]
         assert heard == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
         answer = (await http.post("/debug/tuner/thaw")).json()["models"]
-    thawed = "the tuner is thawed: other values may be tried again"
+    thawed = "the tuner is thawed: trials are allowed again"
     assert answer[0] == {"model": "a", "frozen": "", "message": thawed}
     assert "gone" in answer[1]["error"]
 

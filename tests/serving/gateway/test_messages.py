@@ -276,7 +276,7 @@ async def test_rejections_are_in_anthropics_format(
 @pytest.mark.parametrize(
     ("changes", "status", "kind", "words"),
     [
-        ({"model": "other"}, 404, "not_found_error", "not served here"),
+        ({"model": "other"}, 404, "not_found_error", "unknown model"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": 5}, 400, "invalid_request_error", "messages"),
     ],

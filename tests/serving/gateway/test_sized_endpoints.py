@@ -80,7 +80,7 @@ async def test_a_form_reaches_the_engine_byte_by_byte_and_counts_as_any_other(
     ("fields", "status", "words"),
     [
         ({}, 400, "model is missing"),
-        ({"model": "nobody"}, 404, "is not served here"),
+        ({"model": "nobody"}, 404, "unknown model"),
         ({"model": "m" * 2_000}, 400, "longer than"),
         ({f"f{n}": "x" for n in range(200)}, 400, "at most 100 fields"),
     ],

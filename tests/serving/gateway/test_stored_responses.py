@@ -68,7 +68,7 @@ async def test_the_client_of_openai_finds_everything_where_it_expects_it(fleet: 
     assert (await sdk.responses.cancel(queued.id)).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
         await sdk.responses.cancel(queued.id)
-    with pytest.raises(openai.NotFoundError, match="was never kept, or is another tenant's") as missing:
+    with pytest.raises(openai.NotFoundError, match="was never stored, belongs to another tenant") as missing:
         await sdk.responses.retrieve("resp_0123")
     assert (missing.value.code, missing.value.param) == ("response_not_found", "response_id")
     with pytest.raises(openai.NotFoundError, match="Send the whole conversation") as gone:

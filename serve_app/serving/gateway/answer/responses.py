@@ -202,7 +202,7 @@ def encode(document: object) -> bytes:
 def stopping(retry_after_s: float) -> RequestRejected:
     """Return the rejection of requests that arrive or wait while the application stops."""
     return RequestRejected(
-        Outcome.REJECTED_STOPPING, "the server is stopping: try again later", retry_after_s=retry_after_s
+        Outcome.REJECTED_STOPPING, "the server is stopping: retry later", retry_after_s=retry_after_s
     )
 
 

@@ -120,7 +120,9 @@ class AnswerAssembly:
         """
         choices = [self._choices[index] for index in sorted(self._choices)]
         if not choices or not all(choice.is_complete for choice in choices):
-            raise UpstreamError(DispatchFailure.LOST, "the engine ended its stream before its answer")
+            raise UpstreamError(
+                DispatchFailure.LOST, "the engine ended its stream before the answer was complete"
+            )
         return encode({**self._head, "choices": [choice.whole() for choice in choices], "usage": self._usage})
 
     def _add(self, data: bytes) -> None:

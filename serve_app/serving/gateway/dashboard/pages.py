@@ -128,9 +128,9 @@ class Frames:
         try:
             found: Mapping[str, Any] = await asyncio.wait_for(views.ask("overview"), _ANSWER_TIMEOUT_S)
         except TimeoutError:
-            return {"model": name, "error": f"its scheduler has not answered for {_ANSWER_TIMEOUT_S:g} s"}
+            return {"model": name, "error": f"its scheduler has not responded for {_ANSWER_TIMEOUT_S:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
-            return {"model": name, "error": f"its scheduler does not answer: {error!r}"}
+            return {"model": name, "error": f"its scheduler does not respond: {error!r}"}
         return found
 
 

@@ -163,8 +163,8 @@ class BodyBudget:
         if self.held_bytes + size > limit:
             raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
-                f"this gateway holds {self.held_bytes:,} bytes of waiting requests and has no room for more: "
-                "try again, or raise gateway.max_held_body_bytes",
+                f"the body memory of this gateway is full ({self.held_bytes:,} bytes of queued requests): "
+                "retry later, or raise gateway.max_held_body_bytes",
                 code="body_memory_full",
                 status=503,
                 retry_after_s=self._room_in_s(self.held_bytes + size - limit),

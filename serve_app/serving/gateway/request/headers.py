@@ -145,7 +145,7 @@ def no_wait(header: bytes | None) -> bool:
     if header is None:
         return False
     if header.strip().lower() != b"no-wait":
-        raise _bad_value("x-queue", header.decode("latin-1"), "no-wait, or leave the header out")
+        raise _bad_value("x-queue", header.decode("latin-1"), "no-wait, or omit the header")
     return True
 
 
@@ -161,7 +161,7 @@ def queue_form(header: bytes | None) -> QueueForm | None:
     try:
         return QueueForm(asked.strip().lower())
     except ValueError:
-        accepted = "comments or events, or leave the header out"
+        accepted = "comments or events, or omit the header"
         raise _bad_value(QUEUE_HEADER.decode(), asked, accepted) from None
 
 
@@ -179,9 +179,7 @@ def content_type(raw: Iterable[tuple[bytes, bytes]]) -> bytes:
     """
     given = [value for name, value in raw if name == b"content-type"]
     if len(given) > 1:
-        raise RequestRejected(
-            Outcome.REJECTED_INVALID, "the request has the header content-type twice: send it once"
-        )
+        raise RequestRejected(Outcome.REJECTED_INVALID, "the header content-type occurs twice: send it once")
     return given[0] if given else b""
 
 

@@ -92,7 +92,7 @@ class ServedModels:
             served = ", ".join(sorted(each.name for each in self.usable(caller)))
             raise RequestRejected(
                 Outcome.REJECTED_UNKNOWN_MODEL,
-                f"the model {name[:100]!r} is not served here; models: {served}",
+                f"unknown model {name[:100]!r}; models: {served}",
                 param="model",
             )
         caller.check_model(name)
@@ -227,7 +227,7 @@ class RequestReader:
         while True:
             message = await incoming.receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone("the client left before its request was complete")
+                raise ClientGone("the client disconnected before its request was complete")
             piece = message.get("body", b"")
             size += len(piece)
             if size > limit:

@@ -105,7 +105,7 @@ async def counts_tokens(at: Counter) -> None:
 
 
 async def hears_of_errors(at: Counter) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="not served here") as unknown:
+    with pytest.raises(anthropic.NotFoundError, match="unknown model") as unknown:
         await at.anthropic.messages.create(model="other", messages=QUESTION, max_tokens=1)
     assert unknown.value.response.json()["error"]["type"] == "not_found_error"
     at.let_be_too_long()

@@ -91,7 +91,7 @@ async def openai_keeps_to_a_schema(at: Counter) -> None:
 async def openai_hears_of_errors(at: Counter) -> None:
     unknown = await ask(at, OPENAI, "create", {"model": "other", "messages": QUESTION})
     assert (unknown["error"]["name"], unknown["error"]["status"]) == ("NotFoundError", 404)
-    assert "not served here" in unknown["error"]["message"]
+    assert "unknown model" in unknown["error"]["message"]
     at.let_be_too_long()
     too_long = await ask(at, OPENAI, "create", {"model": MODEL, "messages": LONG})
     assert (too_long["error"]["name"], too_long["error"]["status"]) == ("BadRequestError", 400)

@@ -75,7 +75,7 @@ async def keeps_to_a_schema(at: Counter) -> None:
 
 
 async def hears_of_errors(at: Counter) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served here"):
+    with pytest.raises(openai.NotFoundError, match="unknown model"):
         await chat(at, model="other").ainvoke(ASK)
     at.let_be_too_long()
     with pytest.raises(openai.BadRequestError, match="maximum context length"):

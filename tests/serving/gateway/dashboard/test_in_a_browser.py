@@ -30,7 +30,7 @@ async def test_it_opens_without_a_key_and_requests_only_its_gateway(
 
 
 @pytest.mark.parametrize(
-    ("key", "words"), [("sk-guess", "the API key is not known here"), ("sk-app", "use one with admin: true")]
+    ("key", "words"), [("sk-guess", "unknown API key"), ("sk-app", "use one with admin: true")]
 )
 async def test_a_wrong_key_is_reported_and_another_can_be_entered(
     page: BrowserPage, key: str, words: str
@@ -288,7 +288,7 @@ async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
     stage.fleet.world.kill()
     notice = "document.querySelector('#panel-queues .notice')"
     told = await page.becomes(f"{notice} && {notice}.innerText")
-    assert "its scheduler does not answer" in told
+    assert "its scheduler does not respond" in told
     assert "Data shown is from" in told
     assert await page.evaluate(tile("Waiting")) == "1"
     await stage.fleet.world.begin()
@@ -338,7 +338,7 @@ async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPa
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]
     await page.evaluate(f"{choice}.value = 'other'; {choice}.dispatchEvent(new Event('change'))")
-    assert "other: its scheduler does not answer" in await text(page, "#panel-queues .notice")
+    assert "other: its scheduler does not respond" in await text(page, "#panel-queues .notice")
     assert await page.evaluate("document.getElementById('tiles').hidden")
     await page.evaluate(f"{choice}.value = {MODEL!r}; {choice}.dispatchEvent(new Event('change'))")
     await page.becomes("!document.getElementById('tiles').hidden")

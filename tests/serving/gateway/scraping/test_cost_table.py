@@ -73,7 +73,7 @@ async def test_the_table_is_whole_or_rejected() -> None:
             assert answer.headers["content-type"].startswith("text/csv")
             assert answer.text == cost_table([costs(row("me"), model="a")])
         else:
-            assert "b: its scheduler does not answer" in answer.json()["error"]["message"]
+            assert "b: its scheduler does not respond" in answer.json()["error"]["message"]
 
 
 def test_a_scheduler_of_an_older_release_has_no_start_of_counting() -> None:

@@ -147,11 +147,11 @@ async def test_a_rejected_connection_is_unreachable() -> None:
         ((b"HTTP/1.1 200 OK\r\ncontent-le",), "closed the connection"),
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",), "closed the connection"),
         ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n",), "closed the connection"),
-        ((b"HTTP/1.1 200 OK\r\n\r\nabc",), "states no length"),
+        ((b"HTTP/1.1 200 OK\r\n\r\nabc",), "neither content-length nor chunked"),
         ((b"SSH-2.0-OpenSSH\r\n",), "not valid HTTP"),
         (
             (b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",),
-            "states no length|not valid HTTP",
+            "neither content-length nor chunked|not valid HTTP",
         ),
     ],
 )
