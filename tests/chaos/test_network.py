@@ -22,11 +22,11 @@ from .audited import MarkedEngine, answers, computed, ends_of
 
 # A peer counts as dead after a second, so that faults which last longer are short enough for a test.
 CHANNEL = ChannelSettings(
-    heartbeat_s=0.1,
+    heartbeat_interval_s=0.1,
     dead_after_s=0.6,
     stuck_after_s=0.8,
     gateway_grace_s=0.5,
-    report_s=0.05,
+    report_interval_s=0.05,
     backoff_max_s=0.1,
 )
 OUTAGE_S = 1.8

@@ -53,7 +53,7 @@ class Resident(Protocol):
         ...
 
     def on_heartbeat(self) -> None:
-        """Run every `heartbeat_s`, connected or not."""
+        """Run every `heartbeat_interval_s`, connected or not."""
         ...
 
 
@@ -149,7 +149,7 @@ class Connector:
         while True:
             began = loop.time()
             try:
-                await self._connect(self._settings.locate_s * 2 ** min(tries, _MOST_DOUBLINGS))
+                await self._connect(self._settings.locate_timeout_s * 2 ** min(tries, _MOST_DOUBLINGS))
                 tries = 0
                 await self._lost.wait()
             except Exception as error:  # noqa: BLE001 - retry on any error of Ray or the network
@@ -164,17 +164,17 @@ class Connector:
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 
-    async def _connect(self, locate_s: float) -> None:
-        """Locate the scheduler within `locate_s` seconds, and perform the handshake."""
+    async def _connect(self, locate_timeout_s: float) -> None:
+        """Locate the scheduler within `locate_timeout_s` seconds, and perform the handshake."""
         # Not `wait_for`, which may drop a cancellation (Python 3.11), so that `close` would hang.
-        async with asyncio.timeout(locate_s):
+        async with asyncio.timeout(locate_timeout_s):
             endpoint = await self._locate()
         self._reject_older(endpoint.incarnation)
         version = common_version(endpoint.version)
         loop = asyncio.get_running_loop()
         self._lost.clear()
         self._welcome = loop.create_future()
-        async with asyncio.timeout(self._settings.handshake_s):
+        async with asyncio.timeout(self._settings.handshake_timeout_s):
             _, link = await connect(
                 lambda: Link(self, decode_from_scheduler, self._settings),
                 endpoint.host,
@@ -214,7 +214,7 @@ class Connector:
             )
 
     def _tick(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat_s, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat_interval_s, self._tick)
         if self._link is not None and self._up:
             self._link.tick()
         self._resident.on_heartbeat()

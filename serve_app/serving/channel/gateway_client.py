@@ -536,5 +536,5 @@ class GatewayClient:
             return reject_away(_CLOSING)
         rejection = reject_oversized(submission)
         if rejection is None and self._link is None:
-            return reject_alone(submission, len(self._pending), self._settings.max_waiting_offline)
+            return reject_alone(submission, len(self._pending), self._settings.max_queued_disconnected)
         return rejection

@@ -1,9 +1,9 @@
 """A link: framing, flow control and heartbeats of one connection on the control channel.
 
 - Messages sent within one iteration of the event loop leave together, in as few frames as possible.
-- Each side sends `Heartbeat` every `heartbeat_s`, with the number of messages that it has processed. A peer
-  is dead if nothing arrived for `beats_to_death` ticks, or if as many of its heartbeats showed no progress in
-  processing: a peer that sends but does not read is as useless as a silent one.
+- Each side sends `Heartbeat` every `heartbeat_interval_s`, with the number of messages that it has processed.
+  A peer is dead if nothing arrived for `beats_to_death` ticks, or if as many of its heartbeats showed no
+  progress in processing: a peer that sends but does not read is as useless as a silent one.
 - A scheduler distinguishes busy peers from dead ones. The kernel of a busy peer still acknowledges
   heartbeats, that of a dead host does not, and the end of a process closes the connection. Acknowledged
   silence is therefore tolerated until `stuck_after_s`, so that no busy gateway loses its capacity.
@@ -206,14 +206,16 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def tick(self) -> None:
-        """Send a heartbeat, or abort if the peer is dead; the owner calls this every `heartbeat_s`."""
+        """Send a heartbeat, or abort if the peer is dead; called every `heartbeat_interval_s`."""
         if not self.open:
             return
         limit = self._settings.beats_to_death
         self._silent_ticks = 0 if self._heard or self._backlog is not None else self._silent_ticks + 1
         self._heard = False
         if self._silent_ticks >= limit and not self._is_busy_peer():
-            self.abort(f"no data from the peer for {self._silent_ticks * self._settings.heartbeat_s:g} s")
+            self.abort(
+                f"no data from the peer for {self._silent_ticks * self._settings.heartbeat_interval_s:g} s"
+            )
             return
         self.send(Heartbeat(self._read))
 

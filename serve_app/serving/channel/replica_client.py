@@ -118,7 +118,7 @@ class ReplicaClient:
                 await self._report_once()
             with contextlib.suppress(TimeoutError):
                 # Not `wait_for`: it may drop a cancellation, as in the connector.
-                async with asyncio.timeout(self._settings.report_s):
+                async with asyncio.timeout(self._settings.report_interval_s):
                     await self._wake.wait()
             self._wake.clear()
 
@@ -138,7 +138,7 @@ class ReplicaClient:
             self._on_engine_recovery()
         silent_s = self._loop.time() - self._reported_at
         # Slightly early, so that the polling interval does not lengthen the reporting interval.
-        due = silent_s > _REPORT_AT_LEAST_S - self._settings.report_s / 2
+        due = silent_s > _REPORT_AT_LEAST_S - self._settings.report_interval_s / 2
         if report != self._report or due:
             self._tell(report)
 

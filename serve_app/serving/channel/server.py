@@ -1,8 +1,8 @@
 """The channel's server in the scheduler: accepts peers and dispatches their messages.
 
-A connection must send `Hello` within `handshake_s`, in one small frame, with a supported protocol version
-(`messages`), the secret of its role, which is distributed only through Ray, and the highest incarnation of
-the scheduler that the peer has met.
+A connection must send `Hello` within `handshake_timeout_s`, in one small frame. `Hello` has a supported
+protocol version (`messages`), the secret of its role, which is distributed only through Ray, and the highest
+incarnation of the scheduler that the peer has met.
 
 There is one writer at a time, even while two schedulers of a model are alive (a rolling update, a partition).
 Each scheduler has an incarnation number, claimed atomically and rising. Peers remember the highest they have
@@ -12,9 +12,10 @@ connection, so at most one scheduler reaches it at any time, first the older, th
 two never overlap on a replica.
 
 Any host may connect, so a connection counts from the moment it is accepted, before anything is read, and
-`handshake_s` runs from then on. At the limit no more are accepted, and peers wait in the kernel's backlog.
-The time for a handshake is then shorter, so that silent strangers do not lock peers out. No connection is
-closed earlier than that, because in a crowd of real peers the oldest are those about to send `Hello`.
+`handshake_timeout_s` runs from then on. At the limit no more are accepted, and peers wait in the kernel's
+backlog. The time for a handshake is then shorter, so that silent strangers do not lock peers out. No
+connection is closed earlier than that, because in a crowd of real peers the oldest are those about to send
+`Hello`.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ logger = logging.getLogger("ray.serve")
 
 # Listen backlog; the kernel may allow less (net.core.somaxconn).
 _BACKLOG = 4096
-# Share of `handshake_s` while others wait: 0.25 s, when a peer needs some milliseconds.
+# Share of `handshake_timeout_s` while others wait: 0.25 s, when a peer needs some milliseconds.
 _HURRIED_SHARE = 0.25
 # Without file descriptors, each attempt fails at once, so retry after a pause.
 _NO_DESCRIPTOR_PAUSE_S = 0.2
@@ -114,7 +115,7 @@ class Listener:
 
     def expire(self) -> None:
         """Abort the connections whose handshake timed out; must be called periodically."""
-        limit_s = self._settings.handshake_s * (1.0 if self._accepts else _HURRIED_SHARE)
+        limit_s = self._settings.handshake_timeout_s * (1.0 if self._accepts else _HURRIED_SHARE)
         latest = self._loop.time() - limit_s
         for link, pending in list(self._pending.items()):
             if pending.accepted_at > latest:
@@ -164,7 +165,7 @@ class Listener:
         self.expire()
         oldest = next(iter(self._pending.values()), None)
         if oldest is not None and self._socket is not None and not self._accepts:
-            due = oldest.accepted_at + self._settings.handshake_s * _HURRIED_SHARE
+            due = oldest.accepted_at + self._settings.handshake_timeout_s * _HURRIED_SHARE
             self._hurry = self._loop.call_at(due, self._hurry_up)
 
     async def _open(self, link: Link, sock: socket.socket) -> None:
@@ -231,7 +232,7 @@ class ChannelServer:
     async def start(self, host: str) -> int:
         """Listen on `host`, and return the port."""
         port = self._listener.start(host)
-        self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
+        self._timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._tick)
         return port
 
     def stop(self, reason: str) -> None:
@@ -274,7 +275,7 @@ class ChannelServer:
         return link
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._settings.heartbeat_s, self._tick)
+        self._timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._tick)
         for link in list(self._peers):
             link.tick()
         self._listener.expire()

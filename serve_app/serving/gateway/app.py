@@ -117,7 +117,7 @@ class Gateway:
         holders = ResponseHolders()
         self._background = BackgroundWork(self._upstream)
         self._services = Services(
-            self._upstream, self.telemetry, holders, self._background, settings.queued_comment_s
+            self._upstream, self.telemetry, holders, self._background, settings.queue_comment_interval_s
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
@@ -154,7 +154,7 @@ class Gateway:
             raise
         self._http = with_cors(self._serve, changed.cors)
         self.telemetry.log_requests = changed.log_requests
-        self._services = replace(self._services, queued_comment_s=changed.queued_comment_s)
+        self._services = replace(self._services, queue_comment_interval_s=changed.queue_comment_interval_s)
         self._settings = changed
 
     def _routing_table(

@@ -68,13 +68,13 @@ _EVENT_STREAM = b"text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """State shared by all requests of a gateway; `queued_comment_s` is 0 if comments are disabled."""
+    """State shared by all requests of a gateway; `queue_comment_interval_s` is 0 if comments are disabled."""
 
     upstream: UpstreamPool
     telemetry: Telemetry
     holders: ResponseHolders
     background: BackgroundWork
-    queued_comment_s: float = 0.0
+    queue_comment_interval_s: float = 0.0
 
 
 class ScheduledCall:
@@ -330,7 +330,7 @@ class ScheduledCall:
         return not seen
 
     def _start_comments(self) -> None:
-        job, interval_s = self._job, self._services.queued_comment_s
+        job, interval_s = self._job, self._services.queue_comment_interval_s
         if not job.submission.spec.streamed or job.assembles or not (interval_s or job.queue_form):
             return
         headers = job.incoming.id_headers

@@ -80,14 +80,14 @@ class GatewayConfig:
     # event of the stream, mostly one token, costs the gateway about 0.1 ms. Requests with tools or `echo`,
     # and other kinds of answers, are not assembled.
     assemble_answers: Annotated[bool, ADVANCED] = False
-    # Time to receive a body; after it, the body must arrive at `least_body_bytes_per_s` or more. Slower
+    # Time to receive a body; after it, the body must arrive at `min_body_bytes_per_s` or more. Slower
     # clients get 408, because each body that is being received holds memory.
     body_grace_s: Annotated[float, POSITIVE, INTERNAL] = 30.0
     # Minimum rate of a body after `body_grace_s`. At this rate 64 MiB take more than two hours.
-    least_body_bytes_per_s: Annotated[float, POSITIVE, INTERNAL] = 8_192.0
+    min_body_bytes_per_s: Annotated[float, POSITIVE, INTERNAL] = 8_192.0
     # Interval of `: queued` comments in streams that wait, so that no proxy closes a silent connection; many
     # do after 60 s. The first comment sends status 200, so later rejections are error events. 0 disables it.
-    queued_comment_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
+    queue_comment_interval_s: Annotated[float, NOT_NEGATIVE.hint("0 sends none"), ADVANCED] = 25.0
     # Log a line per concluded request on logger `ray.serve`; costs as much as a scheduling decision.
     log_requests: Annotated[bool, ADVANCED] = True
     # Trace requests with OpenTelemetry (extra `tracing`). The standard environment variables of the gateways,

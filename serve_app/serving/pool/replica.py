@@ -236,7 +236,10 @@ class PoolReplica:
             raise EngineError(f"{self!r} has not been started")
         self._server.check_health()
         silent_s = asyncio.get_running_loop().time() - self._read_at
-        if self._client.is_connected and silent_s > _MISSED_READINGS * self._settings.channel.report_s:
+        if (
+            self._client.is_connected
+            and silent_s > _MISSED_READINGS * self._settings.channel.report_interval_s
+        ):
             raise EngineError(f"the engine's load has been unknown for {silent_s:.0f} s: {self!r}")
         try:
             await asyncio.wait_for(self._engine.check_health(), self._settings.health_timeout_s)

@@ -26,11 +26,11 @@ from tests.relay import Relay
 
 # Faster than in production, yet slow enough for a busy machine.
 FAST = ChannelSettings(
-    heartbeat_s=0.1,
+    heartbeat_interval_s=0.1,
     dead_after_s=0.6,
     stuck_after_s=3.0,
     gateway_grace_s=0.8,
-    report_s=0.05,
+    report_interval_s=0.05,
     backoff_max_s=0.1,
 )
 PATIENCE_S = 30.0

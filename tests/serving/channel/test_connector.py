@@ -55,7 +55,7 @@ async def test_a_search_that_always_takes_longer_than_its_limit_succeeds(world: 
         await asyncio.sleep(0.3)
         return world.endpoint()
 
-    client = GatewayClient("g1", locate, replace(FAST, locate_s=0.1, handshake_s=10.0))
+    client = GatewayClient("g1", locate, replace(FAST, locate_timeout_s=0.1, handshake_timeout_s=10.0))
     client.start()
     await until(lambda: client.is_connected, "the search is given more time")
     await client.close()

@@ -51,7 +51,7 @@ async def test_requests_beyond_the_limit_are_rejected_while_the_scheduler_is_awa
     gateway = await world.gateway()
     world.kill()
     await until(lambda: not gateway.is_connected)
-    limit = world.channel.max_waiting_offline
+    limit = world.channel.max_queued_disconnected
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(gateway.acquire(submission(f"r{n}"))) for n in range(limit)]
     await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from tests.serving.channel.harness import ReplicaDouble, Simulation, Wire, sched
 
 from .builders import MODEL, TOKEN, Engine, gateway, serving
 
-CHANNEL = ChannelSettings(heartbeat_s=0.2, dead_after_s=10.0, gateway_grace_s=5.0, backoff_max_s=0.1)
+CHANNEL = ChannelSettings(heartbeat_interval_s=0.2, dead_after_s=10.0, gateway_grace_s=5.0, backoff_max_s=0.1)
 
 
 @dataclass

@@ -321,7 +321,7 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> N
 
 
 async def test_a_rejection_in_a_stream_that_waits_is_an_error_event() -> None:
-    async for waiting in _desk(queued_comment_s=0.05):
+    async for waiting in _desk(queue_comment_interval_s=0.05):
         waiting.dispatcher.gate.clear()
         waiting.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}

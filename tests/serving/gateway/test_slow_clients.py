@@ -17,7 +17,7 @@ HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.e
 
 
 async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -> None:
-    async with staged(body_grace_s=0.5, least_body_bytes_per_s=100_000.0) as stage:
+    async with staged(body_grace_s=0.5, min_body_bytes_per_s=100_000.0) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD)
         await eventually(lambda: stage.gateway.in_flight == 1)
@@ -33,7 +33,7 @@ async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -
 
 
 async def test_a_long_body_that_comes_at_a_fair_rate_is_taken() -> None:
-    async with staged(body_grace_s=1.0, least_body_bytes_per_s=1_000.0) as stage:
+    async with staged(body_grace_s=1.0, min_body_bytes_per_s=1_000.0) as stage:
         body = json.dumps(chat()).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD + b" " * (200_000 - len(body) - 10))
@@ -76,7 +76,7 @@ async def waiting_stream(stage: Stage) -> asyncio.Task[str]:
 @pytest.fixture
 async def queued() -> AsyncIterator[Stage]:
     """Run a gateway whose scheduler queues every request, with a comment every 0.1 s."""
-    async with staged(queued_comment_s=0.1) as stage:
+    async with staged(queue_comment_interval_s=0.1) as stage:
         stage.dispatcher.gate.clear()
         yield stage
 

@@ -157,7 +157,7 @@ async def _call(stage: Stage, send: Any, path: str = CHAT) -> None:
 
 async def test_a_client_that_does_not_read_its_comments_gets_no_answer_either() -> None:
     upstream = UpstreamSettings(stalled_client_timeout_s=0.3)
-    async with staged(upstream=upstream, queued_comment_s=0.05) as stage:
+    async with staged(upstream=upstream, queue_comment_interval_s=0.05) as stage:
         stage.dispatcher.gate.clear()
         blocked: list[Any] = []
 

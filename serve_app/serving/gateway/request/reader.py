@@ -238,7 +238,7 @@ class RequestReader:
                 held.data = piece
                 return
             _collect(pieces, piece)
-            deadline.reschedule(began + settings.body_grace_s + size / settings.least_body_bytes_per_s)
+            deadline.reschedule(began + settings.body_grace_s + size / settings.min_body_bytes_per_s)
             if is_last:
                 held.data = b"".join(pieces)
                 return
@@ -397,7 +397,7 @@ def _too_slow(settings: GatewaySettings) -> RequestRejected:
     return RequestRejected(
         Outcome.REJECTED_INVALID,
         f"the body has not arrived in {settings.body_grace_s:g} s and more for each "
-        f"{settings.least_body_bytes_per_s:g} bytes: send it faster",
+        f"{settings.min_body_bytes_per_s:g} bytes: send it faster",
         code="body_too_slow",
         status=408,
     )
