@@ -129,7 +129,7 @@ def _two_models(second_name: bytes = b"model", more: bytes = b"") -> bytes:
         (
             _two_models(b"other"),
             ["multipart/form-data; boundary=c", "multipart/form-data; boundary=b"],
-            "content-type twice",
+            "content-type occurs twice",
         ),
         # Of two fields, some engines read the first and others the last.
         (_two_models(), ["multipart/form-data; boundary=b"], "model occurs twice"),

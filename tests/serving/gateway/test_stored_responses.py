@@ -128,7 +128,7 @@ async def test_when_the_replica_is_gone_the_answer_says_so_and_no_other_is_asked
     ]
     for answer in answers:
         assert answer.status_code == 404
-        assert "the replica that kept it is gone" in answer.json()["error"]["message"]
+        assert "lost with its replica" in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -218,7 +218,7 @@ async def test_a_grant_for_another_replica_is_given_back_unused() -> None:
         dispatcher.script.append(elsewhere)
         rejected = await http.post(CREATE, json={**ASKED, "previous_response_id": "r"})
         assert rejected.status_code == 503
-        assert "the scheduler is of a release" in rejected.json()["error"]["message"]
+        assert "scheduler's release does not support" in rejected.json()["error"]["message"]
         assert dispatcher.submissions[-1].bound_to == f"r{kept_at}"
         assert not engines[1].bodies
         assert not dispatcher.held
