@@ -140,10 +140,10 @@ class IsolationSettings:
 class PrefillIsolation:
     """Learns the boundaries of prefill classes, and limits the long prefills in flight on a replica."""
 
-    def __init__(self, settings: IsolationSettings, delay: FeedbackDelay, *, wanted: bool) -> None:
+    def __init__(self, settings: IsolationSettings, delay: FeedbackDelay, *, isolates: bool) -> None:
         self._settings = settings
         self._delay = delay
-        self._wanted = wanted
+        self._isolates = isolates
         self._work: dict[int, float] = {}
         self._observed = 0
         self._short_arrived_at = 0.0
@@ -153,7 +153,7 @@ class PrefillIsolation:
     @property
     def is_enabled(self) -> bool:
         """True if long prefills are limited at all."""
-        return self._wanted and self._settings.max_long_prefills > 0
+        return self._isolates and self._settings.max_long_prefills > 0
 
     def retune(self, settings: IsolationSettings) -> None:
         """Apply other limits and shares from now on. The learned distribution of lengths is retained."""
@@ -232,11 +232,11 @@ class PrefillIsolation:
 
     def _longest_bucket(self) -> float:
         """Return the bucket at the share of longest work, or 0 if nearly all prompts have one length."""
-        wanted = self._settings.longest_work_share * sum(self._work.values())
+        target = self._settings.longest_work_share * sum(self._work.values())
         above = 0.0
         for bucket in sorted(self._work, reverse=True):
             above += self._work[bucket]
-            if above > wanted:
+            if above > target:
                 return float(bucket + 1)
         return 0.0
 

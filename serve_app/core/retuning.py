@@ -21,35 +21,33 @@ RETUNABLE = (
 """Paths of the settings that may change, including everything below them."""
 
 
-def checked_retuning(current: SchedulerSettings, wanted: SchedulerSettings) -> SchedulerSettings:
-    """Return `wanted`. Raise `ValueError` if it differs from `current` in other than retunable settings."""
+def checked_retuning(current: SchedulerSettings, new: SchedulerSettings) -> SchedulerSettings:
+    """Return `new`. Raise `ValueError` if it differs from `current` in other than retunable settings."""
     # A separate event changes it, and a tuner may not know the current value.
-    wanted = replace(wanted, active_share=current.active_share)
-    was, will = current.isolation.max_long_prefills, wanted.isolation.max_long_prefills
+    new = replace(new, active_share=current.active_share)
+    was, will = current.isolation.max_long_prefills, new.isolation.max_long_prefills
     # Isolation cannot be enabled or disabled, because queued requests have no prefill class, or one that
     # would not be used.
-    isolation = wanted.isolation if (was > 0) is (will > 0) else current.isolation
+    isolation = new.isolation if (was > 0) is (will > 0) else current.isolation
     allowed = replace(
         current,
-        ewsjf=replace(current.ewsjf, weights=wanted.ewsjf.weights),
+        ewsjf=replace(current.ewsjf, weights=new.ewsjf.weights),
         isolation=isolation,
         backpressure=replace(
             current.backpressure,
-            target_waiting=wanted.backpressure.target_waiting,
-            batch_target_waiting=wanted.backpressure.batch_target_waiting,
-            tpot_gate_s=wanted.backpressure.tpot_gate_s,
-            max_prefill_backlog_s=wanted.backpressure.max_prefill_backlog_s,
+            target_waiting=new.backpressure.target_waiting,
+            batch_target_waiting=new.backpressure.batch_target_waiting,
+            tpot_gate_s=new.backpressure.tpot_gate_s,
+            max_prefill_backlog_s=new.backpressure.max_prefill_backlog_s,
         ),
-        engine_priority=replace(
-            current.engine_priority, target_waiting=wanted.engine_priority.target_waiting
-        ),
+        engine_priority=replace(current.engine_priority, target_waiting=new.engine_priority.target_waiting),
     )
-    if allowed != wanted:
+    if allowed != new:
         changed = [
-            each.name for each in fields(wanted) if getattr(allowed, each.name) != getattr(wanted, each.name)
+            each.name for each in fields(new) if getattr(allowed, each.name) != getattr(new, each.name)
         ]
         raise ValueError(
             f"{', '.join(changed)} cannot change in a running scheduler; retunable settings: "
             f"{', '.join(RETUNABLE)}"
         )
-    return wanted
+    return new

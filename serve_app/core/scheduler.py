@@ -105,7 +105,7 @@ class Scheduler:
         )
         self.estimator = estimator or TokenEstimator(settings.estimator)
         self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
-        self.isolation = PrefillIsolation(settings.isolation, lag, wanted=self._policy.isolates)
+        self.isolation = PrefillIsolation(settings.isolation, lag, isolates=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
         priorities = EnginePriorities(settings.engine_priority)
         self.in_flight = InFlight(self.ledger, self._prefills, self.suspensions, priorities)

@@ -323,7 +323,7 @@ class SlotRate:
         work, reached = self._competing(pools)
         if not work.tokens:
             return True
-        wanted = _ROUNDING_MARGIN * min(work_ahead, work.tokens) * work.requests / work.tokens
+        remaining = _ROUNDING_MARGIN * min(work_ahead, work.tokens) * work.requests / work.tokens
         for pool in sorted(reached):
             for state in self._ledger.of_pool(pool):
                 if not state.is_alive:
@@ -331,8 +331,8 @@ class SlotRate:
                 share = self._share(state, work)
                 if share is None:
                     return True
-                wanted -= seconds * share[0] + share[1]
-                if wanted < 0:
+                remaining -= seconds * share[0] + share[1]
+                if remaining < 0:
                     return True
         return False
 

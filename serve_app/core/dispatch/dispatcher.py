@@ -324,11 +324,11 @@ class Dispatcher:
         query = _bound(head, query)
         if not head.put_backs:
             return query
-        wanted = query.destination
-        elsewhere = wanted.replica_id is None and any(
+        destination = query.destination
+        elsewhere = destination.replica_id is None and any(
             state.is_usable
             and state.spec.replica_id not in head.avoided
-            and wanted.admits(state.spec.replica_id, state.spec.adapters)
+            and destination.admits(state.spec.replica_id, state.spec.adapters)
             for pool in head.pools
             for state in self._ledger.of_pool(pool)
         )
@@ -378,7 +378,7 @@ class Dispatcher:
             yield first, False
         if not openings:
             return
-        wanted = {
+        queries = {
             priority: HeadQuery(
                 priority,
                 [group for group in openings if group.priority is priority],
@@ -387,10 +387,10 @@ class Dispatcher:
             for priority in queue.waiting_classes()
         }
         for priority in self._floors.owed():
-            if priority in wanted:
-                for head in queue.heads(wanted[priority], now):
+            if priority in queries:
+                for head in queue.heads(queries[priority], now):
                     yield head, False
-        for priority, query in wanted.items():
+        for priority, query in queries.items():
             needs_empty_engine_queue = priority is PriorityClass.BATCH
             for head in queue.heads(query, now):
                 yield head, needs_empty_engine_queue
@@ -416,11 +416,11 @@ class Dispatcher:
         is_reserved = reservation is not None and reservation.scheduled is head
         reserved = "; capacity is reserved for it" if is_reserved else ""
         roomy = _bound(head, CapacityQuery(pool, tokens))
-        wanted = roomy.destination
-        if wanted is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
-            if wanted.replica_id is not None:
-                return f"it is bound to replica {wanted.replica_id}, which accepts no requests now"
-            return f"no replica with the adapter {wanted.adapter} accepts requests now"
+        destination = roomy.destination
+        if destination is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
+            if destination.replica_id is not None:
+                return f"it is bound to replica {destination.replica_id}, which accepts no requests now"
+            return f"no replica with the adapter {destination.adapter} accepts requests now"
         elsewhere = self._query(head, roomy)
         isolated = replace(elsewhere, long_limits=self._limits(head, now))
         alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)

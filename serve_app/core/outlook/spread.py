@@ -71,10 +71,10 @@ class RatioSpread:
         return self._quantiles
 
     def _quantile(self, share: float) -> float:
-        wanted, seen = share * self._total, 0.0
+        target, seen = share * self._total, 0.0
         for place, weight in enumerate(self._weights):
-            if weight and seen + weight >= wanted:
-                octaves: float = _MIN_OCTAVE + (place + (wanted - seen) / weight) / _PER_OCTAVE
+            if weight and seen + weight >= target:
+                octaves: float = _MIN_OCTAVE + (place + (target - seen) / weight) / _PER_OCTAVE
                 return math.exp2(octaves)
             seen += weight
         return math.exp2(_MAX_OCTAVE)

@@ -467,16 +467,16 @@ class RequestQueue:
         """
         return self.policy.promotes
 
-    def heads(self, wanted: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
+    def heads(self, query: HeadQuery, now: float) -> Iterator[ScheduledRequest]:
         """Yield heads in the order of shares and scores."""
-        priority, tenants = wanted.priority, self._tenants[wanted.priority]
-        if not wanted.groups:
+        priority, tenants = query.priority, self._tenants[query.priority]
+        if not query.groups:
             return
         if not self.is_fair or len(tenants) == 1:
-            yield from self._ranked(tenants, wanted, now)
+            yield from self._ranked(tenants, query, now)
             return
-        for equals in self.shares[priority].order(_few_tenants(wanted.groups)):
-            yield from self._ranked(equals, wanted, now)
+        for equals in self.shares[priority].order(_few_tenants(query.groups)):
+            yield from self._ranked(equals, query, now)
 
     @property
     def has_returned(self) -> bool:
@@ -628,27 +628,27 @@ class RequestQueue:
             del tenant.sub_queues[sub_queue.key]
             sub_queue.group.close(scheduled.request.tenant, sub_queue)
 
-    def _ranked(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
-        """Return the heads that `wanted` selects of some tenants, in the order of scores."""
+    def _ranked(self, tenants: Iterable[str], query: HeadQuery, now: float) -> list[ScheduledRequest]:
+        """Return the heads that `query` selects of some tenants, in the order of scores."""
         heads: list[ScheduledRequest] = []
-        for group in wanted.groups:
+        for group in query.groups:
             of_tenants = group.tenants
             for tenant in tenants:
                 if tenant in of_tenants:
                     heads += group.heads_of(tenant)
         if not heads:
             return heads
-        heads += self._related_heads(tenants, wanted, now)
+        heads += self._related_heads(tenants, query, now)
         if len(heads) > 1:
             self.policy.rank(heads, now)
         return self._within_bounds(heads, now) if self.policy.bounds_delay else heads
 
-    def _related_heads(self, tenants: Iterable[str], wanted: HeadQuery, now: float) -> list[ScheduledRequest]:
+    def _related_heads(self, tenants: Iterable[str], query: HeadQuery, now: float) -> list[ScheduledRequest]:
         """Return heads of other groups if the order of the selected heads depends on them."""
         policy = self.policy
         if not (policy.omits_heads or policy.bounds_delay):
             return []
-        others = [group for group in wanted.others if group not in wanted.groups]
+        others = [group for group in query.others if group not in query.groups]
         rest = [head for group in others for tenant in tenants for head in group.heads_of(tenant)]
         if policy.omits_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
             return rest

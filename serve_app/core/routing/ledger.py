@@ -203,14 +203,16 @@ class OpenReplicas:
 
     def _best_of_some(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """Return the best replica for a request that excludes single replicas."""
-        wanted = query.destination
-        if wanted.replica_id is not None:
-            state = self._replicas.get(wanted.replica_id)
+        destination = query.destination
+        if destination.replica_id is not None:
+            state = self._replicas.get(destination.replica_id)
             return state if state is not None and self.fits(state, query, now) else None
-        if wanted.adapter is None:
+        if destination.adapter is None:
             return self._first_that_fits(query, now)
-        holders = self._holders.of(wanted.adapter)
-        fitting = _prefer_warm([state for state in holders if self.fits(state, query, now)], wanted.adapter)
+        holders = self._holders.of(destination.adapter)
+        fitting = _prefer_warm(
+            [state for state in holders if self.fits(state, query, now)], destination.adapter
+        )
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
         )

@@ -65,7 +65,7 @@ def check_version(state: Snapshot, expected: int) -> None:
         raise ValueError(f"learned state has version {version:g}, this release reads {expected}; delete it")
 
 
-def _malformed(name: str, wanted: str, value: object) -> ValueError:
+def _malformed(name: str, expected: str, value: object) -> ValueError:
     return ValueError(
-        f"learned state: {name!r} must be {wanted}, got {str(value)[:80]!r}; delete the state to learn again"
+        f"learned state: {name!r} must be {expected}, got {str(value)[:80]!r}; delete the state"
     )

@@ -47,6 +47,6 @@ def test_delayed_feedback_admits_more_long_prefills_and_prompt_feedback_none() -
     settings = IsolationSettings(max_long_prefills=2, max_longest_prefills=1, no_short_s=1e6)
     for delay_s, limits in ((0.01, (2, 1)), (0.45, (4, 2))):
         delay = measured(delay_s, long_s=0.4)
-        isolation = PrefillIsolation(settings, delay, wanted=True)
+        isolation = PrefillIsolation(settings, delay, isolates=True)
         assert isolation.limits(PrefillClass.LONGEST, 0.0) == limits
         assert isolation.limits(PrefillClass.SHORT, 0.0) == ()

@@ -19,7 +19,7 @@ def make_driver(**changes: Any) -> ManualDriver:
 
 def isolating(lengths: Sequence[int] = (), **changes: Any) -> PrefillIsolation:
     """Return prefill isolation that has observed prompts of these lengths."""
-    isolation = PrefillIsolation(IsolationSettings(**changes), FeedbackDelay(), wanted=True)
+    isolation = PrefillIsolation(IsolationSettings(**changes), FeedbackDelay(), isolates=True)
     for length in lengths:
         isolation.observe(length)
     return isolation
