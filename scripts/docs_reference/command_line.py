@@ -19,7 +19,7 @@ experiments. After an installation with pip the same commands are there as `ewsj
 Exit statuses: 0 when it worked, 2 when the arguments or the input are wrong, 130 when interrupted.
 """
 
-_DEFAULT_IN_HELP = re.compile(r"\s*\(%\(default\)s\)")
+_DEFAULT_IN_HELP = re.compile(r"\s*\(default: %\(default\)[sg]\)")
 
 
 def command_line_page() -> str:
@@ -36,7 +36,7 @@ def _section(entry: CommandEntry) -> str:
     for group in parser._action_groups:  # noqa: SLF001 - argparse names no public way to its groups
         if actions := group._group_actions:  # noqa: SLF001 - same
             title = (group.title or "options").capitalize()
-            parts += [f"### {title} of {entry.name}", sentence(group.description or "")]
+            parts += [f"### {entry.name}: {title.lower()}", sentence(group.description or "")]
             parts.append(table(("Option", "Default", "Meaning"), map(_row, actions)))
     return "\n\n".join(part for part in parts if part)
 

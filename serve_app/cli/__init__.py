@@ -43,31 +43,23 @@ class CommandEntry:
 
 
 COMMANDS: tuple[CommandEntry, ...] = (
-    CommandEntry(
-        "init", "write a first configuration: asks what there is, or takes it as options", "init.command"
-    ),
-    CommandEntry(
-        "check", "say what is wrong with a configuration, with line numbers, before anything starts"
-    ),
+    CommandEntry("init", "write a first configuration, from prompts or from options", "init.command"),
+    CommandEntry("check", "validate a configuration before anything starts, with line numbers"),
     CommandEntry("serve", "check a configuration and serve its application until Ctrl-C", "serve.command"),
-    CommandEntry("stop", "stop an application in good order: open answers may end"),
+    CommandEntry("stop", "stop an application gracefully: in-flight requests are completed"),
     CommandEntry("status", "show queues, replicas, tenants and the tuner of a running application"),
-    CommandEntry("mode", "show or change how much of the traffic of a running application is scheduled"),
-    CommandEntry("explain", "say where the time of a request went, and why it waited"),
+    CommandEntry("mode", "show or set the share of a running application's traffic that is scheduled"),
+    CommandEntry("explain", "show where a request spent its time, and why it was queued"),
     CommandEntry("capture", "write the requests of the last ten minutes as a trace, without their text"),
-    CommandEntry("keys", "make, list and revoke API keys in a file, and show what was used with each"),
-    CommandEntry(
-        "doctor", "say what is wrong with a running application, the worst first, each with the next step"
-    ),
-    CommandEntry("simulate", "play a trace on simulated replicas, with any policies side by side"),
-    CommandEntry(
-        "replay", "feed a decision log to a new scheduler: the same events must give the same commands"
-    ),
-    CommandEntry("bench", "open-loop load against a live endpoint, or against two in turns, from a trace"),
-    CommandEntry("plan", "size a fleet to latency limits: one pool or two, verified in simulation"),
-    CommandEntry("tune", "search better scheduler settings for a trace in the digital twin"),
+    CommandEntry("keys", "create, list and revoke API keys in a file, and show the usage of each"),
+    CommandEntry("doctor", "diagnose a running application: findings by severity, each with a next step"),
+    CommandEntry("simulate", "simulate a trace on a fleet and compare policies"),
+    CommandEntry("replay", "replay a decision log in a new scheduler and compare the commands"),
+    CommandEntry("bench", "run open-loop load from a trace against one endpoint, or compare two"),
+    CommandEntry("plan", "size a fleet for latency limits: one pool or two, verified in simulation"),
+    CommandEntry("tune", "search for better scheduler settings for a trace, in the digital twin"),
     CommandEntry("calibrate", "fit an engine profile to the request timestamps of a real engine"),
-    CommandEntry("completion", "print a script that completes commands in a shell"),
+    CommandEntry("completion", "print a completion script for a shell"),
 )
 """All sub-commands. To add one, write a module with a `Command` named `COMMAND`, and add it here."""
 

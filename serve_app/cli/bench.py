@@ -74,7 +74,7 @@ Driven = TypeVar("Driven")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add all arguments."""
-    parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", required=True, help="URL of the endpoint, such as http://127.0.0.1:8000")
     _configure_comparison(parser.add_argument_group("comparison"))
     _configure_workload(parser.add_argument_group("workload"))
     _configure_requests(parser.add_argument_group("requests"))
@@ -85,68 +85,110 @@ def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--compare",
         metavar="URL",
-        help="a second endpoint, which gets the same requests in turns with the first: prints the "
-        "differences with their 95 %% intervals",
+        help="second endpoint, which receives the same requests in alternation with the first: print the "
+        "differences with 95 %% confidence intervals",
     )
     group.add_argument(
         "--slice-s",
         type=positive_float,
         default=10.0,
-        help="seconds of the trace that one endpoint gets before it is the other's turn (%(default)s)",
+        help="seconds of the trace per slice, after which the other endpoint receives the requests (default: "
+        "%(default)s)",
     )
-    group.add_argument("--compare-model", help="the model to ask the second endpoint for (as for the first)")
-    group.add_argument("--compare-api-key", help="of the second endpoint (that of the first)")
+    group.add_argument("--compare-model", help="model of the second endpoint (default: that of the first)")
+    group.add_argument(
+        "--compare-api-key", help="API key of the second endpoint (default: that of the first)"
+    )
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--trace",
         required=True,
-        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+        help="azure-code, azure-conv, lmsys, paper-mix or a trace file; names joined by + are merged",
     )
-    group.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    group.add_argument("--rate", type=positive_float, help="requests per second (default: the trace's rate)")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--duration", type=positive_float, help="seconds for which requests arrive")
-    size.add_argument("--requests", type=positive_int, help="how many requests")
-    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    size.add_argument("--duration", type=positive_float, help="duration of the arrivals in seconds")
+    size.add_argument("--requests", type=positive_int, help="number of requests")
+    group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
     group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
-    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
-    group.add_argument("--seed", type=int, default=0, help="of all chance in the run (%(default)s)")
+    group.add_argument("--traces-folder", type=Path, help="folder of trace files (default: EWSJF_TRACES)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of all random numbers (default: %(default)s)"
+    )
 
 
 def _configure_requests(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--model", help="the model to ask for (the first that the endpoint serves)")
-    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="(OPENAI_API_KEY)")
+    group.add_argument("--model", help="model (default: the first that the endpoint serves)")
+    group.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="API key (default: OPENAI_API_KEY)"
+    )
     group.add_argument(
         "--endpoint",
         choices=[one.name.lower() for one in BenchEndpoint],
         default="chat",
-        help="(%(default)s)",
+        help="API to use (default: %(default)s)",
     )
     group.add_argument(
         "--body",
         type=BodyKind,
         choices=list(BodyKind),
         default=BodyKind.EMULATED,
-        help="emulated: exact token counts by extra fields; text: for real engines (%(default)s)",
+        help="emulated: exact token counts in extra fields; text: prompts for real engines (default: "
+        "%(default)s)",
     )
-    group.add_argument("--bytes-per-token", type=positive_float, default=5.0, help="of text (%(default)s)")
-    group.add_argument("--max-tokens", type=int, help="what clients state (the true length; 0: nothing)")
-    group.add_argument("--ignore-eos", action="store_true", help="exact lengths from a real vLLM (body text)")
-    group.add_argument("--no-stream", action="store_true", help="ask for whole answers")
-    group.add_argument("--timeout-s", type=positive_float, default=600.0, help="per request (%(default)s)")
-    group.add_argument("--max-in-flight", type=positive_int, default=4096, help="(%(default)s)")
+    group.add_argument(
+        "--bytes-per-token",
+        type=positive_float,
+        default=5.0,
+        help="bytes per token of --body text (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        help="max_tokens of all requests; 0 for none (default: the true output length)",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="set ignore_eos, so that a real vLLM generates the exact lengths",
+    )
+    group.add_argument(
+        "--no-stream", action="store_true", help="request complete responses instead of streams"
+    )
+    group.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=600.0,
+        help="time limit of a request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-in-flight",
+        type=positive_int,
+        default=4096,
+        help="maximum concurrent requests (default: %(default)s)",
+    )
 
 
 def _configure_results(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--warm-up-s", type=float, default=0.0, help="leave out requests that arrive earlier")
-    group.add_argument("--slo-ttft-s", type=positive_float, default=2.0, help="for goodput (%(default)s)")
-    group.add_argument("--slo-tpot-s", type=positive_float, default=0.08, help="for goodput (%(default)s)")
+    group.add_argument("--warm-up-s", type=float, default=0.0, help="exclude requests that arrive earlier")
     group.add_argument(
-        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+        "--slo-ttft-s", type=positive_float, default=2.0, help="TTFT limit of goodput (default: %(default)s)"
+    )
+    group.add_argument(
+        "--slo-tpot-s", type=positive_float, default=0.08, help="TPOT limit of goodput (default: %(default)s)"
+    )
+    group.add_argument(
+        "--short-at",
+        type=positive_int,
+        default=SHORT_AT_TOKENS,
+        help="maximum tokens of a short prompt (default: %(default)s)",
     )
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
-    group.add_argument("--records", type=Path, metavar="OUT", help="write raw records, a JSON object a line")
+    group.add_argument(
+        "--records", type=Path, metavar="OUT", help="write raw records, one JSON object per line"
+    )
     add_report_argument(group)
 
 
@@ -194,19 +236,19 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
 def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
     """Yield warnings if the client itself affected the results of `total` requests."""
     if client.interrupted:
-        yield "interrupted: the figures are of the requests that had been sent"
+        yield "interrupted: the results cover only the requests that were sent"
     if client.late > total / 100:
         yield (
             f"the client was late: {client.late:,} of {total:,} requests were sent more than "
-            f"{LATE_AFTER_S * 1000:.0f} ms after their time, which counts as latency: lower the rate, or "
-            "give the client a core of its own"
+            f"{LATE_AFTER_S * 1000:.0f} ms late, which counts as latency: lower the rate, or "
+            "give the client a dedicated core"
         )
     if client.held_back:
-        yield f"{client.held_back:,} requests were held back at the limit: raise --max-in-flight"
+        yield f"{client.held_back:,} requests were delayed by the client's limit: raise --max-in-flight"
     if client.wrong_length:
-        yield f"{client.wrong_length:,} answers do not have the length in the trace"
+        yield f"{client.wrong_length:,} responses do not have the length in the trace"
     if client.without_usage:
-        yield f"{client.without_usage:,} answers have no usage: token counts are those of the trace"
+        yield f"{client.without_usage:,} responses have no usage: their token counts are those of the trace"
 
 
 def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSettings) -> int:
@@ -228,7 +270,9 @@ def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSett
     late = {number for number, request in enumerate(trace.requests) if request.arrival_s >= first}
     pairs = [pair for place, pair in enumerate(played.pairs) if place in late]
     if not pairs:
-        raise BenchError("no slice was completed at both endpoints after the warm-up: nothing to compare")
+        raise BenchError(
+            "no slice was completed at both endpoints after the warm-up, so there is nothing to compare"
+        )
     found = compare(pairs)
     played = Interleaved(pairs, played.client)
     say(
@@ -310,7 +354,9 @@ def _allow_connections(wanted: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BenchError(f"--max-in-flight {wanted} needs {needed} open files, the limit is {hard}: lower it")
+        raise BenchError(
+            f"--max-in-flight {wanted} needs {needed} open files, but the limit is {hard}: lower it"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
@@ -363,9 +409,9 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
     try:
         answer = request(url, api_key)
     except NoAnswerError as exc:
-        raise BenchError(f"cannot reach {url}: {exc}; is the server running?") from exc
+        raise BenchError(f"cannot reach {url}: {exc}; check that the server is running") from exc
     if not answer.is_success:
-        raise BenchError(f"{url} answers {answer.status}: give --api-key if it asks for one")
+        raise BenchError(f"{url} returned {answer.status}: give --api-key if it requires one")
     try:
         return [str(model["id"]) for model in json.loads(answer.body)["data"]]
     except (ValueError, KeyError, TypeError) as exc:

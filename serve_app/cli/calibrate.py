@@ -19,8 +19,8 @@ _EXAMPLE = """example:
   python -m serve_app calibrate --measurements out/requests.jsonl --kv-tokens 41408 --max-model-len 16384 \\
       --out out/my-model-my-gpu-tp1.yaml
 
-The errors are those on the requests that were not fitted: their arrivals and lengths are replayed, and their
-timings compared. They are errors of the distributions' statistics (mean against mean, p90 against p90).
+Errors are measured on the held-out requests, whose arrivals and lengths are replayed. They compare statistics
+of the distributions (mean with mean, p90 with p90).
 """
 # Default of --fit-first: two thirds show the engine filling up and at its limits, and a third gives a stable
 # p90.
@@ -36,23 +36,26 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help="an engine's own timestamps, or the records of `bench --records`",
+        help="timestamps of an engine, or the records of `bench --records`",
     )
-    parser.add_argument("--replica", metavar="NAME", help="of records of several replicas, the one to fit")
-    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml")
+    parser.add_argument("--replica", metavar="NAME", help="replica to fit, if the records are of several")
+    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.yaml", help="profile to write")
     parser.add_argument(
-        "--fit-first", type=positive_int, metavar="N", help="requests to fit, by arrival (two thirds)"
+        "--fit-first",
+        type=positive_int,
+        metavar="N",
+        help="number of requests to fit, by arrival (default: two thirds)",
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write profile and errors as JSON")
-    limits = parser.add_argument_group(
-        "limits of the engine", "taken from --profile; these flags override them"
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="also write the profile and its errors as JSON"
     )
-    limits.add_argument("--profile", metavar="NAME", help="a profile, of which only the limits are used")
+    limits = parser.add_argument_group("limits of the engine", "default: those of --profile")
+    limits.add_argument("--profile", metavar="NAME", help="profile that provides the limits")
     limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS")
     limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS")
     limits.add_argument("--max-num-seqs", type=positive_int, metavar="N")
     limits.add_argument("--max-num-batched-tokens", type=positive_int, metavar="TOKENS")
-    limits.add_argument("--gpus", type=positive_int, metavar="N", help="that one engine occupies")
+    limits.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs per engine")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -60,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     measurements = read_measurements(args.measurements, args.replica)
     _report_skipped(measurements)
     if measurements.engines:
-        warn("the timestamps are a client's: TTFT includes the network and the tokenizer")
+        warn("the timestamps are those of a client: TTFT includes the network and the tokenizer")
     requests = measurements.requests
     fit_first = _fit_first(args.fit_first, len(requests))
     profile = _limits(args, measurements, fit_first)
@@ -72,8 +75,8 @@ def _run(args: argparse.Namespace) -> int:
     played = replay(requests, settings, step_time, part=unseen)
     accuracy = compare(played, measured(requests[unseen]))
     unseen_count = len(requests) - fit_first
-    say(f"{unseen_count} requests that were not fitted (of {len(requests)})\n\n{_table(accuracy)}\n")
-    say(f"for prefill isolation, give the engine long_prefill_token_threshold {step_time.chunk_tokens()}")
+    say(f"{unseen_count} held-out requests (of {len(requests)})\n\n{_table(accuracy)}\n")
+    say(f"for prefill isolation, set the engine's long_prefill_token_threshold to {step_time.chunk_tokens()}")
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
         write_json(args.json, _document(profile, accuracy, measurements, fit_first))
@@ -83,20 +86,20 @@ def _run(args: argparse.Namespace) -> int:
 def _check_outputs(args: argparse.Namespace) -> None:
     """Validate the output paths before the work."""
     if args.out.suffix not in {".yaml", ".yml"}:
-        raise SettingsError(f"--out {args.out}: the name of a profile's file must end in .yaml")
+        raise SettingsError(f"--out {args.out}: the file name of a profile must end in .yaml")
     for path in (args.out, args.json):
         if path is None or path.parent.is_dir():
             continue
         # A missing folder such as `out` is created. If its parent is missing as well, the path is probably
         # wrong.
         if not path.parent.parent.is_dir():
-            raise SettingsError(f"{path}: there is no directory {path.parent}")
+            raise SettingsError(f"{path}: directory {path.parent} does not exist")
         path.parent.mkdir()
 
 
 def _report_skipped(measurements: Measurements) -> None:
     for reason, rows in measurements.skipped.most_common():
-        warn(f"{rows} row{'s' if rows > 1 else ''} left out: {reason}")
+        warn(f"{rows} row{'s' if rows > 1 else ''} skipped: {reason}")
 
 
 def _fit_first(wanted: int | None, available: int) -> int:
@@ -105,8 +108,8 @@ def _fit_first(wanted: int | None, available: int) -> int:
         wanted = round(available * _DEFAULT_FIT_RATIO)
     if not MIN_FITTED <= wanted <= most:
         raise CalibrationError(
-            f"cannot fit {wanted} of {available} readable requests: at least {MIN_FITTED} are needed to fit "
-            f"and {_MIN_UNSEEN} to judge by; measure more, or change --fit-first"
+            f"cannot fit {wanted} of {available} readable requests: at least {MIN_FITTED} are needed for the "
+            f"fit and {_MIN_UNSEEN} held out; measure more, or change --fit-first"
         )
     return wanted
 
@@ -126,7 +129,7 @@ def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int
         for name in ("kv_tokens", "max_model_len"):
             if name not in given:
                 flag = f"--{name.replace('_', '-')}"
-                raise SettingsError(f"the engine's {name} is not known: give {flag}, or --profile NAME")
+                raise SettingsError(f"the engine's {name} is unknown: give {flag}, or --profile NAME")
         profile = EngineProfile(step_time=step_time, **given)
     longest = max(request.prompt_tokens + request.output_tokens for request in measurements.requests)
     if longest > profile.max_model_len:
@@ -168,7 +171,7 @@ def _table(accuracy: dict[str, Accuracy]) -> str:
         ours, errors = asdict(found.played), asdict(found.errors)
         for name, value in asdict(found.measured).items():
             rows.append((metric, name, f"{value:.4f}", f"{ours[name]:.4f}", f"{errors[name]:+.2%}"))
-    return shown_table(("", "", "measured s", "played s", "error"), rows, text_columns=2, key_columns=2)
+    return shown_table(("", "", "measured s", "replayed s", "error"), rows, text_columns=2, key_columns=2)
 
 
 COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -13,7 +13,9 @@ class CaptureError(ServeAppError):
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="the file, in Mooncake's format (JSON lines)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to write, in Mooncake's format (JSON lines)"
+    )
     add_address(parser)
 
 
@@ -21,13 +23,13 @@ def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
     answer = answer_of(url, "/debug/capture", api_key_for(url, args.api_key))
     if not answer.is_success:
-        hint = ": give --api-key with a key that has `admin`" if answer.is_rejected else ""
-        raise CaptureError(f"the application answered {answer}{hint}")
+        hint = ": give an admin key with --api-key" if answer.is_rejected else ""
+        raise CaptureError(f"the application returned {answer}{hint}")
     lines = answer.body
     count = lines.count(b"\n")
     if not count:
         raise CaptureError(
-            "no request has completed in the last ten minutes whose tokens were counted: nothing is written"
+            "no request with token counts completed in the last ten minutes: nothing is written"
         )
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
     say(
-        f"{count:,} requests in {args.out}; "
-        f"play them again with: python -m serve_app simulate --trace {args.out}"
+        f"{count:,} requests in {args.out}; replay them with: python -m serve_app simulate --trace {args.out}"
     )
     return 0
 

@@ -22,22 +22,20 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="another machine is to run it: do not ask for ports, cores, GPUs, memory and folders here",
+        help="skip checks of this machine (ports, cores, GPUs, memory, folders), because another one runs it",
     )
     parser.add_argument(
         "--gpu",
         type=_known_gpu,
-        help=f"the card of the engines, for what they can hold: {', '.join(gpu_names())} (this machine's, or "
-        "a pool's resources.accelerator_type)",
+        help=f"GPU of the engines, to compute their capacity: {', '.join(gpu_names())} (default: this "
+        "machine's; a pool's resources.accelerator_type takes precedence)",
     )
 
 
 def _known_gpu(name: str) -> str:
     found = find_gpu(name)
     if found is None:
-        raise argparse.ArgumentTypeError(
-            f"there are no figures for {name!r}: use one of {', '.join(gpu_names())}"
-        )
+        raise argparse.ArgumentTypeError(f"{name!r} is not a known GPU: use one of {', '.join(gpu_names())}")
     return found
 
 
@@ -49,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
         if found.mistakes:
             status = 2
         else:
-            say(f"{config} has no mistakes" if found.warnings else f"{config} is fine")
+            say(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
     return status
 
 

@@ -105,9 +105,7 @@ def command_line(args: argparse.Namespace, secrets: Collection[str | None] = ())
 
 def add_report_argument(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
     """Add the argument `--report`."""
-    group.add_argument(
-        "--report", type=_page, metavar="FILE", help="write a report for a browser, one HTML file"
-    )
+    group.add_argument("--report", type=_page, metavar="FILE", help="write a report, as one HTML file")
 
 
 def _page(text: str) -> Path:
@@ -117,7 +115,7 @@ def _page(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
     inside = next((each for each in path.parents if each.exists()), None)
     if inside is not None and not inside.is_dir():
-        raise argparse.ArgumentTypeError(f"{inside} is a file, so nothing can be written to {text!r}")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {inside} is a file")
     return path
 
 

@@ -10,7 +10,7 @@ _EXECUTABLE = "ewsjf"
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that is to read the script")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads the script")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -23,7 +23,7 @@ COMMAND = Command(
         "example:\n"
         "  python -m serve_app completion bash\n"
         "\n"
-        'in ~/.bashrc or ~/.zshrc: eval "$(ewsjf completion bash)", with zsh for bash there; '
+        'in ~/.bashrc: eval "$(ewsjf completion bash)"; in ~/.zshrc: eval "$(ewsjf completion zsh)"; '
         "in fish: ewsjf completion fish | source"
     ),
     configure=_configure,

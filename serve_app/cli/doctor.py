@@ -139,23 +139,24 @@ _SKEW_S = 30.0
 
 def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
     """Return the finding for an address that does not answer."""
-    what = f"nothing answers at {url}: {reason}"
+    what = f"nothing responds at {url}: {reason}"
     if mine := instance_at(url, running):
         return Trouble(
             Severity.DOWN,
-            f"{what}; the application of {mine.config} starts there, or is about to end",
-            f"wait for it; its terminal says how far it is, and the whole story is in {mine.folder}",
+            f"{what}; the application of {mine.config} is starting or stopping there",
+            f"wait; its terminal shows the progress, and its logs are in {mine.folder}",
         )
     if held := _held(url):
         return Trouble(
             Severity.DOWN,
-            f"{what}, though its port is taken{held}",
-            "if that is the application, it hangs or starts: see its logs; if not, end it or give --url",
+            f"{what}, but its port is in use{held}",
+            "if this is the application, it is starting or hanging: see its logs; otherwise stop it or give "
+            "--url",
         )
     if running:
         known = ", ".join(f"{each.url} ({each.config})" for each in running)
-        return Trouble(Severity.DOWN, what, f"applications run here at {known}: give --url")
-    return Trouble(Severity.DOWN, what, f"start it: {program()} serve CONFIG; or give its --url")
+        return Trouble(Severity.DOWN, what, f"give --url; applications run here at {known}")
+    return Trouble(Severity.DOWN, what, f"start it with {program()} serve CONFIG, or give --url")
 
 
 def is_ours(seen: Inspection) -> bool:
@@ -171,13 +172,13 @@ def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
         folder = f" in {mine.folder}" if mine is not None else ""
         return Trouble(
             Severity.DOWN,
-            f"a proxy answers at {url} with {seen.health.status}, and no gateway behind it does",
-            f"wait if it was just started; otherwise see the logs{folder}, and start it anew",
+            f"a proxy responds at {url} with {seen.health.status}, but no gateway behind it responds",
+            f"wait if it was just started; otherwise see the logs{folder} and restart it",
         )
     return Trouble(
         Severity.DOWN,
-        f"what answers at {url}{_held(url)} is no application of this project (/ready: {seen.ready.status})",
-        "give the application's own address by --url, or its prefix when it is served below one",
+        f"the server at {url}{_held(url)} is not a gateway of this project (/ready: {seen.ready.status})",
+        "give the application's own address with --url, including its route_prefix",
     )
 
 
@@ -187,8 +188,8 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
     if document.get("status") == "stopping":
         yield Trouble(
             Severity.DOWN,
-            "the application is stopping: it rejects new requests and lets open answers end",
-            "wait for it to end, then start it anew",
+            "the application is stopping: it rejects new requests and completes those in flight",
+            "wait until it has stopped, then restart it",
         )
     for model in document.get("models_without_replica", ()):
         cause = _cause(model, mine) if mine is not None else ""
@@ -196,17 +197,17 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
         yield Trouble(
             Severity.DOWN,
             f"model {model} has no replica, so its requests are rejected with 503"
-            + (f"; the last error of an engine: {cause}" if cause else ""),
-            f"wait while an engine starts; if none comes, {where}",
+            + (f"; first error of its engine: {cause}" if cause else ""),
+            f"wait while an engine starts; if none becomes ready, {where}",
         )
 
 
 def _cause(model: str, mine: Instance) -> str:
-    """Return the last error of a model's engine that runs on this machine."""
+    """Return the first error of a model's engine that runs on this machine."""
     try:
         models = load_settings(Path(mine.config)).models
     except ServeAppError:
-        return ""  # the file has changed since the start
+        return ""  # the file was changed after the start
     deployments = (
         f"{pool.name}-{each.name}" for each in models if model in each.names for pool in each.pools
     )
@@ -222,13 +223,13 @@ def rejected(seen: Inspection) -> Iterator[Trouble]:
     if answer.status in {401, 403}:
         yield Trouble(
             Severity.NOTE,
-            f"the queues and replicas cannot be looked at: the application answered {answer.status}",
-            "give a key with `admin` by --api-key or EWSJF_API_KEY, and ask again",
+            f"queues and replicas are not accessible: the application returned {answer.status}",
+            "give an admin key with --api-key or EWSJF_API_KEY and run this command again",
         )
     else:
         yield Trouble(
             Severity.DEGRADED,
-            f"the application does not show its queues and replicas: it answered {answer.status}",
+            f"queues and replicas are not available: the application returned {answer.status}",
             "see the logs of its gateways",
         )
 
@@ -240,8 +241,8 @@ def clock(seen: Inspection) -> Iterator[Trouble]:
         side = "ahead of" if skew_s > 0 else "behind"
         yield Trouble(
             Severity.NOTE,
-            f"its clock is {abs(skew_s):,.0f} s {side} this machine's, so times in logs do not agree",
-            "let both machines follow a time server",
+            f"its clock is {abs(skew_s):,.0f} s {side} this machine's, so times in logs differ",
+            "synchronise both machines with a time server",
         )
 
 
@@ -261,14 +262,14 @@ def scheduler(model: Document) -> Iterator[Trouble]:
     if "error" in model:
         yield Trouble(
             Severity.DOWN,
-            f"model {name}: {model['error']}; new requests wait until it is back",
-            "it is replaced by itself within seconds: ask again, then see the logs of its scheduler",
+            f"model {name}: {model['error']}; new requests are queued until it is back",
+            "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
         )
     elif model["ended"]:
         yield Trouble(
             Severity.DEGRADED,
             f"model {name}: its scheduler has ended: {model['ended']}",
-            "another one takes over by itself: ask again in some seconds",
+            "another one takes over automatically: check again in a few seconds",
         )
 
 
@@ -283,8 +284,8 @@ def reports(model: Document) -> Iterator[Trouble]:
     everyone = len(late) == len(replicas)
     yield Trouble(
         Severity.DOWN if everyone else Severity.DEGRADED,
-        f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no fresh report, so they get "
-        f"no requests: {', '.join(late)}",
+        f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no recent load report, so "
+        f"they receive no requests: {', '.join(late)}",
         "a blocked engine is replaced after its health check: see its log and its machine's load",
     )
 
@@ -296,8 +297,9 @@ def pools(model: Document) -> Iterator[Trouble]:
         if has and pool not in has:
             yield Trouble(
                 Severity.DEGRADED,
-                f"model {model['model']}: pool {pool} has no replica: its requests wait or go to the other",
-                "a replica that starts joins by itself; if none comes, see the logs of its engine",
+                f"model {model['model']}: pool {pool} has no replica: its requests wait or spill",
+                "replicas that start are used automatically; if none becomes ready, see the logs of its "
+                "engine",
             )
 
 
@@ -308,7 +310,7 @@ def tuner(model: Document) -> Iterator[Trouble]:
         yield Trouble(
             Severity.NOTE,
             f"model {model['model']}: the tuner is {frozen}",
-            f"let it go on: {program()} status --thaw-tuner",
+            f"thaw it: {program()} status --thaw-tuner",
         )
 
 
@@ -319,7 +321,7 @@ def decision_log(model: Document) -> Iterator[Trouble]:
         yield Trouble(
             Severity.NOTE,
             f"model {model['model']}: the decision log has ended: {reason}",
-            "nothing more is recorded until a new scheduler starts: raise max_events, or free the disk",
+            "nothing is recorded until the scheduler restarts: raise max_events, or free disk space",
         )
 
 
@@ -338,11 +340,11 @@ def queue_length(queue: Document) -> Iterator[Trouble]:
     if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
         return
     full = queue["waiting"] >= limit
-    rejected = "requests are rejected with 429" if full else "beyond that requests are rejected with 429"
+    rejected = "requests are rejected with 429" if full else "above the limit, requests are rejected with 429"
     yield Trouble(
         Severity.DEGRADED if full else Severity.RISK,
-        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests wait, {rejected}",
-        "add replicas (`plan` says how many) or lower the load; a longer queue only waits longer",
+        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests are queued, {rejected}",
+        "add replicas (`plan` computes how many) or reduce the load; a longer queue only adds queue time",
     )
 
 
@@ -359,9 +361,9 @@ def longest_wait(queue: Document) -> Iterator[Trouble]:
         seen.add(priority)
         yield Trouble(
             Severity.DEGRADED,
-            f"model {queue['model']}: a request of class {priority} has waited {sub_queue['wait_s']:.0f} s "
-            f"of at most {timeout_s:.0f} s ({sub_queue['reason']})",
-            "`status` shows who waits and why; add replicas of that pool, or give the class a greater share",
+            f"model {queue['model']}: a request of class {priority} has been queued for "
+            f"{sub_queue['wait_s']:.0f} s of at most {timeout_s:.0f} s ({sub_queue['reason']})",
+            "`status` shows what is queued and why; add replicas of its pool, or raise the class's share",
         )
 
 
@@ -373,8 +375,9 @@ def saturation(model: Document) -> Iterator[Trouble]:
         return
     yield Trouble(
         Severity.RISK,
-        f"model {model['model']}: {waiting:,} requests wait, and all {len(ready)} replicas are full",
-        "if it lasts, add replicas: `plan` says how many, `autoscaling` adds them by itself",
+        f"model {model['model']}: {waiting:,} requests are queued, and all {len(ready)} replicas are "
+        "saturated",
+        "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
     )
 
 
@@ -398,25 +401,25 @@ _OUTCOMES = (
         "failed",
         0.01,
         "failed in an engine (502)",
-        "the gateways' log has the engine's words (`outcome=failed`); then see the engine's log",
+        "the gateways' log has the engine's message (`outcome=failed`); then see the engine's log",
     ),
     (
         "expired",
         0.01,
-        "ended in the queue when their timeout was over (504)",
-        "add replicas (`plan` says how many), or let clients wait longer (queue_timeout_s)",
+        "exceeded their timeout in the queue (504)",
+        "add replicas (`plan` computes how many), or raise queue_timeout_s",
     ),
     (
         "rejected_queue_full",
         0.01,
         "were rejected because the queue was full (429)",
-        "add replicas (`plan` says how many); clients should come again after Retry-After",
+        "add replicas (`plan` computes how many); clients should retry after Retry-After",
     ),
     (
         "rejected_no_replica",
         0.0,
         "were rejected because no replica was alive (503)",
-        "see why engines ended in their logs; a second replica covers for the first",
+        "see the engines' logs; a second replica tolerates the loss of one",
     ),
 )
 _PUT_BACK_SHARE = 0.01
@@ -443,8 +446,9 @@ def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
     if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
         yield Trouble(
             Severity.RISK,
-            f"model {model}: {back:,.0f} of {sent:,.0f} dispatches came back before their first byte",
-            "ewsjf_put_backs_total says why by its label `failure`; then see the engine's log",
+            f"model {model}: {back:,.0f} of {sent:,.0f} dispatches failed before the first byte and were "
+            "put back",
+            "see the label `failure` of ewsjf_put_backs_total, then the engine's log",
         )
 
 
@@ -454,15 +458,15 @@ def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
         yield Trouble(
             Severity.RISK,
             f"model {model}: its scheduler could not handle {count:,.0f} events",
-            "see `event=core_failed` in its log, and report it with the lines below",
+            "see `event=core_failed` in its log, and report the traceback that follows",
         )
     for operation, verb in (("save", "written"), ("load", "read"), ("restore", "used")):
         count = seen.total("ewsjf_state_failures_total", model, operation=operation)
         if count:
             yield Trouble(
                 Severity.RISK,
-                f"model {model}: {count:,.0f} times learned state could not be {verb}",
-                "see whether state_uri can be reached and written to from every node",
+                f"model {model}: learned state could not be {verb} {count:,.0f} times",
+                "check that state_uri is reachable and writable from every node",
             )
 
 
@@ -511,8 +515,8 @@ def _inside(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
     except (KeyError, TypeError, AttributeError) as error:
         yield Trouble(
             Severity.NOTE,
-            f"the application speaks of itself in another way than this program expects ({error!r})",
-            "ask with the program of the release that it runs",
+            f"the application's debug pages have an unexpected format ({error!r})",
+            "use this command of the release that the application runs",
         )
     for name in _models_with_metrics(seen):
         for look in (outcomes, put_backs, errors):
@@ -529,7 +533,7 @@ def _models_with_metrics(seen: Inspection) -> list[str]:
 # -- command -----------------------------------------------------------------------------------------------
 
 
-_LABELS = ("DOWN", "degraded", "risk", "note")
+_LABELS = ("down", "degraded", "risk", "note")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -539,10 +543,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
-        raise SettingsError(f"{url!r} is not an address: begin it with http:// or https://")
+        raise SettingsError(f"--url must begin with http:// or https://, got {url!r}")
     troubles = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
     if not troubles:
-        say(f"{url}: nothing found")
+        say(f"{url}: no problems found")
         return 0
     for number, trouble in enumerate(troubles, 1):
         say(f"{number}. {_LABELS[trouble.severity]}: {trouble.what}\n   next: {trouble.next_step}")

@@ -19,23 +19,23 @@ from serve_app.tuning.counterfactuals.recording import Recording, decode_recordi
 def told_what_if(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line about the replay, a table of changes, and the most effective one."""
     replay, recorded = result["replay"], result["recorded"]
-    begins = "from an idle fleet" if replay["begins_idle"] else "with what was under way"
+    begins = "from an idle fleet" if replay["begins_idle"] else "with the requests in flight"
     yield (
         f"what if: {replay['requests']:,} requests of {replay['seconds']:,.0f} s replayed {begins}, policy "
-        f"{result['policy']}, engines' step times {replay['engines']}"
+        f"{result['policy']}, step times {replay['engines']}"
     )
     yield (
-        f"unchanged, the replay has it wait {replay['wait_ms']:,.1f} ms; really it waited "
-        f"{recorded['wait_ms']:,.1f} ms. Nine in ten requests like it are within "
-        f"{replay['bar_ms']:,.1f} ms of the replay"
+        f"wait in the unchanged replay {replay['wait_ms']:,.1f} ms, recorded wait "
+        f"{recorded['wait_ms']:,.1f} ms; error of the replay for similar requests (p90): "
+        f"{replay['bar_ms']:,.1f} ms"
     )
     if not replay["reproduces"]:
         yield (
-            "the replay does not reproduce this wait: it is off by more than its own error. The intervals "
-            "below are as wide as what it misses"
+            "the replay does not reproduce this wait: the difference exceeds its error. The intervals below "
+            "are widened by that difference"
         )
     rows = [_row(each) for each in result["changes"]]
-    heads = ("change", "wait, ms", "nine in ten", "difference, ms", "first token, ms", "nine in ten")
+    heads = ("change", "wait, ms", "90 % interval", "difference, ms", "TTFT, ms", "90 % interval")
     yield "\n" + shown_table(heads, rows)
     notes = [f"{each['label']}: {each['note']}" for each in result["changes"] if each["note"]]
     yield from notes
@@ -63,10 +63,10 @@ def _interval(told: Mapping[str, float]) -> str:
 def _best(result: Mapping[str, Any]) -> str:
     best = next((each for each in result["changes"] if each["label"] == result["best"]), None)
     if best is None:
-        return "nothing of this would have helped by more than the replay's own error"
+        return "no change would have reduced the wait by more than the error of the replay"
     wait = best["wait"]
     return (
-        f"most would have helped: {best['label']}, a wait of {wait['ms']:,.0f} ms instead of "
+        f"largest reduction: {best['label']}, a wait of {wait['ms']:,.0f} ms instead of "
         f"{result['recorded']['wait_ms']:,.0f} ms"
     )
 
@@ -86,18 +86,15 @@ class ExplainError(ServeAppError):
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "request_id", help="the `x-request-id` of the answer, or the one that its client sent"
-    )
+    parser.add_argument("request_id", help="`x-request-id` of the response, or the one that the client sent")
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="replay the minutes around it, with one thing changed each: its class, a replica more, other "
-        "policies, without long prefills or other requests; say what its wait would have been, and how sure "
-        "that is",
+        help="replay the minutes around the request with one change at a time (its class, one more replica, "
+        "other policies, fewer long prefills or other requests) and show its wait with an interval",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the receipt, or what would have been, as JSON"
+        "--json", action="store_true", help="print the receipt, or the result of --what-if, as JSON"
     )
     add_address(parser)
 
@@ -144,17 +141,17 @@ def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
 
 def _why(answer: HttpAnswer, request_id: str) -> str:
     if answer.is_rejected:
-        return "receipts need a key with `admin`: give --api-key"
+        return "receipts need an admin key: give --api-key"
     if answer.status == 404:
         return (
-            f"no receipt of {request_id!r}: receipts are kept for ten minutes after a request's end, of the "
-            "last 20,000 requests, and not across a restart of the scheduler; what a gateway rejects by "
-            "itself (its body, key or model) has none: its answer and its line in the log say why"
+            f"no receipt of {request_id!r}: receipts of the last 20,000 requests are available for ten "
+            "minutes after a request's end, until the scheduler restarts. Requests that a gateway itself "
+            "rejects (invalid body, key or model) have none: see the response and the gateway's log line"
         )
     if answer.status == 409:
         message: str = json.loads(answer.body)["error"]["message"]
         return message
-    return f"the application answered {answer}"
+    return f"the application returned {answer}"
 
 
 def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
@@ -175,24 +172,24 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
         for stage in stages
         for name, each_ms in _with_parts(stage)
     ]
-    yield "\n" + shown_table(("where the time went", "ms", "share"), rows)
+    yield "\n" + shown_table(("stage", "ms", "share"), rows)
     queue = receipt["queue"]
     if queue["causes"]:
         causes = sorted(queue["causes"], key=lambda each: -each["ms"])
         rows = [(each["meaning"], f"{each['ms']:,.1f}", _bar(each["ms"], queue["ms"])) for each in causes]
-        yield "\n" + shown_table((f"why it waited ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
+        yield "\n" + shown_table((f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
     if queue["ahead"]:
         ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
-        yield f"\nrequests that took a place meanwhile: {ahead}"
+        yield f"\nrequests dispatched during the wait: {ahead}"
     if served := queue.get("served"):
         yield _served(served)
     if queue["predicted_ms"] is not None:
-        kind = "real" if receipt["outcome"] else "so far"
+        kind = "actual" if receipt["outcome"] else "so far"
         yield f"predicted wait: {queue['predicted_ms']:,.1f} ms, {kind}: {queue['ms']:,.1f} ms"
     for number, attempt in enumerate(receipt["attempts"], start=1):
         yield (
             f"attempt {number}: pool {attempt['pool']}, replica {attempt['replica']}, length queue "
-            f"{attempt['length_queue']}, prefill expected to take {attempt['expected_prefill_ms']:,.1f} ms"
+            f"{attempt['length_queue']}, expected prefill {attempt['expected_prefill_ms']:,.1f} ms"
         )
     tokens = receipt["tokens"]
     if tokens["prompt"] is not None:
@@ -205,18 +202,18 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
 
 def _place(queue: Mapping[str, Any]) -> str:
     """Describe the queue position of a waiting request."""
-    place = "waits" if queue["position"] is None else f"number {queue['position']:,} of {queue['waiting']:,}"
+    position = (
+        "queued" if queue["position"] is None else f"position {queue['position']:,} of {queue['waiting']:,}"
+    )
     expected = queue["expected_ms"]
     start = "" if expected is None else f"; expected to start in {expected:,.0f} ms{_start_interval(queue)}"
-    gives_up = f"gives up in {queue['expires_in_ms']:,.0f} ms"
-    return f"{place} in pool {queue['pool']}, since {queue['meaning']}{start}; {gives_up}"
+    timeout = f"queue timeout in {queue['expires_in_ms']:,.0f} ms"
+    return f"{position} for pool {queue['pool']} ({queue['meaning']}){start}; {timeout}"
 
 
 def _start_interval(queue: Mapping[str, Any]) -> str:
     between = queue.get("expected_between_ms")
-    return (
-        "" if between is None else f", in four of five cases between {between[0]:,.0f} and {between[1]:,.0f}"
-    )
+    return "" if between is None else f" (80 % interval: {between[0]:,.0f} to {between[1]:,.0f} ms)"
 
 
 def _with_parts(stage: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -231,9 +228,9 @@ def _served(served: Mapping[str, Any]) -> str:
     """Describe whose requests were dispatched to the pool while this one waited."""
     named = [f"{each['requests']:,} {each['class']} of tenant {each['tenant']}" for each in served["by"]]
     if served["others"]:
-        named.append(f"{served['others']:,} of others")
+        named.append(f"{served['others']:,} of other tenants")
     least = "" if served["is_complete"] else "at least "
-    return f"sent to pool {served['pool']} meanwhile: {least}{', '.join(named) or 'nobody'}"
+    return f"dispatched to pool {served['pool']} during the wait: {least}{', '.join(named) or 'none'}"
 
 
 def _bar(part: float, whole: float) -> str:

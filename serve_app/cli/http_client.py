@@ -81,7 +81,7 @@ def request(
         NoAnswerError: the server cannot be reached, does not speak HTTP, or the URL is not HTTP.
     """
     if not url.startswith(("http://", "https://")):
-        raise NoAnswerError(f"{url!r} is not an address: begin it with http:// or https://")
+        raise NoAnswerError(f"the URL must begin with http:// or https://, got {url!r}")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     data = None if content is None else json.dumps(content).encode()
     if data is not None:

@@ -56,7 +56,7 @@ def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
-        return "no request with a key has ended in an engine yet"
+        return "no request with a key has completed yet"
     lines = [
         tuple(f"{value:,}" if isinstance(value := row[column], int) else str(value) for column in COLUMNS)
         for row in rows
@@ -69,46 +69,60 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 _ACTIONS = ("create", "list", "revoke", "usage")
 _LIMITS = {
-    "requests_per_minute": "requests admitted in any 60 s, for each model",
-    "tokens_per_minute": "tokens admitted in any 60 s, for each model",
-    "concurrent": "requests that wait or run at once, for each model",
-    "queued": "requests that wait at once, for each model",
+    "requests_per_minute": "requests admitted in any 60 s, per model",
+    "tokens_per_minute": "tokens admitted in any 60 s, per model",
+    "concurrent": "requests queued or in flight, per model",
+    "queued": "requests queued, per model",
 }
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=_ACTIONS, help="what to do: create, list, revoke or usage")
-    parser.add_argument("id", nargs="?", help="of the key to revoke")
+    parser.add_argument("action", choices=_ACTIONS, help="create, list, revoke or usage")
+    parser.add_argument("id", nargs="?", help="id of the key to revoke")
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--file", type=Path, help="of the keys (the one that the configuration names)")
     place.add_argument(
-        "--config", type=Path, help="a configuration with `gateway.keys_file` (that of the running one)"
+        "--file", type=Path, help="file of keys (default: the configuration's gateway.keys_file)"
     )
-    parser.add_argument("--json", action="store_true", help="print what is listed as JSON")
-    _add_permissions(parser.add_argument_group("what a new key allows"))
-    usage = parser.add_argument_group("usage", "of a running application, from its ledger")
-    usage.add_argument("--csv", action="store_true", help="print it as CSV")
-    usage.add_argument("--since", metavar="DAY", type=_day, help="first UTC day, as 2026-01-31 (all)")
+    place.add_argument(
+        "--config",
+        type=Path,
+        help="configuration with gateway.keys_file (default: that of the running application)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the list or the usage as JSON")
+    _add_permissions(parser.add_argument_group("permissions of a new key"))
+    usage = parser.add_argument_group("usage", "from the ledger of a running application")
+    usage.add_argument("--csv", action="store_true", help="print the usage as CSV")
+    usage.add_argument(
+        "--since", metavar="DAY", type=_day, help="first day in UTC, such as 2026-01-31 (default: all)"
+    )
     add_address(parser)
 
 
 def _add_permissions(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--tenant", help="whose requests it sends; needed to create one")
-    group.add_argument("--name", default="", help="for people")
-    group.add_argument("--weight", type=positive_float, help="of the tenant in the fair sharing")
+    group.add_argument("--tenant", help="tenant of the key; required to create one")
+    group.add_argument("--name", default="", help="description")
+    group.add_argument("--weight", type=positive_float, help="weight of the tenant in fair sharing")
     group.add_argument(
         "--highest-class",
         choices=[each.value for each in PriorityClass],
         default=PriorityClass.INTERACTIVE.value,
-        help="no request may be of a class above it (%(default)s)",
+        help="highest priority class of its requests (default: %(default)s)",
     )
-    group.add_argument("--model", action="append", default=[], help="that it may use; repeat it (all)")
-    for limit, text in _LIMITS.items():
-        group.add_argument(f"--{limit.replace('_', '-')}", type=positive_int, help=f"most {text} (no limit)")
-    group.add_argument("--expires-in-days", type=positive_float, metavar="DAYS", help="its life (no end)")
-    group.add_argument("--admin", action="store_true", help="may look at all requests, and stop tuners")
     group.add_argument(
-        "--may-act-for-tenants", action="store_true", help="may name other tenants by `x-tenant`"
+        "--model", action="append", default=[], help="model that it may use; may be repeated (default: all)"
+    )
+    for limit, text in _LIMITS.items():
+        group.add_argument(
+            f"--{limit.replace('_', '-')}", type=positive_int, help=f"maximum {text} (default: no limit)"
+        )
+    group.add_argument(
+        "--expires-in-days", type=positive_float, metavar="DAYS", help="lifetime (default: unlimited)"
+    )
+    group.add_argument("--admin", action="store_true", help="may use the debug and admin endpoints")
+    group.add_argument(
+        "--may-act-for-tenants",
+        action="store_true",
+        help="may send requests for other tenants, named by `x-tenant`",
     )
 
 
@@ -134,16 +148,16 @@ def _path(args: argparse.Namespace) -> Path:
     configs = [args.config] if args.config else sorted({Path(each.config) for each in running_instances()})
     if len(configs) != 1:
         found = "several applications run here" if configs else "no application runs here"
-        raise SettingsError(f"name the file of keys by --file, or a configuration by --config: {found}")
+        raise SettingsError(f"give --file with the file of keys, or --config with a configuration: {found}")
     found_path = load_settings(configs[0]).gateway.keys_file
     if found_path is None:
-        raise SettingsError(f"{configs[0]} names no gateway.keys_file: add it, or give --file")
+        raise SettingsError(f"{configs[0]} has no gateway.keys_file: add it, or give --file")
     return Path(found_path)
 
 
 def _create(path: Path, args: argparse.Namespace) -> int:
     if not args.tenant:
-        raise SettingsError("a key belongs to a tenant: name it by --tenant")
+        raise SettingsError("a key belongs to a tenant: give --tenant")
     key_id, secret = new_secret()
     now = datetime.now(UTC).replace(microsecond=0)
     days = args.expires_in_days
@@ -162,18 +176,18 @@ def _create(path: Path, args: argparse.Namespace) -> int:
         **{limit: getattr(args, limit) for limit in _LIMITS},
     )
     changed_keys(path, lambda keys: [*keys, record])
-    warn(f"key {key_id} of tenant {record.tenant} is in {path}; its secret is shown this once:")
+    warn(f"key {key_id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
     say(secret)
     return 0
 
 
 def _revoke(path: Path, key_id: str | None) -> int:
     if not key_id:
-        raise SettingsError("name the key to revoke by its id, as `keys list` shows it")
+        raise SettingsError("give the id of the key to revoke; `keys list` shows it")
 
     def revoke(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
         if key_id not in {key.id for key in keys}:
-            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows those that it has")
+            raise KeysFileError(f"{path} has no key {key_id}: `keys list` shows its keys")
         now = datetime.now(UTC).replace(microsecond=0)
         return [
             msgspec.structs.replace(key, revoked_at=key.revoked_at or now) if key.id == key_id else key

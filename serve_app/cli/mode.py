@@ -20,7 +20,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.1 or 10%%")
+        raise argparse.ArgumentTypeError(f"must be a share such as 0.1 or 10%%, got {text!r}")
     return share
 
 
@@ -29,22 +29,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "mode",
         nargs="?",
         choices=("observe", "active"),
-        help="observe: requests go straight to the replica with the fewest, and the scheduler looks on; "
-        "active: requests are scheduled (without a word: show the present mode)",
+        help="observe: requests are sent to the replica with the fewest requests, and the scheduler only "
+        "observes; active: requests are scheduled (default: show the current mode)",
     )
     parser.add_argument(
         "--share",
         type=_share,
-        help="with active: of the requests, chosen by a hash; such as 0.1 or 10%% (all)",
+        help="with active: share of the requests to schedule, such as 0.1 or 10%% (default: all)",
     )
-    parser.add_argument("--model", help="of several models, only this one")
-    parser.add_argument("--json", action="store_true", help="print the answer of the application as JSON")
+    parser.add_argument("--model", help="only this model (default: all)")
+    parser.add_argument("--json", action="store_true", help="print the application's document as JSON")
     add_address(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.share is not None and args.mode != "active":
-        raise ServeAppError("--share belongs to `mode active`")
+        raise ServeAppError("--share needs `mode active`")
     url = args.url or default_url()
     key = api_key_for(url, args.api_key)
     if args.mode is None:
@@ -72,12 +72,12 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
     ]
     forecast = model.get("forecast")
     if forecast and "scheduled" in forecast:
-        rows += [(f"{name}, by the twin", *_figures(forecast[name])) for name in ("scheduled", "bypassed")]
+        rows += [(f"{name}, predicted", *_figures(forecast[name])) for name in ("scheduled", "bypassed")]
     if rows:
         head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
         yield shown_table(head, rows, text_columns=1)
     if forecast and forecast.get("note"):
-        yield f"the twin: {forecast['note']}"
+        yield f"prediction: {forecast['note']}"
 
 
 def _figures(part: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:

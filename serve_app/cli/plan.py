@@ -46,69 +46,96 @@ def _configure_demand(group: "argparse._ArgumentGroup") -> None:
     configure_trace(
         group,
         arrivals="poisson",
-        arrivals_help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS}: the trace's own "
-        "pattern, scaled to the rate (%(default)s)",
+        arrivals_help=f"poisson, gamma:CV, on-off:ON,OFF in requests, or {TRACE_ARRIVALS} for the trace's "
+        "pattern scaled to the rate (default: %(default)s)",
     )
-    group.add_argument("--rate", type=positive_float, required=True, help="requests per second at the peak")
+    group.add_argument("--rate", type=positive_float, required=True, help="peak rate in requests per second")
     group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=2.0, help="limit of the P99 TTFT (%(default)s)"
+        "--slo-ttft-s", type=positive_float, default=2.0, help="limit of the P99 TTFT (default: %(default)s)"
     )
     group.add_argument(
-        "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (%(default)s)"
+        "--slo-tpot-s", type=positive_float, default=0.08, help="limit of the P99 TPOT (default: %(default)s)"
     )
     configure_max_output(group)
 
 
 def _configure_fleets(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
-    group.add_argument("--short-profile", type=_names, default=(), metavar="NAME[,NAME]")
-    group.add_argument("--long-profile", type=_names, default=(), metavar="NAME[,NAME]")
+    group.add_argument(
+        "--profile",
+        default="llama2-70b-h100-tp4",
+        help="engine profile: name or YAML file (default: %(default)s)",
+    )
+    group.add_argument(
+        "--short-profile",
+        type=_names,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="additional profiles for the short pool",
+    )
+    group.add_argument(
+        "--long-profile",
+        type=_names,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="additional profiles for the long pool",
+    )
     group.add_argument(
         "--b-short",
         type=_numbers,
         default=(1_024, 2_048, 4_096, 8_192),
         metavar="TOKENS[,TOKENS]",
-        help="values of B_short to try (1024,2048,4096,8192)",
+        help="values of B_short to try (default: 1024,2048,4096,8192)",
     )
     group.add_argument(
         "--profile-settings-only",
         action="store_true",
-        help="try no other batch settings than those of the profiles",
+        help="try only the batch settings of the profiles",
     )
-    group.add_argument("--costs", type=Path, metavar="FILE", help="YAML table of costs per GPU hour")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="YAML file with costs per GPU hour")
 
 
 def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--policy", default="ewsjf", choices=sorted(POLICIES), help="(%(default)s)")
-    group.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a scheduler setting")
-    group.add_argument("--seeds", type=positive_int, default=3, help="of the final sizes (%(default)s)")
+    group.add_argument(
+        "--policy", default="ewsjf", choices=sorted(POLICIES), help="scheduling policy (default: %(default)s)"
+    )
+    group.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="scheduler setting; may be repeated"
+    )
+    group.add_argument(
+        "--seeds", type=positive_int, default=3, help="number of seeds per final size (default: %(default)s)"
+    )
     group.add_argument(
         "--requests",
         type=positive_int,
-        help="in each run (the arrivals of a minute, or of three times the longest answer)",
+        help="requests per run (default: the arrivals of one minute, or of three times the longest response)",
     )
     group.add_argument(
         "--stand-in",
         type=positive_int,
         default=24,
         metavar="REPLICAS",
-        help="simulate a larger fleet at a share of its size and rate (%(default)s)",
+        help="maximum number of replicas to simulate; a larger fleet is scaled down with its rate (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--candidates",
         type=positive_int,
         default=3,
-        help="fleets of each kind to simulate, the best by the model (%(default)s)",
+        help="fleets of each kind to simulate, best first according to the model (default: %(default)s)",
     )
-    group.add_argument("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write fleets and provenance")
+    group.add_argument(
+        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+    )
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the fleets and their provenance")
     group.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="write a configuration of the cheapest fleet found",
+        help="write a configuration of the cheapest fleet",
     )
-    group.add_argument("--model", help="with --config: engines of vLLM with this model (emulated engines)")
+    group.add_argument(
+        "--model", help="with --config: vLLM engines with this model (default: emulated engines)"
+    )
     add_report_argument(group)
 
 
@@ -181,7 +208,7 @@ def _run(args: argparse.Namespace) -> int:
 def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> None:
     best = best_fleet(plan.result)
     if best is None:
-        warn(f"no fleet meets the limits, so --config writes no {args.config}")
+        warn(f"no fleet meets the limits, so {args.config} is not written")
         return
     args.config.parent.mkdir(parents=True, exist_ok=True)
     args.config.write_text(configuration(best, plan.demand, costs, args.model), encoding="utf-8")
@@ -192,9 +219,7 @@ def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> Non
 def _heading(plan: Plan) -> str:
     share, demand = plan.verifier.share, plan.demand
     size = (
-        f"simulated at {share:.3g} of its size, numbers scaled up"
-        if share < 1
-        else "simulated at its full size"
+        f"simulated at {share:.3g} of its size, results scaled up" if share < 1 else "simulated at full size"
     )
     ttft_s, tpot_s = demand.slo.ttft_s, demand.slo.tpot_s
     assert ttft_s is not None
@@ -202,8 +227,8 @@ def _heading(plan: Plan) -> str:
     return (
         f"{plan.workload.trace.title} at {demand.rate_per_s:g} requests/s, P99 TTFT <= {ttft_s:g} s and "
         f"P99 TPOT <= {1_000 * tpot_s:g} ms, policy {demand.policy}; {size}, "
-        f"{demand.trace.requests:,} requests a run; means over seeds ± 95 % interval; long: more than "
-        f"{LONG_ABOVE_TOKENS:,} tokens; > marks the chosen"
+        f"{demand.trace.requests:,} requests per run; means over seeds ± 95 % interval; long: more than "
+        f"{LONG_ABOVE_TOKENS:,} tokens; > marks the chosen fleet"
     )
 
 
@@ -213,19 +238,19 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
     if workload.dropped:
         every = workload.dropped + len(workload.trace.requests)
         lines.append(
-            f"{workload.dropped:,} of {every:,} requests are longer than the profile's context and were "
-            "dropped for every fleet"
+            f"{workload.dropped:,} of {every:,} requests exceed the profile's context limit and were "
+            "excluded for all fleets"
         )
     lines += [
-        f"{name}: its stand-in meets the limits, twice as many replicas at twice the rate do not: "
-        "raise --stand-in"
+        f"{name}: the scaled-down fleet meets the limits, but twice as many replicas at twice the rate do "
+        "not: raise --stand-in"
         for name, one in plan.twice.items()
         if not one.meets
     ]
     if plan.result.worst_case is None:
-        lines.append("the worst-case fleet meets the limits at no size that was tried")
+        lines.append("the worst-case fleet meets the limits at none of the simulated sizes")
     if seeds < 3:
-        lines.append(f"--seeds {seeds}: fewer than three seeds give no useful interval")
+        lines.append(f"--seeds {seeds}: fewer than three seeds give no useful confidence interval")
     return lines
 
 

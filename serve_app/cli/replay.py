@@ -11,13 +11,13 @@ _EXAMPLE = """example:
   python -m serve_app simulate --trace paper-mix --policy fcfs,ewsjf --requests 2000 --log out/decisions.jsonl
   python -m serve_app replay out/decisions.jsonl
 
-A live scheduler writes such a log where its model has `decision_log: {path: ...}`.
+A live scheduler writes such a log if its model has `decision_log: {path: ...}`.
 """
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, help="file of `simulate --log`, or of a model's `decision_log`")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write what was compared")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result of the comparison")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -29,9 +29,9 @@ def _run(args: argparse.Namespace) -> int:
     with progress_bar("decisions", len(lines)) as advance:
         rows = [_compared(run, advance) for run in read_runs(lines)]
     if not rows:
-        raise DecisionLogError(f"{args.log} holds no run: its first line must be a header")
+        raise DecisionLogError(f"{args.log} has no run: its first line must be a header")
     for row in rows:
-        verdict = "every command is the same" if row["same"] else row["difference"]
+        verdict = "all commands are equal" if row["same"] else row["difference"]
         say(f"{_named(row['run'])}: {row['decisions']:,} decisions, {row['commands']:,} commands; {verdict}")
     if args.json is not None:
         write_json(args.json, {"runs": rows})

@@ -132,22 +132,20 @@ def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
     dropped = {(one.settings.seed, one.workload.dropped, one.workload.clipped) for one in results}
     for seed, left_out, clipped in sorted(dropped):
         if left_out:
-            yield f"seed {seed}: {left_out:,} requests are longer than any engine's context and were left out"
+            yield f"seed {seed}: {left_out:,} requests exceed all context limits and were excluded"
         if clipped:
-            yield f"seed {seed}: {clipped:,} answers end at the engine's context limit"
+            yield f"seed {seed}: {clipped:,} responses are cut at the engine's context limit"
     for line in unequal_work(rows):
-        yield f"not the same work: {line}"
+        yield f"unequal work: {line}"
 
 
 def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
     for result in results:
         if result.partitions:
             write_partition(path, result.partitions[-1][1])
-            say(f"\n{path}: the queues of {result.settings.name}, seed {result.settings.seed}")
+            say(f"\n{path}: length queues of {result.settings.name}, seed {result.settings.seed}")
             return
-    warn(
-        "no run learned queues, so --save-partition writes none: choose a policy that does, and more requests"
-    )
+    warn("no run learned length queues, so --save-partition writes no file: use ewsjf and more requests")
 
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:

@@ -33,12 +33,14 @@ class UnreachableError(StatusError):
 def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for an application's address and API key."""
     parser.add_argument(
-        "--url", help=f"of the application (the one that `serve` runs on this machine, else {_LOCAL_URL})"
+        "--url",
+        help="URL of the application (default: the one that `serve` runs on this machine, else "
+        f"{_LOCAL_URL})",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get(_KEY_VARIABLE),
-        help=f"a key with `admin` ({_KEY_VARIABLE}; else the one that `serve` has made on this machine)",
+        help=f"admin key (default: {_KEY_VARIABLE}, else the key that `serve` created on this machine)",
     )
 
 
@@ -50,15 +52,20 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
-    parser.add_argument("--sub-queues", type=positive_int, default=15, help="how many to show (%(default)s)")
+    parser.add_argument(
+        "--sub-queues",
+        type=positive_int,
+        default=15,
+        help="maximum number of sub-queues to show (default: %(default)s)",
+    )
     tuner = parser.add_mutually_exclusive_group()
     tuner.add_argument(
         "--freeze-tuner",
         action="store_true",
-        help="return every model to its values in force, and try no others",
+        help="stop all trials: every model returns to its current settings",
     )
-    tuner.add_argument("--thaw-tuner", action="store_true", help="let the tuners continue")
-    parser.add_argument("--json", action="store_true", help="print the answers of the application as JSON")
+    tuner.add_argument("--thaw-tuner", action="store_true", help="resume the tuners")
+    parser.add_argument("--json", action="store_true", help="print the application's documents as JSON")
 
 
 def default_url() -> str:
@@ -70,7 +77,7 @@ def default_url() -> str:
     running = list(running_instances())
     if len(running) > 1:
         known = ", ".join(f"{each.url} ({each.config})" for each in running)
-        raise StatusError(f"several applications run here, choose one by --url: {known}")
+        raise StatusError(f"several applications run here, choose one with --url: {known}")
     return running[0].url if running else _LOCAL_URL
 
 
@@ -82,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.url:
             raise
         raise UnreachableError(
-            f"{error}; this address is tried without --url: start the application there, or give --url"
+            f"{error}; this is the default address: start the application there, or give --url"
         ) from error
 
 
@@ -117,7 +124,7 @@ def answer_of(
     try:
         return request(url.rstrip("/") + path, api_key, method=method, content=content)
     except NoAnswerError as error:
-        raise UnreachableError(f"{url} does not answer: {error}") from error
+        raise UnreachableError(f"{url} does not respond: {error}") from error
 
 
 def ask(
@@ -135,11 +142,11 @@ def ask(
     address = url.rstrip("/") + path
     answer = answer_of(url, path, api_key, method, content)
     if not answer.is_success:
-        hint = f"; --api-key or {_KEY_VARIABLE} must name a key with `admin`" if answer.is_rejected else ""
-        raise StatusError(f"{address} answered {answer}{hint}")
+        hint = f"; --api-key or {_KEY_VARIABLE} must be an admin key" if answer.is_rejected else ""
+        raise StatusError(f"{address} returned {answer}{hint}")
     document = answer.document()
     if document is None or not isinstance(document.get("models"), list):
-        raise StatusError(f"{address} is not a gateway of this project: its answer names no models")
+        raise StatusError(f"{address} is not a gateway of this project: its response has no list of models")
     return document
 
 
@@ -205,7 +212,7 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
                 _told(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
             )
         )
-    head = ("pool", "replica", "state", "in flight", "running", "waiting in engine", "KV used", "ms/token")
+    head = ("pool", "replica", "state", "in flight", "running", "engine queue", "KV used", "ms/token")
     return _titled("replicas", head, rows, text_columns=3)
 
 
@@ -213,7 +220,7 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
     """Yield context limits learned from rejections, for replicas that do not report one."""
     for name, replica in sorted(replicas.items()):
         if learned := replica.get("learned_context_tokens"):
-            yield f"  {name} does not tell its context limit; learned from rejections: {learned:,} tokens"
+            yield f"  {name} reports no context limit; learned from rejected requests: {learned:,} tokens"
 
 
 def _told(figure: float | None, form: str = "") -> str:
@@ -223,7 +230,7 @@ def _told(figure: float | None, form: str = "") -> str:
 
 def _sub_queues(queue: Document, most: int) -> str:
     left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_omitted"]
-    title = f"queue under {queue['policy']}, the longest wait first"
+    title = f"sub-queues, by queue time of the head; policy {queue['policy']}"
     rows = [
         (
             sub_queue["priority"],
@@ -236,7 +243,7 @@ def _sub_queues(queue: Document, most: int) -> str:
         )
         for sub_queue in queue["sub_queues"][:most]
     ]
-    head = ("class", "tenant", "length queue", "why", "waiting", "head waits", "score")
+    head = ("class", "tenant", "length queue", "why", "waiting", "head queue time", "score")
     return _titled(title + (f"; {left_out} more" if left_out else ""), head, rows, text_columns=4)
 
 
@@ -246,7 +253,7 @@ def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:
         for name, counters in served.items()
         for tenant, counter in sorted(counters.items(), key=lambda item: -item[1])
     ]
-    title = "service of tenants, over their weights"
+    title = "service of tenants, divided by weight"
     return _titled(title, ("class", "tenant", "service"), rows, text_columns=2)
 
 
@@ -267,8 +274,8 @@ def _costs(costs: Document) -> str:
         )
         for row in rows[:_MOST_COSTS]
     ]
-    head = ("tenant", "class", "pool", "engine time", "share", "delay of others")
-    return _titled(f"who pays{since}{more}", head, lines, text_columns=3)
+    head = ("tenant", "class", "pool", "engine time", "share", "delay imposed on others")
+    return _titled(f"cost by tenant{since}{more}", head, lines, text_columns=3)
 
 
 def _tuner(tuner: Document) -> Iterator[str]:
@@ -279,13 +286,13 @@ def _tuner(tuner: Document) -> Iterator[str]:
         yield "  values: " + ", ".join(f"{name} {value:g}" for name, value in tuner["values"].items())
     if tuner.get("audit"):
         rows = [(each["what"], each["why"], f"{each['age_s']:.0f}") for each in tuner["audit"]]
-        title = "actions of the tuner, the latest first"
-        yield _titled(title, ("what", "why", "seconds ago"), rows, text_columns=2)
+        title = "actions of the tuner, latest first"
+        yield _titled(title, ("action", "reason", "seconds ago"), rows, text_columns=2)
 
 
 def _twin(twin: Document) -> str:
     error = twin["error"]
-    known = "error not known yet"
+    known = "error not measured yet"
     if error is not None:
         known = (
             f"mean TTFT {error['ttft_ratio']:+.1%}, TPOT {error['tpot_ratio']:+.1%} against the engines "

@@ -21,17 +21,16 @@ _RETRY_AFTER_S = 30.0
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", help="the application on this machine to stop, when several run")
+    where.add_argument("--url", help="application on this machine to stop, if several run")
     where.add_argument(
         "--address",
-        help="a Ray cluster, such as auto: drain every gateway of it and leave the rest as it is, which is "
-        "what a preStop hook needs",
+        help="Ray cluster, such as auto: drain all its gateways and stop nothing else, for a preStop hook",
     )
     parser.add_argument(
         "--drain-s",
         type=positive_float,
         default=_DRAIN_S,
-        help="with --address: seconds that open answers may go on (default: %(default)g)",
+        help="with --address: time limit for in-flight requests, in seconds (default: %(default)g)",
     )
 
 
@@ -40,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
         _drain_cluster(args.address, args.drain_s)
         return 0
     instance = _chosen(list(running_instances()), args.url)
-    say(f"stopping {instance.url} ({instance.config}): open answers may end")
+    say(f"stopping {instance.url} ({instance.config}): completing in-flight requests")
     os.kill(instance.pid, signal.SIGTERM)
     while instance.is_running() and not _is_zombie(instance.pid):
         time.sleep(_POLL_S)
@@ -59,11 +58,11 @@ def _chosen(running: list[Instance], url: str | None) -> Instance:
         raise ServeAppError("no application of this user runs on this machine")
     if url is None:
         if len(running) > 1:
-            raise ServeAppError(f"several applications run here: choose one by --url: {urls}")
+            raise ServeAppError(f"several applications run here, choose one with --url: {urls}")
         return running[0]
     if found := instance_at(url, running):
         return found
-    raise ServeAppError(f"no application of this user runs at {url}: {urls} do")
+    raise ServeAppError(f"no application of this user runs at {url}; running: {urls}")
 
 
 def _is_zombie(pid: int) -> bool:
@@ -76,12 +75,12 @@ def _drain_cluster(address: str, drain_s: float) -> None:
     from serve_app.cli.serve.cluster import drain_cluster  # noqa: PLC0415 - Ray takes seconds to import
 
     cut = drain_cluster(address, Stop(drain_s, _RETRY_AFTER_S), _tell)
-    say(f"drained; {cut} answers were still open and ended with an error" if cut else "drained")
+    say(f"drained; {cut} requests were aborted with an error" if cut else "drained")
 
 
 def _tell(message: HostMessage) -> None:
     if isinstance(message, Draining) and message.open_requests:
-        say(f"{message.open_requests} answers are open, {message.left_s:.0f} s left")
+        say(f"{message.open_requests} requests in flight, {message.left_s:.0f} s left")
 
 
 COMMAND = Command(

@@ -56,44 +56,57 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_workload(
         parser.add_argument_group("workload"),
         requests=5_000,
-        requests_help="to draw windows from (%(default)s)",
+        requests_help="number of requests to sample windows from (default: %(default)s)",
     )
     _configure_system(parser.add_argument_group("scheduler and fleet"))
     _configure_objective(parser.add_argument_group("objective"))
     _configure_search(parser.add_argument_group("search"))
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write what was found, with provenance")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result with provenance")
     add_report_argument(parser)
 
 
 def _configure_system(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--policy", default="ewsjf", help="whose parameters are tuned (%(default)s)")
+    group.add_argument("--policy", default="ewsjf", help="policy to tune (default: %(default)s)")
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="a scheduler setting in force, such as backpressure.target_waiting=5; may be repeated",
+        help="current scheduler setting, such as backpressure.target_waiting=5; may be repeated",
     )
     group.add_argument("--only", default="", metavar="NAME[,NAME...]", help="tune only these parameters")
-    configure_replicas(group, b_short_help="with several pools: the context of the first (8192)")
+    configure_replicas(group, b_short_help="with several pools: context of the first (default: 8192)")
 
 
 def _configure_objective(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--objective", choices=("slo", "paper"), default="slo", help="(%(default)s)")
+    group.add_argument(
+        "--objective",
+        choices=("slo", "paper"),
+        default="slo",
+        help="objective to maximise (default: %(default)s)",
+    )
     configure_slo(group)
 
 
 def _configure_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
-        "--trials", type=positive_int, default=_STUDY.trials, help="candidates at most (%(default)s)"
+        "--trials",
+        type=positive_int,
+        default=_STUDY.trials,
+        help="maximum number of candidates (default: %(default)s)",
     )
-    group.add_argument("--seconds", type=positive_float, help="time at most, confirmation included")
-    group.add_argument("--seed", type=int, default=0, help="of windows and proposals (%(default)s)")
+    group.add_argument("--seconds", type=positive_float, help="time limit, including the confirmation")
     group.add_argument(
-        "--window", type=positive_int, default=_TWIN.window_requests, help="requests in one (%(default)s)"
+        "--seed", type=int, default=0, help="seed of windows and proposals (default: %(default)s)"
     )
     group.add_argument(
-        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (one for each core)"
+        "--window",
+        type=positive_int,
+        default=_TWIN.window_requests,
+        help="requests per window (default: %(default)s)",
+    )
+    group.add_argument(
+        "--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (default: one per core)"
     )
 
 

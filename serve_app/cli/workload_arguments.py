@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _UNCHANGED = EngineChanges()
 _ENGINE = TypeAdapter(EngineChanges)
 _ENGINE_FIELDS = tuple(field.name for field in fields(EngineChanges))
-_ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (the trace's own)"
+_ARRIVALS = "poisson, gamma:CV or on-off:ON,OFF in requests (default: the trace's arrivals)"
 
 
 def configure_workload(
@@ -37,10 +37,12 @@ def configure_workload(
     """Add the arguments that `trace_choice` reads, and the rate or the load."""
     configure_trace(group)
     rate = group.add_mutually_exclusive_group()
-    rate.add_argument("--load", type=positive_float, help="share of the rate that saturates the fleet: 0.9")
-    rate.add_argument("--rate", type=positive_float, help="requests per second (the trace's own)")
+    rate.add_argument(
+        "--load", type=positive_float, help="share of the rate that saturates the fleet, such as 0.9"
+    )
+    rate.add_argument("--rate", type=positive_float, help="requests per second (default: the trace's rate)")
     group.add_argument("--requests", type=positive_int, default=requests, help=requests_help)
-    group.add_argument("--tenants", help="8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
+    group.add_argument("--tenants", help="tenants: 8, 8:1.2 (Zipf exponent) or search=3,chat=1 (weights)")
     group.add_argument("--priorities", help="shares of priority classes: interactive=1,batch=3")
 
 
@@ -51,22 +53,35 @@ def configure_trace(
     group.add_argument(
         "--trace",
         required=True,
-        help="azure-code, azure-conv, lmsys, paper-mix, or a trace file; several joined by + are merged",
+        help="azure-code, azure-conv, lmsys, paper-mix or a trace file; names joined by + are merged",
     )
     group.add_argument("--arrivals", default=arrivals, help=arrivals_help)
-    group.add_argument("--traces-folder", type=Path, help="where trace files lie (EWSJF_TRACES)")
+    group.add_argument("--traces-folder", type=Path, help="folder of trace files (default: EWSJF_TRACES)")
 
 
 def configure_slo(group: "argparse._ArgumentGroup") -> None:
     """Add the longest short prompt, and the SLO limits for short and long prompts."""
     group.add_argument(
-        "--short-at", type=positive_int, default=SHORT_AT_TOKENS, help="longest short prompt (%(default)s)"
+        "--short-at",
+        type=positive_int,
+        default=SHORT_AT_TOKENS,
+        help="maximum tokens of a short prompt (default: %(default)s)",
     )
     group.add_argument(
-        "--slo-ttft-s", type=positive_float, default=1.0, help="of short prompts (%(default)s)"
+        "--slo-ttft-s",
+        type=positive_float,
+        default=1.0,
+        help="TTFT limit of short prompts (default: %(default)s)",
     )
-    group.add_argument("--slo-long-ttft-s", type=positive_float, default=10.0, help="of others (%(default)s)")
-    group.add_argument("--slo-tpot-s", type=positive_float, default=0.1, help="(%(default)s)")
+    group.add_argument(
+        "--slo-long-ttft-s",
+        type=positive_float,
+        default=10.0,
+        help="TTFT limit of other prompts (default: %(default)s)",
+    )
+    group.add_argument(
+        "--slo-tpot-s", type=positive_float, default=0.1, help="TPOT limit (default: %(default)s)"
+    )
 
 
 def configure_max_output(group: "argparse._ArgumentGroup") -> None:
@@ -75,20 +90,26 @@ def configure_max_output(group: "argparse._ArgumentGroup") -> None:
         "--max-output",
         choices=("default", "known"),
         default="default",
-        help="whether requests state their true output length in max_tokens; default: they state none",
+        help="known: requests state their true output length in max_tokens; default: they state none",
     )
 
 
 def configure_replicas(group: "argparse._ArgumentGroup", *, b_short_help: str) -> None:
     """Add the engines' profile, their number in one or several pools, and the first pool's boundary."""
-    group.add_argument("--profile", default="llama2-70b-h100-tp4", help="name or YAML file (%(default)s)")
+    group.add_argument(
+        "--profile",
+        default="llama2-70b-h100-tp4",
+        help="engine profile: name or YAML file (default: %(default)s)",
+    )
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--replicas", type=positive_int, default=4, help="in one pool (%(default)s)")
+    size.add_argument(
+        "--replicas", type=positive_int, default=4, help="replicas in one pool (default: %(default)s)"
+    )
     size.add_argument(
         "--pools",
         type=pools,
         metavar="NAME:N[:CONTEXT[:PROFILE]],...",
-        help="replicas of several pools, the shortest context first, such as short:3,long:1 or "
+        help="replicas of several pools, by increasing context, such as short:3,long:1 or "
         "short:4:8192,mid:2:32768,long:1",
     )
     group.add_argument("--b-short", type=positive_int, help=b_short_help)
@@ -123,11 +144,13 @@ def pools(text: str) -> dict[str, PoolArgument]:
         try:
             replicas, context = int(rest[0]), int(rest[1]) if rest[1:] and rest[1] else None
         except (ValueError, IndexError):
-            raise argparse.ArgumentTypeError(f"write NAME:N or NAME:N:CONTEXT, got {part!r}") from None
+            raise argparse.ArgumentTypeError(f"must be NAME:N or NAME:N:CONTEXT, got {part!r}") from None
         if replicas < 1 or (context is not None and context < 1):
-            raise argparse.ArgumentTypeError(f"a pool has at least one replica and token, got {part!r}")
+            raise argparse.ArgumentTypeError(
+                f"replicas and context of a pool must be at least 1, got {part!r}"
+            )
         if not name or name in given:
-            raise argparse.ArgumentTypeError(f"each pool needs a name of its own, got {text!r}")
+            raise argparse.ArgumentTypeError(f"each pool needs a unique name, got {text!r}")
         given[name] = PoolArgument(replicas, context, rest[2] if rest[2:] else None)
     if given.keys() == {"short", "long"}:
         return {name: given[name] for name in ("short", "long")}
@@ -171,9 +194,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_workload(group: "argparse._ArgumentGroup") -> None:
-    configure_workload(group, requests_help="how many (a thousand, or all of a file)")
-    group.add_argument("--seeds", type=positive_int, default=1, help="runs of each policy (%(default)s)")
-    group.add_argument("--first-seed", type=int, default=0, help="the seeds count from here (%(default)s)")
+    configure_workload(group, requests_help="number of requests (default: 1000, or all of a file)")
+    group.add_argument(
+        "--seeds", type=positive_int, default=1, help="runs per policy, one per seed (default: %(default)s)"
+    )
+    group.add_argument("--first-seed", type=int, default=0, help="first seed (default: %(default)s)")
 
 
 def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
@@ -181,42 +206,57 @@ def _configure_scheduler(group: "argparse._ArgumentGroup") -> None:
         "--policy",
         default=_DEFAULT_POLICY,
         metavar="NAME[,NAME...]",
-        help=f"of {', '.join(policy_names())} (%(default)s); direct is no gateway at all",
+        help=f"policies: {', '.join(policy_names())} (default: %(default)s); direct: without a gateway",
     )
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="a scheduler setting, such as backpressure.target_waiting=5; may be repeated",
+        help="scheduler setting, such as backpressure.target_waiting=5; may be repeated",
     )
     group.add_argument(
         "--partition",
         default=LEARNED,
         metavar=f"{LEARNED}|{PRIOR}|FILE",
-        help=f"length queues of the policies that learn them: {LEARNED} in the run, {PRIOR} (an octave "
-        "each), or a YAML list of {min, max, mean, count} (%(default)s)",
+        help=f"length queues of policies that learn them: {LEARNED} during the run, {PRIOR} (one per "
+        "octave), or a YAML list of {min, max, mean, count} (default: %(default)s)",
     )
     configure_max_output(group)
-    group.add_argument("--queue-timeout-s", type=positive_float, default=math.inf, help="(%(default)s)")
     group.add_argument(
-        "--report-interval", type=positive_float, default=0.2, metavar="S", help="(%(default)s)"
+        "--queue-timeout-s",
+        type=positive_float,
+        default=math.inf,
+        help="queue timeout of all requests (default: %(default)s)",
     )
-    group.add_argument("--control-latency", type=_share, default=0.001, metavar="S", help="(%(default)s)")
+    group.add_argument(
+        "--report-interval",
+        type=positive_float,
+        default=0.2,
+        metavar="S",
+        help="interval of load reports (default: %(default)s)",
+    )
+    group.add_argument(
+        "--control-latency",
+        type=_share,
+        default=0.001,
+        metavar="S",
+        help="latency of the control channel (default: %(default)s)",
+    )
 
 
 def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
     configure_replicas(
         group,
-        b_short_help="with several pools: the budget that is at home in the first, and its context unless "
-        "--pools has one (8192, or that context)",
+        b_short_help="with several pools: maximum token budget of the first, and its context unless --pools "
+        "sets one (default: 8192, or that context if smaller)",
     )
     group.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="the pools of a configuration, in place of --replicas, --pools and --b-short; --profile is "
-        "then that of engines of vLLM",
+        help="use the pools of a configuration instead of --replicas, --pools and --b-short; --profile is "
+        "then the profile of its vLLM engines",
     )
     for name in (
         "long-prefill-token-threshold",
@@ -225,29 +265,36 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         "kv-tokens",
         "max-model-len",
     ):
-        group.add_argument(f"--{name}", type=positive_int, help="of each engine (the profile's)")
-    group.add_argument("--scheduling-policy", type=SchedulingPolicy, choices=list(SchedulingPolicy))
+        group.add_argument(f"--{name}", type=positive_int, help="of each engine (default: the profile's)")
+    group.add_argument(
+        "--scheduling-policy", type=SchedulingPolicy, choices=list(SchedulingPolicy), help="of each engine"
+    )
 
 
 def _configure_results(group: "argparse._ArgumentGroup") -> None:
     configure_slo(group)
     group.add_argument(
-        "--warm-up", type=_share, default=0.1, help="share of requests not measured, the first (%(default)s)"
+        "--warm-up",
+        type=_share,
+        default=0.1,
+        help="share of requests to exclude at the beginning (default: %(default)s)",
     )
     group.add_argument("--json", type=Path, metavar="OUT", help="write metrics and provenance")
     group.add_argument(
         "--save-partition",
         type=Path,
         metavar="FILE",
-        help="write the queues in force at the end of the first run that learned any, for --partition",
+        help="write the final length queues of the first run that learned any, for --partition",
     )
     add_report_argument(group)
-    group.add_argument("--log", type=Path, metavar="FILE", help="write every decision, a JSON object a line")
+    group.add_argument(
+        "--log", type=Path, metavar="FILE", help="write the decision log, one JSON object per line"
+    )
     group.add_argument(
         "--jobs",
         type=positive_int,
         default=os.cpu_count() or 1,
-        help="processes (one for each core); --log needs one",
+        help="processes (default: one per core); --log uses one",
     )
 
 
@@ -328,9 +375,7 @@ def _changes_of(pool: "PoolSettings") -> PoolChanges:
     elif vllm is not None:
         given = {name: vllm.args.get(name) for name in _ENGINE_FIELDS}
     else:
-        raise SettingsError(
-            f"pool {pool.name} has remote engines, whose speed is not known: simulate --pools"
-        )
+        raise SettingsError(f"pool {pool.name} has remote engines, whose speed is unknown: use --pools")
     return PoolChanges(
         profile=None if emulated is None else emulated.profile,
         engine=_ENGINE.validate_python(given),
@@ -352,7 +397,7 @@ def setting(text: str, option: str) -> tuple[str, object]:
     """Parse `PATH=VALUE` with a YAML value."""
     path, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"{option} takes PATH=VALUE, got {text!r}")
+        raise ValueError(f"{option} must be PATH=VALUE, got {text!r}")
     return path.strip(), yaml.safe_load(value)
 
 

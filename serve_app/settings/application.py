@@ -132,8 +132,8 @@ class ResourceSettings:
             self._check_bundles()
         elif self.placement_strategy != "PACK":
             raise ValueError(
-                f"resources.placement_strategy {self.placement_strategy} places nothing by itself: give "
-                "resources.placement_bundles, one for each worker of an engine"
+                f"resources.placement_strategy {self.placement_strategy} needs "
+                "resources.placement_bundles, one per worker of an engine"
             )
 
     def _check_bundles(self) -> None:
@@ -148,8 +148,9 @@ class ResourceSettings:
         for name, amount in self._of_replica().items():
             if amount > first.get(name, 0.0):
                 raise ValueError(
-                    f"resources.placement_bundles[0] holds the replica, which asks for {name}: {amount:g}, "
-                    f"and has {name}: {first.get(name, 0.0):g}: raise it, or ask for less in resources"
+                    f"resources.placement_bundles[0] hosts the replica, which needs {name}: {amount:g}, but "
+                    "has "
+                    f"{name}: {first.get(name, 0.0):g}: raise it, or lower the amount in resources"
                 )
 
     def _of_replica(self) -> dict[str, float]:
@@ -195,13 +196,13 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("name must not be empty: call a pool short or long")
+            raise ValueError("name must not be empty: name a pool, such as short or long")
         if self.replicas is not None and self.autoscaling is not None:
             raise ValueError(f"pool {self.name}: give replicas or autoscaling, not both")
         if self.engine.remote is not None and (self.replicas is not None or self.autoscaling is not None):
             raise ValueError(
-                f"pool {self.name}: its engines run elsewhere, so leave out replicas and autoscaling: each "
-                "of engine.remote.endpoints is a replica"
+                f"pool {self.name}: remove replicas and autoscaling, because each of "
+                "engine.remote.endpoints is a replica"
             )
 
     @property
@@ -261,7 +262,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("name must not be empty: give the name that clients send")
+            raise ValueError("name must not be empty: it is the name that clients send")
         # Raises if the budget is below the minimum that the pools need.
         _ = self.scaling
 
@@ -351,8 +352,8 @@ class ApplicationConfig:
         uri = self.state_uri
         if uri is not None and "://" not in uri and not Path(uri).is_absolute():
             raise ValueError(
-                f"state_uri must be an absolute path or a URI, got {uri!r}: every actor has a working "
-                "directory of its own"
+                f"state_uri must be an absolute path or a URI, got {uri!r}, because actors have "
+                "different working directories"
             )
 
 

@@ -44,7 +44,7 @@ def resolve(config: ApplicationConfig) -> AppSettings:
     names = [name for model in config.models for name in model.names]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(
-            f"two models answer to the same name: {', '.join(twice)}; names and aliases must differ"
+            f"several models have the same name: {', '.join(twice)}; names and aliases must differ"
         )
     served = tuple(each for model in config.models for each in _served(model))
     return _completed(
@@ -128,7 +128,7 @@ def _check_pools(where: str, model: ModelSettings) -> None:
         limit, next_limit = pool.engine.max_model_len, longer.engine.max_model_len
         if limit is not None and next_limit is not None and limit > next_limit:
             raise SettingsError(
-                f"{where}.pools: the pool with the shorter context comes first, got max_model_len {limit:,} "
+                f"{where}.pools: pools must be listed by increasing context, got max_model_len {limit:,} "
                 f"in {pool.name} before {next_limit:,} in {longer.name}"
             )
     for number, pool in enumerate(model.pools):
@@ -138,7 +138,8 @@ def _check_pools(where: str, model: ModelSettings) -> None:
     budget = model.scheduler.routing.b_short_tokens
     if budget > first.engine.max_model_len:
         raise SettingsError(
-            f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds what pool {first.name} holds "
+            f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds the context of pool "
+            f"{first.name} "
             f"(max_model_len {first.engine.max_model_len:,}): lower the first or raise the second"
         )
 
@@ -149,15 +150,16 @@ def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, .
         return
     if pool is pools[0]:
         raise SettingsError(
-            f"{where}: the boundary of the first pool is scheduler.routing.b_short_tokens: set that"
+            f"{where}: set scheduler.routing.b_short_tokens, which is the boundary of the first pool"
         )
     if pool is pools[-1]:
         raise SettingsError(
-            f"{where}: everything above the other boundaries is at home in the last pool: leave it out"
+            f"{where}: remove it, because the last pool is the home pool above all other boundaries"
         )
     if limit is not None and boundary > limit:
         raise SettingsError(
-            f"{where} of {boundary:,} exceeds what pool {pool.name} holds (max_model_len {limit:,}): lower "
+            f"{where} of {boundary:,} exceeds the context of pool {pool.name} (max_model_len {limit:,}): "
+            "lower "
             "the first or raise the second"
         )
 
@@ -198,7 +200,9 @@ def load_settings(path: Path) -> AppSettings:
     applications = content.get("applications", []) if isinstance(content, Mapping) else []
     ours = [entry for entry in applications if entry.get("import_path") == IMPORT_PATH]
     if len(ours) != 1:
-        raise SettingsError(f"{path} must hold one application of {IMPORT_PATH}, got {len(ours)}")
+        raise SettingsError(
+            f"{path} must have exactly one application with import_path {IMPORT_PATH}, got {len(ours)}"
+        )
     return settings_of(ours[0].get("args", {}))
 
 

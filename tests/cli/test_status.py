@@ -40,7 +40,7 @@ STATUS: dict[str, Any] = {
             },
             "tuner": {
                 "mode": "advise",
-                "state": "watching",
+                "state": "idle",
                 "twin": {
                     "step_times": "fitted to the engines (once)",
                     "error": {"ttft_ratio": 0.031, "tpot_ratio": -0.012, "requests": 120},
@@ -134,16 +134,16 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "12.3",
         "25%",
         "stale",
-        "l1 does not tell its context limit; learned from rejections: 8,192 tokens",
+        "l1 reports no context limit; learned from rejected requests: 8,192 tokens",
         "t1",
         "other requests have precedence",
         "2 more",
         "1,200",
-        "tuner: advise, watching",
+        "tuner: advise, idle",
         "b_u 0.12",
         "short attainment fell by 4 %",
         "its scheduler does not respond",
-        "who pays, since 2023-11-14 22:13 UTC; 2 more in /debug/costs",
+        "cost by tenant, since 2023-11-14 22:13 UTC; 2 more in /debug/costs",
         "4,321.0 s",
         "77%",
         "98.7 s",
@@ -171,7 +171,7 @@ def test_an_address_without_a_gateway_is_rejected(url: str) -> None:
         ask(f"{url}/other", "/debug/status", "k1")
     with pytest.raises(StatusError, match="http://"):
         ask("file:///etc/passwd", "/x", None)
-    with pytest.raises(StatusError, match="does not answer"):
+    with pytest.raises(StatusError, match="does not respond"):
         ask("http://127.0.0.1:9", "/debug/status", None)
 
 
@@ -216,7 +216,5 @@ def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
         (guessed,) = capsys.readouterr().err.splitlines()
         assert main(["status", "--url", nowhere]) == 2
         (given,) = capsys.readouterr().err.splitlines()
-    assert given == f"status: {nowhere} does not answer: [Errno 111] Connection refused"
-    assert guessed == (
-        f"{given}; this address is tried without --url: start the application there, or give --url"
-    )
+    assert given == f"status: {nowhere} does not respond: [Errno 111] Connection refused"
+    assert guessed == f"{given}; this is the default address: start the application there, or give --url"

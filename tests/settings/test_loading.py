@@ -141,18 +141,18 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"pools": [pool("long", resources={"num_gpus": 1.5})]}, "whole number, got 1.5"),
         (
             {"pools": [pool("long", resources={"advanced": {"placement_strategy": "STRICT_SPREAD"}})]},
-            "models[0].pools[0].resources: resources.placement_strategy STRICT_SPREAD places nothing",
+            "models[0].pools[0].resources: resources.placement_strategy STRICT_SPREAD needs",
         ),
-        ({"pools": [spread({"GPU": 8}, {"GPU": 8})]}, "which asks for CPU: 1, and has CPU: 0"),
+        ({"pools": [spread({"GPU": 8}, {"GPU": 8})]}, "which needs CPU: 1, but has CPU: 0"),
         (
             {"pools": [spread({"CPU": 1}, {}, accelerator_type="H100")]},
             "resources.placement_bundles[1] must name resources with amounts above 0, got {}",
         ),
         (
             {"pools": [spread({"CPU": 1, "GPU": 8}, {"GPU": 8}, accelerator_type="H100")]},
-            "which asks for accelerator_type:H100: 0.001, and has accelerator_type:H100: 0",
+            "which needs accelerator_type:H100: 0.001, but has accelerator_type:H100: 0",
         ),
-        ({"pools": [spread({"CPU": 1}, custom={"rack": 1})]}, "asks for rack: 1, and has rack: 0"),
+        ({"pools": [spread({"CPU": 1}, custom={"rack": 1})]}, "needs rack: 1, but has rack: 0"),
         ({"pools": [pool("long", autoscaling={"min_replicas": 2})]}, "got min 2, initial None, max 1"),
         ({"pools": [pool("long", replicas=1)], "advanced": {"gpu_budget": 0}}, "gpu_budget must be positive"),
         ({"pools": [pool("long", advanced={"server": {"port": 99_999}})]}, "99999"),

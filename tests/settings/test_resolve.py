@@ -50,13 +50,13 @@ def test_a_vllm_engine_answers_under_the_names_of_its_model() -> None:
 
 def test_pools_in_the_wrong_order_are_rejected() -> None:
     told = rejection(model(pools=[pool("long"), pool("short")]))
-    assert "the pool with the shorter context comes first" in told
+    assert "pools must be listed by increasing context" in told
     assert "8,192" in told
 
 
 def test_a_token_budget_that_the_short_pool_cannot_hold_is_rejected() -> None:
     told = rejection(model(scheduler={"routing": {"b_short_tokens": 4_000}}))
-    assert "b_short_tokens of 4,000 exceeds what pool short holds (max_model_len 2,048)" in told
+    assert "b_short_tokens of 4,000 exceeds the context of pool short (max_model_len 2,048)" in told
 
 
 def priority_model(*engines: dict[str, Any]) -> dict[str, Any]:
@@ -124,15 +124,15 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
     [
         (
             ({"advanced": {"boundary_tokens": 1_024}}, {}, {}),
-            "pools[0].boundary_tokens: the boundary of the first pool is scheduler.routing.b_short_tokens",
+            "pools[0].boundary_tokens: set scheduler.routing.b_short_tokens",
         ),
         (
             ({}, {}, {"advanced": {"boundary_tokens": 1_024}}),
-            "pools[2].boundary_tokens: everything above the other boundaries is at home in the last pool",
+            "pools[2].boundary_tokens: remove it, because the last pool is the home pool",
         ),
         (
             ({}, {"advanced": {"boundary_tokens": 9_000}}, {}),
-            "pools[1].boundary_tokens of 9,000 exceeds what pool middle holds (max_model_len 8,192)",
+            "pools[1].boundary_tokens of 9,000 exceeds the context of pool middle (max_model_len 8,192)",
         ),
         (({}, {"advanced": {"boundary_tokens": 1_000}}, {}), "the boundaries between pools must rise"),
         (({}, {"advanced": {"cost": 0}}, {}), "cost must be a positive number, got 0"),

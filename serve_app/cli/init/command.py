@@ -39,8 +39,8 @@ def ask_fleet(console: Console) -> Fleet:
     found = gpu_names()
     console.print(f"GPUs on this machine: {', '.join(found) or 'none'}")
     kind = Prompt.ask(
-        "What answers requests? (emulated: engines without a GPU or a model, to try it; gpus: vLLM on GPUs "
-        "of this machine; servers: vLLM servers that run already)",
+        "Which engines serve requests? (emulated: no GPU or model needed, to try it out; gpus: vLLM on GPUs "
+        "of this machine; servers: running vLLM servers)",
         choices=["emulated", "gpus", "servers"],
         default="gpus" if found else "emulated",
         console=console,
@@ -58,13 +58,13 @@ def ask_port(console: Console, default: int) -> int:
 
 
 def _gpus(console: Console, found: int) -> Gpus:
-    count = IntPrompt.ask("How many GPUs may be used", default=found or 1, console=console)
+    count = IntPrompt.ask("Number of GPUs to use", default=found or 1, console=console)
     model = ""
     while not model:
-        model = Prompt.ask("Model (a name on the model hub, or a folder)", default="", console=console)
-    per_engine = IntPrompt.ask("GPUs of one engine (tensor parallelism)", default=1, console=console)
+        model = Prompt.ask("Model (name on the model hub, or folder)", default="", console=console)
+    per_engine = IntPrompt.ask("GPUs per engine (tensor parallelism)", default=1, console=console)
     context = IntPrompt.ask(
-        "Longest context in tokens", default=stated_context(model) or DEFAULT_CONTEXT, console=console
+        "Context limit in tokens", default=stated_context(model) or DEFAULT_CONTEXT, console=console
     )
     return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, card=only_card())
 
@@ -73,9 +73,12 @@ def _servers(console: Console) -> Servers:
     urls: list[str] = []
     while not urls:
         urls = shlex.split(
-            Prompt.ask("Addresses of the servers, with blanks between them", default="", console=console)
+            Prompt.ask("URLs of the servers, separated by spaces", default="", console=console)
         )
-    env = Prompt.ask("Environment variable with their key (empty: none)", default="", console=console) or None
+    env = (
+        Prompt.ask("Environment variable with their API key (empty: none)", default="", console=console)
+        or None
+    )
     found = ask_servers(urls, env)
     return Servers(found=found, api_key_env=env)
 
@@ -89,58 +92,64 @@ _LAST_PORT = 65_535
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="?", type=Path, default=_PATH, help="file to write (%(default)s)")
+    parser.add_argument(
+        "path", nargs="?", type=Path, default=_PATH, help="file to write (default: %(default)s)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--emulated", action="store_true", help="engines without a GPU or a model, to try it")
+    what.add_argument(
+        "--emulated", action="store_true", help="emulated engines, which need no GPU and no model"
+    )
     what.add_argument(
         "--gpus",
         nargs="?",
         type=positive_int,
         const=0,
         metavar="N",
-        help="vLLM on this many GPUs (without N: those that nvidia-smi lists here)",
+        help="vLLM on N GPUs (default: all that nvidia-smi lists)",
     )
-    what.add_argument("--servers", nargs="+", metavar="URL", help="in front of these vLLM servers, which run")
-    parser.add_argument("--model", help="with --gpus: a name on the model hub, or a folder")
+    what.add_argument("--servers", nargs="+", metavar="URL", help="run in front of these vLLM servers")
+    parser.add_argument("--model", help="with --gpus: name on the model hub, or folder")
     parser.add_argument(
         "--max-model-len",
         type=positive_int,
-        help="with --gpus: longest context in tokens (the model's, or 32768)",
+        help="with --gpus: context limit in tokens (default: that of the model, or 32768)",
     )
     parser.add_argument(
         "--gpus-per-engine",
         type=positive_int,
         default=1,
-        help="with --gpus: tensor parallelism (%(default)s)",
+        help="with --gpus: GPUs per engine, for tensor parallelism (default: %(default)s)",
     )
-    parser.add_argument("--api-key-env", help="with --servers: environment variable that holds their key")
+    parser.add_argument("--api-key-env", help="with --servers: environment variable with their API key")
     parser.add_argument(
         "--max-num-seqs",
         type=positive_int,
-        help="with --servers: most sequences in the batch of each, as it was started with",
+        help="with --servers: max_num_seqs that they were started with",
     )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (%(default)s); one that others reach asks for keys",
+        help="address to listen on; clients need keys if it is not a loopback address (default: %(default)s)",
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="no keys on such an address: something in front asks for them"
+        "--insecure",
+        action="store_true",
+        help="require no keys, because a proxy in front authenticates clients",
     )
-    parser.add_argument("--port", type=positive_int, help=f"port to listen on ({_PORT})")
+    parser.add_argument("--port", type=positive_int, help=f"port to listen on (default: {_PORT})")
 
 
 def _run(args: argparse.Namespace) -> int:
     path: Path = args.path
     if path.exists() and not args.force:
-        raise SettingsError(f"{path} exists: name another file, or overwrite it with --force")
+        raise SettingsError(f"{path} exists: choose another file, or overwrite it with --force")
     port = args.port or _PORT
     fleet = _given_fleet(args)
     if fleet is None:
         if not sys.stdin.isatty():
             raise SettingsError(
-                "say what is there: --emulated, --gpus [N] --model NAME, or --servers URL ..."
+                "choose the engines: --emulated, --gpus [N] --model NAME, or --servers URL ..."
             )
         console = Console(highlight=False, markup=False)
         fleet = ask_fleet(console)
@@ -166,10 +175,10 @@ def _given_fleet(args: argparse.Namespace) -> Fleet | None:
     if args.gpus is None and args.model is None:
         return None
     if args.model is None:
-        raise SettingsError("--gpus needs --model: a name on the model hub, or a folder")
+        raise SettingsError("--gpus needs --model: name on the model hub, or folder")
     count = args.gpus or len(gpu_names())
     if not count:
-        raise SettingsError("nvidia-smi lists no GPU here: say how many there will be by --gpus N")
+        raise SettingsError("nvidia-smi lists no GPU here: give their number with --gpus N")
     return Gpus(
         count=count,
         model=args.model,
@@ -197,13 +206,13 @@ def _tell(fleet: Fleet, path: Path, found: Checked) -> None:
     missing_here = found.mistakes
     say(
         f"{path} is written and passes `check`"
-        + (", but for what this machine lacks" if missing_here else "")
+        + (", except for requirements that this machine does not meet" if missing_here else "")
     )
     tell(path, found)
     if isinstance(fleet, Gpus) and not is_installed():
-        warn("vLLM is not installed here: install this package with its extra `vllm` where the engines run")
+        warn("vLLM is not installed here: install this package with the extra `vllm` where the engines run")
     if missing_here:
-        say(f"next, once that is settled: {program()} serve {path}")
+        say(f"next, once they are met: {program()} serve {path}")
     else:
         say(f"next: {program()} serve {path}")
 

@@ -81,14 +81,14 @@ class Gpus:
     def __post_init__(self) -> None:
         if self.count < self.per_engine:
             raise SettingsError(
-                f"an engine on {self.per_engine} GPUs needs more than {self.count}: lower "
+                f"an engine needs {self.per_engine} GPUs, but --gpus is {self.count}: lower "
                 "--gpus-per-engine or raise --gpus"
             )
         stated = stated_context(self.model)
         if self.max_model_len is not None and stated is not None and self.max_model_len > stated:
             raise SettingsError(
-                f"max_model_len of {self.max_model_len:,} exceeds the {stated:,} tokens that "
-                f"{self.model}/config.json states"
+                f"max_model_len of {self.max_model_len:,} exceeds the {stated:,} tokens in "
+                f"{self.model}/config.json"
             )
 
     @property
@@ -164,7 +164,7 @@ def ask_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, .
     api_key = None
     if api_key_env is not None and not (api_key := os.environ.get(api_key_env)):
         raise SettingsError(
-            f"the environment variable {api_key_env} is not set: export the servers' key there"
+            f"the environment variable {api_key_env} is not set: export the servers' API key in it"
         )
     return tuple(_ask(url, api_key) for url in urls)
 
@@ -172,8 +172,8 @@ def ask_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, .
 def _ask(given: str, api_key: str | None) -> Server:
     if not given.startswith(("http://", "https://")):
         raise SettingsError(
-            f"{given!r} is no address of a server: begin it with http:// (the file to write stands before "
-            "--servers)"
+            f"the URL of a server must begin with http:// or https://, got {given!r} (the file to write "
+            "belongs before --servers)"
         )
     url = given.rstrip("/").removesuffix("/v1")
 
@@ -190,7 +190,7 @@ def _ask(given: str, api_key: str | None) -> Server:
         raise ServeAppError(f"{url} serves no model")
     if found.limits.max_model_len is None:
         raise ServeAppError(
-            f"{url} does not state its max_model_len: write its pool by hand, with "
+            f"{url} does not report its max_model_len: add its pool to the configuration by hand, with "
             "engine.remote.max_model_len"
         )
     return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
@@ -200,9 +200,9 @@ def _page(url: str, api_key: str | None) -> PageAnswer:
     try:
         answer = request(url, api_key)
     except NoAnswerError as exc:
-        raise ServeAppError(f"{url} does not answer: {exc}") from exc
+        raise ServeAppError(f"{url} does not respond: {exc}") from exc
     if answer.is_rejected:
-        raise ServeAppError(f"{url} answered {answer}: name the variable with its key by --api-key-env")
+        raise ServeAppError(f"{url} returned {answer}: give the variable with its key with --api-key-env")
     return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
 
 
@@ -236,7 +236,7 @@ def gpu_models(gpus: Gpus) -> str:
     long = max(1, gpus.engines // 4)
     short_limits = _limits(gpus, SHORT_CONTEXT, _SHORT_SEQUENCES)
     pools = _pool(gpus, "short", short_limits, gpus.engines - long, _BATCH)
-    pools += "    # The long context. Each sequence takes more KV cache, so fewer run at once.\n"
+    pools += "    # Long-context pool: each sequence takes more KV cache, so fewer run at once.\n"
     pools += _pool(gpus, "long", _limits(gpus, longest, _LONG_SEQUENCES), long, _BATCH_AGAIN)
     return _MODEL.format(name=scalar(gpus.name), why=_WHY_TWO, pools=pools)
 
@@ -266,25 +266,25 @@ _MODEL = """\
 {why}{pools}"""
 
 _WHY_TWO = """\
-    # The pool with the shorter context comes first: requests in it never wait behind a long prefill. How many
-    # engines each pool should have depends on the traffic; the command `plan` computes it from a trace.
+    # Pools are listed by increasing context. Requests in the first one never wait behind a long prefill. How
+    # many engines each pool needs depends on the traffic: the command `plan` computes it from a trace.
 """
 
 
 _WHY_ONE_ENGINE = """\
-    # One pool, because one engine fits. Two engines may share a large card: fractions of num_gpus, and
-    # gpu_memory_utilization to divide its memory (an example is configs/gpu_1x.yaml).
+    # One pool, because one engine fits. Two engines can share a large GPU: set fractions of num_gpus, and
+    # divide its memory with gpu_memory_utilization (example: configs/gpu_1x.yaml).
 """
 
 _WHY_ONE_CONTEXT = """\
-    # One pool: a second one pays only where some requests need a longer context.
+    # One pool: a second one pays off only if some requests need a longer context.
 """
 
 _BATCH = """\
-            # Sequences in one batch: more raise the throughput and make every token a little slower.
+            # Maximum batch size: a higher value raises the throughput and makes every token slightly slower.
             max_num_seqs: {limits.max_num_seqs}
-            # A long prefill takes at most this much of an iteration, so others keep decoding. About what a
-            # card computes while a decode step reads the weights; `calibrate` says it exactly.
+            # Tokens of a long prefill per iteration, so that other requests keep decoding. About what the GPU
+            # computes while a decode step reads the weights; `calibrate` measures it.
             long_prefill_token_threshold: {limits.long_prefill_token_threshold}
 """
 
@@ -334,7 +334,7 @@ def _model(name: str, found: list[Server], servers: Servers) -> str:
 def _lines(
     name: str, aliases: tuple[str, ...], pools: dict[int, list[Server]], servers: Servers
 ) -> Iterator[str]:
-    yield "# The name under which the servers have it: bodies are passed on as they come.\n"
+    yield "# The name that the servers use: request bodies are forwarded unchanged.\n"
     yield f"- name: {scalar(name)}\n"
     if aliases:
         yield f"  aliases: {flow(aliases)}\n"
@@ -351,7 +351,7 @@ def _lines(
         yield (
             "  scheduler:\n"
             "    routing:\n"
-            f"      # Prompt and answer together. Above it no request is at home in the pool {names[0]}.\n"
+            f"      # Prompt plus output tokens up to which {names[0]} is the home pool of a request.\n"
             f"      b_short_tokens: {boundary}\n"
         )
 
@@ -367,15 +367,15 @@ def _remote_pool(name: str, context: int, found: list[Server], servers: Servers)
 _NAMES = {1: ("all",), 2: ("short", "long")}
 
 _SHORTER_FIRST = """\
-    # The pool with the shorter context comes first: its requests never wait behind a long prefill.
+    # Pools are listed by increasing context. Requests in the first one never wait behind a long prefill.
 """
 
 _POOL = """\
     - name: {name}
       engine:
         remote:
-          # Each is asked for its limits (context now: {context:,} tokens). More may be added here, found by
-          # DNS, in a file or by Kubernetes, or added while it runs: see docs/put-in-front.md.
+          # Limits are read from each server (context now: {context:,} tokens). Servers can be added here, or
+          # discovered by DNS, from a file or in Kubernetes, also at run time: see docs/put-in-front.md.
           endpoints:
 {urls}{key}"""
 
@@ -409,7 +409,7 @@ def configuration(fleet: Fleet, place: Place) -> str:
     title, models = (
         (f"vLLM engines of {fleet.name}: {fleet.engines}, on {fleet.per_engine} GPU each.", gpu_models(fleet))
         if isinstance(fleet, Gpus)
-        else ("In front of servers that run already; nothing of theirs changes.", remote_models(fleet))
+        else ("In front of running servers, which need no changes.", remote_models(fleet))
     )
     return _FRAME.format(
         title=title,
@@ -442,15 +442,15 @@ def _emulated(place: Place) -> str:
 _FRAME = """\
 # {title}
 #   {start}
-# Gateways listen on the address themselves; Ray Serve runs no proxy.
+# Gateways listen on this address; Ray Serve runs no proxy.
 proxy_location: Disabled
 http_options:
-  # 127.0.0.1: only programs on this machine. Others, such as 0.0.0.0, ask for keys beside `models`:
+  # Listen on loopback only. Other addresses, such as 0.0.0.0, require keys next to `models`:
   # gateway: {{keys: [{{tenant: app, env: EWSJF_API_KEY_APP}}]}}
   host: {host}
   port: {port}
 logging_config:
-  # One line per request is written by the gateway itself, with what happened to it.
+  # The gateway writes its own log line per request.
   enable_access_log: false
 applications:
   - name: ewsjf
@@ -458,19 +458,19 @@ applications:
     import_path: serve_app.app:build_app
     args:
       models:
-{models}      # What schedulers learn, kept for the next start; without it every start learns anew.
+{models}      # Where learned state is persisted. Without it, every start learns from scratch.
       # state_uri: /var/lib/ewsjf
-      # A gateway carries some thousand requests/s. Shares of a core are only counted, and limit nothing.
+      # One gateway handles some thousand requests/s. Ray only counts num_cpus and enforces no limit.
       gateways: {{replicas: 1, num_cpus: 0.2}}
 """
 
 _KEYS = """\
 gateway:
-  # The secret is in this environment variable of `serve`. More keys: a tenant, and perhaps classes, for each.
+  # Set this environment variable of `serve` to the secret. Each key has a tenant, and optionally classes.
   keys: [{tenant: app, env: EWSJF_API_KEY_APP, may_act_for_tenants: true}]
 """
 _INSECURE = """\
 gateway:
-  # Everybody who reaches the address is let in: something in front has to ask for keys.
+  # Clients need no key: a proxy in front has to authenticate them.
   insecure: true
 """

@@ -144,7 +144,7 @@ class Cluster:
         if not ready:
             self._ready_at = now
         if now - self._ready_at > _ANSWERS_AFTER_S:
-            raise ServeAppError(f"no gateway answers at {self._job.url}/ready")
+            raise ServeAppError(f"no gateway responds at {self._job.url}/ready")
 
     def is_ready(self) -> bool:
         """Return whether a gateway answers that knows a replica of every model.
@@ -232,7 +232,7 @@ def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None])
     applications = serve.status().applications
     ours = [name for name, found in applications.items() if GATEWAY in found.deployments]
     if not ours:
-        raise ServeAppError(f"no application of ours runs on the cluster at {address}")
+        raise ServeAppError(f"the Ray cluster at {address} runs no application of this project")
     gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
     return sum(drained(gateway, stop, tell) for gateway in gateways)
 

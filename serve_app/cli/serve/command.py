@@ -42,7 +42,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     if checked.mistakes:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
-    console.line(f"{config} is fine ({console.elapsed_s:.1f} s)")
+    console.line(f"{config} is valid ({console.elapsed_s:.1f} s)")
     host, port = http_address(checked.content)
     folder = _fresh_folder(instance_folder(port))
     raise_descriptor_limit()
@@ -100,12 +100,12 @@ def _fresh_folder(folder: Path) -> Path:
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.parent.stat().st_uid != os.getuid():
-        raise SettingsError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own")
+        raise SettingsError(f"{folder.parent} belongs to another user: set TMPDIR to your own folder")
     for running in running_instances():
         if running.folder == str(folder):
             raise SettingsError(
-                f"an application with {running.config} runs in process {running.pid} and is to have the same "
-                "port: stop it by `python -m serve_app stop`, or choose another http_options.port"
+                f"process {running.pid} already runs {running.config} on this port: stop it with "
+                "`python -m serve_app stop`, or choose another http_options.port"
             )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
@@ -117,28 +117,28 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="?",
         type=Path,
-        help="configuration (configs/local.yaml, or the copy that is installed)",
+        help="configuration (default: configs/local.yaml, or its installed copy)",
     )
     parser.add_argument(
         "--address",
-        help="a Ray cluster that runs already, such as auto; its `ray start` must have had "
+        help="address of a running Ray cluster, such as auto; `ray start` needs the variables of "
         "serve_app/cli/serve/serve.env in its environment",
     )
-    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard as well")
+    parser.add_argument("--dashboard", action="store_true", help="also start Ray's dashboard")
 
     parser.add_argument(
         "--endpoints",
         metavar="URL[,URL ...]",
-        help="in place of a configuration: stand in front of these servers, which run already",
+        help="instead of a configuration: run in front of these servers",
     )
     parser.add_argument(
-        "--api-key-env", help="with --endpoints: environment variable that holds the servers' key"
+        "--api-key-env", help="with --endpoints: environment variable with the servers' API key"
     )
     parser.add_argument(
         "--port",
         type=positive_int,
         default=_PORT,
-        help="with --endpoints: port to listen on (%(default)s), on 127.0.0.1",
+        help="with --endpoints: port to listen on, at 127.0.0.1 (default: %(default)s)",
     )
 
 

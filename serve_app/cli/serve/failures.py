@@ -19,10 +19,10 @@ _LOOK_EVERY_S = 2.0
 _MARKED = re.compile(r"(?:ERROR|CRITICAL)[^\]]*\] (.*)$")
 # Messages of vLLM that mark the stages of a start, in order.
 _STAGES = (
-    ("Initializing a V1 LLM engine", "reading its configuration"),
+    ("Initializing a V1 LLM engine", "reading the configuration"),
     ("Starting to load model", "loading weights"),
     ("Loading weights took", "preparing the KV cache"),
-    ("init engine (profile", "opening its API"),
+    ("init engine (profile", "starting the API"),
 )
 
 

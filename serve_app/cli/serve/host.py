@@ -110,7 +110,7 @@ class ApplicationHost:
             if self._cluster.answers():
                 answered_at = time.monotonic()
             elif time.monotonic() - answered_at > _LOST_AFTER_S:
-                raise ServeAppError(f"Ray has not answered for {_LOST_AFTER_S:.0f} s: see the logs of Ray")
+                raise ServeAppError(f"Ray has not responded for {_LOST_AFTER_S:.0f} s: see Ray's logs")
 
     def _read(self, orders: BinaryIO) -> None:
         for line in orders:

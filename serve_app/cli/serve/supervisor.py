@@ -42,7 +42,7 @@ _KILL_TIMEOUT_S = 20.0
 # Time beyond the drain timeout after which the host counts as hung.
 _DRAIN_MARGIN_S = 20.0
 _INTERRUPTED = 130
-_LOGS_OF_CLUSTER = "in Ray's session folder on each node"
+_LOGS_OF_CLUSTER = "Ray's session folder on each node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Supervisor:
             interrupted.
         """
         adopt_orphans()
-        self._console.line(f"what Ray and Ray Serve write goes to {self._log}")
+        self._console.line(f"output of Ray and Ray Serve: {self._log}")
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             # `nohup` ignores SIGHUP, so that its command survives the terminal.
@@ -101,7 +101,7 @@ class Supervisor:
             reading.cancel()
         if self._failed is not None:
             self._console.line(self._failed, "red")
-            self._console.line(f"The full story is in {self._log} and {self._launch.job.folder}/ray.")
+            self._console.line(f"For details see {self._log} and {self._launch.job.folder}/ray.")
             return 1
         if self._is_ready:
             self._console.line("Stopped.")
@@ -187,7 +187,8 @@ class Supervisor:
         assert self._host.stdin is not None
         began_at = time.monotonic()
         self._console.line(
-            f"Stopping: new requests are rejected, open answers may end for {self._launch.drain_s:g} s."
+            f"Stopping: new requests are rejected; in-flight requests have {self._launch.drain_s:g} s to "
+            "complete."
         )
         order = Stop(self._launch.drain_s, max(1.0, self._start_s))
         with contextlib.suppress(ConnectionError):
@@ -201,9 +202,9 @@ class Supervisor:
         self._console.end()
         seconds = time.monotonic() - began_at
         if self._signals > 1:
-            self._console.line(f"Ended at once after {seconds:.1f} s: open answers were cut.")
+            self._console.line(f"Stopped immediately after {seconds:.1f} s: in-flight requests were aborted.")
         elif self._cut:
-            self._console.line(f"{self._cut} answers were still open and ended with an error.")
+            self._console.line(f"{self._cut} in-flight requests were aborted with an error.")
 
     async def _show_live(self) -> None:
         view = LiveView(self._launch.job.url, self._launch.environment.get(ADMIN_KEY_VARIABLE))
@@ -227,6 +228,6 @@ class Supervisor:
         if descendants():
             left = await asyncio.to_thread(end_descendants, _KILL_TIMEOUT_S)
             if left:
-                self._console.line(f"these processes could not be ended: {left}", "red")
+                self._console.line(f"these processes could not be stopped: {left}", "red")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(host.wait(), 1.0)

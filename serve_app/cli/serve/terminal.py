@@ -72,11 +72,11 @@ class LiveView:
         try:
             answer = request(f"{self._url}/metrics", self._api_key, timeout_s=_TIMEOUT_S)
         except NoAnswerError as exc:
-            return f"{place}  does not answer: {exc}"
+            return f"{place}  does not respond: {exc}"
         if answer.is_rejected:
-            return f"{place}  its metrics need the key of an admin"
+            return f"{place}  /metrics requires an admin key"
         if not answer.is_success:
-            return f"{place}  answers {answer.status}"
+            return f"{place}  /metrics returned {answer.status}"
         look = _look(answer.text, time.monotonic())
         self._looks.append(look)
         pools = _pools(look.replicas)
@@ -115,7 +115,7 @@ def _pools(replicas: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         + ", ".join(f"{pool} {_states(states)}" for pool, states in pools.items())
         for model, pools in replicas.items()
     ]
-    more = f"; {len(told) - _MOST_MODELS} models more" if len(told) > _MOST_MODELS else ""
+    more = f"; {len(told) - _MOST_MODELS} more models" if len(told) > _MOST_MODELS else ""
     return "; ".join(told[:_MOST_MODELS]) + more
 
 
@@ -126,7 +126,7 @@ def _states(states: Mapping[str, float]) -> str:
 
 
 def _traffic(before: _Look, now: _Look) -> str:
-    """Format e.g. `3 running, 1 waiting, 2.5 requests/s, waits: half <= 0.01 s, 95% <= 0.5 s, 120 so far`."""
+    """Format e.g. `3 running, 1 waiting, 2.5 requests/s, queue time: p50 <= 1 s, p95 <= 2 s, 120 total`."""
     passed_s = now.at - before.at
     # Counters restart at 0 when a scheduler is replaced.
     lately = {name: max(0.0, count - before.concluded[name]) for name, count in now.concluded.items()}
@@ -142,7 +142,7 @@ def _traffic(before: _Look, now: _Look) -> str:
             told.append(f"{count / passed_s if passed_s else 0.0:.1f} {word}/s")
     if waits := _waits(before.waits, now.waits):
         told.append(waits)
-    return ", ".join([*told, f"{sum(now.concluded.values()):.0f} so far"])
+    return ", ".join([*told, f"{sum(now.concluded.values()):.0f} total"])
 
 
 def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
@@ -152,7 +152,7 @@ def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
     if total <= 0:
         return ""
     half, most = (next(bound for bound, count in counts if count >= total * share) for share in (0.5, 0.95))
-    return f"waits: half <= {half:g} s, 95% <= {most:g} s"
+    return f"queue time: p50 <= {half:g} s, p95 <= {most:g} s"
 
 
 # -- progress: steps with their times, how to use the application, and the drain -----------------------------
@@ -258,19 +258,20 @@ class Console:
         key = " -H 'authorization: Bearer YOUR_KEY'" if way_in.keys else ""
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self.line(f"Ready after {self.elapsed_s:.1f} s.", "bold green")
-        listens = "" if way_in.listens == way_in.url else f"   (listens on {way_in.listens})"
-        self.line(f"  address  {way_in.url}/v1{listens}")
-        self.line(f"  models   {', '.join(way_in.models)}")
+        listens = "" if way_in.listens == way_in.url else f"   (listening on {way_in.listens})"
+        self.line(f"  address    {way_in.url}/v1{listens}")
+        self.line(f"  models     {', '.join(way_in.models)}")
         curl = f"curl {way_in.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
-        self.line(f"  try      {curl}")
-        self.line(f"  page     {way_in.url}/dashboard   (its key: {way_in.key_file})")
-        self.line(f"  state    python -m serve_app status --url {way_in.url}")
-        self.line(f"  logs     {way_in.logs}")
-        self.line(f"  output   {way_in.output}   (of Ray itself)")
+        self.line(f"  try        {curl}")
+        self.line(f"  dashboard  {way_in.url}/dashboard   (key: {way_in.key_file})")
+        self.line(f"  status     python -m serve_app status --url {way_in.url}")
+        self.line(f"  logs       {way_in.logs}")
+        self.line(f"  output     {way_in.output}   (Ray and Ray Serve)")
         if way_in.dashboard:
-            self.line(f"  Ray      {way_in.dashboard}   (its token: ray get-auth-token)")
+            self.line(f"  Ray        {way_in.dashboard}   (token: ray get-auth-token)")
         self.line(
-            f"  stop     Ctrl-C: open answers may end, for {way_in.drain_s:g} s at most; again: at once"
+            f"  stop       Ctrl-C: in-flight requests have {way_in.drain_s:g} s to complete; "
+            "again to stop immediately"
         )
 
     def live(self, text: str) -> None:
@@ -279,8 +280,8 @@ class Console:
 
     def draining(self, open_requests: int, left_s: float) -> None:
         """Show the progress of a drain."""
-        answers = "1 answer is" if open_requests == 1 else f"{open_requests} answers are"
-        text = f"stopping: {answers} open, {left_s:.0f} s left; again to end at once"
+        requests = "1 request" if open_requests == 1 else f"{open_requests} requests"
+        text = f"stopping: {requests} in flight, {left_s:.0f} s left; Ctrl-C to stop immediately"
         self._show(text)
         now = time.monotonic()
         if not self._rich.is_terminal and now - self._told_at >= _REPEAT_S / 3:

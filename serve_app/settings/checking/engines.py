@@ -172,8 +172,8 @@ def _check_sharing(here: _VllmPool) -> Iterator[str]:
     share, claimed = here.pool.settings.resources.num_gpus, memory_share(here.setup)
     if share < 1 and claimed > share:
         yield (
-            f"{here.pool.where}.resources.num_gpus: an engine with {share:g} of a GPU takes about "
-            f"{claimed:.0%} of its memory ({here.on}), so engines that share one may not fit: lower "
+            f"{here.pool.where}.resources.num_gpus: an engine with {share:g} of a GPU uses about "
+            f"{claimed:.0%} of its memory ({here.on}), so engines that share a GPU may not fit: lower "
             "gpu_memory_utilization or kv_cache_memory_bytes, or raise num_gpus"
         )
 
@@ -186,15 +186,15 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
         return
     remedies = []
     if (gpus := enough_gpus(setup, wanted)) is not None:
-        remedies.append(f"tensor_parallel_size {gpus} holds it")
+        remedies.append(f"set tensor_parallel_size to {gpus}")
     halved = replace(setup, model=replace(setup.model, kv_bytes=_FP8_BYTES))
     if setup.model.kv_bytes > _FP8_BYTES and capacity(halved).kv_tokens >= wanted:
-        remedies.append("kv_cache_dtype fp8 holds it")
-    remedies.append(f"or lower it to {context_that_fits(held)}")
+        remedies.append("set kv_cache_dtype to fp8")
+    remedies.append(f"or lower max_model_len to {context_that_fits(held)}")
     yield (
         f"{here.pool.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
-        f"cache of about {held.kv_tokens:,} tokens that {here.on} have beside the weights, and vLLM does not "
-        f"start then: {', '.join(remedies)}"
+        f"cache of about {held.kv_tokens:,} tokens that {here.on} have besides the weights, so vLLM will not "
+        f"start: {', '.join(remedies)}"
     )
 
 
@@ -205,9 +205,9 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
     most = max(1, here.held.sequences(usual))
     if wanted is not None and wanted > most:
         yield (
-            f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of a usual {usual:,} "
-            f"tokens need {wanted * usual:,} tokens of KV cache, and {here.on} have about "
-            f"{here.held.kv_tokens:,} beside the weights: lower it to {most}, or give the engine more GPUs"
+            f"{here.pool.where}.engine.vllm.args.max_num_seqs: {wanted} sequences of typically {usual:,} "
+            f"tokens need {wanted * usual:,} tokens of KV cache, but {here.on} have about "
+            f"{here.held.kv_tokens:,} besides the weights: lower it to {most}, or use more GPUs per engine"
         )
 
 
@@ -244,16 +244,16 @@ def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
     folder = Path(model).expanduser()
     if folder.exists():
         if folder.is_dir() and not any(folder.glob("*.json")) and not any(folder.glob("*.gguf")):
-            yield f"{where}.model: the folder {model} holds no model: it has no config.json"
+            yield f"{where}.model: folder {model} has no config.json"
         return
     first = Path(model).parts[0]
     looks_like_a_path = model.startswith(("/", ".", "~")) or len(Path(model).parts) != _HUB_STEPS
     if looks_like_a_path or Path(first).is_dir():
-        yield f"{where}.model: there is no folder {model} here ({Path.cwd()}){_beside(folder)}"
+        yield f"{where}.model: folder {model} does not exist in {Path.cwd()}{_beside(folder)}"
     elif _is_offline(engine) and not _is_cached(model):
         yield (
-            f"{where}.model: {model} is no folder, and the model hub is switched off by HF_HUB_OFFLINE: "
-            "download it first, or take HF_HUB_OFFLINE out"
+            f"{where}.model: {model} is not a folder, and HF_HUB_OFFLINE disables the model hub: "
+            "download the model first, or remove HF_HUB_OFFLINE"
         )
 
 

@@ -54,14 +54,14 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
             probe.bind((host, port))
             probe.listen(1)
     except socket.gaierror as exc:
-        yield ("http_options", "host"), f"http_options.host {host!r} is no address of this machine: {exc}"
+        yield ("http_options", "host"), f"http_options.host {host!r} is not an address of this machine: {exc}"
     except PermissionError:
-        yield where, f"http_options.port {port} needs more rights: choose a port above 1023"
+        yield where, f"http_options.port {port} needs root privileges: choose a port above 1023"
     except OSError as exc:
         if is_taken(exc):
             yield (
                 where,
-                f"http_options.port {port} is taken{holder(port)}: end that program or choose another port",
+                f"http_options.port {port} is in use{holder(port)}: stop that program or choose another port",
             )
         else:
             yield ("http_options", "host"), f"cannot listen on http_options.host {host!r}: {exc.strerror}"
@@ -93,8 +93,8 @@ def _check_cpus(settings: AppSettings) -> Iterator[Found]:
         yield (
             ("applications",),
             (
-                f"the deployments reserve {asked:g} CPU cores and this machine has {there}: lower num_cpus "
-                "of pools (resources.num_cpus) or gateways; it only reserves and limits nothing"
+                f"the deployments reserve {asked:g} CPU cores, but this machine has {there}: lower num_cpus "
+                "of pools (resources.num_cpus) or gateways; it reserves cores but enforces no limit"
             ),
         )
 
@@ -109,8 +109,8 @@ def _check_gpus(settings: AppSettings) -> Iterator[Found]:
         yield (
             (*first, "resources", "num_gpus"),
             (
-                f"the pools need {asked:g} GPUs and this machine has {len(there) or 'none'}: fewer replicas, "
-                "fractions of num_gpus, or a cluster (`--address`)"
+                f"the pools need {asked:g} GPUs, but this machine has {len(there) or 'none'}: use fewer "
+                "replicas, fractions of num_gpus, or a cluster (`--address`)"
             ),
         )
 
@@ -122,7 +122,7 @@ def _check_nodes(settings: AppSettings) -> Iterator[Found]:
             yield (
                 (*where, "resources", "advanced", "placement_strategy"),
                 (
-                    f"STRICT_SPREAD needs {bundles} nodes for each replica, and this is one machine: use a "
+                    f"STRICT_SPREAD needs {bundles} nodes per replica, but this is one machine: use a "
                     "cluster (`--address`)"
                 ),
             )
@@ -167,14 +167,14 @@ def _check_memory(settings: AppSettings) -> Iterator[Found]:
             path,
             (
                 'engines without a GPU need env: {VLLM_CPU_KVCACHE_SPACE: "1"} (GiB of KV cache): '
-                f"vLLM takes most of the {there:.0f} GiB of this machine otherwise"
+                f"by default vLLM takes most of the {there:.0f} GiB of this machine"
             ),
         )
     if needed > there:
         yield (
             ("applications",),
             (
-                f"vLLM's engines need about {needed:.0f} GiB of memory and this machine has {there:.0f}: "
+                f"vLLM engines need about {needed:.0f} GiB of memory, but this machine has {there:.0f}: use "
                 "fewer engines, a smaller model or less VLLM_CPU_KVCACHE_SPACE"
             ),
         )

@@ -60,7 +60,7 @@ class Document:
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UnreadableError(Mistake(f"there is no such file{_others(path)}")) from None
+            raise UnreadableError(Mistake(f"file not found{_others(path)}")) from None
         except (OSError, UnicodeDecodeError) as exc:
             raise UnreadableError(Mistake(f"cannot be read: {exc}")) from exc
         try:
@@ -69,7 +69,7 @@ class Document:
         except yaml.MarkedYAMLError as exc:
             raise UnreadableError(_slip(exc)) from exc
         except yaml.YAMLError as exc:
-            raise UnreadableError(Mistake(f"is no YAML: {exc}")) from exc
+            raise UnreadableError(Mistake(f"is not valid YAML: {exc}")) from exc
         self.mistakes = [] if self._root is None else list(_twice(self._root, set()))
 
     def line(self, steps: tuple[Step, ...]) -> int | None:
@@ -96,13 +96,13 @@ def _others(path: Path) -> str:
 
 def _slip(error: yaml.MarkedYAMLError) -> Mistake:
     mark = error.problem_mark or error.context_mark
-    what = error.problem or error.context or "cannot be understood"
+    what = error.problem or error.context or "syntax error"
     advice = ""
     if "\\t" in what:
         advice = ": indent with spaces"
     elif "mapping values are not allowed" in what:
-        advice = ": is a line above indented otherwise, or is a text with a colon not quoted?"
-    return Mistake(f"is no YAML: {what}{advice}", mark.line + 1 if mark is not None else None)
+        advice = ": check the indentation of the lines above, and quote texts with a colon"
+    return Mistake(f"is not valid YAML: {what}{advice}", mark.line + 1 if mark is not None else None)
 
 
 def _steps(sentence: str) -> Iterator[Step]:
@@ -136,7 +136,8 @@ def _twice(node: yaml.Node, anchored: set[int]) -> Iterator[Mistake]:
             line = key.start_mark.line + 1
             if key.value in seen:
                 yield Mistake(
-                    f"{key.value} stands twice in one block, first in line {seen[key.value]}: keep one", line
+                    f"{key.value} is duplicated in this block, first in line {seen[key.value]}: remove one",
+                    line,
                 )
             seen[key.value] = line
             yield from _twice(value, anchored)
@@ -189,7 +190,7 @@ def check_serve_keys(document: Document, import_path: str) -> Iterator[Mistake]:
     """Yield mistakes outside `args`: unknown keys, wrong types, none or several matching applications."""
     content = document.content
     if not isinstance(content, Mapping):
-        yield Mistake("is no Ray Serve configuration: it must have a list `applications`")
+        yield Mistake("is not a Ray Serve configuration: it must have a list `applications`")
         return
     yield from _unknown(document, content, (), TOP)
     for block, known in _BLOCKS.items():
@@ -221,8 +222,8 @@ def _check_values(document: Document, content: Mapping[str, Any]) -> Iterator[Mi
             yield _at(
                 document,
                 (block, "request_timeout_s"),
-                f"needs a proxy of Ray Serve: set proxy_location to HeadOnly instead of {NO_PROXY}, or leave "
-                "the limit to the queue's timeouts",
+                f"needs a proxy of Ray Serve: set proxy_location to HeadOnly instead of {NO_PROXY}, or use "
+                "queue_timeout_s instead",
             )
         if not isinstance(host, str):
             yield _at(document, (block, "host"), f"must be a string such as 127.0.0.1, got {host!r}")
@@ -245,7 +246,7 @@ def _check_applications(
         if application.get("import_path") == import_path:
             ours += 1
         elif application.get("import_path") is None:
-            yield _at(document, where, f"lacks its import_path: write import_path: {import_path}")
+            yield _at(document, where, f"has no import_path: add import_path: {import_path}")
     if ours != 1 and len(applications) != 1:
         advice = f"exactly one entry must have import_path: {import_path}, got {ours}"
         yield _at(document, ("applications",), advice)
@@ -258,7 +259,7 @@ def _unknown(
         if key in known:
             continue
         near = difflib.get_close_matches(str(key), known, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+        advice = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
         yield _at(document, (*where, key), f"is unknown to Ray Serve: {advice}")
 
 

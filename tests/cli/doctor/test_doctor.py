@@ -150,11 +150,11 @@ def put_back(answers: dict[str, Any]) -> None:
 
 
 FINDINGS: dict[str, tuple[Change, str]] = {
-    "no replica": (has_no_replica, "DOWN: model demo has no replica"),
-    "stopping": (is_stopping, "DOWN: the application is stopping"),
+    "no replica": (has_no_replica, "down: model demo has no replica"),
+    "stopping": (is_stopping, "down: the application is stopping"),
     "no scheduler": (
         lambda answers: model(answers).update(error="its scheduler does not respond: gone"),
-        "DOWN: model demo: its scheduler does not respond",
+        "down: model demo: its scheduler does not respond",
     ),
     "scheduler ended": (
         lambda answers: model(answers).update(ended="superseded"),
@@ -164,15 +164,15 @@ FINDINGS: dict[str, tuple[Change, str]] = {
         lambda answers: model(answers).update(pools=["short", "long"]),
         "degraded: model demo: pool long has no replica",
     ),
-    "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no fresh report"),
-    "no report": (has_no_report_at_all, "DOWN: model demo: 2 of 2 replicas have no fresh report"),
+    "stale report": (has_a_stale_report, "degraded: model demo: 1 of 2 replicas have no recent load report"),
+    "no report": (has_no_report_at_all, "down: model demo: 2 of 2 replicas have no recent load report"),
     "no key": (
         wants_a_key,
-        "note: the queues and replicas cannot be looked at: the application answered 401",
+        "note: queues and replicas are not accessible: the application returned 401",
     ),
     "no views": (
         lambda answers: answers.update({"status:/debug/queue": 500}),
-        "degraded: the application does not show its queues",
+        "degraded: queues and replicas are not available",
     ),
     "queue full": (
         lambda answers: queue(answers).update(waiting=2000),
@@ -184,24 +184,24 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     ),
     "long wait": (
         has_a_long_wait,
-        "degraded: model demo: a request of class interactive has waited 45 s of at most",
+        "degraded: model demo: a request of class interactive has been queued for 45 s of at most",
     ),
-    "saturated": (is_saturated, "risk: model demo: 7 requests wait, and all 2 replicas are full"),
+    "saturated": (is_saturated, "risk: model demo: 7 requests are queued, and all 2 replicas are saturated"),
     "failed": (concluded(Outcome.FAILED, 5), "5 of 105 requests failed in an engine"),
-    "expired": (concluded(Outcome.EXPIRED, 5), "5 of 105 requests ended in the queue"),
+    "expired": (concluded(Outcome.EXPIRED, 5), "5 of 105 requests exceeded their timeout in the queue"),
     "rejected": (
         concluded(Outcome.REJECTED_QUEUE_FULL, 5),
         "5 of 105 requests were rejected because the queue",
     ),
     "nobody alive": (concluded(Outcome.REJECTED_NO_REPLICA, 1), "1 of 101 requests were rejected because no"),
-    "put back": (put_back, "5 of 100 dispatches came back"),
+    "put back": (put_back, "5 of 100 dispatches failed before the first byte"),
     "scheduler errors": (
         counts("ewsjf_scheduler_errors_total", 2),
         "its scheduler could not handle 2 events",
     ),
     "state": (
         counts('ewsjf_state_failures_total operation="save"', 3),
-        "risk: model demo: 3 times learned state could not be written",
+        "risk: model demo: learned state could not be written 3 times",
     ),
     "frozen": (
         lambda answers: model(answers).update(tuner={"frozen": "frozen by an admin"}),
@@ -212,14 +212,14 @@ FINDINGS: dict[str, tuple[Change, str]] = {
         "note: model demo: the decision log has ended: max_events reached",
     ),
     "clock": (lambda answers: answers.update(skew_s=-900.0), "note: its clock is 90"),
-    "other release": (speaks_otherwise, "note: the application speaks of itself in another way"),
+    "other release": (speaks_otherwise, "note: the application's debug pages have an unexpected format"),
     "foreign": (
         lambda answers: answers.update({"/ready": "hello"}),
-        "is no application of this project (/ready: 200)",
+        "is not a gateway of this project (/ready: 200)",
     ),
     "front end alone": (
         lambda answers: answers.update({"/ready": "no server", "status:/ready": 503, "status:/health": 503}),
-        "with 503, and no gateway behind it does",
+        "with 503, but no gateway behind it responds",
     ),
 }
 
@@ -227,7 +227,7 @@ FINDINGS: dict[str, tuple[Change, str]] = {
 def test_a_healthy_application_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as url:
         assert main(["doctor", "--url", f"{url}/v1"]) == 0
-    assert capsys.readouterr().out == f"{url}: nothing found\n"
+    assert capsys.readouterr().out == f"{url}: no problems found\n"
 
 
 @pytest.mark.parametrize(("change", "told"), FINDINGS.values(), ids=FINDINGS)
@@ -250,7 +250,7 @@ def test_the_worst_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     with running(several) as url:
         assert main(["doctor", "--url", url]) == 1
     findings = capsys.readouterr().out.splitlines()[::2]
-    assert [line.split()[1] for line in findings] == ["DOWN:", "degraded:", "risk:", "note:"]
+    assert [line.split()[1] for line in findings] == ["down:", "degraded:", "risk:", "note:"]
 
 
 def instance(url: str, folder: Path, config: str = "a.yaml") -> Instance:
@@ -263,7 +263,7 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         silent = f"http://127.0.0.1:{taken.getsockname()[1]}"
     assert main(["doctor", "--url", silent]) == 1
-    assert "start it: python -m serve_app serve CONFIG" in capsys.readouterr().out
+    assert "start it with python -m serve_app serve CONFIG" in capsys.readouterr().out
     other = instance("http://127.0.0.1:7", tmp_path)
     monkeypatch.setattr(command, "running_instances", lambda: iter([other]))
     assert main(["doctor", "--url", silent]) == 1
@@ -272,7 +272,7 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     monkeypatch.setattr(command, "running_instances", lambda: iter([other, starting]))
     assert main(["doctor", "--url", silent]) == 1
     told = capsys.readouterr().out
-    assert "the application of a.yaml starts there" in told
+    assert "the application of a.yaml is starting or stopping there" in told
     assert str(tmp_path) in told
 
 
@@ -287,7 +287,7 @@ def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.
         assert main(["doctor", "--url", f"http://127.0.0.1:{other.getsockname()[1]}"]) == 1
         thread.join()
     # Parallel test runners may have renamed this process.
-    assert re.search(rf"though its port is taken by \S.*\(process {os.getpid()}\)", capsys.readouterr().out)
+    assert re.search(rf"but its port is in use by \S.*\(process {os.getpid()}\)", capsys.readouterr().out)
 
 
 def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
@@ -304,7 +304,7 @@ def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
         monkeypatch.setattr(command, "running_instances", lambda: iter([mine]))
         assert main(["doctor", "--url", url]) == 1
     told = capsys.readouterr().out
-    assert "the last error of an engine: ValueError: weights are missing" in told
+    assert "first error of its engine: ValueError: weights are missing" in told
     assert str(tmp_path) in told
 
 
@@ -314,11 +314,11 @@ def test_the_one_application_of_this_machine_needs_no_url(
     with running() as url:
         monkeypatch.setattr(status, "running_instances", lambda: iter([instance(url, tmp_path)]))
         assert main(["doctor"]) == 0
-        assert capsys.readouterr().out == f"{url}: nothing found\n"
+        assert capsys.readouterr().out == f"{url}: no problems found\n"
     two = [instance(f"http://127.0.0.1:{port}", tmp_path) for port in (1, 2)]
     monkeypatch.setattr(status, "running_instances", lambda: iter(two))
     assert main(["doctor"]) == 2
-    assert "choose one by --url: http://127.0.0.1:1 (a.yaml), http://127.0.0.1:2" in capsys.readouterr().err
+    assert "choose one with --url: http://127.0.0.1:1 (a.yaml), http://127.0.0.1:2" in capsys.readouterr().err
 
 
 async def test_a_real_gateway_and_scheduler_are_understood(
@@ -352,14 +352,14 @@ async def test_a_real_gateway_and_scheduler_are_understood(
             found = await asyncio.to_thread(main, ["doctor", "--url", url, *more])
             return found, capsys.readouterr().out
 
-        assert await asked("--api-key", "k1") == (0, f"{url}: nothing found\n")
+        assert await asked("--api-key", "k1") == (0, f"{url}: no problems found\n")
         assert scheduler.status()["pools"] == ["short", "long"]
         found, told = await asked()
         assert found == 1
-        assert "answered 401" in told
+        assert "returned 401" in told
         scheduler.stop("superseded")
         _, told = await asked("--api-key", "k1")
         assert "its scheduler has ended: superseded" in told
         dispatcher.ports.clear()
         _, told = await asked("--api-key", "k1")
-        assert told.startswith("1. DOWN: model demo has no replica")
+        assert told.startswith("1. down: model demo has no replica")

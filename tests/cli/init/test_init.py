@@ -100,9 +100,9 @@ def test_gpus_are_divided_among_pools(
     assert [(pool.engine.max_model_len, pool.replicas) for pool in model.pools] == pools
     told = capsys.readouterr()
     # Test machines have fewer GPUs, or none at all.
-    if "machine lacks" in told.out:
+    if "does not meet" in told.out:
         assert f"{path}:" in told.err
-        assert told.out.splitlines()[-1].startswith("next, once that is settled: ")
+        assert told.out.splitlines()[-1].startswith("next, once they are met: ")
 
 
 def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:
@@ -172,9 +172,9 @@ def test_a_file_is_not_overwritten_unless_forced(tmp_path: Path, capsys: pytest.
     ("options", "message"),
     [
         (["--gpus", "2"], "--gpus needs --model"),
-        (["--gpus", "2", "--model", "m", "--gpus-per-engine", "4"], "needs more than 2"),
-        (["--servers", "http://127.0.0.1:9"], "does not answer"),
-        (["--servers", "127.0.0.1:9"], "begin it with http://"),
+        (["--gpus", "2", "--model", "m", "--gpus-per-engine", "4"], "needs 4 GPUs, but --gpus is 2"),
+        (["--servers", "http://127.0.0.1:9"], "does not respond"),
+        (["--servers", "127.0.0.1:9"], "must begin with http://"),
         (["--servers", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["--emulated", "--port", "70000"], "at most 65535"),
     ],
@@ -246,11 +246,11 @@ def test_servers_alike_are_one_pool_and_each_context_is_a_pool(tmp_path: Path) -
 
 def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
     with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("What answers requests?", "gpus")
-        talk.answer("How many GPUs", "4")
+        talk.answer("Which engines serve requests?", "gpus")
+        talk.answer("Number of GPUs", "4")
         talk.answer("Model (", "owner/model")
-        talk.answer("GPUs of one engine", "")
-        talk.answer("Longest context", "")
+        talk.answer("GPUs per engine", "")
+        talk.answer("Context limit", "")
         talk.answer("Port", str(free_port()))
         assert talk.ended(END_S) == 0, talk.output
     assert [pool.replicas for pool in written(tmp_path / "x.yaml").pools] == [3, 1]
@@ -258,8 +258,8 @@ def test_a_person_is_asked_for_gpus(tmp_path: Path) -> None:
 
 def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
     with servers(engine(2048, "a")) as urls, on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("What answers requests?", "servers")
-        talk.answer("Addresses", urls[0])
+        talk.answer("Which engines serve requests?", "servers")
+        talk.answer("URLs of the servers", urls[0])
         talk.answer("Environment variable", "")
         talk.answer("Port", str(free_port()))
         assert talk.ended(END_S) == 0, talk.output
@@ -270,7 +270,7 @@ def test_a_person_is_asked_for_servers(tmp_path: Path) -> None:
 
 def test_a_person_may_accept_every_proposal(tmp_path: Path) -> None:
     with on_terminal("init", str(tmp_path / "x.yaml")) as talk:
-        talk.answer("What answers requests?", "emulated")
+        talk.answer("Which engines serve requests?", "emulated")
         talk.answer("Port", str(port := free_port()))
         assert talk.ended(END_S) == 0, talk.output
     assert yaml.safe_load((tmp_path / "x.yaml").read_text())["http_options"]["port"] == port

@@ -36,15 +36,15 @@ def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) ->
 def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -> None:
     Console().ready(WAY_IN)
     told = capsys.readouterr().err
-    assert "address  http://127.0.0.1:8000/v1   (listens on http://0.0.0.0:8000)" in told
-    assert "models   demo, alias" in told
-    assert "page     http://127.0.0.1:8000/dashboard   (its key: /tmp/instance/admin-key)" in told
+    assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in told
+    assert "models     demo, alias" in told
+    assert "dashboard  http://127.0.0.1:8000/dashboard   (key: /tmp/instance/admin-key)" in told
     assert "-H 'authorization: Bearer YOUR_KEY'" in told
     assert '"model": "demo"' in told
-    assert "logs     /tmp/logs" in told
-    assert "output   /tmp/serve.log" in told
-    assert "for 600 s at most" in told
-    assert "http://127.0.0.1:8265   (its token: ray get-auth-token)" in told
+    assert "logs       /tmp/logs" in told
+    assert "output     /tmp/serve.log" in told
+    assert "in-flight requests have 600 s to complete" in told
+    assert "http://127.0.0.1:8265   (token: ray get-auth-token)" in told
     assert "\x1b" not in told
 
 
@@ -60,7 +60,7 @@ def test_a_pending_answer_is_reported_periodically(
     now += 1
     console.draining(1, 593.0)
     assert capsys.readouterr().err.splitlines() == [
-        "stopping: 1 answer is open, 594 s left; again to end at once"
+        "stopping: 1 request in flight, 594 s left; Ctrl-C to stop immediately"
     ]
 
 

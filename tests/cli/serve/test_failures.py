@@ -11,7 +11,7 @@ ray::ServeReplica:ewsjf:only-bad.initialize_and_get_metadata() (pid=1, ip=127.0.
   File "replica.py", line 1, in start
     raise EngineError(
 serve_app.errors.EngineError: vLLM could not start m: Engine core initialization failed. See root cause \
-above. Failed core proc(s): {}: its own log lines above have the cause
+above. Failed core proc(s): {}: see its log lines above for the cause
 """
 
 ENGINE_SAYS = """:job_id:01000000

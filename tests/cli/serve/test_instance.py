@@ -45,6 +45,6 @@ def test_stop_says_what_it_could_stop(capsys: pytest.CaptureFixture[str]) -> Non
     published(8000)
     published(8001)
     assert main(["stop"]) == 2
-    assert "choose one by --url: http://127.0.0.1:8000, http://127.0.0.1:8001" in capsys.readouterr().err
+    assert "choose one with --url: http://127.0.0.1:8000, http://127.0.0.1:8001" in capsys.readouterr().err
     assert main(["stop", "--url", "http://localhost:9"]) == 2
     assert "no application of this user runs at http://localhost:9" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_the_first_look_has_no_rate(page: Page) -> None:
     page.counts["completed"] = 70
     assert LiveView(page.url).text().splitlines() == [
         f"{page.url}/v1  short 2",
-        "4 running, 4 waiting, 0.0 requests/s, 70 so far",
+        "4 running, 4 waiting, 0.0 requests/s, 70 total",
     ]
 
 
@@ -76,14 +76,15 @@ def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[flo
     page.counts |= {"completed": 1_010, "rejected_queue_full": 4}
     page.waits += [0.005] * 8 + [0.7] * 2
     assert view.text().splitlines()[1] == (
-        "4 running, 4 waiting, 7.0 requests/s, 2.0 rejected/s, waits: half <= 0.01 s, 95% <= 1 s, 1014 so far"
+        "4 running, 4 waiting, 7.0 requests/s, 2.0 rejected/s, queue time: p50 <= 0.01 s, p95 <= 1 s, "
+        "1014 total"
     )
     for _ in range(5):
         clock[0] += 2.0
         page.counts["failed"] += 1
         told = view.text()
     # The rejections are older than the window of the rates.
-    assert "0.5 requests/s, 0.5 failed/s, 1019 so far" in told
+    assert "0.5 requests/s, 0.5 failed/s, 1019 total" in told
 
 
 def test_pools_show_which_replicas_do_not_work(page: Page) -> None:
@@ -93,7 +94,7 @@ def test_pools_show_which_replicas_do_not_work(page: Page) -> None:
 
 def test_several_models_are_listed_and_many_are_counted(page: Page) -> None:
     page.replicas = {(name, "all", "open"): 1 for name in "abcde"}
-    assert "  a: all 1; b: all 1; c: all 1; 2 models more\n" in LiveView(page.url).text()
+    assert "  a: all 1; b: all 1; c: all 1; 2 more models\n" in LiveView(page.url).text()
 
 
 def test_a_scheduler_that_begins_anew_makes_no_negative_rate(page: Page, clock: list[float]) -> None:
@@ -102,15 +103,15 @@ def test_a_scheduler_that_begins_anew_makes_no_negative_rate(page: Page, clock: 
     view.text()
     clock[0] += 2.0
     page.counts["completed"], page.waits = 3, [0.5] * 3
-    assert view.text().endswith("0.0 requests/s, 3 so far")
+    assert view.text().endswith("0.0 requests/s, 3 total")
 
 
 def test_what_does_not_answer_is_said(page: Page) -> None:
     page.status = 403
-    assert LiveView(page.url).text() == f"{page.url}/v1  its metrics need the key of an admin"
+    assert LiveView(page.url).text() == f"{page.url}/v1  /metrics requires an admin key"
     page.status = 500
-    assert LiveView(page.url).text() == f"{page.url}/v1  answers 500"
-    assert "does not answer: " in LiveView("http://127.0.0.1:9").text()
+    assert LiveView(page.url).text() == f"{page.url}/v1  /metrics returned 500"
+    assert "does not respond: " in LiveView("http://127.0.0.1:9").text()
 
 
 @pytest.mark.slow
@@ -127,8 +128,8 @@ def test_a_terminal_shows_pools_that_come_up_and_then_what_goes_on(tmp_path: Pat
         shown = opened.output
         log = tmp_path / "none"
         for line in shown.splitlines():
-            if "what Ray and Ray Serve write goes to " in line:
-                log = Path(line.partition(" goes to ")[2].strip())
+            if "output of Ray and Ray Serve: " in line:
+                log = Path(line.partition("Ray Serve: ")[2].strip())
         assert log.read_text()
         # None of Ray's own lines.
         assert "INFO" not in shown

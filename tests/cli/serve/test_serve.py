@@ -132,7 +132,7 @@ async def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         opened.type_interrupt()
         assert await asyncio.to_thread(opened.ended, END_S) == 0
         await ending
-        assert "open answers were cut" in opened.output
+        assert "in-flight requests were aborted" in opened.output
         assert opened.processes_left() == []
         assert listening((port,)) == []
 
@@ -192,9 +192,9 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
 def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     port = free_port()
     with terminal(configuration(tmp_path, port, drain_s=5.0)) as opened:
-        opened.wait_for("is fine")
+        opened.wait_for("is valid")
         time.sleep(2.0)
-        opened.wait_for("is fine")  # again, for the current processes
+        opened.wait_for("is valid")  # again, for the current processes
         opened.type_interrupt()
         assert opened.ended(END_S) == 130
         assert "stopped before it was ready" in opened.output

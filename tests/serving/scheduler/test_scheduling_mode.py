@@ -81,7 +81,7 @@ def test_words_that_make_no_sense_are_rejected(words: list[str]) -> None:
 
 def test_a_share_belongs_to_active(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mode", "observe", "--share", "0.5"]) == 2
-    assert "--share belongs to `mode active`" in capsys.readouterr().err
+    assert "--share needs `mode active`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def test_a_context_beyond_the_cache_is_reported_with_what_would_hold_it() -> Non
     (told,) = warned(pool(max_model_len=131_072, gpu_memory_utilization=0.9, max_num_batched_tokens=2_048))
     assert told.startswith("models[0].pools[0].engine.vllm.args.max_model_len: a context of 131,072 tokens")
     assert "about 2" in told
-    assert "tensor_parallel_size 4 holds it" in told
+    assert "set tensor_parallel_size to 4" in told
     assert "fp8" not in told, "58,000 tokens are too few as well"
     (told,) = warned(pool(max_model_len=30_000))
-    assert "kv_cache_dtype fp8 holds it" in told
+    assert "set kv_cache_dtype to fp8" in told
     assert warned(pool(max_model_len=30_000, kv_cache_dtype="fp8")) == []
 
 
@@ -60,7 +60,9 @@ def test_weights_that_do_not_fit_are_reported_with_the_sum() -> None:
 
 def test_more_sequences_than_the_cache_carries_are_reported() -> None:
     (told,) = warned(pool(max_model_len=8_192, max_num_seqs=256))
-    assert told.startswith("models[0].pools[0].engine.vllm.args.max_num_seqs: 256 sequences of a usual 1,400")
+    assert told.startswith(
+        "models[0].pools[0].engine.vllm.args.max_num_seqs: 256 sequences of typically 1,400"
+    )
     assert "lower it to 2" in told
     assert warned(pool(max_model_len=8_192, max_num_seqs=16)) == []
     # Requests limited to 64 tokens need less.
@@ -119,15 +121,15 @@ def test_the_command_warns_with_a_line_and_does_not_fail(
     assert main(["check", "--elsewhere", "--gpu", "H100", str(path)]) == 0
     told = capsys.readouterr()
     assert told.err.startswith(f"{path}:{line}: warning: models[0].pools[1].engine.vllm.args.max_model_len: ")
-    assert told.out == f"{path} has no mistakes\n"
+    assert told.out == f"{path} is valid, with warnings\n"
     assert main(["check", "--elsewhere", str(path)]) == 0
-    assert capsys.readouterr() == (f"{path} is fine\n", "")
+    assert capsys.readouterr() == (f"{path} is valid\n", "")
 
 
 def test_an_unknown_card_is_rejected_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "--gpu", "voodoo2", "configs/gpu_8x.yaml"])
-    assert "there are no figures for 'voodoo2': use one of a100, h100" in capsys.readouterr().err
+    assert "'voodoo2' is not a known GPU: use one of a100, h100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

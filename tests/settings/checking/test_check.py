@@ -49,7 +49,7 @@ def line_of(text: str, part: str) -> int:
 
 
 def test_a_good_configuration_is_fine(check: Check) -> None:
-    assert check(local()) == (0, ["CONFIG is fine"])
+    assert check(local()) == (0, ["CONFIG is valid"])
 
 
 def test_every_mistake_has_its_line(check: Check) -> None:
@@ -100,7 +100,7 @@ def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     assert told == [
         (
             f"CONFIG:{line_of(text, 'labtop') - 2}: models[0].pools[0].engine: no engine profile 'labtop': "
-            "did you mean laptop? A path of a YAML file will do, too"
+            "did you mean laptop? A path of a YAML file is also accepted"
         )
     ]
 
@@ -111,7 +111,7 @@ def test_a_port_in_use_is_reported_with_its_holder_and_setting(check: Check) -> 
         text = LOCAL.replace("port: 8000", f"port: {port}")
         status, told = check(text)
     assert status == 2
-    assert told[0].startswith(f"CONFIG:{line_of(text, 'port:')}: http_options.port {port} is taken by ")
+    assert told[0].startswith(f"CONFIG:{line_of(text, 'port:')}: http_options.port {port} is in use by ")
 
 
 def test_a_host_that_is_not_of_this_machine(check: Check) -> None:
@@ -145,10 +145,7 @@ def test_a_model_folder_that_is_not_there(check: Check) -> None:
     )
     status, told = check(text)
     assert status == 2
-    assert (
-        f"CONFIG:{line_of(text, 'nothere')}: models[0].pools[0].engine.vllm.model: there is no folder"
-        in told[0]
-    )
+    assert f"CONFIG:{line_of(text, 'nothere')}: models[0].pools[0].engine.vllm.model: folder " in told[0]
 
 
 def test_an_engine_on_the_cpu_needs_a_limit_of_its_cache(
@@ -168,7 +165,7 @@ def test_gpus_that_are_not_there(check: Check, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "")
     status, told = check(local(resources__="resources: {num_gpus: 2.0, num_cpus: 0.1} #"))
     assert status == 2
-    assert "the pools need 2 GPUs and this machine has none" in told[0]
+    assert "the pools need 2 GPUs, but this machine has none" in told[0]
 
 
 def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Path) -> None:
@@ -179,7 +176,7 @@ def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Pa
     status, told = check(text)
     assert status == 2
     assert told[0].startswith(f"CONFIG:{line_of(text, 'STRICT_SPREAD')}: ")
-    assert "2 nodes for each replica, and this is one machine: use a cluster (`--address`)" in told[0]
+    assert "2 nodes per replica, but this is one machine: use a cluster (`--address`)" in told[0]
     path = tmp_path / "elsewhere.yaml"
     path.write_text(text)
     assert check_file(path, on_this_machine=False).mistakes == []

@@ -38,24 +38,24 @@ def test_a_key_that_stands_twice_is_a_mistake(tmp_path: Path) -> None:
     (mistake,) = document(tmp_path, "a:\n  port: 1\n  host: x\n  port: 2\n").mistakes
     assert (mistake.line, mistake.message) == (
         4,
-        "port stands twice in one block, first in line 2: keep one",
+        "port is duplicated in this block, first in line 2: remove one",
     )
 
 
 def test_a_slip_in_the_yaml_is_one_sentence_with_its_line(tmp_path: Path) -> None:
     assert rejection(tmp_path, "a:\n  b: 1\n\tc: 2\n") == (
-        "is no YAML: found character '\\t' that cannot start any token: indent with spaces",
+        "is not valid YAML: found character '\\t' that cannot start any token: indent with spaces",
         3,
     )
     message, line = rejection(tmp_path, "a: 1\n  b: 2\n")
     assert line == 2
-    assert message.startswith("is no YAML: mapping values are not allowed here: is a line above indented")
+    assert message.startswith("is not valid YAML: mapping values are not allowed here: check the indentation")
     assert rejection(tmp_path, "a: [1, 2\n")[1] is not None
 
 
 def test_a_missing_file_names_those_beside_it(tmp_path: Path) -> None:
     (tmp_path / "local.yaml").write_text("")
-    with pytest.raises(UnreadableError, match=r"there is no such file: .* has local\.yaml"):
+    with pytest.raises(UnreadableError, match=r"file not found: .* has local\.yaml"):
         Document(tmp_path / "locla.yaml")
 
 

@@ -69,7 +69,7 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
             {"proxy_location": "Disabled", "http_options": {"request_timeout_s": 5}},
             (
                 "http_options.request_timeout_s needs a proxy of Ray Serve: set proxy_location to HeadOnly "
-                "instead of Disabled, or leave the limit to the queue's timeouts"
+                "instead of Disabled, or use queue_timeout_s instead"
             ),
         ),
         ({"aplications": []}, "aplications is unknown to Ray Serve: did you mean applications?"),
@@ -85,7 +85,7 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
         ),
         (
             {"applications": [{"name": "x"}]},
-            f"applications[0] lacks its import_path: write import_path: {IMPORT_PATH}",
+            f"applications[0] has no import_path: add import_path: {IMPORT_PATH}",
         ),
     ],
 )
@@ -94,4 +94,6 @@ def test_what_is_said_of_mistakes(tmp_path: Path, change: dict[str, Any], senten
 
 
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:
-    assert sentences(tmp_path, [1]) == ["is no Ray Serve configuration: it must have a list `applications`"]
+    assert sentences(tmp_path, [1]) == [
+        "is not a Ray Serve configuration: it must have a list `applications`"
+    ]
