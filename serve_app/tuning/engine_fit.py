@@ -79,7 +79,7 @@ def engines_of_json(document: object) -> Engines:
         ValueError: the document is invalid.
     """
     if not isinstance(document, Mapping):
-        raise ValueError("learned state: the twin's step times are no mapping; delete it to begin anew")  # noqa: TRY004 - one type for all invalid states
+        raise ValueError("learned state: the twin's step times are not a mapping; delete it to start over")  # noqa: TRY004 - one type for all invalid states
     try:
         return {
             str(pool): FittedEngine(
@@ -92,7 +92,7 @@ def engines_of_json(document: object) -> Engines:
         }
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"learned state: broken step times of the twin: {error}; delete it to begin anew"
+            f"learned state: invalid step times of the twin: {error}; delete it to start over"
         ) from error
 
 

@@ -154,7 +154,7 @@ def _why_unmeasured(
 ) -> str:
     """Return why these requests have no reward; empty if they have one."""
     if len(judged) < settings.min_requests:
-        return f"{len(judged)} requests can be judged, {settings.min_requests} are needed"
+        return f"{len(judged)} requests can be evaluated, {settings.min_requests} are needed"
     completed = sum(record.completed for record in records)
     measured_ratio = sum(record.completed for record in judged) / completed if completed else 1.0
     if measured_ratio < _MIN_MEASURED_RATIO:
@@ -162,7 +162,7 @@ def _why_unmeasured(
     sent = [record for record in judged if record.dispatched_at is not None]
     # Without names there would seem to be no queues at all, which is optimal under the paper's objective.
     if settings.kind == "paper" and sum(not record.length_queue for record in sent) > len(sent) / 2:
-        return "most requests lack the name of the length queue in which they waited"
+        return "most requests have no length queue"
     return ""
 
 

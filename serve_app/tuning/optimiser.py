@@ -78,7 +78,9 @@ class TpeOptimiser:
             ValueError: the proposal is not from this optimiser.
         """
         if proposal.number >= len(self._proposals):
-            raise ValueError(f"proposal {proposal.number} was not made here: tell only what was asked for")
+            raise ValueError(
+                f"proposal {proposal.number} was not made by this optimiser: tell only proposals of ask"
+            )
         known = finite(reward)
         self._losses[proposal.number] = float("inf") if known is None else -known
 

@@ -241,7 +241,7 @@ class ParameterLoop:
         )
         if not finding.confident or finding.best is None or found is None:
             return []
-        reason = f"reward {found.mean:+.4f} in the twin, over {finding.trials} candidates"
+        reason = f"reward {found.mean:+.4f} in the twin, best of {finding.trials} candidates"
         return self._orders(self.rollout.propose(finding.best.values, now, reason))
 
     # Work
@@ -326,11 +326,11 @@ class ParameterLoop:
     def _doing(self) -> str:
         """Describe the current activity, or what the loop waits for."""
         if self.rollout.target is not None:
-            return "trying a step"
+            return "trial in progress"
         if isinstance(self.work, SearchTask):
             return "searching"
         waits = self.calibration.obstacle or self.rollout.why_not(self._now)
-        return f"watching: {waits}" if waits and self._settings.rollout.mode != "off" else "watching"
+        return f"idle: {waits}" if waits and self._settings.rollout.mode != "off" else "idle"
 
     def _forecast_document(self) -> dict[str, Any] | None:
         """Return the forecast while a share of the requests is not scheduled."""

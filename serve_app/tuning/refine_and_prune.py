@@ -113,15 +113,15 @@ def _checked(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Lengths:
     given = np.asarray(lengths)
     if given.ndim != 1 or given.size == 0:
         raise LengthsError(
-            f"queues are learned from a list of at least one prompt length, got one of shape {given.shape}: "
+            f"length queues are learned from a list of at least one prompt length, got shape {given.shape}: "
             "wait until requests have been observed"
         )
     if not np.issubdtype(given.dtype, np.integer):
-        raise LengthsError(f"prompt lengths are whole numbers, got {given.dtype}: {given[:3].tolist()}")
+        raise LengthsError(f"prompt lengths must be whole numbers, got {given.dtype}: {given[:3].tolist()}")
     shortest, longest = int(given.min()), int(given.max())
     if shortest < 1 or longest > _LONGEST_TOKENS:
         wrong = shortest if shortest < 1 else longest
-        raise LengthsError(f"a prompt has 1 to 2**53 tokens, got one of {wrong}")
+        raise LengthsError(f"a prompt must have 1 to 2**53 tokens, got {wrong}")
     return np.sort(given.astype(np.int64))
 
 

@@ -24,16 +24,16 @@ from serve_app.tuning.study_report import BEST, IN_FORCE, StudyReport
 def study_page(report: StudyReport, plan: TwinPlan, origin: Origin) -> ResultReport:
     """Return the report of a completed study."""
     trace = plan.traffic
-    stands = "Its values are recommended." if report.finding.confident else "The current settings stand."
+    stands = "Its values are recommended." if report.finding.confident else "The current settings remain."
     return ResultReport(
         title=f"Settings for {trace.name}",
-        question=f"Does any setting of the scheduler serve {trace.title} better than those in force?",
+        question=f"Does any setting of the scheduler serve {trace.title} better than the current ones?",
         facts=list(_facts(report, plan)),
         verdict=[f"{report.verdict[:1].upper()}{report.verdict[1:]}.", stands],
         notes=[
-            "Both sides met the same windows of the same traffic, in a model of the engines.",
-            "The best of many looks better than it is on the windows of the search: the verdict has others.",
-            f"At most {report.settings.finalists} candidates get to those; one in forty wins by luck.",
+            "Both sides served the same windows of the same traffic, in a model of the engines.",
+            "The search windows favour the best of many candidates, so the verdict uses fresh windows.",
+            f"At most {report.settings.finalists} candidates reach them; one in forty wins by chance.",
         ],
         sections=list(_sections(report)),
         origin=origin,
@@ -46,7 +46,7 @@ def _facts(report: StudyReport, plan: TwinPlan) -> Iterator[tuple[str, str]]:
     yield "workload", f"{trace.title}: {len(trace.requests):,} requests{rate}"
     yield "source", trace.source
     yield "fleet", f"{len(plan.engines)} engine{'' if len(plan.engines) == 1 else 's'} in the model"
-    yield "searched", ", ".join(each.model_path for each in report.space)
+    yield "parameters", ", ".join(each.model_path for each in report.space)
     yield "objective", f"{plan.objective.kind}, windows of {plan.settings.window_requests:,} requests"
     yield "search", f"{report.finding.trials} candidates on up to {settings.rungs[-1]} windows"
     yield "confirmation", f"the best candidates on {settings.confirm_windows} fresh windows"
@@ -58,10 +58,10 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
     if rewards:
         yield ReportSection(
             title="Reward",
-            intro="More is better; the bar is the 95 % interval of the paired change, the line no change.",
+            intro="Higher is better. Bar: 95 % interval of the paired difference; line: no difference.",
             blocks=[
                 DifferenceTable(
-                    caption="The best candidate against the values in force",
+                    caption="Best candidate against the current values",
                     base=IN_FORCE,
                     other=BEST,
                     differences=rewards,
@@ -70,11 +70,11 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
         )
     if report.changes_table is not None:
         pasted = report.pasted
-        listings = [] if pasted is None else [Listing("To paste into the model's settings:", pasted)]
+        listings = [] if pasted is None else [Listing("For the model's settings:", pasted)]
         yield ReportSection(title="Settings", blocks=[report.changes_table, *listings])
     yield ReportSection(
-        title="The search",
-        intro="A gain is the mean difference in reward from the values in force, on the same windows.",
+        title="Search",
+        intro="Gain: mean difference in reward from the current values, on the same windows.",
         blocks=[*_course(report), *_fresh_windows(report)],
     )
     yield ReportSection(title="Figures", blocks=[report.classes_table])
@@ -88,7 +88,7 @@ def _rewards(report: StudyReport) -> Iterator[FigureDifference]:
     finding, settings = report.finding, report.settings
     stages = (
         ("fresh windows", finding.confirmation, settings.fresh_windows),
-        ("windows of the search, which flatter", finding.search, settings.search_windows),
+        ("search windows (biased)", finding.search, settings.search_windows),
     )
     for name, comparison, windows in stages:
         if finding.best is not None and comparison is not None:
@@ -121,14 +121,19 @@ def _course(report: StudyReport) -> Iterator[Plot]:
     rounds = report.course.rounds
     if len(rounds) > 1:
         yield Plot(
-            title="Gain of the leader by effort",
-            reading="Higher is better. Where the line stays level, more search found nothing.",
+            title="Gain of the best candidate by effort",
+            reading="Higher is better. Where the line is flat, further search found no improvement.",
             x=PlotAxis(label="requests simulated", unit=Unit.COUNT, logarithmic=None),
-            y=PlotAxis(label="gain of the leader", logarithmic=None),
+            y=PlotAxis(label="gain of the best candidate", logarithmic=None),
             places=[float(each.requests) for each in rounds],
             series=[
-                Series(name="values in force", values=[0.0] * len(rounds), look=Look.BASELINE),
-                Series(name="leader", values=[each.gain for each in rounds], look=Look.STEP, colour=2),
+                Series(name="current values", values=[0.0] * len(rounds), look=Look.BASELINE),
+                Series(
+                    name="best candidate so far",
+                    values=[each.gain for each in rounds],
+                    look=Look.STEP,
+                    colour=2,
+                ),
             ],
         )
 
@@ -138,8 +143,8 @@ def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
     if best is None:
         return
     yield Plot(
-        title="Reward on each fresh window",
-        reading="Higher is better. Both meet the same requests in a window, so the gap between them counts.",
+        title="Reward per fresh window",
+        reading="Higher is better. Both serve the same requests in a window, so compare the two lines.",
         x=PlotAxis(label="window", unit=Unit.COUNT, logarithmic=None),
         y=PlotAxis(label="reward", logarithmic=None, from_zero=False),
         places=[float(window) for window in windows],

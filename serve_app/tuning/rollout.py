@@ -60,13 +60,14 @@ class RolloutSettings:
     slice_s: Annotated[float, FINITE_POSITIVE] = 60.0
     settle_s: Annotated[float, FINITE_NOT_NEGATIVE] = 10.0
     judge_limit_s: Annotated[float, FINITE_POSITIVE] = 120.0
-    pairs: Annotated[int, at_least(2).hint("one pair is chance")] = 12
+    pairs: Annotated[int, at_least(2).hint("one pair gives no evidence")] = 12
     cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE] = 600.0
 
     def __post_init__(self) -> None:
         if self.settle_s >= self.slice_s:
             raise ValueError(
-                f"slice_s must be above {self.settle_s:g}, got {self.slice_s}: less is not judged"
+                f"slice_s must be above {self.settle_s:g}, got {self.slice_s}: settle_s of each slice is "
+                "not judged"
             )
 
 
@@ -153,8 +154,8 @@ class Rollout:
         self._audits: deque[Audit] = deque(maxlen=_AUDITS_KEPT)
 
     def __repr__(self) -> str:
-        doing = f"trying {self._trial.figures()}" if self._trial else "idle"
-        return f"<Rollout {self._settings.mode} {doing}{' frozen' if self.frozen else ''}>"
+        activity = f"trial {self._trial.figures()}" if self._trial else "idle"
+        return f"<Rollout {self._settings.mode} {activity}{' frozen' if self.frozen else ''}>"
 
     @property
     def audit(self) -> tuple[Audit, ...]:
@@ -164,11 +165,11 @@ class Rollout:
     def why_not(self, now: float) -> str:
         """Return why nothing may be tried now; empty if a trial is allowed."""
         if self._settings.mode == "off":
-            return "mode off"
+            return "the mode is off"
         if self.frozen:
             return f"frozen: {self.frozen}"
         if self._trial is not None:
-            return "another step is on trial"
+            return "another trial is in progress"
         if now < self._rests_until:
             return f"cool-down, {self._rests_until - now:.0f} s left"
         return ""
@@ -184,7 +185,7 @@ class Rollout:
         except SettingsError as error:
             return self._note(now, Act.REJECTED, str(error))
         if step == self.incumbent:
-            return self._note(now, Act.REJECTED, "these values are in force", step)
+            return self._note(now, Act.REJECTED, "these are the current values", step)
         if self._settings.mode == "advise":
             self._rests_until = now + self._settings.cool_down_s
             return self._note(now, Act.ADVISED, reason, step)
@@ -219,14 +220,14 @@ class Rollout:
 
     def freeze(self, now: float, reason: str) -> list[Apply]:
         """Return to the incumbent, and try nothing until `thaw`."""
-        self.frozen = reason or "by command"
+        self.frozen = reason or "on request"
         self._note(now, Act.FROZEN, self.frozen)
         return self._end(now, f"frozen: {self.frozen}", is_kept=False)
 
     def thaw(self, now: float) -> list[Apply]:
         """Allow trials again."""
         self.frozen = ""
-        return self._note(now, Act.THAWED, "by command")
+        return self._note(now, Act.THAWED, "on request")
 
     # Decisions
 
@@ -295,22 +296,18 @@ class Rollout:
                 Nothing of it is used then.
         """
         if int(number(state, "version")) != _VERSION:
-            raise ValueError(f"learned state: no rollout of format {_VERSION}; delete it to begin anew")
+            raise ValueError(f"learned state: not a rollout of format {_VERSION}; delete it to start over")
         if self._values_in(state, "configured") != self._configured:
-            raise ValueError(
-                "learned state: the settings have changed since; the values tuned before are dropped"
-            )
+            raise ValueError("learned state: the settings have changed, so the tuned values are discarded")
         incumbent = self._values_in(state, "incumbent")
         if incumbent != self._configured and not self._space.is_within(incumbent):
-            raise ValueError(
-                f"learned state: values beyond their bounds: {incumbent}; delete it to begin anew"
-            )
+            raise ValueError(f"learned state: values out of bounds: {incumbent}; delete it to start over")
         frozen, rests_s = text(state, "frozen"), number(state, "rests_s", at_least=0.0)
         self._trial, self.target = None, None
         self.incumbent = self._in_force = incumbent
         self.frozen, self._rests_until = frozen, now + rests_s
         if state.get("on_trial") is True:
-            self._note(now, Act.ROLLED_BACK, "the tuner was restarted in the middle of a trial")
+            self._note(now, Act.ROLLED_BACK, "the tuner was restarted during a trial")
         return [Apply(values=incumbent)]
 
     def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:
@@ -322,8 +319,8 @@ class Rollout:
         found = section(state, name)
         if set(found) != set(self._space.names):
             raise ValueError(
-                f"learned state: it is of the parameters {', '.join(sorted(found))}, and those to tune are "
-                f"{', '.join(self._space.names)}; delete the state to begin anew"
+                f"learned state: it has the parameters {', '.join(sorted(found))}, but those to tune are "
+                f"{', '.join(self._space.names)}; delete it to start over"
             )
         return {each.name: _typed(number(found, each.name), integer=each.integer) for each in self._space}
 

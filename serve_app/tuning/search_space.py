@@ -53,7 +53,7 @@ def value_at(settings: object, path: str) -> Any:
     value = settings
     for name in path.split("."):
         if not is_dataclass(value) or name not in {field.name for field in fields(value)}:
-            raise SettingsError(f"there is no setting {path}: {type(value).__name__} has no {name!r}")
+            raise SettingsError(f"unknown setting {path}: {type(value).__name__} has no {name!r}")
         value = getattr(value, name)
     return value
 
@@ -126,7 +126,7 @@ class Parameter:
         if not -math.inf < self.low < self.high < math.inf:
             raise ValueError(f"{self.name}: bounds must be in order, got {self.low} and {self.high}")
         if self.scale is Scale.LOG and self.low <= 0:
-            raise ValueError(f"{self.name}: a logarithmic scale begins above 0, got {self.low}")
+            raise ValueError(f"{self.name}: a logarithmic scale must begin above 0, got {self.low}")
         if self.integer and not (float(self.low).is_integer() and float(self.high).is_integer()):
             raise ValueError(f"{self.name}: bounds must be whole numbers, got {self.low} and {self.high}")
 
@@ -175,7 +175,7 @@ class SearchSpace:
 
     def __init__(self, parameters: Sequence[Parameter], current: Values) -> None:
         if not parameters:
-            raise SettingsError("there is nothing to tune: name at least one parameter")
+            raise SettingsError("at least one parameter is required")
         self._parameters = {each.name: each for each in parameters}
         if len(self._parameters) != len(parameters):
             raise SettingsError("two parameters have the same name")
@@ -206,7 +206,7 @@ class SearchSpace:
         """
         if unknown := set(values) - set(self._parameters):
             raise SettingsError(
-                f"no parameter {', '.join(sorted(unknown))}: there are {', '.join(self.names)}"
+                f"unknown parameter {', '.join(sorted(unknown))}: use {', '.join(self.names)}"
             )
         for name in self.names:
             value = values.get(name)
@@ -419,7 +419,8 @@ def space_of(
     parameters = {each.name: each for each in parameters_of(tunable.scheduler, max_b_short_tokens)}
     if unknown := set(only) - set(parameters):
         raise SettingsError(
-            f"cannot tune {', '.join(sorted(unknown))}: under policy {tunable.scheduler.policy} there are "
+            f"cannot tune {', '.join(sorted(unknown))}: the parameters of policy {tunable.scheduler.policy} "
+            "are "
             f"{', '.join(parameters)}"
         )
     chosen = [each for name, each in parameters.items() if not only or name in only]

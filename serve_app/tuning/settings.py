@@ -84,14 +84,14 @@ class TunerSettings:
     # slices have more similar traffic but exclude a larger share of it.
     slice_s: Annotated[float, FINITE_POSITIVE, ADVANCED] = 60.0
     # Maximum number of slice pairs per trial. A clear result ends the trial earlier.
-    pairs: Annotated[int, at_least(2).hint("one pair is chance"), ADVANCED] = 12
+    pairs: Annotated[int, at_least(2).hint("one pair gives no evidence"), ADVANCED] = 12
     # Seconds without trials after one; three times as long after harm.
     cool_down_s: Annotated[float, FINITE_NOT_NEGATIVE, ADVANCED] = 600.0
     # Width of a gap between lengths that separates queues, in mean gaps. Lower values make more queues: about
     # 25 at 1, and 3 to 12 at 5.5. Long requests then wait longer and others gain next to nothing.
     alpha: Annotated[float, FINITE_POSITIVE, ADVANCED] = 5.5
     # Number of prompts from which queues are first learned, and that are tested for drift.
-    learn_from: Annotated[int, at_least(2).hint("500 is usual"), ADVANCED] = 500
+    learn_from: Annotated[int, at_least(2).hint("typically 500"), ADVANCED] = 500
     # Seconds between two full runs of Refine-and-Prune without drift; ten minutes in the paper.
     learn_every_s: Annotated[float, FINITE_POSITIVE, INTERNAL] = 600.0
 

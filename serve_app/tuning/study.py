@@ -48,7 +48,7 @@ class StudySettings:
     # Candidates per round: at least the number of processes, or some are idle.
     batch: Annotated[int, at_least(1)] = 4
     # Fresh windows on which a candidate has to win.
-    confirm_windows: Annotated[int, at_least(2).hint("with one, nothing can win")] = 12
+    confirm_windows: Annotated[int, at_least(2).hint("one window gives no interval")] = 12
     # Candidates that are confirmed. Each has a chance of one in forty to win without being better.
     finalists: Annotated[int, at_least(1)] = 2
 
@@ -288,7 +288,7 @@ class _Study:
         in_time = self._play([INCUMBENT], windows, within_budget=False)
         base = self._mean(INCUMBENT, windows)
         if base is None:
-            return self._finding("the values in force cannot be measured, so nothing can be compared")
+            return self._finding("the current values cannot be measured, so there is no comparison")
         self.optimiser.tell(self.proposals[INCUMBENT], base)
         in_time = in_time and not self._is_over()
         while in_time and len(self.proposals) < self.settings.trials:
@@ -343,8 +343,8 @@ class _Study:
         if finalists:
             return self._finding("no candidate won with confidence on fresh windows", finalists[0])
         if not in_time and self._whole() == [INCUMBENT]:
-            return self._finding("time was up before any candidate had played all windows of the search")
-        return self._finding("no candidate looked better than the values in force")
+            return self._finding("the time ended before any candidate had completed all search windows")
+        return self._finding("no candidate was better than the current values")
 
     def _finding(self, reason: str, best: int | None = None, *, won: bool = False) -> Finding:
         return Finding(

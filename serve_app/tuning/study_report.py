@@ -12,7 +12,7 @@ from serve_app.tuning.objective import ClassFigures
 from serve_app.tuning.search_space import SearchSpace, as_model_settings
 from serve_app.tuning.study import INCUMBENT, Course, Finding, StudySettings, WindowResult
 
-IN_FORCE, BEST = "in force", "best candidate"
+IN_FORCE, BEST = "current", "best candidate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class StudyReport:
         if self.changes_table is not None:
             lines += ["", self.changes_table.as_text()]
         if self.pasted is not None:
-            lines += ["", "To paste into the model's settings:", "", self.pasted]
+            lines += ["", "For the model's settings:", "", self.pasted]
         else:
-            lines += ["", "The current settings stand."]
+            lines += ["", "The current settings remain."]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class StudyReport:
         sides = {IN_FORCE: INCUMBENT} | ({} if best is None else {BEST: best.number})
         found = {side: _mean_classes(self._results(number)) for side, number in sides.items()}
         return ReportTable(
-            caption="Classes of requests, means over windows: fresh ones if there was a confirmation",
+            caption="Priority classes, means over windows (fresh ones if there was a confirmation)",
             head=["class", "side", "requests", "p50 TTFT s", "p99 TTFT s", "within targets"],
             rows=[
                 [
@@ -119,7 +119,7 @@ class StudyReport:
         if best is None:
             return None
         return ReportTable(
-            caption="Values that differ",
+            caption="Changed values",
             head=["setting", IN_FORCE, BEST],
             rows=[
                 [

@@ -168,10 +168,10 @@ class Trial:
             self.differences.append(mine - theirs)
             self._conclude(verdict_of(self.differences, self.pairs))
         elif theirs is not None:
-            reason = f"no reward under the step: {step.reason or 'it is not finite'}"
+            reason = f"no reward with the step: {step.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.HARM, reason
         elif self._judged - len(self.differences) > _MOST_VOID:
-            reason = f"too many pairs without a reward: {base.reason or 'it is not finite'}"
+            reason = f"too many pairs without a reward: {base.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.INCONCLUSIVE, reason
         return True
 
@@ -199,7 +199,7 @@ class Trial:
         begin, end = self._slices[number]
         if settled_until < end:
             # The requests that have ended are the quick ones, which are not representative.
-            return Reward(value=None, reason="requests of the slice were still open")
+            return Reward(value=None, reason="requests of the slice have not ended")
         return reward_of(begin + self.settle_s, end)
 
 

@@ -98,16 +98,16 @@ class TwinCalibration:
         limit, error = self._settings.max_error_ratio, self.error
         if error is not None and error.largest > limit:
             return (
-                f"the twin is wrong by more than {limit:.0%}: mean TTFT {error.ttft_ratio:+.0%}, "
+                f"the error of the twin exceeds {limit:.0%}: mean TTFT {error.ttft_ratio:+.0%}, "
                 f"TPOT {error.tpot_ratio:+.0%} against {error.requests} requests"
             )
         if self._profile is not None or (self._fitted and error is not None):
             return ""
         if self._fitted:
             needed = self._settings.check_requests
-            return f"the error of the twin is known once {needed} further streamed answers are checked"
+            return f"the error of the twin is measured after {needed} more streamed responses"
         needed = self._settings.first_requests
-        return f"the twin is fitted after {needed} streamed answers ({self._fresh} so far)"
+        return f"the twin is fitted after {needed} streamed responses ({self._fresh} so far)"
 
     def restart(self) -> None:
         """Continue with a new scheduler, which has another clock."""
@@ -171,7 +171,7 @@ class TwinCalibration:
             # Restored step times were fitted by an earlier tuner.
             times = {0: "before a restart", 1: "once"}
             return f"fitted to the engines ({times.get(self._fits, f'{self._fits:,} times')})"
-        return "unknown" if self._profile is None else f"those of profile {self._profile_name}"
+        return "unknown" if self._profile is None else f"profile {self._profile_name}"
 
     def document(self) -> dict[str, Any]:
         """Return the state of the calibration."""

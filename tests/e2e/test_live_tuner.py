@@ -51,7 +51,7 @@ async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_sched
     tuned.wait_until_ready()
 
     def waits_for_the_twin() -> bool:
-        return "the twin is fitted after 200 streamed answers" in tuner_of(tuned)["state"]
+        return "the twin is fitted after 200 streamed responses" in tuner_of(tuned)["state"]
 
     def tries() -> bool:
         return "started" in acts(tuner_of(tuned))
@@ -60,7 +60,7 @@ async def test_it_learns_the_engine_tries_a_step_and_a_freeze_outlives_the_sched
     async with traffic(tuned):
         await asyncio.to_thread(wait_for, tries, 200, "a trial")
     shown = await asyncio.to_thread(tuner_of, tuned)
-    assert shown["state"] == "trying a step"
+    assert shown["state"] == "trial in progress"
     assert shown["twin"]["step_times"].startswith("fitted to the engines")
     assert set(shown["twin"]["error"]) == {"ttft_ratio", "tpot_ratio", "requests"}
     assert tuned.metric("ewsjf_twin_error_ratio", latency="ttft") == shown["twin"]["error"]["ttft_ratio"]

@@ -91,11 +91,11 @@ def test_one_command_shows_the_application_and_another_freezes_its_tuner(
         assert main(["status", "--url", app.url, *options]) == 0
         return capsys.readouterr().out
 
-    wait_for(lambda: "tuner: on, watching" in shown(), 30, "the parameter tuner")
+    wait_for(lambda: "tuner: on, idle" in shown(), 30, "the parameter tuner")
     page = shown()
     assert "demo" in page
     assert "short" in page
     assert shown("--freeze-tuner").startswith("demo: the tuner is frozen: ")
     assert "frozen by an admin" in shown()
     assert shown("--thaw-tuner").startswith("demo: the tuner ")
-    wait_for(lambda: "tuner: on, watching" in shown(), 30, "the tuner to go on")
+    wait_for(lambda: "tuner: on, idle" in shown(), 30, "the tuner to go on")

@@ -55,7 +55,7 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(won: Tuned) -> 
     assert found["incumbent"]["target_waiting"] == 16
     assert found["course"][-1]["gain"] > 0
     assert {"commit", "settings", "trace", "seeds"} <= set(found["provenance"])
-    pasted = yaml.safe_load(won.text.split("To paste into the model's settings:")[1])
+    pasted = yaml.safe_load(won.text.split("For the model's settings:")[1])
     assert pasted == found["recommended"]
     pool = {"name": "only", "engine": {"emulated": {"profile": "laptop"}}}
     read = settings_of({"models": [{"name": "m", "pools": [pool], **pasted}]}).models[0].scheduler
@@ -70,16 +70,16 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(won: Tuned) -> 
 
 def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> None:
     page, found = won.page, won.document
-    rewards = page.table("The best candidate against")
+    rewards = page.table("Best candidate against")
     fresh = found["confirmation"]
     assert rewards.column("difference")["reward on fresh windows"] == pytest.approx(fresh["mean"])
     assert rewards.texts[1][1] == "better"
     assert f"{fresh['low']:+.4f} to {fresh['high']:+.4f}" in rewards.texts[1]
-    sides = {"in force": "incumbent", "best candidate": "best"}
+    sides = {"current": "incumbent", "best candidate": "best"}
     for heading, side in sides.items():
         shown = rewards.column(heading)["reward on fresh windows"]
         assert shown == pytest.approx(found["rewards"][side])
-    changed = page.table("Values that differ")
+    changed = page.table("Changed values")
     for heading, side in sides.items():
         assert (
             changed.column(heading)["scheduler.backpressure.target_waiting"] == found[side]["target_waiting"]
@@ -99,7 +99,7 @@ def test_settings_that_cannot_be_bettered_stand(tmp_path: Path) -> None:
     stands = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
     assert not stands.document["confident"]
     for text in (stands.text, stands.page.text):
-        assert "The current settings stand." in text
+        assert "The current settings remain." in text
         assert "To paste" not in text
     assert "recommended" not in stands.page.text
 

@@ -138,7 +138,7 @@ def test_the_choice_decides_the_terms(kind: ObjectiveSettings) -> None:
 def test_too_few_requests_say_nothing() -> None:
     found = reward_of([served(0.1)] * 29, ObjectiveSettings())
     assert found.value is None
-    assert found.reason == "29 requests can be judged, 30 are needed"
+    assert found.reason == "29 requests can be evaluated, 30 are needed"
     assert reward_of([served(0.1)] * 30, ObjectiveSettings()).value is not None
 
 

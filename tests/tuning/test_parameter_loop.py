@@ -104,7 +104,7 @@ def test_the_next_search_comes_after_a_rest() -> None:
     loop = watched()
     assert loop.work_due(observation(40.0)) is not None
     loop.finish(None, 45.0)
-    assert loop.document()["state"] == "watching"
+    assert loop.document()["state"] == "idle"
     # Without new traffic there is nothing new to find.
     assert loop.work_due(observation(500.0)) is None
     assert searched_again_at(loop, 45.0) == 95.0
@@ -125,7 +125,7 @@ def test_searches_that_find_nothing_become_rarer_until_one_finds_something() -> 
 def test_nothing_is_searched_for_while_the_twin_is_not_known() -> None:
     loop = watched(settings=replace(SETTINGS, profile=None))
     assert loop.work_due(observation(40.0)) is None
-    assert loop.document()["state"] == "watching: the twin is fitted after 200 streamed answers (40 so far)"
+    assert loop.document()["state"] == "idle: the twin is fitted after 200 streamed responses (40 so far)"
     assert loop.document()["twin"]["step_times"] == "unknown"
 
 
@@ -167,7 +167,7 @@ def test_the_engines_are_fitted_before_anything_is_searched_for() -> None:
     assert isinstance(task, EngineFitTask)
     loop.finish(carry_out(task, clock=lambda: 0.0), 61.0)
     assert loop.document()["twin"]["step_times"] == "fitted to the engines (once)"
-    assert "the error of the twin is known once" in loop.document()["state"]
+    assert "the error of the twin is measured after" in loop.document()["state"]
 
 
 def test_while_requests_pass_by_the_twin_forecasts_both_ways() -> None:

@@ -74,7 +74,7 @@ def test_poor_candidates_stop_early_and_all_meet_the_same_windows() -> None:
 def test_from_the_best_values_nothing_is_recommended() -> None:
     course = studied(lambda values, window: bowl(values, window) if values != BEST else 10.0, start=BEST)
     assert not course.finding.confident
-    assert course.finding.reason == "no candidate looked better than the values in force"
+    assert course.finding.reason == "no candidate was better than the current values"
 
 
 def test_luck_is_not_recommended() -> None:

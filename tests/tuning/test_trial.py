@@ -128,7 +128,7 @@ def test_a_pair_waits_for_its_requests_and_a_slice_whose_requests_do_not_end_is_
     # One request of the step's slice never ends.
     assert made.judge(end + LIMIT_S, SLICE_S + 1, lambda *_: rewarded(0.5))
     assert made.verdict is Verdict.HARM
-    assert "still open" in made.reason
+    assert "have not ended" in made.reason
 
 
 def test_void_pairs_are_made_up_for_but_not_for_ever() -> None:

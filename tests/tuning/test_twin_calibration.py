@@ -56,14 +56,14 @@ def test_without_a_profile_it_fits_first_and_waits_for_the_error() -> None:
     assert made.engines(REPLICAS) is None
     fed(made, 19, traffic)
     assert made.due(traffic, REPLICAS, 10.0, 10.0) is None
-    assert "fitted after 20 streamed answers (19 so far)" in made.obstacle
+    assert "fitted after 20 streamed responses (19 so far)" in made.obstacle
     fed(made, 1, traffic)
     task = made.due(traffic, REPLICAS, 10.0, 10.0)
     assert task is not None
     assert (len(task.records), task.known, task.is_fitted) == (20, {}, False)
     fed(made, 20, traffic)
     made.finish(result(None), 12.0)
-    assert "known once 10 further streamed answers are checked" in made.obstacle
+    assert "measured after 10 more streamed responses" in made.obstacle
     assert made.due(traffic, REPLICAS, 10.0, 41.0) is None
     check = made.due(traffic, REPLICAS, 10.0, 42.0)
     assert check is not None
@@ -82,7 +82,7 @@ def test_a_large_error_is_an_obstacle_until_a_small_one_is_measured() -> None:
     fed(made, 10, traffic)
     assert made.due(traffic, REPLICAS, 10.0, 0.0) is not None
     made.finish(result(-0.4), 1.0)
-    assert "wrong by more than 15%: mean TTFT -40%, TPOT +0% against 10 requests" in made.obstacle
+    assert "the error of the twin exceeds 15%: mean TTFT -40%, TPOT +0% against 10 requests" in made.obstacle
     fed(made, 10, traffic)
     assert made.due(traffic, REPLICAS, 10.0, 100.0) is not None
     made.finish(result(0.14, engines=False), 101.0)

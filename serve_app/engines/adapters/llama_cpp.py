@@ -32,7 +32,7 @@ def read_metrics(page: bytes) -> EngineReading:
     """
     running, waiting = count(page, RUNNING), count(page, b"llamacpp:requests_deferred")
     if running is None or waiting is None:
-        raise EngineError(f"the metrics lack {RUNNING.decode()}: is it a llama.cpp server with --metrics?")
+        raise EngineError(f"the metrics have no {RUNNING.decode()}: is it a llama.cpp server with --metrics?")
     return EngineReading(
         waiting=waiting,
         running=running,
@@ -52,7 +52,7 @@ def read_slots(page: bytes) -> EngineReading:
     running = page.count(_BUSY)
     slots = running + page.count(_FREE)
     if not slots:
-        raise EngineError(f"the page of slots is not understood: {page[:200]!r}")
+        raise EngineError(f"cannot parse the page of slots: {page[:200]!r}")
     return EngineReading(running=running, max_num_seqs=slots)
 
 

@@ -102,4 +102,4 @@ def _sample(page: bytes, line: int, start: int, end: int) -> tuple[bytes, float]
         return written, float(rest.split(None, 1)[0])
     except (ValueError, IndexError) as exc:
         shown = page[line:end][:200].decode("utf-8", "replace")
-        raise EngineError(f"the metrics hold a line that is not Prometheus text: {shown!r}") from exc
+        raise EngineError(f"the metrics have a line that is not Prometheus text: {shown!r}") from exc

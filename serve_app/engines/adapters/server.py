@@ -131,13 +131,13 @@ class EngineServer:
 
 
 _INSTEAD = {
-    "waiting": "the length of its queue: it gets no more requests at once than their latency allows",
-    "running": "the size of its present batch: requests sent and not answered are counted instead",
-    "kv_usage_ratio": "how full its KV cache is: only what requests are expected to need counts",
-    "token_gaps": "the time per output token: it is measured from the answers that it streams",
-    "max_model_len": "its context limit (max_model_len): it is learned from what the server rejects",
-    "kv_tokens": "the size of its KV cache (kv_tokens): the number of requests is the only limit",
-    "max_num_seqs": "the size of its batch (max_num_seqs): it is learned while the server is busy",
+    "waiting": "queue length: concurrency is limited by latency instead (AIMD)",
+    "running": "batch size: in-flight requests are counted instead",
+    "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
+    "token_gaps": "time per output token: it is measured from streamed responses",
+    "max_model_len": "context limit (max_model_len): it is learned from requests that the server rejects",
+    "kv_tokens": "KV cache size (kv_tokens): only the number of requests is limited",
+    "max_num_seqs": "maximum batch size (max_num_seqs): it is learned while the server is saturated",
 }
 
 
@@ -166,8 +166,8 @@ def whole(value: object) -> int | None:
 def rejected(path: str, answer: PageAnswer) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
-        return EngineError(f"{path} answered {answer.status}: give the server's key as api_key")
-    return EngineError(f"{path} answered {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}")
+        return EngineError(f"{path} returned {answer.status}: give the server's key as api_key")
+    return EngineError(f"{path} returned {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}")
 
 
 # -- control pages ----------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class ControlPages:
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(_has_id(entry) for entry in entries):
             shown = answer.body[:200].decode("utf-8", "replace")
-            raise EngineError(f"{_MODELS} is no list of models: {shown!r}")
+            raise EngineError(f"{_MODELS} is not a list of models: {shown!r}")
         return entries
 
     async def models(self) -> tuple[ModelListing, ...]:

@@ -45,7 +45,8 @@ def read_metrics(page: bytes, prefix: bytes) -> EngineReading:
     )
     if not running or not waiting:
         raise EngineError(
-            f"the metrics lack {prefix.decode()}num_running_reqs or num_queue_reqs: is it an SGLang server "
+            f"the metrics have no {prefix.decode()}num_running_reqs or num_queue_reqs: is it an SGLang "
+            "server "
             "with --enable-metrics?"
         )
     return EngineReading(
@@ -72,9 +73,9 @@ def read_loads(page: bytes) -> EngineReading:
         usage = [float(load["token_usage"]) for load in loads if "token_usage" in load]
         capacity = sum(whole(load.get("max_total_num_tokens")) or 0 for load in loads)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise EngineError(f"SGLang's page of loads is not understood: {page[:200]!r}") from exc
+        raise EngineError(f"cannot parse SGLang's page of loads: {page[:200]!r}") from exc
     if not loads:
-        raise EngineError("SGLang's page of loads names no engine")
+        raise EngineError("SGLang's page of loads has no engine")
     return EngineReading(
         waiting=waiting,
         running=running,

@@ -32,7 +32,7 @@ def read(page: bytes) -> EngineReading:
         EngineError: the page is not that of `trtllm-serve`.
     """
     if page.strip() and b"trtllm_" not in page:
-        raise EngineError("the metrics hold no name that begins with trtllm_: is it trtllm-serve?")
+        raise EngineError("the metrics have no name that begins with trtllm_: is it trtllm-serve?")
     blocks = total(page, b"trtllm_kv_cache_max_blocks") or 0.0
     block_tokens = mean(page, b"trtllm_kv_cache_tokens_per_block") or 0.0
     return EngineReading(
@@ -55,7 +55,7 @@ def read_triton(page: bytes) -> EngineReading:
     """
     requests, blocks = _by_kind(page, TRITON_REQUESTS), _by_kind(page, _TRITON_BLOCKS)
     if b"active" not in requests:
-        raise EngineError(f"the metrics lack {TRITON_REQUESTS.decode()}: is it Triton with TensorRT-LLM?")
+        raise EngineError(f"the metrics have no {TRITON_REQUESTS.decode()}: is it Triton with TensorRT-LLM?")
     # Releases before 24.08 do not report waiting requests: those that are active but not in the batch.
     running = requests.get(b"scheduled", 0.0)
     waiting = requests.get(b"waiting", max(requests[b"active"] - running, 0.0))

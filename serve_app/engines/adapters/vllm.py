@@ -37,7 +37,8 @@ def read(page: bytes) -> EngineReading:
     waiting, running, usage = count(page, _WAITING), count(page, RUNNING), mean(page, *_KV_USAGE)
     if waiting is None or running is None or usage is None:
         raise EngineError(
-            f"the metrics lack {RUNNING.decode()}, {_WAITING.decode()} or {_KV_USAGE[0].decode()}: is it a "
+            f"the metrics have no {RUNNING.decode()}, {_WAITING.decode()} or {_KV_USAGE[0].decode()}: is it "
+            "a "
             "vLLM server (0.6 or later) that logs statistics?"
         )
     cores = samples(page, _CACHE_CONFIG)

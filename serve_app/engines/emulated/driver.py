@@ -144,7 +144,7 @@ class EngineDriver:
             return
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_all(EngineError("the engine was told to stop"))
+        self._fail_all(EngineError("the engine was stopped"))
 
     def check(self) -> None:
         """Raise `EngineError` if the task is not running."""

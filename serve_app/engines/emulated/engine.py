@@ -47,7 +47,7 @@ class EmulatedEngineSettings:
     # Order of the engine's internal queue: by arrival, or by the `priority` in the request body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
     # None never rejects: requests that the engine cannot run yet wait in the scheduler.
-    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null is no limit"), INTERNAL] = None
+    max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null means no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
     # 20 the process cannot keep up with small steps, and the engine is slower than configured.
     speed_up: Annotated[float, POSITIVE, ADVANCED] = 1.0

@@ -129,7 +129,7 @@ class EngineModel:
     def begin_step(self, now: float, *, max_steps: int = 1) -> float | None:
         """Begin a step, or a run of at most `max_steps` steps. Return its end, or None if idle."""
         if self._batch is not None:
-            raise RuntimeError(f"a step is under way until {self._ends_at}: end it first")
+            raise RuntimeError(f"a step is in progress until {self._ends_at}: end it first")
         if not self.has_work:
             return None
         preempted: list[EngineSequence] = []
@@ -140,7 +140,7 @@ class EngineModel:
             preempted += batch.preempted
             batch = self._batcher.next_batch()
         if batch.is_empty:
-            raise RuntimeError(f"nothing of the waiting work fits into an empty engine: {self!r}")
+            raise RuntimeError(f"no waiting sequence fits into an empty engine: {self!r}")
         if preempted:
             batch.preempted[:0] = preempted
         for sequence in batch.admitted:
@@ -156,7 +156,7 @@ class EngineModel:
         """Complete the step at `ends_at`."""
         batch, ended_at = self._batch, self._ends_at
         if batch is None or ended_at is None:
-            raise RuntimeError("no step is under way: begin one first")
+            raise RuntimeError("no step is in progress: begin one first")
         iterations = self._planned
         self._commit(iterations - 1)
         duration_s = self._elapsed_s(1)

@@ -78,7 +78,7 @@ def load_profile(name_or_path: str) -> EngineProfile:
         near = difflib.get_close_matches(name_or_path, profile_names(), n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(profile_names())}"
         raise SettingsError(
-            f"no engine profile {name_or_path!r}: {advice} A path of a YAML file will do, too"
+            f"no engine profile {name_or_path!r}: {advice} A path of a YAML file is also accepted"
         )
     try:
         return _ADAPTER.validate_python(yaml.safe_load(text))

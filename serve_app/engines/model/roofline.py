@@ -73,7 +73,7 @@ class EngineSetup:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
-                f"gpu_memory_utilization must lie between 0 and 1, got {self.gpu_memory_utilization}"
+                f"gpu_memory_utilization must be between 0 and 1, got {self.gpu_memory_utilization}"
             )
 
 

@@ -169,7 +169,7 @@ class EngineModelSettings:
     # More prompt tokens per step mean faster prefills and longer stalls for decoding sequences.
     max_num_batched_tokens: Annotated[int, at_least(1)] = 2_048
     # With 0, one long prefill may use the whole budget of a step; with a limit, short prompts overtake it.
-    long_prefill_token_threshold: Annotated[int, NOT_NEGATIVE.hint("0 is no limit")] = 0
+    long_prefill_token_threshold: Annotated[int, NOT_NEGATIVE.hint("0 means no limit")] = 0
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     prefix_caching: bool = True
     # Admit a prompt only if all of it fits into free blocks (`scheduler_reserve_full_isl`, on in vLLM). If

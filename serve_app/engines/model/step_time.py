@@ -58,8 +58,8 @@ class StepTimeModel:
     def __post_init__(self) -> None:
         if self.expert_share > 1.0 or bool(self.expert_share) != bool(self.expert_read_s):
             raise ValueError(
-                f"expert_share ({self.expert_share}) must lie between 0 and 1, and be 0 just if "
-                f"expert_read_s ({self.expert_read_s}) is: a model has experts or it has none"
+                f"expert_share ({self.expert_share}) must be between 0 and 1, and 0 exactly if "
+                f"expert_read_s ({self.expert_read_s}) is"
             )
         if self.decode_base_s + self.decode_per_sequence_s <= 0.0:
             raise ValueError(

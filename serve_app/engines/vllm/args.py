@@ -31,12 +31,12 @@ DEFAULT_ARGS: dict[str, Any] = {
 
 # Arguments that an engine inside a replica cannot have, each with what to do instead.
 REJECTED_ARGS: dict[str, str] = {
-    "model": "give it as `model`",
-    "model_tag": "give it as `model`",
-    "served_model_name": "give it as `served_model_names`",
-    "config": "give its content under `args`",
-    "api_key": "the gateway checks the clients' keys, and a replica takes requests from gateways only",
-    "disable_log_stats": "the scheduler's backpressure lives on these statistics",
+    "model": "use the setting `model`",
+    "model_tag": "use the setting `model`",
+    "served_model_name": "use the setting `served_model_names`",
+    "config": "write its content under `args`",
+    "api_key": "gateways check the keys of clients, and replicas only accept requests of gateways",
+    "disable_log_stats": "the scheduler's backpressure requires these statistics",
     **dict.fromkeys(
         (
             *("host", "port", "uds", "root_path"),
@@ -45,7 +45,7 @@ REJECTED_ARGS: dict[str, str] = {
         "the replica serves the engine on its own port",
     ),
     **dict.fromkeys(
-        ("headless", "api_server_count", "grpc", "grpc_port"), "an engine is one server, inside its replica"
+        ("headless", "api_server_count", "grpc", "grpc_port"), "an engine is one server inside its replica"
     ),
 }
 
@@ -73,7 +73,7 @@ def parse_arguments(
     words = list(fixed)
     for name, value in {**DEFAULT_ARGS, **arguments}.items():
         if name not in actions:
-            raise SettingsError(f"args.{name} is no argument of {parser.prog}: {_hint(name, actions)}")
+            raise SettingsError(f"args.{name} is not an argument of {parser.prog}: {_hint(name, actions)}")
         words += _words(name, value, actions[name])
     return parser.parse_args(words)
 
@@ -88,7 +88,7 @@ def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     if value is None:
         if action.default is not None:
-            raise SettingsError(f"args.{name} is empty: leave it out to keep the default {action.default!r}")
+            raise SettingsError(f"args.{name} is empty: remove it to keep the default {action.default!r}")
         return []
     is_flag = action.nargs == 0
     if is_flag != isinstance(value, bool):

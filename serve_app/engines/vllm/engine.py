@@ -72,10 +72,12 @@ class VllmEngineSettings:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ValueError("model is empty: give the folder of the weights, or a name on the model hub")
+            raise ValueError(
+                "model must not be empty: set it to the folder of the weights, or a name on the model hub"
+            )
         for name in self.args:
             if remedy := REJECTED_ARGS.get(name):
-                raise ValueError(f"args.{name} is not set here: {remedy}")
+                raise ValueError(f"args.{name} cannot be set here: {remedy}")
 
     def check(self) -> None:
         """Validate the arguments with vLLM's own parser before anything is started.
@@ -89,7 +91,8 @@ class VllmEngineSettings:
         """
         if not is_installed():
             logger.info(
-                "vLLM is not installed here: the arguments for %s are checked where it starts", self.model
+                "vLLM is not installed here: the arguments of %s are validated when the replica starts",
+                self.model,
             )
             return
         approval = Approval(self.model, self.args)
@@ -142,7 +145,7 @@ class VllmEngine:
             if isinstance(exc, ServeAppError) or not isinstance(exc, Exception):
                 raise
             raise EngineError(
-                f"vLLM could not start {self._settings.model}: {exc}: its own log lines above have the cause"
+                f"vLLM could not start {self._settings.model}: {exc}: see its log lines above for the cause"
             ) from exc
         return _limits(self._llm.vllm_config)
 

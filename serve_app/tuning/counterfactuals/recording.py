@@ -145,15 +145,15 @@ def decode_recording(text: str | bytes) -> Recording:
         version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION:
             raise RecordingError(
-                f"this release replays recordings of version {VERSION}, and got {version}: ask with the "
-                "release that serves"
+                f"this release replays recordings of version {VERSION}, but got {version}: use the "
+                "release of the application"
             )
         recording = msgspec.convert(content, Recording)
     except (ValueError, msgspec.ValidationError) as error:
-        raise RecordingError(f"this is no recording: {error}") from error
+        raise RecordingError(f"this is not a recording: {error}") from error
     if all(each.request_id != recording.request_id for each in recording.requests):
         raise RecordingError(
-            f"the recording does not hold the request {recording.request_id!r} that it is about"
+            f"the recording does not contain the request {recording.request_id!r} that it was made for"
         )
     return recording
 

@@ -226,7 +226,7 @@ def with_replica(recording: Recording) -> ChangedRecording:
     return ChangedRecording(
         kind="replica",
         value=alike.pool,
-        label=f"one replica more in pool {alike.pool}",
+        label=f"one more replica in pool {alike.pool}",
         recording=replace(recording, fleet=(*recording.fleet, more)),
     )
 
@@ -255,7 +255,7 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
     long = [each for each in beside if each.prompt_tokens > recording.long_prompt_tokens]
     if long:
         yield without(
-            recording, long, "long_prefills", f"without {_counted(len(long), 'long prefill')} beside it"
+            recording, long, "long_prefills", f"without {_counted(len(long), 'concurrent long prefill')}"
         )
     tenant = asked.submission.tenant
     others: Counter[str] = Counter()

@@ -209,7 +209,7 @@ def _record(recorded: RecordedRequest) -> RequestRecord | None:
     )
 
 
-_REJECTED_IN_THE_REPLAY = "the replay rejects it"
+_REJECTED_IN_THE_REPLAY = "rejected in the replay"
 # Another order affects all requests. How much a wait depends on small delays is measured with engines that
 # are slightly faster and slower, by the error at which step times count as right.
 _OTHER_ENGINES = (0.97, 1.03)
@@ -336,14 +336,14 @@ def _check(recording: Recording) -> None:
     asked = recording.asked
     if asked.outcome is not None and asked.outcome.is_rejection:
         raise RecordingError(
-            f"{asked.client_id} was rejected ({asked.outcome.value}) and has not waited: `explain` without "
-            "--what-if says why"
+            f"{asked.client_id} was rejected ({asked.outcome.value}) and was never queued: `explain` without "
+            "--what-if shows why"
         )
     if asked.wait_s is None or asked.outcome is None:
-        raise RecordingError(f"{asked.client_id} is still under way: ask again when it has ended")
+        raise RecordingError(f"{asked.client_id} has not ended: try again after its end")
     if not recording.fleet:
         raise RecordingError(
-            "no replica was connected when these minutes began, so there is nothing to replay"
+            "no replica was connected at the start of the recording, so there is nothing to replay"
         )
 
 
@@ -357,14 +357,15 @@ def unchanged(recording: Recording) -> UnchangedReplay:
     found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
     if not found:
         raise RecordingError(
-            "nothing is known of how fast the engines are: give the tuner a `profile`, or let it see 200 "
-            "streamed answers; at least 20 streamed answers in these minutes would do, too"
+            "the engines' speed is unknown: set the tuner's `profile`, wait until it has seen 200 streamed "
+            "responses, or have at least 20 streamed responses in the recorded minutes"
         )
     best = min(found, key=lambda each: each.waits(asked).median_error_s)
     if (comparable := best.waits(asked).comparable) < LEAST_COMPARABLE:
         raise RecordingError(
-            f"only {comparable} other requests are known of these minutes, and the replay's error "
-            f"is told from {LEAST_COMPARABLE} or more: there is no figure without it"
+            f"only {comparable} other requests were recorded in these minutes, but an estimate of the "
+            "replay's "
+            f"error needs at least {LEAST_COMPARABLE}"
         )
     return best
 
@@ -385,7 +386,7 @@ def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedRepla
     if played.outcome.is_rejection:
         return {**document, "note": f"{_REJECTED_IN_THE_REPLAY} ({played.outcome.value})"}
     if played.outcome is Outcome.EXPIRED:
-        document["note"] = "the replay lets it expire in the queue"
+        document["note"] = "expired in the queue of the replay"
     assert asked.wait_s is not None, "_check has seen to it"
     document["wait"] = _interval(replay.wait(asked, priority), played.wait_s, asked.wait_s)
     ttft = replay.ttft(asked, priority)

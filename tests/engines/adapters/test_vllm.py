@@ -93,7 +93,7 @@ def test_vllm_is_known_by_its_metrics_and_says_all_but_the_size_of_its_batch() -
     assert [(listing.model, listing.base) for listing in found.models] == [("llama", None), ("sql", "llama")]
     assert (found.limits.max_model_len, found.limits.kv_tokens) == (4096, 524_160)
     assert found.limits.max_num_seqs is None
-    assert [lack.partition(":")[0] for lack in found.lacks] == ["the size of its batch (max_num_seqs)"]
+    assert [lack.partition(":")[0] for lack in found.lacks] == ["maximum batch size (max_num_seqs)"]
     assert found.read(BUSY).waiting == 4
 
 

@@ -214,7 +214,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_rejected() -> None:
 @pytest.mark.parametrize("utilization", [0.0, 1.1])
 def test_a_share_of_memory_is_a_share(utilization: float) -> None:
     with pytest.raises(
-        ValueError, match=f"gpu_memory_utilization must lie between 0 and 1, got {utilization}"
+        ValueError, match=f"gpu_memory_utilization must be between 0 and 1, got {utilization}"
     ):
         replace(setup(), gpu_memory_utilization=utilization)
 
@@ -231,7 +231,7 @@ def test_figures_that_cannot_be_are_rejected() -> None:
         replace(load_gpu("a100"), compute_efficiency=1.5)
     with pytest.raises(ValueError, match="memory_gib must be positive, got 0"):
         replace(load_gpu("a100"), memory_gib=0)
-    with pytest.raises(ValueError, match=r"experts_per_token must lie between 1 and experts \(1\), got 2"):
+    with pytest.raises(ValueError, match=r"experts_per_token must be between 1 and experts \(1\), got 2"):
         replace(load_model("llama31-8b"), experts_per_token=2)
     with pytest.raises(ValueError, match=r"heads \(32\) must be a multiple of kv_heads \(5\)"):
         replace(load_model("llama31-8b"), kv_heads=5)

@@ -105,5 +105,5 @@ def test_experts_are_read_as_far_as_tokens_are_routed_to_them() -> None:
 
 @pytest.mark.parametrize(("share", "read_s"), [(1.5, 0.1), (0.0, 0.1), (0.5, 0.0)])
 def test_experts_need_both_a_share_and_a_time(share: float, read_s: float) -> None:
-    with pytest.raises(ValueError, match=rf"expert_share \({share}\) must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=rf"expert_share \({share}\) must be between 0 and 1"):
         replace(MODEL, expert_share=share, expert_read_s=read_s)

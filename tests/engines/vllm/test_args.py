@@ -57,13 +57,13 @@ def test_our_defaults_apply_unless_they_are_overridden(parser: argparse.Argument
 
 def test_an_unknown_argument_is_named_with_the_nearest_known_ones(parser: argparse.ArgumentParser) -> None:
     with pytest.raises(
-        SettingsError, match=r"args\.max_modle_len is no argument.*did you mean max_model_len"
+        SettingsError, match=r"args\.max_modle_len is not an argument.*did you mean max_model_len"
     ):
         parse_arguments(parser, {"max_modle_len": 1})
 
 
 def test_an_abbreviation_is_not_guessed(parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(SettingsError, match=r"args\.max_model is no argument"):
+    with pytest.raises(SettingsError, match=r"args\.max_model is not an argument"):
         parse_arguments(parser, {"max_model": 1})
 
 
@@ -74,7 +74,7 @@ def test_an_abbreviation_is_not_guessed(parser: argparse.ArgumentParser) -> None
         ("dtype", "float33", "--dtype: invalid choice: 'float33'"),
         ("dtype", True, r"args\.dtype must be a value, not true or false, got True"),
         ("enforce_eager", "yes", r"args\.enforce_eager must be true or false, got 'yes'"),
-        ("dtype", None, r"args\.dtype is empty: leave it out to keep the default 'auto'"),
+        ("dtype", None, r"args\.dtype is empty: remove it to keep the default 'auto'"),
     ],
 )
 def test_a_wrong_value_is_rejected_by_the_name_of_its_argument(

@@ -8,12 +8,12 @@ from serve_app.errors import EngineError
 
 
 def test_arguments_that_the_replica_sets_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"args\.port is not set here: the replica serves the engine"):
+    with pytest.raises(ValueError, match=r"args\.port cannot be set here: the replica serves the engine"):
         VllmEngineSettings(model="m", args={"port": 8000})
 
 
 def test_a_model_must_be_named() -> None:
-    with pytest.raises(ValueError, match="model is empty: give the folder"):
+    with pytest.raises(ValueError, match="model must not be empty: set it to the folder"):
         VllmEngineSettings(model="")
 
 
@@ -34,7 +34,7 @@ def test_arguments_are_not_checked_where_vllm_is_missing_which_is_logged(
 ) -> None:
     with caplog.at_level("INFO"):
         VllmEngineSettings(model="m", args={"no_such_thing": 1}).check()
-    assert "vLLM is not installed here: the arguments for m are checked where it starts" in caplog.text
+    assert "vLLM is not installed here: the arguments of m are validated when" in caplog.text
 
 
 @pytest.mark.usefixtures("no_vllm")

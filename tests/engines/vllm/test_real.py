@@ -157,7 +157,7 @@ class TestTinyEngine:
         [
             (
                 {"max_modle_len": 1},
-                r"args\.max_modle_len is no argument of vLLM 0\.\d+.*did you mean max_model_len",
+                r"args\.max_modle_len is not an argument of vLLM 0\.\d+.*did you mean max_model_len",
             ),
             ({"max_model_len": "many"}, "--max-model-len: "),
             ({"dtype": "float33"}, "--dtype: invalid choice: 'float33'"),

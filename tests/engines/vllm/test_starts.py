@@ -94,7 +94,7 @@ async def test_an_engine_whose_core_cannot_start_raises_and_leaves_no_process() 
     # One KV cache block cannot hold a sequence of 512 tokens; only the engine core detects this.
     args = {**ARGS, "num_gpu_blocks_override": 1}
     engine = VllmEngine(VllmEngineSettings(model=str(TINY), args=args, env=ENV))
-    with pytest.raises(EngineError, match=r"vLLM could not start .*its own log lines above have the cause"):
+    with pytest.raises(EngineError, match=r"vLLM could not start .*see its log lines above for the cause"):
         await engine.start()
     _, alive = psutil.wait_procs(engine_processes(), timeout=10)
     assert alive == []

@@ -89,7 +89,7 @@ async def test_a_search_begins_with_enough_traffic_and_leaves_its_figures() -> N
     made = tuner("advise")
     assert made.update(observed(10.0, rows(100, 0.0, 10.0))) == []
     assert not is_searching(made)
-    assert made.document()["state"] == "watching"
+    assert made.document()["state"] == "idle"
     made.update(observed(20.0, rows(100, 10.0, 10.0)))
     assert is_searching(made)
     assert made.document()["state"] == "searching"

@@ -98,8 +98,8 @@ def test_a_person_reads_a_table_and_what_would_have_helped_most() -> None:
 
     text = "\n".join(lines)
     assert "as interactive" in text
-    assert "one replica more in pool only" in text
-    assert lines[-1].strip().startswith(f"most would have helped: {result['best']}")
+    assert "one more replica in pool only" in text
+    assert lines[-1].strip().startswith(f"largest reduction: {result['best']}")
     assert "does not reproduce" not in text
 
 
@@ -134,7 +134,7 @@ def test_unknown_step_times_are_fitted() -> None:
     ("broken", "words"),
     [
         (lambda each: replace(each, outcome=Outcome.REJECTED_QUEUE_FULL), "was rejected"),
-        (lambda each: replace(each, outcome=None, wait_s=None), "still under way"),
+        (lambda each: replace(each, outcome=None, wait_s=None), "has not ended"),
     ],
 )
 def test_what_has_not_waited_is_not_explained(broken: object, words: str) -> None:
@@ -150,7 +150,7 @@ def test_what_has_not_waited_is_not_explained(broken: object, words: str) -> Non
 def test_without_engines_or_others_there_is_no_figure() -> None:
     recording = recorded()
     few = replace(recording, requests=(recording.asked,), step_times={}, step_times_from="")
-    with pytest.raises(RecordingError, match="how fast the engines are"):
+    with pytest.raises(RecordingError, match="speed is unknown"):
         what_if(few)
     with pytest.raises(RecordingError, match="only 0 other requests"):
         what_if(replace(recording, requests=(recording.asked,)))

@@ -106,7 +106,7 @@ class ModelArchitecture:
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(
-                f"experts_per_token must lie between 1 and experts ({self.experts}), "
+                f"experts_per_token must be between 1 and experts ({self.experts}), "
                 f"got {self.experts_per_token}"
             )
         if self.heads % self.kv_heads:

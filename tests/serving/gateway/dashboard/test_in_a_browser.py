@@ -251,7 +251,7 @@ async def test_a_request_that_waited_has_a_receipt(
             " && document.querySelector('#panel-request').innerText"
         )
     )
-    assert "one replica more in pool only" in told
+    assert "one more replica in pool only" in told
     assert "Without a change, the replay has a wait of" in told
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
