@@ -221,7 +221,7 @@ def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
         ValueError: there are no pairs.
     """
     if not pairs:
-        raise ValueError("no request went to both endpoints: there is nothing to compare")
+        raise ValueError("no request was sent to both endpoints, so there is nothing to compare")
     completed = [pair for pair in pairs if pair.base.completed and pair.other.completed]
     latencies = {}
     for name, latency in _LATENCIES.items():
@@ -316,7 +316,7 @@ def half_widths(slices: Sequence[Figures], figures_of: Callable[[Figures], Figur
 def comparison_table(found: EndpointComparison, urls: tuple[str, str]) -> str:
     """Return a table with both values of each figure, the difference with its interval, and the change."""
     basis = (
-        f"{found.pairs:,} requests to each in {found.slices:,} slices in turns, latencies of the "
+        f"{found.pairs:,} requests to each in {found.slices:,} alternating slices; latencies of the "
         f"{found.completed_by_both:,} that both completed"
     )
     differences = DifferenceTable(caption="", base=_A, other=_B, differences=list(_shown_differences(found)))
@@ -335,17 +335,17 @@ def comparison_warnings(found: EndpointComparison) -> Iterator[str]:
     """Yield reasons for which the intervals are unreliable."""
     if found.slices < FEW_SLICES:
         yield (
-            f"{found.slices} slices are few for an interval: raise --duration or --requests, or lower "
-            "--slice-s"
+            f"{found.slices} slices are too few for a reliable interval: raise --duration or --requests, or "
+            "lower --slice-s"
         )
     if not found.completed_by_both:
-        yield "no request was completed by both endpoints: there are no latencies to compare"
+        yield "no request was completed by both endpoints, so there are no latencies to compare"
 
 
 _A, _B = "A", "B"
 _LATENCY_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
 _FIGURES = {"mean": "mean", "p50": "median", "p99": "P99"}
-_ERRORS = "share of errors"
+_ERRORS = "error rate"
 # Figures in the verdict.
 _DECISIVE = {"mean TTFT", "P99 TTFT", "mean TPOT", "mean end to end", _ERRORS}
 
@@ -372,9 +372,10 @@ def comparison_report(run: ComparedRun, origin: Origin, warnings: Sequence[str])
         facts=list(_facts(run)),
         verdict=[verdict_of(_A, _B, decisive, sample)],
         notes=[
-            "Both served the same requests in turns, slice by slice; each was idle while the other worked.",
-            "Intervals are at 95 %, from slices that are resampled whole.",
-            "Latencies are of the requests that both have completed. Each interval stands alone.",
+            "Both served the same requests in alternating slices; each was idle during the other's slices.",
+            "95 % confidence intervals are bootstrapped over whole slices.",
+            "Latencies cover the requests that both completed.",
+            "Intervals are not corrected for multiple comparisons.",
             *warnings,
         ],
         sections=list(_sections(run, differences)),
@@ -422,7 +423,7 @@ def _sections(run: ComparedRun, differences: Sequence[FigureDifference]) -> Iter
     found, played = run.found, run.played
     yield ReportSection(
         title="Differences from A",
-        intro="The bar is the 95 % interval of the change, the dot its mean, the line no change.",
+        intro="Bar: 95 % interval of the change; dot: its mean; line: no change.",
         blocks=[
             DifferenceTable(
                 caption=f"B against A, {found.slices:,} slices", base=_A, other=_B, differences=differences
@@ -436,7 +437,7 @@ def _sections(run: ComparedRun, differences: Sequence[FigureDifference]) -> Iter
     }
     yield ReportSection(
         title="Time to first token",
-        intro="From the time at which a request was due to the first token of its answer.",
+        intro="From the scheduled send time of a request to the first token of its response.",
         blocks=[
             distribution_plot("Distribution", records, _A),
             _by_slice(played),
@@ -456,9 +457,9 @@ def _by_slice(played: Interleaved) -> Plot:
             lines[name].append(float(np.mean(values)) if values else None)
     curves = Curves([float(number) for number in numbers], lines)
     return Plot(
-        title="Mean TTFT of each slice",
-        reading="Lower is better. Both lines move together where the workload does; the gap between them is "
-        "the difference.",
+        title="Mean TTFT per slice",
+        reading="Lower is better. Changes of the workload move both lines; the gap between them is the "
+        "difference.",
         x=PlotAxis(label="slice of the trace", unit=Unit.COUNT, logarithmic=None),
         y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
         places=curves.places,
@@ -470,7 +471,7 @@ def _outcomes(played: Interleaved) -> ReportTable:
     ended = outcomes(played)
     names = sorted(set().union(*ended))
     return ReportTable(
-        caption="How the requests ended",
+        caption="Outcomes of the requests",
         head=["endpoint", *names],
         rows=[
             [label, *(number_cell(counts[name]) for name in names)]

@@ -183,7 +183,7 @@ class Answer:
                 self._end(Outcome.FAILED, now, f"error in the stream: {event.error.message}")
                 return
         if not events or events[-1].strip() != b"data: [DONE]":
-            self._end(Outcome.FAILED, now, f"the stream ended without [DONE], after {rest[-80:]!r}")
+            self._end(Outcome.FAILED, now, f"the stream ended without [DONE] after {rest[-80:]!r}")
             return
         self._end(Outcome.COMPLETED, now)
 
@@ -191,7 +191,7 @@ class Answer:
         event = _event(b"data: " + self._bytes)
         self._note_usage(event)
         if event.error is not None or not event.choices:
-            self._end(Outcome.FAILED, now, f"status 200 without an answer: {self._bytes[:200]!r}")
+            self._end(Outcome.FAILED, now, f"status 200 without a valid response: {self._bytes[:200]!r}")
             return
         self._end(Outcome.COMPLETED, now)
 
@@ -261,7 +261,7 @@ class Target:
         except ValueError as exc:
             raise BenchError(f"cannot read URL {url!r}: {exc}") from exc
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise BenchError(f"URL must look like http://127.0.0.1:8000, got {url!r}")
+            raise BenchError(f"the URL must have the form http://127.0.0.1:8000, got {url!r}")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
@@ -328,12 +328,12 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
-            self._break(f"the answer is not valid HTTP/1.1: {exc}")
+            self._break(f"the response is not valid HTTP/1.1: {exc}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the request, because the endpoint or the network closed the connection."""
         self._now = time.monotonic()
-        self._break(f"the connection closed before the answer was complete ({exc or 'end of stream'})")
+        self._break(f"the connection closed before the response was complete ({exc or 'end of stream'})")
 
     def _break(self, detail: str) -> None:
         answer = self._answer

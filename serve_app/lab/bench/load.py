@@ -84,14 +84,15 @@ class BodySettings:
     endpoint: BenchEndpoint = BenchEndpoint.CHAT
     stream: bool = True
     bytes_per_token: Annotated[float, between(0.25, 64)] = 5.0
-    max_tokens: Annotated[int | None, NOT_NEGATIVE.hint("0 states no limit")] = None
+    max_tokens: Annotated[int | None, NOT_NEGATIVE.hint("0 means no limit")] = None
     ignore_eos: bool = False
     api_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.ignore_eos and self.kind is BodyKind.EMULATED:
             raise ValueError(
-                "ignore_eos is for real engines (body kind text): emulated ones give exact lengths"
+                "ignore_eos is for real engines (body kind text), because emulated ones generate exact "
+                "lengths"
             )
 
 
@@ -325,7 +326,7 @@ class OpenLoop:
         connection.start(self.bodies.make(sent.number, sent.request), answer)
 
     def _time_out(self, answer: Answer) -> None:
-        detail = f"the client gave up after {self.settings.timeout_s:g} s"
+        detail = f"the client timed out after {self.settings.timeout_s:g} s"
         answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
 
     def _ended(self, answer: Answer) -> None:

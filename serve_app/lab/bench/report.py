@@ -145,7 +145,7 @@ _LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "e2e_s": lambda record: record.e2e_s,
     "queue_wait_s": lambda record: record.queue_wait_s,
 }
-_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "queue_wait_s": "wait in the queue"}
+_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "queue_wait_s": "queue time"}
 _MOST_TENANTS = 20
 
 
@@ -168,9 +168,9 @@ def bench_report(run: BenchRun, origin: Origin, warnings: Sequence[str]) -> Resu
         facts=list(_facts(run)),
         verdict=list(_verdict(run, intervals)),
         notes=[
-            f"Intervals are at 95 %, from {PARTS} parts of the run that are resampled whole.",
-            "A queue that lasts longer than such a part makes them too narrow.",
-            "Latencies count from the time at which a request was due, as a client would meet them.",
+            f"95 % confidence intervals are bootstrapped over {PARTS} parts of the run.",
+            "They are too narrow if a queue lasts longer than such a part.",
+            "Latencies count from the scheduled send time of a request, as a client experiences them.",
             *warnings,
         ],
         sections=list(_sections(run, intervals)),
@@ -213,9 +213,9 @@ def _facts(run: BenchRun) -> Iterator[tuple[str, str]]:
     yield "source", trace.source
     yield (
         "requests",
-        f"{args.endpoint}, {'whole answers' if args.no_stream else 'streamed'}, body {args.body}",
+        f"{args.endpoint}, {'not streamed' if args.no_stream else 'streamed'}, body {args.body}",
     )
-    yield "warm-up", f"{args.warm_up_s:g} s left out" if args.warm_up_s else "none left out"
+    yield "warm-up", f"{args.warm_up_s:g} s excluded" if args.warm_up_s else "none excluded"
     yield "short prompts", f"at most {args.short_at:,} tokens; all others are long"
     yield "within limits", f"TTFT at most {args.slo_ttft_s:g} s and TPOT at most {args.slo_tpot_s:g} s"
 
@@ -224,16 +224,13 @@ def _verdict(run: BenchRun, intervals: _Intervals) -> Iterator[str]:
     requests = sum(run.summary.outcomes.values())
     kept = slo_attainment_ratio(run.load.records, rules_of(run.args).slo)
     share = run.summary.completed / requests if requests else 0.0
-    within = "" if kept is None else f"; {100 * kept:.1f} % of all requests were within their limits"
+    within = "" if kept is None else f"; {100 * kept:.1f} % of all requests met their limits"
     yield f"{100 * share:.1f} % of {requests:,} requests were completed{within}."
     ttft = intervals["ttft_s", "all"]
     if ttft:
         named = {"p50": "median", "p99": "P99"}
         yield f"TTFT: {', '.join(f'{name} {_seconds(ttft[each])}' for each, name in named.items())}."
-    yield (
-        "One endpoint alone cannot be called fast or slow: --compare puts a second one beside it, with the "
-        "same requests."
-    )
+    yield "Use --compare to compare the endpoint with a second one under the same requests."
 
 
 def _seconds(interval: ConfidenceInterval) -> str:
@@ -249,7 +246,7 @@ def _sections(run: BenchRun, intervals: _Intervals) -> Iterator[ReportSection]:
     sizes = _by_size(run)
     yield ReportSection(
         title="Time to first token",
-        intro="From the time at which a request was due to the first token of its answer.",
+        intro="From the scheduled send time of a request to the first token of its response.",
         blocks=[
             distribution_plot("Distribution", sizes, None),
             *length_plots({"completed requests": sizes["all"]}, None),
@@ -260,7 +257,7 @@ def _sections(run: BenchRun, intervals: _Intervals) -> Iterator[ReportSection]:
         title="Over time",
         blocks=[
             waiting_plot(
-                "Waiting for a first token",
+                "Requests waiting for their first token",
                 {
                     "short": [record for record in records if record.prompt_tokens <= short_at],
                     "long": [record for record in records if record.prompt_tokens > short_at],
@@ -290,7 +287,7 @@ def _latencies(summary: Summary, intervals: _Intervals) -> ReportTable:
         yield number_cell(found.max, 2, 1_000)
 
     return ReportTable(
-        caption="Latencies in milliseconds ± 95 % interval; the longest is one request, so it has none",
+        caption="Latencies in milliseconds ± 95 % interval (none for the maximum, which is a single request)",
         head=["latency, ms", "prompts", "mean", *_QUANTILES, "max"],
         rows=[
             [title, size, *cells(latency, size)]
@@ -308,12 +305,12 @@ def _whole(summary: Summary) -> ReportTable:
         "makespan, s": number_cell(summary.makespan_s, 2),
         "tokens/s": number_cell(summary.throughput_tokens_per_s, 1),
         "output tokens/s": number_cell(summary.output_tokens_per_s, 1),
-        "goodput: requests within their limits, /s": number_cell(summary.goodput_per_s, 2),
+        "goodput (requests within their limits), /s": number_cell(summary.goodput_per_s, 2),
         "preemptions": number_cell(summary.preemptions),
-        "Jain's index over tenants": number_cell(summary.jain_tenants, 3),
+        "Jain's index of tenants": number_cell(summary.jain_tenants, 3),
     }
     return ReportTable(
-        caption="The whole run",
+        caption="Whole run",
         head=["figure", "value"],
         rows=[[name, cell] for name, cell in figures.items()],
     )
@@ -322,8 +319,8 @@ def _whole(summary: Summary) -> ReportTable:
 def _tenants(summary: Summary) -> ReportTable:
     names = sorted(summary.tenants, key=lambda name: -summary.tenants[name].requests)[:_MOST_TENANTS]
     return ReportTable(
-        caption=f"TTFT of tenants in milliseconds: {len(names)} of {len(summary.tenants):,}, those with most "
-        "requests",
+        caption=f"TTFT of tenants in milliseconds: {len(names)} of {len(summary.tenants):,}, those with the "
+        "most requests",
         head=["tenant", "requests", "mean", "p99", "max", "tokens"],
         rows=[
             [

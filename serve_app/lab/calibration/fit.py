@@ -46,7 +46,9 @@ def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
     """
     decoding = [request for request in requests if request.output_tokens > 1]
     if not decoding:
-        raise CalibrationError("no measured request has 2 output tokens or more: decode steps are not seen")
+        raise CalibrationError(
+            "no measured request has 2 or more output tokens, so decode steps are not observed"
+        )
     base = typical_step_s(decoding) / (1.0 + _decode_load(decoding))
     per_token = _prefill_pace_s(requests)
     mean_prompt = float(np.mean([request.prompt_tokens for request in requests]))
@@ -96,7 +98,9 @@ def _prefill_pace_s(requests: Sequence[MeasuredRequest]) -> float:
         if end > begin
     ]
     if not paces:
-        raise CalibrationError("every first token comes at the instant of scheduling: prefills are not seen")
+        raise CalibrationError(
+            "every first token has the time of its scheduling, so prefills are not observed"
+        )
     return float(np.median(paces))
 
 
@@ -238,7 +242,7 @@ def fit_runs(
 
 def _too_few(wanted: int, available: int) -> CalibrationError:
     return CalibrationError(
-        f"cannot fit {wanted} of {available} requests: at least {MIN_FITTED} are needed to tell "
+        f"cannot fit {wanted} of {available} requests: at least {MIN_FITTED} are needed for "
         f"{len(_NAMES)} coefficients"
     )
 

@@ -40,13 +40,13 @@ class MeasuredRequest:
     def __post_init__(self) -> None:
         instants = (self.queued_at, self.scheduled_at, self.first_token_at, self.last_token_at)
         if not all(math.isfinite(instant) for instant in instants):
-            raise ValueError("an instant is not finite")
+            raise ValueError("a timestamp is not finite")
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError("a token count is below 1")
         if list(instants) != sorted(instants) or self.first_token_at == self.queued_at:
-            raise ValueError("its instants are out of order")
+            raise ValueError("its timestamps are out of order")
         if self.output_tokens > 1 and self.last_token_at == self.first_token_at:
-            raise ValueError("it generated several tokens in no time")
+            raise ValueError("it generated several tokens at the same time")
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
@@ -57,7 +57,7 @@ def number(row: Mapping[str, Any], name: str) -> float:
     """
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is missing or no number")  # noqa: TRY004 - one type for all invalid rows
+        raise ValueError(f"{name} is missing or not a number")  # noqa: TRY004 - one type for all invalid rows
     return float(value)
 
 
@@ -69,7 +69,7 @@ def whole_number(row: Mapping[str, Any], name: str) -> int:
     """
     value = number(row, name)
     if not value.is_integer():
-        raise ValueError(f"{name} is no whole number")
+        raise ValueError(f"{name} is not a whole number")
     return int(value)
 
 
@@ -144,20 +144,20 @@ def read_measurements(path: Path, replica: str | None = None) -> Measurements:
     _check_engines(path, replica, measurements.engines)
     if not measurements.requests:
         reasons = ", ".join(sorted(measurements.skipped)) or "the file is empty"
-        raise CalibrationError(f"{path} holds no readable request: {reasons}")
+        raise CalibrationError(f"{path} has no valid request: {reasons}")
     measurements.requests.sort(key=lambda request: request.queued_at)
     return measurements
 
 
 def _check_engines(path: Path, replica: str | None, engines: Counter[str]) -> None:
     """Raise for requests of several engines, because no single engine explains their timings."""
-    named = ", ".join(f"{name or 'no name'} ({count:,} requests)" for name, count in engines.most_common())
+    named = ", ".join(f"{name or 'unnamed'} ({count:,} requests)" for name, count in engines.most_common())
     if replica is not None and replica not in engines:
-        raise CalibrationError(f"{path} has no requests of replica {replica!r}, but of {named or 'none'}")
+        raise CalibrationError(f"{path} has no requests of replica {replica!r}, only of {named or 'none'}")
     if replica is None and len(engines) > 1:
         raise CalibrationError(
-            f"{path} has requests of {len(engines)} replicas, and a profile is of one: "
-            f"choose with --replica one of {named}"
+            f"{path} has requests of {len(engines)} replicas, but a profile describes "
+            f"one: choose one with --replica: {named}"
         )
 
 

@@ -18,11 +18,11 @@ _RAY_TYPES = {"a100": "A100", "h100": "H100", "h200": "H200", "l40s": "L40S", "l
 
 _HEADER = """\
 # Planned for {rate:g} requests/s with a P99 TTFT of {ttft:g} s and a P99 TPOT of {tpot:g} ms.
-# ${usd:,.2f} an hour, {gpus:,} GPUs.
+# ${usd:,.2f} per hour, {gpus:,} GPUs.
 # {engines}
 """
-_EMULATED = "Engines are emulated, with the profiles of the plan; `--model NAME` writes engines of vLLM."
-_VLLM = "The batch settings are those of the plan. `autoscaling` in place of `replicas` follows the load."
+_EMULATED = "Engines are emulated with the profiles of the plan; `--model NAME` selects vLLM engines instead."
+_VLLM = "Batch settings are those of the plan. Use `autoscaling` instead of `replicas` to follow the load."
 
 
 def best_fleet(result: PlanResult) -> SizedFleet | None:

@@ -76,8 +76,8 @@ class CostTable:
             if part in self.costs:
                 return part
         raise SettingsError(
-            f"no cost for the GPU of profile {profile!r}: name it model-gpu-tpN with a GPU of "
-            f"{', '.join(sorted(self.costs))}, or add its GPU to a table of your own (--costs FILE)"
+            f"no cost for the GPU of profile {profile!r}: name it model-gpu-tpN with one of the GPUs "
+            f"{', '.join(sorted(self.costs))}, or add its GPU in a cost table (--costs FILE)"
         )
 
     def usd_per_hour(self, profile: str) -> float:

@@ -354,7 +354,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.stand_in_replicas < 4:
-            raise ValueError(f"a stand-in needs at least 4 replicas, got {self.stand_in_replicas}")
+            raise ValueError(f"a scaled-down fleet needs at least 4 replicas, got {self.stand_in_replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

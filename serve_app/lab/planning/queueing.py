@@ -65,7 +65,8 @@ class LengthMix:
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.outputs):
             raise ValueError(
-                f"each prompt needs its output, got {len(self.prompts)} and {len(self.outputs)} lengths"
+                f"prompts and outputs must have the same number, got {len(self.prompts)} and "
+                f"{len(self.outputs)} lengths"
             )
 
     @classmethod
@@ -204,7 +205,9 @@ class PoolModel:
 
     def __init__(self, step_time: StepTimeModel, engine: EngineModelSettings, mix: LengthMix) -> None:
         if not len(mix):
-            raise ValueError("a pool without requests needs no model: choose another border between pools")
+            raise ValueError(
+                "a pool without requests cannot be modelled: choose another boundary between the pools"
+            )
         self._step = step_time
         self.engine = engine
         self.mix = mix

@@ -117,16 +117,14 @@ def verdict(result: PlanResult) -> str:
     """Return whether splitting pays, in one sentence."""
     paged, pools = result.paged, result.pools
     if paged is None:
-        return "No single pool with paged KV meets the limits: relax them, or choose another profile."
-    baseline = f"one paged pool (${paged.usd_per_hour:,.2f} an hour, {paged.gpus:,} GPUs)"
+        return "No single pool with paged KV meets the limits: relax the limits, or choose another profile."
+    baseline = f"one paged pool (${paged.usd_per_hour:,.2f} per hour, {paged.gpus:,} GPUs)"
     if pools is None:
-        return (
-            f"Splitting does not pay: no pair of pools that was simulated meets the limits; {baseline} does."
-        )
+        return f"Splitting does not pay: no simulated pair of pools meets the limits; {baseline} does."
     measured = saving(pools, paged)
     split = (
         f"a short and a long pool with B_short = {pools.plan.b_short_tokens:,} "
-        f"(${pools.usd_per_hour:,.2f} an hour, {pools.gpus:,} GPUs)"
+        f"(${pools.usd_per_hour:,.2f} per hour, {pools.gpus:,} GPUs)"
     )
     exact = f"sizes are exact to {measured.resolution:.1%}, {len(pools.verification.runs)} seeds"
     if measured.ratio <= 0:
@@ -149,19 +147,19 @@ def border_plots(result: PlanResult) -> Iterator[Plot]:
     places = sorted({one.plan.b_short_tokens for one in result.modelled} | _simulated_borders(result))
     for title, unit, of_model, of_fleet in (
         ("GPUs", Unit.COUNT, lambda one: float(one.plan.gpus(one.counts)), lambda one: float(one.gpus)),
-        ("US dollars an hour", Unit.DOLLARS, lambda one: one.usd_per_hour, lambda one: one.usd_per_hour),
+        ("US dollars per hour", Unit.DOLLARS, lambda one: one.usd_per_hour, lambda one: one.usd_per_hour),
     ):
         modelled = {one.plan.b_short_tokens: of_model(one) for one in result.modelled}
         baselines = [one for one in (result.paged, result.worst_case) if one is not None]
         series = [
             Series(
-                name="pools, by the model",
+                name="two pools, by the model",
                 values=[modelled.get(place) for place in places],
                 look=Look.DASHED,
                 colour=3,
             ),
             Series(
-                name="pools, simulated",
+                name="two pools, simulated",
                 values=_at_borders(result, places, of_fleet),
                 look=Look.POINTS,
                 colour=_COLOURS[POOLS],
@@ -170,7 +168,7 @@ def border_plots(result: PlanResult) -> Iterator[Plot]:
         ]
         yield Plot(
             title=title,
-            reading="Lower is better. The level lines are fleets of one pool, as they were simulated.",
+            reading="Lower is better. The horizontal lines are the simulated fleets of one pool.",
             x=PlotAxis(label="B_short, tokens", unit=Unit.COUNT, logarithmic=True, base=2),
             y=PlotAxis(label=title, unit=unit, logarithmic=None),
             places=[float(place) for place in places],
@@ -230,7 +228,8 @@ def tail_plots(plan: Plan) -> Iterator[Plot]:
             series.append(Series(name="limit", values=[limit] * len(places), look=Look.BASELINE))
         yield Plot(
             title=f"{title} against the number of GPUs",
-            reading="A fleet must be below the limit. Of fleets with as many GPUs the highest is shown.",
+            reading="A fleet must be below the limit. The maximum of fleets with the same number of GPUs is "
+            "shown.",
             x=PlotAxis(label="GPUs", unit=Unit.COUNT, logarithmic=None),
             y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=title == "P99 TTFT"),
             places=[float(place) for place in places],
@@ -281,13 +280,13 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     demand, trace = plan.demand, plan.workload.trace
     yield (
         "workload",
-        f"{trace.title} at {demand.rate_per_s:g} requests/s, {demand.trace.requests:,} requests a run",
+        f"{trace.title} at {demand.rate_per_s:g} requests/s, {demand.trace.requests:,} requests per run",
     )
     yield "source", trace.source
     yield "limits", f"P99 TTFT at most {demand.slo.ttft_s:g} s and P99 TPOT at most {demand.slo.tpot_s:g} s"
     yield "compared", ", ".join(f"{name}: {text}" for name, text in _KINDS.items())
     yield "scheduler", f"policy {demand.policy}, the same for every fleet"
-    size = "its full size" if plan.verifier.share == 1 else f"{plan.verifier.share:.3g} of its size"
+    size = "full size" if plan.verifier.share == 1 else f"{plan.verifier.share:.3g} of its size"
     yield "simulated at", f"{size}, {len(_seeds(plan.result))} seeds"
 
 
@@ -305,10 +304,10 @@ def _seeds(result: PlanResult) -> set[int]:
 def _notes(plan: Plan) -> Iterator[str]:
     yield (
         "A fleet meets its limits when, with every seed, all requests complete and both P99 are within them. "
-        "Sizes are whole replicas, so savings below one replica's share mean nothing."
+        "Sizes are whole replicas, so savings below one replica's share are not significant."
     )
     if plan.verifier.share < 1:
-        yield "Fleets were simulated as stand-ins at a share of the rate, and their numbers scaled up."
+        yield "Fleets were scaled down for the simulation, with their rate, and the results scaled up."
 
 
 # -- sections ----------------------------------------------------------------------------------------------
@@ -318,23 +317,23 @@ def _sections(plan: Plan) -> Iterator[ReportSection]:
     result = plan.result
     if chosen_fleets(result):
         yield ReportSection(
-            title="The smallest fleets that meet the limits",
+            title="Smallest fleets that meet the limits",
             intro="Latencies are means over seeds ± 95 % interval.",
             blocks=[fleets_table(chosen_fleets(result), result, mark_chosen=False), *_pools(result)],
         )
     yield ReportSection(
         title="Size against B_short",
-        intro="B_short is the largest token budget of a request that belongs to the short pool.",
+        intro="B_short is the maximum token budget of a request whose home pool is the short one.",
         blocks=list(border_plots(result)),
     )
     yield ReportSection(
         title="Tail latency against size",
-        intro="Every size that was simulated on the way to the chosen fleets.",
+        intro="All sizes that were simulated in the search for the chosen fleets.",
         blocks=list(tail_plots(plan)),
     )
     if result.simulated:
         yield ReportSection(
-            title="Everything that was sized by simulation", blocks=[fleets_table(result.simulated, result)]
+            title="All fleets that were sized by simulation", blocks=[fleets_table(result.simulated, result)]
         )
 
 
@@ -344,7 +343,7 @@ def fleets_table(
     """Return a table of fleets with sizes and tail latencies, marking the smallest of each kind with >."""
     chosen = chosen_fleets(result) if mark_chosen else []
     return ReportTable(
-        caption="Fleets, with what they save against one paged pool",
+        caption="Fleets, with savings against one paged pool",
         head=[
             *("fleet", "settings", "B_short", "replicas", "by the model", "GPUs", "$/hour", "saves"),
             *("P99 TTFT s", "P99 TTFT of long s", "P99 TPOT ms", "preempted ‰"),
@@ -398,7 +397,7 @@ def _pools(result: PlanResult) -> Iterator[ReportTable]:
             ]
         )
     yield ReportTable(
-        caption="The two pools: their parts of requests and tokens, and their tails, means over seeds",
+        caption="The two pools: shares of requests and tokens, and tail latencies, means over seeds",
         head=["pool", "replicas", "$/hour", "requests", "tokens", "P99 TTFT s", "P99 TPOT ms"],
         rows=rows,
     )

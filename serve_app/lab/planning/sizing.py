@@ -44,7 +44,7 @@ def saving(short_ratio: float, rho: float) -> float:
     """
     _check_share(short_ratio)
     if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho}: it is a ratio of two paces")
+        raise ValueError(f"rho must be positive, got {rho}: it is a ratio of two throughputs")
     return short_ratio * (1 - 1 / rho)
 
 
@@ -62,12 +62,12 @@ def work_share(short_request_ratio: float, short_service_s: float, mean_service_
     _check_share(short_request_ratio)
     if short_service_s < 0 or mean_service_s <= 0:
         raise ValueError(
-            f"service times must be positive, got {short_service_s} short and {mean_service_s} in the mean"
+            f"service times must be positive, got {short_service_s} (short) and {mean_service_s} (mean)"
         )
     share = short_request_ratio * short_service_s / mean_service_s
     if share > 1 + 1e-9:
         raise ValueError(
-            f"short requests cannot take {share:.3f} of all work: the mean service time includes theirs"
+            f"short requests cannot take {share:.3f} of all work, because the mean service time includes them"
         )
     return min(1.0, share)
 
@@ -129,7 +129,7 @@ class ClosedForm:
 
 def _check_share(share: float) -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"a share of requests or work must be within 0 and 1, got {share}")
+        raise ValueError(f"a share of requests or work must be between 0 and 1, got {share}")
 
 
 # Limits that this many replicas do not meet are not achievable with the engine.

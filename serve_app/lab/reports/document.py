@@ -136,12 +136,13 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
     """Summarise the figures of a candidate in one sentence."""
     found = {judgement: [one for one in differences if one.judgement is judgement] for judgement in Judgement}
     if not differences:
-        return f"{other} and {base} have no figure in common, so nothing can be said about them."
+        return f"{other} and {base} have no metric in common and cannot be compared."
     if len(found[Judgement.UNKNOWN]) == len(differences):
         listed = "; ".join(map(_with_change, differences))
         return (
-            f"{other} against {base} on {sample.text}, which gives no interval, so any of this may be "
-            f"chance: {listed}. To tell, {sample.more}."
+            f"{other} against {base} with {sample.text}, which gives no confidence interval, so the "
+            "differences "
+            f"may be chance: {listed}. For intervals, {sample.more}."
         )
     clear = [
         f"{judgement.value} in {', '.join(map(_with_change, found[judgement]))}"
@@ -150,10 +151,12 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
     ]
     if not clear:
         return (
-            f"No difference between {other} and {base} that {sample.text} can show; for more, {sample.more}."
+            f"No significant difference between {other} and {base} with {sample.text}; for narrower "
+            "intervals, "
+            f"{sample.more}."
         )
     unclear = found[Judgement.UNCLEAR] + found[Judgement.UNKNOWN]
-    rest = f"; no difference that {sample.text} can show in {', '.join(one.figure for one in unclear)}"
+    rest = f"; no significant difference with {sample.text} in {', '.join(one.figure for one in unclear)}"
     return f"{other} against {base} is {'; '.join(clear)}{rest if unclear else ''}."
 
 
@@ -333,7 +336,7 @@ class Plot:
             if len(each.values) != len(self.places):
                 raise ValueError(
                     f"series {each.name!r} of plot {self.title!r} has {len(each.values)} values for "
-                    f"{len(self.places)} places: give one for each, None where there is none"
+                    f"{len(self.places)} positions: give one per position, or None"
                 )
 
     @property

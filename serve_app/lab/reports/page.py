@@ -117,11 +117,11 @@ def plot_markup(name: str, plot: Plot) -> str:
     return (
         f'<figure class="plot" id="{name}"><figcaption><h3>{escape(plot.title)}</h3>'
         f"<p>{escape(plot.reading)}</p></figcaption>"
-        f'<noscript><p class="noscript">The drawing needs a script; its values are below.</p></noscript>'
+        f'<noscript><p class="noscript">The plot needs JavaScript; its values are below.</p></noscript>'
         f'<div class="controls" hidden>{_switch("x", plot.x)}{_switch("y", plot.y)}'
-        '<button type="button" class="whole">Whole range</button></div>'
+        '<button type="button" class="whole">Full range</button></div>'
         f'<div class="drawing" hidden tabindex="0" role="application" aria-label="{escape(plot.title)}: '
-        'arrow keys move along the plot, plus and minus zoom, Escape shows the whole range"></div>'
+        'arrow keys move along the plot, plus and minus zoom, Escape shows the full range"></div>'
         f'<p class="reading-at" aria-live="polite" hidden></p><ul class="legend">{legend}</ul>'
         f"<details><summary>Values as a table</summary>{_values(plot)}</details>"
         f'<script type="application/json">{_as_script(plot)}</script></figure>'
@@ -287,7 +287,7 @@ def _head(report: ResultReport) -> Iterable[str]:
         yield from (f"<li>{_prose(note)}</li>" for note in report.notes)
         yield "</ul>"
     yield "</section>"
-    yield '<section aria-labelledby="asked"><h2 id="asked">What was asked</h2>'
+    yield '<section aria-labelledby="asked"><h2 id="asked">Setup</h2>'
     yield _pairs(report.facts)
     yield "</section>"
 
@@ -398,8 +398,8 @@ def _difference(one: FigureDifference, scale: IntervalScale) -> str:
 
 
 def _provenance(origin: Origin) -> Iterable[str]:
-    yield '<section aria-labelledby="provenance"><h2 id="provenance">Where this comes from</h2>'
-    yield f"<p>Made by:</p><pre><code>{_command(origin.command_line)}</code></pre>"
+    yield '<section aria-labelledby="provenance"><h2 id="provenance">Provenance</h2>'
+    yield f"<p>Command:</p><pre><code>{_command(origin.command_line)}</code></pre>"
     pairs = [(name.replace("_", " "), value) for name, value in origin.provenance.items()]
     short = [(name, _plain(value)) for name, value in pairs if not isinstance(value, Mapping)]
     yield _pairs(short)

@@ -149,8 +149,8 @@ def distribution_plot(title: str, records: Records, base: str | None) -> Plot:
         count = f"{counts[0]:,}"
     return Plot(
         title=title,
-        reading="The share of requests that had their first token by then; the line that rises first is "
-        f"best. A line stands for {count} requests.",
+        reading="Share of requests that had their first token by this time; the leftmost curve is best. "
+        f"{count} requests per curve.",
         x=PlotAxis(label="TTFT", unit=Unit.SECONDS, logarithmic=True),
         y=PlotAxis(label="share of requests", unit=Unit.SHARE, logarithmic=None),
         places=curves.places,
@@ -165,9 +165,8 @@ def length_plots(records: Records, base: str | None) -> list[Plot]:
         curves = by_length(records, figure)
         plots.append(
             Plot(
-                title=f"{title} by length of the prompt",
-                reading="Lower is better. Half an octave of lengths to a point; a gap where too few requests "
-                "have such a length.",
+                title=f"{title} by prompt length",
+                reading="Lower is better. One point per half octave of lengths; gaps have too few requests.",
                 x=PlotAxis(label="prompt tokens", unit=Unit.COUNT, logarithmic=True, base=2),
                 y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=True),
                 places=curves.places,
@@ -183,7 +182,7 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
     last_s = max((each.arrived_at for members in records.values() for each in members), default=0.0)
     return Plot(
         title=title,
-        reading="Lower is better. A line that keeps rising means more work than is done.",
+        reading="Lower is better. A line that keeps rising shows overload.",
         x=_TIME,
         y=PlotAxis(label="requests", unit=Unit.NUMBER),
         places=curves.places,
@@ -198,7 +197,7 @@ def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
     curves = over_time(records, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
     return Plot(
         title="Mean TTFT by time of arrival",
-        reading="Lower is better. A line that keeps rising means that the load was more than was served.",
+        reading="Lower is better. A line that keeps rising shows overload.",
         x=_TIME,
         y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
         places=curves.places,

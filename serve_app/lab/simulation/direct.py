@@ -84,7 +84,10 @@ class DirectSimulation:
     def _pick(self, total_tokens: int) -> SimulatedReplica:
         able = [replica for replica in self.replicas if replica.spec.max_model_len >= total_tokens]
         if not able:
-            raise ValueError(f"a request of {total_tokens:,} tokens fits no engine: drop it before the run")
+            raise ValueError(
+                f"a request of {total_tokens:,} tokens exceeds the context of all engines: drop it before "
+                "the run"
+            )
         if self.balance is Balance.POWER_OF_TWO:
             drawn = self._chance.sample(able, min(2, len(able)))
             return min(drawn, key=lambda replica: self._outstanding[replica.spec.replica_id])

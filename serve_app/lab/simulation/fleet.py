@@ -77,7 +77,7 @@ class FleetSettings:
     def __post_init__(self) -> None:
         names = tuple(self.replicas)
         if not names:
-            raise SettingsError("a fleet has at least one pool, got none")
+            raise SettingsError("a fleet needs at least one pool, got none")
         for pool, count in self.replicas.items():
             if count < 1:
                 raise SettingsError(f"pool {pool} needs at least one replica, got {count}")
@@ -134,7 +134,7 @@ class FleetSettings:
         for plan, longer in pairwise(plans):
             if plan.engine.max_model_len > longer.engine.max_model_len:
                 raise SettingsError(
-                    "the pool with the shorter context comes first, got max_model_len "
+                    "pools must be listed by increasing context, got max_model_len "
                     f"{plan.engine.max_model_len:,} in {plan.pool} before {longer.engine.max_model_len:,} in "
                     f"{longer.pool}"
                 )

@@ -102,7 +102,7 @@ def read_partition(path: Path) -> Partition:
         )
     except (OSError, yaml.YAMLError, ValidationError, ValueError) as error:
         raise SettingsError(
-            f"{path} is no partition: {error}; write {LEARNED}, {PRIOR} or a file with a list of "
+            f"{path} is not a partition: {error}; use {LEARNED}, {PRIOR} or a file with a list of "
             "{min, max, mean, count}"
         ) from error
 

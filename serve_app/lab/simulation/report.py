@@ -193,7 +193,7 @@ def policies_table(rows: RowsByPolicy) -> ReportTable:
 
 def _over(rows: RowsByPolicy) -> str:
     count = len(next(iter(rows.values())))
-    return f"means over {count} seeds ± 95 % interval" if count > 1 else "of one seed, so without intervals"
+    return f"means over {count} seeds ± 95 % interval" if count > 1 else "one seed, so without intervals"
 
 
 def _over_seeds(rows: Sequence[Row], of: Callable[[Row], float | None]) -> ConfidenceInterval | None:
@@ -210,7 +210,7 @@ def _outcomes(rows: RowsByPolicy) -> ReportTable:
         {name for group in rows.values() for row in group for name in row["whole_run"]["outcomes"]}
     )
     return ReportTable(
-        caption="How the requests of all runs ended, those before the measurement included",
+        caption="Outcomes of the requests of all runs, including the warm-up",
         head=["policy", *names, "preemptions"],
         rows=[
             [
@@ -236,7 +236,7 @@ def _queues(rows: RowsByPolicy) -> Iterator[ReportTable]:
     if lines:
         yield ReportTable(
             caption="Length queues at the end of the first seed's run, in prompt tokens",
-            head=["policy", "queues", "number", "in force since, s"],
+            head=["policy", "queues", "number", "active since, s"],
             rows=lines,
             text_columns=2,
         )
@@ -250,7 +250,7 @@ def _tenants(rows: RowsByPolicy) -> ReportTable | None:
     names = sorted(first, key=lambda name: -first[name]["requests"])[:_MOST_TENANTS]
     return ReportTable(
         caption=f"Mean TTFT of tenants in seconds, means over seeds ± 95 % interval: {len(names)} of "
-        f"{len(first):,}, those with most requests",
+        f"{len(first):,}, those with the most requests",
         head=["tenant", "requests, first seed", *rows],
         rows=[
             [
@@ -288,7 +288,7 @@ def timeline_plots(by_policy: ByPolicy, base: str) -> Iterator[Plot]:
     """Yield the number of requests without a first token over time, in the first seed's run."""
     firsts = {name: runs[:1] for name, runs in by_policy.items()}
     for title, records in _by_size(firsts, lambda run: run.records):
-        yield waiting_plot(f"Waiting for a first token: {title}", records, base)
+        yield waiting_plot(f"Requests waiting for their first token: {title}", records, base)
 
 
 def _by_size(
@@ -333,7 +333,7 @@ def simulation_report(
     of_policy = by_policy(rows)
     base = _baseline(list(of_policy))
     differences = {name: _differences(of_policy, base, name) for name in of_policy if name != base}
-    sample = Sample(len(of_policy[base]), "seed", "seeds", "run more of them with --seeds")
+    sample = Sample(len(of_policy[base]), "seed", "seeds", "use more --seeds")
     first = results[0]
     return ResultReport(
         title=f"{' against '.join(_candidates_and(base, list(of_policy)))} on {first.workload.trace.name}",
@@ -374,14 +374,14 @@ def _facts(result: RunResult, policies: Sequence[str], sample: Sample) -> Iterat
     yield "policies", ", ".join(policies)
     load = "" if settings.load is None else f", {settings.load:.3g} of the rate that saturates this fleet"
     rate = "all at once" if trace.rate_per_s is None else f"{trace.rate_per_s:.2f} requests/s{load}"
-    yield "workload", f"{trace.title}: {len(trace.requests):,} requests a run, {rate}"
+    yield "workload", f"{trace.title}: {len(trace.requests):,} requests per run, {rate}"
     yield "source", trace.source
     pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
     yield "fleet", f"{settings.fleet.profile}: {pools} ({settings.fleet.gpus:,} GPUs)"
     yield "short prompts", f"at most {settings.short_at_tokens:,} tokens; all others are long"
     yield "goodput", f"requests within all of these limits, per second: {_limits(settings.slo)}"
     left_out = f"{100 * settings.warm_up_ratio:g} %"
-    yield "measured", f"{sample.text}; the first {left_out} of the requests of each run are left out"
+    yield "measured", f"{sample.text}; the first {left_out} of the requests of each run are excluded"
 
 
 def _limits(slo: Slo) -> str:
@@ -396,8 +396,8 @@ def _limits(slo: Slo) -> str:
 
 def _verdict(base: str, differences: Mapping[str, Sequence[FigureDifference]], sample: Sample) -> list[str]:
     if not differences:
-        advice = "name a baseline beside it with --policy"
-        return [f"{base} was simulated alone, so nothing says whether it does well: {advice}."]
+        advice = "add a baseline with --policy"
+        return [f"{base} was simulated without a baseline: {advice}."]
     words = {figure.words for figure in FIGURES if figure.heading in _DECISIVE}
     return [
         verdict_of(base, name, [one for one in found if one.figure in words], sample)
@@ -408,12 +408,13 @@ def _verdict(base: str, differences: Mapping[str, Sequence[FigureDifference]], s
 def _notes(differences: Mapping[str, Sequence[FigureDifference]], result: RunResult) -> Iterator[str]:
     if differences:
         yield (
-            "The verdict is about figures that were chosen beforehand; all others are below. Every policy "
-            "met the same requests, so intervals are those of differences seed by seed (Student's t, 95 %)."
+            "The verdict covers metrics that were chosen in advance; all others are below. All policies "
+            "served "
+            "the same requests, so intervals are of paired differences per seed (Student's t, 95 %)."
         )
-        yield "Each interval stands alone: of twenty figures that do not differ, one may look as if it did."
+        yield "Intervals are not corrected for multiple comparisons: one of twenty may exclude 0 by chance."
     if any("not deployable" in name for name in differences):
-        yield "A policy that is not deployable knows the length of every answer: it bounds what is possible."
+        yield "A policy that is not deployable knows the length of every response: it is an upper bound."
     yield f"Engines are simulated with the step times of {result.settings.fleet.profile}."
 
 
@@ -451,7 +452,7 @@ def _sections(
     if differences:
         yield ReportSection(
             title=f"Differences from {base}",
-            intro="The bar is the 95 % interval of the change, the dot its mean, the line no change.",
+            intro="Bar: 95 % interval of the change; dot: its mean; line: no change.",
             blocks=[
                 DifferenceTable(caption=f"{name} against {base}", base=base, other=name, differences=found)
                 for name, found in differences.items()
@@ -459,12 +460,13 @@ def _sections(
         )
     yield ReportSection(
         title="Time to first token",
-        intro="From the arrival of a request to the first token of its answer, all seeds together.",
+        intro="From the arrival of a request to the first token of its response, all seeds together.",
         blocks=list(ttft_plots(by_policy, base)),
     )
     yield ReportSection(
         title="Over time",
-        intro="Requests that have arrived and have no token yet, wherever they wait; the first seed's run.",
+        intro="Requests that have arrived but have no token yet, in the gateway or in an engine; run of the "
+        "first seed.",
         blocks=list(timeline_plots(by_policy, base)),
     )
     yield ReportSection(title="Figures", blocks=list(tables(rows)))

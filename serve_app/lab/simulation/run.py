@@ -235,9 +235,7 @@ def run_header(settings: RunSettings) -> RunHeader:
     return RunHeader(
         settings=_scheduler_settings(settings),
         run={"policy": settings.policy, "label": settings.name, "seed": settings.seed},
-        not_replayable="its prompt lengths were seen with noise, which the log does not hold"
-        if noisy
-        else "",
+        not_replayable="its prompt lengths had noise, which the log does not contain" if noisy else "",
     )
 
 

@@ -46,7 +46,7 @@ def scheduler_settings(
     # These follow from the arguments: the fleet defines the pools.
     for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
         if owned in changes:
-            raise SettingsError(f"{owned} is not to be set: it follows from the policy and the fleet")
+            raise SettingsError(f"{owned} cannot be set, because it follows from the policy and the fleet")
     try:
         settings = read(SchedulerSettings, tree, as_file=False)
     except SettingsError as error:

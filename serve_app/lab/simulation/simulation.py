@@ -72,7 +72,7 @@ class Timeline:
             ValueError: `time` has passed.
         """
         if time < self.now:
-            raise ValueError(f"cannot plan for {time!r}: it is {self.now!r} already")
+            raise ValueError(f"cannot schedule an event at {time!r}: the time is already {self.now!r}")
         heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
 
     def at_each(self, rank: Rank, plans: Iterable[tuple[float, Action]]) -> None:
@@ -87,7 +87,7 @@ class Timeline:
         planned: list[_Planned] = [(time, rank, next(self._sequence), action) for time, action in plans]
         first = min((each[0] for each in planned), default=self.now)
         if first < self.now:
-            raise ValueError(f"cannot plan for {first!r}: it is {self.now!r} already")
+            raise ValueError(f"cannot schedule an event at {first!r}: the time is already {self.now!r}")
         self._known = sorted(self._known + planned, reverse=True)
 
     def run(self, *, until: float | None = None) -> None:

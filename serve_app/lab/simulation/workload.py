@@ -41,7 +41,7 @@ def with_arrivals(trace: Trace, pattern: str, rng: np.random.Generator) -> Trace
     """
     rate_per_s = trace.rate_per_s
     if rate_per_s is None:
-        raise TraceError(f"all requests of {trace.name!r} arrive at once: there is no rate to keep")
+        raise TraceError(f"all requests of {trace.name!r} arrive at once, so there is no rate to preserve")
     times = _arrivals(pattern, rate_per_s).sample(len(trace.requests), rng)
     requests = tuple(replace(one, arrival_s=float(at)) for one, at in zip(trace.requests, times, strict=True))
     return replace(trace, requests=requests, source=f"{trace.source}, arrivals {pattern}")
@@ -59,7 +59,7 @@ def _arrivals(pattern: str, rate_per_s: float) -> Arrivals:
             return OnOffArrivals(rate_per_s=rate_per_s, on_s=on, off_s=off)
     except ValueError as exc:
         raise TraceError(f"cannot read arrivals {pattern!r}: {exc}") from exc
-    raise TraceError(f"no arrivals {pattern!r}: write poisson, gamma:3.5 or on-off:400,300")
+    raise TraceError(f"unknown arrivals {pattern!r}: use poisson, gamma:3.5 or on-off:400,300")
 
 
 def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generator) -> Trace:
@@ -75,7 +75,7 @@ def with_flipped_mix(trace: Trace, short_at_tokens: int, rng: np.random.Generato
     long = [one for one in trace.requests if one.prompt_tokens > short_at_tokens]
     if not short or not long:
         raise TraceError(
-            f"no mix to flip: all prompts of {trace.name!r} are on one side of {short_at_tokens} tokens"
+            f"cannot flip the mix: all prompts of {trace.name!r} are on one side of {short_at_tokens} tokens"
         )
     middle = len(trace.requests) // 2
     flipped = trace.requests[:middle] + tuple(
@@ -187,7 +187,7 @@ def fit(trace: Trace, max_model_len: int) -> FittedTrace:
         kept.append(replace(one, output_tokens=max_output_tokens) if is_clipped else one)
     if not kept:
         raise TraceError(
-            f"every prompt of {trace.name!r} is longer than the engines' context of {max_model_len:,} tokens"
+            f"every prompt of {trace.name!r} exceeds the engines' context limit of {max_model_len:,} tokens"
         )
     dropped = len(trace.requests) - len(kept)
     if dropped or clipped:

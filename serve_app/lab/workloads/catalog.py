@@ -134,7 +134,7 @@ RECIPES: dict[str, Recipe] = {
         lengths=_within(_LMSYS_TOTALS, _LMSYS_OUTPUTS),
     ),
     "paper-mix": Recipe(
-        figures="the mix of the EWSJF paper (80 % of 32-256, 20 % of 1,024-4,096, answers around 100)",
+        figures="the mix of the EWSJF paper (80 % of 32-256, 20 % of 1,024-4,096, outputs around 100)",
         rate_per_s=20.0,
         arrivals=lambda rate: GammaArrivals(rate_per_s=rate),
         lengths=_independent(
@@ -194,7 +194,7 @@ class WorkloadSettings:
         if self.requests is not None and self.duration_s is not None:
             raise TraceError(
                 f"give requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
-                "with a rate each follows from the other"
+                "the rate determines the other"
             )
         if self.seed < 0:
             raise TraceError(f"seed must not be negative, got {self.seed}")
@@ -236,9 +236,9 @@ def _merged(settings: WorkloadSettings) -> Trace:
 def notes_on(trace: Trace) -> Iterator[str]:
     """Yield notes about the requests that are played: generated ones, skipped rows."""
     if names := trace.without_file:
-        files = "its file is" if len(names) == 1 else "their files are"
+        files = "its file is missing" if len(names) == 1 else "their files are missing"
         yield (
-            f"{' and '.join(names)}: {files} not here, so lengths and arrivals are generated from published "
+            f"{' and '.join(names)}: {files}, so lengths and arrivals are generated from published "
             "percentiles; scripts/fetch_traces downloads the traces"
         )
     if skipped := describe_skipped(trace):
@@ -258,7 +258,7 @@ def trace_file(settings: WorkloadSettings) -> Path | None:
         return None
     path = Path(name)
     if not path.is_file():
-        raise TraceError(f"no trace {name!r}: give a file, or one of {', '.join(RECIPES)}")
+        raise TraceError(f"no trace {name!r}: use a file, or one of {', '.join(RECIPES)}")
     return path
 
 
@@ -298,6 +298,6 @@ def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int)
         return settings.requests or otherwise
     if rate_per_s is None:
         raise TraceError(
-            f"all requests of {settings.trace} arrive at once: give requests instead of duration_s"
+            f"all requests of {settings.trace} arrive at once: set requests instead of duration_s"
         )
     return max(1, round(rate_per_s * settings.duration_s))

@@ -222,7 +222,7 @@ def parse_shares(text: str) -> dict[str, float]:
         pairs = [part.partition("=") for part in text.split(",")]
         weights = {name.strip(): float(weight) for name, _, weight in pairs}
     except ValueError as exc:
-        raise TraceError(f"cannot read shares {text!r}: write 8, 8:1.2 or search=3,chat=1") from exc
+        raise TraceError(f"cannot parse shares {text!r}: use 8, 8:1.2 or search=3,chat=1") from exc
     if "" in weights or not all(0 < weight < float("inf") for weight in weights.values()):
         raise TraceError(f"shares need a name and a positive weight each, got {text!r}")
     total = sum(weights.values())

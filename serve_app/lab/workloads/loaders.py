@@ -51,7 +51,7 @@ def load_trace(path: Path) -> Trace:
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise TraceError(f"cannot read trace {path}: {exc}") from exc
     if not requests:
-        raise TraceError(f"no row of {path} holds a request: {_describe(skipped)}")
+        raise TraceError(f"no row of {path} has a request: {_describe(skipped)}")
     requests.sort(key=lambda request: request.arrival_s)
     start_s = requests[0].arrival_s
     return Trace(
@@ -90,7 +90,7 @@ def _rows(path: Path, lines: TextIO) -> tuple[TraceFormat, Iterator[tuple[str, R
             return trace_format, _csv_rows(columns, lines)
     known = "; ".join(f"{one.name}: {', '.join(sorted(one.columns))}" for one in (*_CSV_FORMATS, _MOONCAKE))
     raise TraceError(
-        f"{path} is of no known trace format: its first line is {first[:80]!r}. Known are {known}"
+        f"{path} has no known trace format: its first line is {first[:80]!r}. Known formats: {known}"
     )
 
 
@@ -175,7 +175,7 @@ def _priority(row: Row) -> PriorityClass:
     try:
         return PriorityClass(str(row.get("priority") or PriorityClass.DEFAULT).strip())
     except ValueError as exc:
-        raise _RowError("priority is none of interactive, default, batch") from exc
+        raise _RowError("priority is not interactive, default or batch") from exc
 
 
 def _cell(row: Row, column: str) -> str:

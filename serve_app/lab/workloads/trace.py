@@ -64,7 +64,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not self.requests:
-            raise TraceError(f"trace {self.name!r} ({self.source}) holds no request")
+            raise TraceError(f"trace {self.name!r} ({self.source}) has no request")
 
     @property
     def span_s(self) -> float:
@@ -151,7 +151,8 @@ def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
     own_rate_per_s = trace.rate_per_s
     if own_rate_per_s is None:
         raise TraceError(
-            f"all {len(trace.requests)} requests of {trace.name!r} arrive at once: no rate to scale"
+            f"all {len(trace.requests)} requests of {trace.name!r} arrive at once, so there is no rate to "
+            "scale"
         )
     factor = own_rate_per_s / rate_per_s
     requests = tuple(replace(one, arrival_s=one.arrival_s * factor) for one in trace.requests)

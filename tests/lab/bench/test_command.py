@@ -95,7 +95,7 @@ def test_the_warm_up_is_sent_but_not_counted(url: str, trace: str, tmp_path: Pat
         (("--model", "other"), "does not serve 'other': it serves small-model"),
         (("--max-tokens", "-5"), "max_tokens must not be negative, got -5"),
         (("--seed", "-1"), "seed must not be negative, got -1"),
-        (("--tenants", "none"), "cannot read shares 'none'"),
+        (("--tenants", "none"), "cannot parse shares 'none'"),
         (("--max-in-flight", "99999999"), "open files"),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_figures_of_an_endpoint_are_those_of_the_json_output(url: str, tmp_p
     assert (
         f"100.0 % of 120 requests were completed; {100 * run['slo']['attainment_ratio']:.1f} %" in page.text
     )
-    assert "cannot be called fast or slow" in page.text
+    assert "Use --compare to compare the endpoint" in page.text
 
 
 def test_a_key_is_nowhere_in_a_report(url: str, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_two_endpoints_are_compared_by_their_differences(url: str, tmp_path: Pat
     assert found["comparison"]["latencies"]["tpot_s"]["mean"]["is_clear"]
     assert "B against A is worse in" in page.text
     assert other in page.text
-    assert page.table("How the requests ended").column("completed") == {"A": 120.0, "B": 120.0}
+    assert page.table("Outcomes of the requests").column("completed") == {"A": 120.0, "B": 120.0}
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_it_writes_a_profile_and_the_errors_on_unseen_requests(
     }
     written = capsys.readouterr()
     assert "20 requests that were not fitted (of 60)" in written.out
-    assert "1 row left out: it is not JSON" in written.err
+    assert "1 row skipped: it is not JSON" in written.err
 
 
 def test_without_a_split_two_thirds_are_fitted_and_limits_come_from_a_profile(

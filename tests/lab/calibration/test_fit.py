@@ -96,13 +96,13 @@ def test_too_few_requests_are_rejected() -> None:
 
 def test_measurements_that_show_no_decode_step_are_rejected() -> None:
     only_prefills = [measured_request(output_tokens=1, last_token_at=10.5)] * 30
-    with pytest.raises(CalibrationError, match="decode steps are not seen"):
+    with pytest.raises(CalibrationError, match="decode steps are not observed"):
         fit_step_time(only_prefills, 30, LIMITS)
 
 
 def test_measurements_that_show_no_prefill_are_rejected() -> None:
     no_prefills = [measured_request(scheduled_at=10.5)] * 30
-    with pytest.raises(CalibrationError, match="prefills are not seen"):
+    with pytest.raises(CalibrationError, match="prefills are not observed"):
         fit_step_time(no_prefills, 30, LIMITS)
 
 

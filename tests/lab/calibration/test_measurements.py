@@ -29,17 +29,17 @@ def row(**changes: object) -> str:
     [
         ("{", "it is not JSON"),
         ("[1]", "it is not an object"),
-        ("{}", "queued_ts is missing or no number"),
-        (row(first_token_ts=None), "first_token_ts is missing or no number"),
-        (row(input_toks="12"), "input_toks is missing or no number"),
-        (row(output_toks=True), "output_toks is missing or no number"),
-        (row(output_toks=1.5), "output_toks is no whole number"),
-        (row(input_toks=float("inf")), "input_toks is no whole number"),
+        ("{}", "queued_ts is missing or not a number"),
+        (row(first_token_ts=None), "first_token_ts is missing or not a number"),
+        (row(input_toks="12"), "input_toks is missing or not a number"),
+        (row(output_toks=True), "output_toks is missing or not a number"),
+        (row(output_toks=1.5), "output_toks is not a whole number"),
+        (row(input_toks=float("inf")), "input_toks is not a whole number"),
         (row(input_toks=0), "a token count is below 1"),
-        (row(queued_ts=float("nan")), "an instant is not finite"),
-        (row(scheduled_ts=9.0), "its instants are out of order"),
-        (row(last_token_ts=10.1), "its instants are out of order"),
-        (row(last_token_ts=10.5), "it generated several tokens in no time"),
+        (row(queued_ts=float("nan")), "a timestamp is not finite"),
+        (row(scheduled_ts=9.0), "its timestamps are out of order"),
+        (row(last_token_ts=10.1), "its timestamps are out of order"),
+        (row(last_token_ts=10.5), "it generated several tokens at the same time"),
         (row(queued_ts=10**400), "int too large to convert to float"),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_wait_in_our_own_queue_is_left_out(tmp_path: Path) -> None:
     [
         ({"outcome": "expired"}, "it was not completed"),
         ({"first_token_at": None}, "it has no first token, as without streaming"),
-        ({"finished_at": "late"}, "finished_at is missing or no number"),
+        ({"finished_at": "late"}, "finished_at is missing or not a number"),
     ],
 )
 def test_unusable_records_are_counted_with_their_reason(
@@ -114,7 +114,7 @@ def test_a_profile_is_fitted_to_one_replica(tmp_path: Path) -> None:
     request = measured_request()
     rows = [as_record(request), as_record(request, replica="l1"), as_record(request)]
     path = write_records(tmp_path / "records.jsonl", *rows)
-    with pytest.raises(CalibrationError, match=r"of 2 replicas.*--replica one of s1 \(2 requests\), l1 \(1"):
+    with pytest.raises(CalibrationError, match=r"of 2 replicas.*--replica: s1 \(2 requests\), l1 \(1"):
         read_measurements(path)
     assert len(read_measurements(path, "s1").requests) == 2
     with pytest.raises(CalibrationError, match=r"no requests of replica 's9', but of s1"):

@@ -117,7 +117,7 @@ def test_limits_out_of_reach_are_reported(tmp_path: Path, capsys: pytest.Capture
         (["--profile", "abacus"], "no engine profile 'abacus'"),
         (["--costs", "nowhere.yaml"], "nowhere.yaml is not a table of GPU costs"),
         (["--set", "backpressure"], "--set takes PATH=VALUE"),
-        (["--stand-in", "2"], "a stand-in needs at least 4"),
+        (["--stand-in", "2"], "a scaled-down fleet needs at least 4"),
         (["--arrivals", "tides"], "no arrivals 'tides'"),
     ],
 )

@@ -90,7 +90,7 @@ def test_the_cheapest_fleet_is_written_and_one_pool_where_several_cost_the_same(
 def test_pools_that_cannot_be_simulated_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("applications: []")
-    with pytest.raises(ValueError, match="must hold one application"):
+    with pytest.raises(ValueError, match="must have exactly one application"):
         fleet_of_file(path, CHEAP)
     remote = {"name": "m", "pools": [{"name": "all", "engine": {"remote": {"endpoints": ["http://a:1"]}}}]}
     path.write_text(

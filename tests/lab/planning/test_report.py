@@ -97,7 +97,7 @@ def test_the_json_has_its_documented_fields() -> None:
         (10, (5, 5), "Splitting does not pay: a short and a long pool"),
         (10, (7, 4), "costs 10.0% more than one paged pool"),
         (10, (6, 3), "Splitting hardly pays"),
-        (10, None, "Splitting does not pay: no pair of pools"),
+        (10, None, "Splitting does not pay: no simulated pair of pools"),
         (None, (5, 3), "No single pool with paged KV meets the limits"),
     ],
 )

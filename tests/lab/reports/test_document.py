@@ -58,22 +58,23 @@ def test_the_verdict_names_what_is_better_worse_and_undecided() -> None:
     sentence = verdict_of("fcfs", "ewsjf", [better, worse, unclear], SEEDS)
     assert sentence == (
         "ewsjf against fcfs is better in short TTFT (-50 %; 95 %: -51 % to -49 %); worse in long TTFT "
-        "(+50 %; 95 %: +49 % to +51 %); no difference that 4 seeds can show in TPOT."
+        "(+50 %; 95 %: +49 % to +51 %); no significant difference with 4 seeds in TPOT."
     )
 
 
 def test_where_every_interval_holds_zero_there_is_no_difference_that_can_be_shown() -> None:
     unclear = paired([1, 2, 3, 4], [0.5, 2.5, 2.5, 4.6])
     assert verdict_of("fcfs", "ewsjf", [unclear], SEEDS) == (
-        "No difference between ewsjf and fcfs that 4 seeds can show; for more, raise --seeds."
+        "No significant difference between ewsjf and fcfs with 4 seeds; for narrower intervals, "
+        "raise --seeds."
     )
 
 
 def test_one_seed_shows_nothing_for_sure() -> None:
     sentence = verdict_of("fcfs", "ewsjf", [paired([2], [1])], ONE_SEED)
     assert sentence == (
-        "ewsjf against fcfs on 1 seed, which gives no interval, so any of this may be chance: TTFT (-50 %). "
-        "To tell, raise --seeds."
+        "ewsjf against fcfs with 1 seed, which gives no confidence interval, so the differences may be "
+        "chance: TTFT (-50 %). For intervals, raise --seeds."
     )
 
 

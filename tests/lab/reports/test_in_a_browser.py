@@ -211,7 +211,7 @@ async def test_without_scripts_the_values_are_there_and_no_dead_switch_is_shown(
     async with open_page(path.as_uri(), tmp_path, scripts=False) as opened:
         # The page's scripts do not run; the browser's tools can still read it.
         text = await opened.evaluate("document.body.innerText")
-        assert "The drawing needs a script" in text
+        assert "The plot needs JavaScript" in text
         assert "ours is better" in text
-        assert "Whole range" not in text
+        assert "Full range" not in text
         assert await opened.evaluate("document.querySelectorAll('figure table td').length") == 8

@@ -108,7 +108,7 @@ def test_two_pools_are_named_with_their_sizes(tmp_path: Path) -> None:
     [
         (
             ("--load", "0.5", "--max-model-len", "2000"),
-            ("longer than any engine's context and were left out",),
+            ("exceed all context limits and were excluded",),
         ),
         (("--load", "3", "--queue-timeout-s", "0.2"), ("not the same work: fcfs, seed 0: only", "expired")),
     ],

@@ -51,7 +51,7 @@ def test_a_request_goes_only_where_it_fits() -> None:
 
 def test_a_request_that_fits_nowhere_is_rejected_aloud() -> None:
     direct = DirectSimulation([plan("short", "all", max_model_len=300)])
-    with pytest.raises(ValueError, match="fits no engine"):
+    with pytest.raises(ValueError, match="exceeds the context of all engines"):
         direct.run(mixed_requests(50, rate_per_s=5.0, seed=5))
 
 

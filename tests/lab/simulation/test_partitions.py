@@ -107,7 +107,7 @@ def test_a_partition_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("[{min: 1, max: 9, mean: 4}, {min: 5, max: 20, mean: 9}]", "sorted and must not overlap"),
         ("[{min: 1, max: 9, mean: 4, colour: red}]", "colour"),
         ("queues: 3", "list"),
-        ("{", "is no partition"),
+        ("{", "is not a partition"),
     ],
 )
 def test_a_file_that_is_no_partition_is_rejected(text: str, message: str, tmp_path: Path) -> None:

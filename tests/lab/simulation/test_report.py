@@ -92,7 +92,7 @@ def test_a_policy_alone_is_not_judged(tmp_path: Path) -> None:
     path = tmp_path / "r.html"
     assert main([*SIMULATE, "--requests", "100", "--rate", "5", "--report", str(path)]) == 0
     page = ParsedReport(path.read_text())
-    assert "ewsjf was simulated alone, so nothing says whether it does well" in page.text
+    assert "ewsjf was simulated without a baseline" in page.text
     assert "better in" not in page.text
 
 
@@ -101,7 +101,7 @@ def test_one_seed_is_not_called_better(tmp_path: Path) -> None:
     arguments = ["--policy", "fcfs,ewsjf", "--requests", "200", "--load", "0.9", "--report", str(path)]
     assert main([*SIMULATE, *arguments]) == 0
     page = ParsedReport(path.read_text())
-    assert "on 1 seed, which gives no interval, so any of this may be chance" in page.text
+    assert "with 1 seed, which gives no confidence interval, so the differences may be chance" in page.text
     assert {row[1] for row in page.table("ewsjf against fcfs").texts[1:]} == {"no interval"}
 
 

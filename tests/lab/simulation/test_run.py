@@ -164,7 +164,7 @@ def test_scheduler_settings_are_changed_by_path() -> None:
     [
         ({"policy": "lifo"}, "no policy 'lifo': choose one of direct, "),
         ({"scheduler": {"backpressure.target": 3}}, "target"),
-        ({"scheduler": {"policy": "sjf"}}, "policy is not to be set"),
+        ({"scheduler": {"policy": "sjf"}}, "policy cannot be set"),
         ({"scheduler": {"model.name": "m"}}, "cannot be set below 'model'"),
     ],
 )

@@ -34,5 +34,5 @@ def test_the_fleet_says_which_pools_there_are_and_the_changes_how_they_are_used(
     assert settings.routing == replace(ROUTING, spill=False)
     assert settings.backpressure.target_waiting == 5
     assert settings.backpressure.tpot_gate_s is None
-    with pytest.raises(SettingsError, match="b_short_tokens is not to be set"):
+    with pytest.raises(SettingsError, match="b_short_tokens cannot be set"):
         scheduler_settings("ewsjf", ROUTING, {"routing.b_short_tokens": 100})

@@ -34,9 +34,9 @@ def test_the_past_cannot_be_planned() -> None:
     timeline = Timeline()
     timeline.at(1.0, Rank.FEEDBACK, lambda: None)
     timeline.run()
-    with pytest.raises(ValueError, match=r"cannot plan for 0\.5: it is 1\.0 already"):
+    with pytest.raises(ValueError, match=r"cannot schedule an event at 0\.5: the time is already 1\.0"):
         timeline.at(0.5, Rank.FEEDBACK, lambda: None)
-    with pytest.raises(ValueError, match=r"cannot plan for 0\.5: it is 1\.0 already"):
+    with pytest.raises(ValueError, match=r"cannot schedule an event at 0\.5: the time is already 1\.0"):
         timeline.at_each(Rank.ARRIVAL, [(2.0, lambda: None), (0.5, lambda: None)])
 
 

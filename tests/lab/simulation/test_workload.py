@@ -77,5 +77,5 @@ def test_a_flipped_mix_exchanges_shares_after_the_middle() -> None:
 
 
 def test_a_trace_of_one_kind_has_no_mix_to_flip() -> None:
-    with pytest.raises(TraceError, match="no mix to flip"):
+    with pytest.raises(TraceError, match="cannot flip the mix"):
         with_flipped_mix(TRACE, 10, rng())

@@ -117,7 +117,7 @@ def test_merged_traces_have_the_size_and_rate_asked_for() -> None:
 
 def test_a_name_that_is_neither_a_file_nor_known_is_rejected_with_the_names() -> None:
     with pytest.raises(
-        TraceError, match="no trace 'azur': give a file, or one of azure-code, azure-conv, lmsys"
+        TraceError, match="no trace 'azur': use a file, or one of azure-code, azure-conv, lmsys"
     ):
         resolve(WorkloadSettings(trace="azur"))
 
@@ -149,7 +149,7 @@ def test_generated_lengths_are_named_in_caption_note_and_provenance(
     shown = capsys.readouterr()
     assert shown.out.startswith("azure-conv (generated lengths)")
     (note,) = [line for line in shown.err.splitlines() if "scripts/fetch_traces" in line]
-    assert note.startswith("azure-conv: its file is not here, so lengths and arrivals are generated")
+    assert note.startswith("azure-conv: its file is missing, so lengths and arrivals are generated")
     trace = json.loads(out.read_text())["provenance"]["trace"]
     assert trace["generated_without_file"] == ["azure-conv"]
 

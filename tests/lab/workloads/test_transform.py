@@ -46,5 +46,5 @@ def test_what_cannot_be_done_is_rejected_with_the_value() -> None:
         scale_to_rate(trace(1, 1), 5)
     with pytest.raises(TraceError, match="at least one request, got 0"):
         take(trace(0), 0)
-    with pytest.raises(TraceError, match="holds no request"):
+    with pytest.raises(TraceError, match="has no request"):
         Trace(name="none", source="nowhere", requests=())
