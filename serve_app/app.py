@@ -32,7 +32,7 @@ from serve_app.settings.application import (
     GatewayDeploymentSettings,
     ModelSettings,
     PoolSettings,
-    step_times_of,
+    step_times_by_pool,
 )
 from serve_app.settings.loading import settings_of
 
@@ -127,7 +127,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         state_uri=settings.state_uri,
         state_interval_s=settings.state_interval_s,
         scaling=model.scaling,
-        step_times=step_times_of(model),
+        step_times=step_times_by_pool(model),
     )
     name = _deployment_name("scheduler", model.name)
     scales = any(pool.autoscaling is not None for pool in model.pools)

@@ -12,19 +12,19 @@ import subprocess
 import sys
 import threading
 
-from serve_app.cli.serve.processes import adopt_orphans, end_descendants
+from serve_app.cli.serve.processes import become_subreaper, kill_descendants
 
 _END_TIMEOUT_S = 30.0
 
 
 def main() -> int:
     """Run the command of the arguments until it or standard input ends."""
-    adopt_orphans()
+    become_subreaper()
     # The arguments come from the experiment.
     first = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_starter, name="starter", daemon=True).start()
     status = _reap_until_ended(first.pid)
-    end_descendants(_END_TIMEOUT_S)
+    kill_descendants(_END_TIMEOUT_S)
     return status
 
 
@@ -32,7 +32,7 @@ def _end_with_starter() -> None:
     # Unbuffered: a buffer's lock would be held when this process ends.
     while os.read(0, 1_024):
         pass
-    end_descendants(_END_TIMEOUT_S)
+    kill_descendants(_END_TIMEOUT_S)
     os._exit(1)
 
 

@@ -17,7 +17,7 @@ from experiments.common.config import as_json, read_settings
 from experiments.common.experiment import Context, Experiment, Measurement
 from experiments.common.provenance import code_commit, now_utc, this_machine
 from experiments.common.rows import Row, line_of, read_rows, read_whole_rows, rounded
-from serve_app.cli.command import positive_int, say, warn
+from serve_app.cli.command import positive_int, print_result, warn
 from serve_app.errors import ServeAppError
 
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, catalogue: Catalogue | None = None) 
     args = _arguments(argv)
     if args.list:
         for name in there.names():
-            say(f"{name:16} {there.question(name)}")
+            print_result(f"{name:16} {there.question(name)}")
         return 0
     wrong = _contradiction(args)
     if wrong:
@@ -113,7 +113,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments to play")
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--list", action="store_true", help="say which there are, and play nothing")
+    parser.add_argument("--list", action="store_true", help="print_result which there are, and play nothing")
     parser.add_argument("--quick", action="store_true", help="small sizes; results.jsonl stays as it is")
     parser.add_argument("--out", type=Path, help="write the rows there instead")
     parser.add_argument(
@@ -180,7 +180,7 @@ def _rows(name: str, args: argparse.Namespace, there: Catalogue, out: Path) -> l
 def _show(name: str, rows: Sequence[Row], there: Catalogue) -> None:
     for title, table in there.tables(name).items():
         try:
-            say(f"{name}/{title}\n\n{table.written(rows)}\n")
+            print_result(f"{name}/{title}\n\n{table.written(rows)}\n")
         except ServeAppError as error:
             warn(f"{name}/{title}: {error}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.common.catalogue import Catalogue
 from experiments.common.rows import read_rows
-from serve_app.cli.command import say, warn
+from serve_app.cli.command import print_result, warn
 from serve_app.errors import ServeAppError, SettingsError
 
 _BEGIN = re.compile(r"<!-- table: ([a-z0-9_-]+)/([a-z0-9_-]+) -->")
@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, catalogue: Catalo
         return 2
     for document in stale:
         if args.check:
-            say(_difference(document, root))
+            print_result(_difference(document, root))
         else:
             document.path.write_text(document.after, encoding="utf-8")
-            say(f"{document.path.relative_to(root)}: written anew")
+            print_result(f"{document.path.relative_to(root)}: written anew")
     if stale and args.check:
         warn(f"{len(stale)} documents differ from the rows: run experiments/tables")
         return 1
@@ -121,7 +121,7 @@ def _print(names: Sequence[str], there: Catalogue, path: Path | None) -> int:
     for name in names:
         rows = read_rows(path or there.results(name))
         for title, table in there.tables(name).items():
-            say(f"{name}/{title}\n\n{table.written(rows)}\n")
+            print_result(f"{name}/{title}\n\n{table.written(rows)}\n")
     return 0
 
 

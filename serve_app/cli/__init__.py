@@ -24,17 +24,17 @@ class CommandEntry:
 
     Attributes:
         summary: one line for the list of commands, which is printed without importing their modules.
-        place: path of the command's module within this package; by default its name.
+        module_path: path of the command's module within this package; by default its name.
     """
 
     name: str
     summary: str
-    place: str = ""
+    module_path: str = ""
 
     @property
     def module(self) -> str:
         """Module that defines the command as `COMMAND`."""
-        return f"{__name__}.{self.place or self.name}"
+        return f"{__name__}.{self.module_path or self.name}"
 
     def load(self) -> Command:
         """Import and return the command."""

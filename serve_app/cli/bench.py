@@ -17,16 +17,16 @@ import uvloop
 from serve_app.cli.command import (
     Command,
     add_report_argument,
+    arguments_as_json,
     command_line,
-    given_arguments,
     positive_float,
     positive_int,
+    print_result,
     progress_bar,
-    say,
     warn,
     write_json,
 )
-from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import SHORT_AT_TOKENS, summarise
 from serve_app.lab.bench.comparison import (
@@ -275,7 +275,7 @@ def compare_endpoints(args: argparse.Namespace, trace: Trace, settings: LoadSett
         )
     found = compare(pairs)
     played = Interleaved(pairs, played.client)
-    say(
+    print_result(
         f"{paragraph(f'{trace.title}: {trace.source}')}\n\n"
         f"{comparison_table(found, (args.url, args.compare))}"
     )
@@ -294,7 +294,7 @@ def _endpoint(args: argparse.Namespace, url: str, api_key: str | None, model: st
 
 def _write_comparison(run: ComparedRun, warnings: Sequence[str]) -> None:
     args, found, played = run.args, run.found, run.played
-    origin = provenance(run.trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
+    origin = provenance(run.trace, arguments_as_json(args, leave_out=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
         sides = zip(("A", "B"), (args.url, args.compare), outcomes(played), strict=True)
         document = {
@@ -339,7 +339,7 @@ def _run(args: argparse.Namespace) -> int:
     known = preempted_before is not None and preempted is not None
     summary = summarise(load.records, rules_of(args))
     summary = replace(summary, preemptions=(preempted or 0) - (preempted_before or 0) if known else None)
-    say(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
+    print_result(f"{paragraph(f'{trace.title}: {trace.source}')}\n\n{table(summary)}")
     warnings = list(client_warnings(load.client, len(load.records)))
     for warning in warnings:
         warn(warning)
@@ -381,7 +381,7 @@ def _with_bar(requests: int, drive: Callable[[OnRecord], Coroutine[Any, Any, Dri
 
 def _write(measured: BenchRun, cpu_s: float, warnings: Sequence[str]) -> None:
     args, trace, load, summary = measured.args, measured.trace, measured.load, measured.summary
-    found = provenance(trace, given_arguments(args, leave_out=_NOT_SETTINGS), [args.seed])
+    found = provenance(trace, arguments_as_json(args, leave_out=_NOT_SETTINGS), [args.seed])
     if args.json is not None:
         run = {"seed": args.seed, "rate_per_s": trace.rate_per_s}
         run |= run_as_json(summary, load, rules_of(args), cpu_s)
@@ -408,7 +408,7 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
     url = f"{target.base_url}/v1/models"
     try:
         answer = request(url, api_key)
-    except NoAnswerError as exc:
+    except ConnectionFailedError as exc:
         raise BenchError(f"cannot reach {url}: {exc}; check that the server is running") from exc
     if not answer.is_success:
         raise BenchError(f"{url} returned {answer.status}: give --api-key if it requires one")
@@ -423,6 +423,6 @@ def preemptions_so_far(target: Target, api_key: str | None) -> int | None:
     try:
         answer = request(f"{target.base_url}/metrics", api_key)
         counts = [float(count) for count in _PREEMPTIONS.findall(answer.text if answer.is_success else "")]
-    except (NoAnswerError, ValueError):
+    except (ConnectionFailedError, ValueError):
         return None
     return round(sum(counts)) if counts else None

@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.command import Command, positive_int, progress_bar, say, warn, write_json
+from serve_app.cli.command import Command, positive_int, print_result, progress_bar, warn, write_json
 from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
 from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
 from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
 from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 
 _EXAMPLE = """example:
   python -m serve_app bench --url http://engine.example:8000 --trace lmsys --rate 4 --requests 300 \\
@@ -75,8 +75,10 @@ def _run(args: argparse.Namespace) -> int:
     played = replay(requests, settings, step_time, part=unseen)
     accuracy = compare(played, measured(requests[unseen]))
     unseen_count = len(requests) - fit_first
-    say(f"{unseen_count} held-out requests (of {len(requests)})\n\n{_table(accuracy)}\n")
-    say(f"for prefill isolation, set the engine's long_prefill_token_threshold to {step_time.chunk_tokens()}")
+    print_result(f"{unseen_count} held-out requests (of {len(requests)})\n\n{_table(accuracy)}\n")
+    print_result(
+        f"for prefill isolation, set the engine's long_prefill_token_threshold to {step_time.chunk_tokens()}"
+    )
     save_profile(profile, args.out, source=_source(args.measurements, accuracy, fit_first, len(requests)))
     if args.json:
         write_json(args.json, _document(profile, accuracy, measurements, fit_first))
@@ -171,7 +173,7 @@ def _table(accuracy: dict[str, Accuracy]) -> str:
         ours, errors = asdict(found.played), asdict(found.errors)
         for name, value in asdict(found.measured).items():
             rows.append((metric, name, f"{value:.4f}", f"{ours[name]:.4f}", f"{errors[name]:+.2%}"))
-    return shown_table(("", "", "measured s", "replayed s", "error"), rows, text_columns=2, key_columns=2)
+    return table_text(("", "", "measured s", "replayed s", "error"), rows, text_columns=2, key_columns=2)
 
 
 COMMAND = Command(example=_EXAMPLE, configure=_configure, run=_run)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from serve_app.cli.command import Command, say
-from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
+from serve_app.cli.command import Command, print_result
+from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
 
 
@@ -21,9 +21,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
-    answer = answer_of(url, "/debug/capture", api_key_for(url, args.api_key))
+    answer = get_response(url, "/debug/capture", api_key_for(url, args.api_key))
     if not answer.is_success:
-        hint = ": give an admin key with --api-key" if answer.is_rejected else ""
+        hint = ": give an admin key with --api-key" if answer.is_denied else ""
         raise CaptureError(f"the application returned {answer}{hint}")
     lines = answer.body
     count = lines.count(b"\n")
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
         args.out.write_bytes(lines)
     except OSError as error:
         raise CaptureError(f"{args.out} cannot be written: {error.strerror}") from error
-    say(
+    print_result(
         f"{count:,} requests in {args.out}; replay them with: python -m serve_app simulate --trace {args.out}"
     )
     return 0

@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.cli.command import Command, say, warn
+from serve_app.cli.command import Command, print_result, warn
 from serve_app.engines.model.hardware import find_gpu, gpu_names
-from serve_app.settings.checking import Checked, check_file
+from serve_app.settings.checking import CheckResult, check_file
 
 
-def tell(config: Path, found: Checked) -> None:
+def print_findings(config: Path, found: CheckResult) -> None:
     """Print each mistake and each warning as one line."""
     for mistake in found.mistakes:
         warn(mistake.located(config))
@@ -43,11 +43,11 @@ def _run(args: argparse.Namespace) -> int:
     status = 0
     for config in args.configs:
         found = check_file(config, on_this_machine=not args.elsewhere, gpu=args.gpu)
-        tell(config, found)
+        print_findings(config, found)
         if found.mistakes:
             status = 2
         else:
-            say(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
+            print_result(f"{config} is valid, with warnings" if found.warnings else f"{config} is valid")
     return status
 
 

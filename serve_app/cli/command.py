@@ -65,7 +65,7 @@ def program() -> str:
     return called if called == "ewsjf" else "python -m serve_app"
 
 
-def say(text: str) -> None:
+def print_result(text: str) -> None:
     """Write results to standard output."""
     sys.stdout.write(text + "\n")
 
@@ -81,7 +81,7 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def given_arguments(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
+def arguments_as_json(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
     """Return a command's arguments for provenance. Paths and infinity become text, for JSON."""
     return {
         name: _plain(value)
@@ -146,7 +146,7 @@ def positive_int(text: str) -> int:
     return int(value)
 
 
-class Advance(Protocol):
+class ProgressCallback(Protocol):
     """Callable that advances a progress bar."""
 
     def __call__(self, steps: int = 1) -> object:
@@ -155,7 +155,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Advance]:
+def progress_bar(what: str, total: int) -> Iterator[ProgressCallback]:
     """Show a progress bar on a terminal, and yield a callable that advances it.
 
     Args:

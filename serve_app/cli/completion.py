@@ -4,7 +4,7 @@ import argparse
 
 from argcomplete.shell_integration import shellcode
 
-from serve_app.cli.command import Command, say
+from serve_app.cli.command import Command, print_result
 
 _EXECUTABLE = "ewsjf"
 
@@ -14,7 +14,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    say(shellcode([_EXECUTABLE], shell=args.shell))
+    print_result(shellcode([_EXECUTABLE], shell=args.shell))
     return 0
 
 

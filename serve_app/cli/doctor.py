@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_app.cli.command import Command, program, say
-from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.cli.command import Command, print_result, program
+from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.failures import engine_cause
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.cli.status import add_address, api_key_for, default_url
 from serve_app.errors import ServeAppError, SettingsError
-from serve_app.settings.checking.machine import holder
+from serve_app.settings.checking.machine import listening_process
 from serve_app.settings.loading import load_settings
 
 # -- findings ----------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Severity(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Finding:
     """A finding and the next step, one sentence each."""
 
     severity: Severity
@@ -68,13 +68,13 @@ class Inspection:
         rejection: response of a debug page that could not be read; None if all were read.
     """
 
-    health: HttpAnswer
-    ready: HttpAnswer
+    health: HttpResponse
+    ready: HttpResponse
     status: tuple[Document, ...] = ()
     queues: tuple[Document, ...] = ()
     samples: tuple[Sample, ...] = ()
     clock_skew_s: float | None = None
-    rejection: HttpAnswer | None = None
+    rejection: HttpResponse | None = None
 
     def total(self, name: str, model: str, **labels: str) -> float:
         """Return the sum over a metric's samples with these labels."""
@@ -89,11 +89,11 @@ def inspect(url: str, api_key: str | None) -> Inspection:
     """Read all pages once.
 
     Raises:
-        NoAnswerError: the application does not answer.
+        ConnectionFailedError: the application does not answer.
     """
     health, ready = (request(f"{url}{path}") for path in ("/health", "/ready"))
     status, queue = (request(f"{url}{path}", api_key) for path in ("/debug/status", "/debug/queue"))
-    rejected = next((answer for answer in (status, queue) if answer.status != 200), None)
+    rejection = next((answer for answer in (status, queue) if answer.status != 200), None)
     return Inspection(
         health=health,
         ready=ready,
@@ -101,17 +101,17 @@ def inspect(url: str, api_key: str | None) -> Inspection:
         queues=_models(queue),
         samples=_samples(request(f"{url}/metrics", api_key)),
         clock_skew_s=_skew_s(health),
-        rejection=rejected,
+        rejection=rejection,
     )
 
 
-def _models(answer: HttpAnswer) -> tuple[Document, ...]:
+def _models(answer: HttpResponse) -> tuple[Document, ...]:
     document = answer.document() if answer.status == 200 else None
     models = (document or {}).get("models")
     return tuple(models) if isinstance(models, list) else ()
 
 
-def _samples(answer: HttpAnswer) -> tuple[Sample, ...]:
+def _samples(answer: HttpResponse) -> tuple[Sample, ...]:
     if answer.status != 200:
         return ()
     try:
@@ -121,7 +121,7 @@ def _samples(answer: HttpAnswer) -> tuple[Sample, ...]:
     return tuple(sample for family in families for sample in family.samples)
 
 
-def _skew_s(answer: HttpAnswer) -> float | None:
+def _skew_s(answer: HttpResponse) -> float | None:
     date = answer.headers.get("date")
     try:
         return None if date is None else email.utils.parsedate_to_datetime(date).timestamp() - time.time()
@@ -137,64 +137,67 @@ _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, 
 _SKEW_S = 30.0
 
 
-def why_silent(url: str, reason: str, running: list[Instance]) -> Trouble:
+def unreachable(url: str, reason: str, running: list[Instance]) -> Finding:
     """Return the finding for an address that does not answer."""
     what = f"nothing responds at {url}: {reason}"
-    if mine := instance_at(url, running):
-        return Trouble(
+    if instance := instance_at(url, running):
+        return Finding(
             Severity.DOWN,
-            f"{what}; the application of {mine.config} is starting or stopping there",
-            f"wait; its terminal shows the progress, and its logs are in {mine.folder}",
+            f"{what}; the application of {instance.config} is starting or stopping there",
+            f"wait; its terminal shows the progress, and its logs are in {instance.folder}",
         )
-    if held := _held(url):
-        return Trouble(
+    if listener := _listener(url):
+        return Finding(
             Severity.DOWN,
-            f"{what}, but its port is in use{held}",
+            f"{what}, but its port is in use{listener}",
             "if this is the application, it is starting or hanging: see its logs; otherwise stop it or give "
             "--url",
         )
     if running:
         known = ", ".join(f"{each.url} ({each.config})" for each in running)
-        return Trouble(Severity.DOWN, what, f"give --url; applications run here at {known}")
-    return Trouble(Severity.DOWN, what, f"start it with {program()} serve CONFIG, or give --url")
+        return Finding(Severity.DOWN, what, f"give --url; applications run here at {known}")
+    return Finding(Severity.DOWN, what, f"start it with {program()} serve CONFIG, or give --url")
 
 
-def is_ours(seen: Inspection) -> bool:
+def is_gateway(inspection: Inspection) -> bool:
     """Return whether a gateway of this project answers."""
-    document = seen.ready.document() or {}
+    document = inspection.ready.document() or {}
     return "models_without_replica" in document
 
 
-def why_foreign(url: str, seen: Inspection, running: list[Instance]) -> Trouble:
+def not_a_gateway(url: str, inspection: Inspection, running: list[Instance]) -> Finding:
     """Return the finding for an address at which something other than a gateway answers."""
-    mine = instance_at(url, running)
-    if mine is not None or seen.health.status in {502, 503, 504}:
-        folder = f" in {mine.folder}" if mine is not None else ""
-        return Trouble(
+    instance = instance_at(url, running)
+    if instance is not None or inspection.health.status in {502, 503, 504}:
+        folder = f" in {instance.folder}" if instance is not None else ""
+        return Finding(
             Severity.DOWN,
-            f"a proxy responds at {url} with {seen.health.status}, but no gateway behind it responds",
+            f"a proxy responds at {url} with {inspection.health.status}, but no gateway behind it responds",
             f"wait if it was just started; otherwise see the logs{folder} and restart it",
         )
-    return Trouble(
+    return Finding(
         Severity.DOWN,
-        f"the server at {url}{_held(url)} is not a gateway of this project (/ready: {seen.ready.status})",
+        f"the server at {url}{_listener(url)} is not a gateway of this project "
+        f"(/ready: {inspection.ready.status})",
         "give the application's own address with --url, including its route_prefix",
     )
 
 
-def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
+def unready(inspection: Inspection, instance: Instance | None) -> Iterator[Finding]:
     """Yield findings from `/ready`."""
-    document = seen.ready.document() or {}
+    document = inspection.ready.document() or {}
     if document.get("status") == "stopping":
-        yield Trouble(
+        yield Finding(
             Severity.DOWN,
             "the application is stopping: it rejects new requests and completes those in flight",
             "wait until it has stopped, then restart it",
         )
     for model in document.get("models_without_replica", ()):
-        cause = _cause(model, mine) if mine is not None else ""
-        where = f"see the logs in {mine.folder}" if mine is not None else "see the logs of its replicas"
-        yield Trouble(
+        cause = _cause(model, instance) if instance is not None else ""
+        where = (
+            f"see the logs in {instance.folder}" if instance is not None else "see the logs of its replicas"
+        )
+        yield Finding(
             Severity.DOWN,
             f"model {model} has no replica, so its requests are rejected with 503"
             + (f"; first error of its engine: {cause}" if cause else ""),
@@ -202,78 +205,78 @@ def unready(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
         )
 
 
-def _cause(model: str, mine: Instance) -> str:
+def _cause(model: str, instance: Instance) -> str:
     """Return the first error of a model's engine that runs on this machine."""
     try:
-        models = load_settings(Path(mine.config)).models
+        models = load_settings(Path(instance.config)).models
     except ServeAppError:
         return ""  # the file was changed after the start
     deployments = (
         f"{pool.name}-{each.name}" for each in models if model in each.names for pool in each.pools
     )
-    causes = (engine_cause(deployment, Path(mine.folder)) for deployment in deployments)
+    causes = (engine_cause(deployment, Path(instance.folder)) for deployment in deployments)
     return next(filter(None, causes), "")
 
 
-def rejected(seen: Inspection) -> Iterator[Trouble]:
+def access_denied(inspection: Inspection) -> Iterator[Finding]:
     """Yield a finding if the debug pages could not be read."""
-    answer = seen.rejection
+    answer = inspection.rejection
     if answer is None:
         return
     if answer.status in {401, 403}:
-        yield Trouble(
+        yield Finding(
             Severity.NOTE,
             f"queues and replicas are not accessible: the application returned {answer.status}",
             "give an admin key with --api-key or EWSJF_API_KEY and run this command again",
         )
     else:
-        yield Trouble(
+        yield Finding(
             Severity.DEGRADED,
             f"queues and replicas are not available: the application returned {answer.status}",
             "see the logs of its gateways",
         )
 
 
-def clock(seen: Inspection) -> Iterator[Trouble]:
+def clock(inspection: Inspection) -> Iterator[Finding]:
     """Yield a finding if the application's clock differs from this machine's."""
-    skew_s = seen.clock_skew_s
+    skew_s = inspection.clock_skew_s
     if skew_s is not None and abs(skew_s) > _SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
-        yield Trouble(
+        yield Finding(
             Severity.NOTE,
             f"its clock is {abs(skew_s):,.0f} s {side} this machine's, so times in logs differ",
             "synchronise both machines with a time server",
         )
 
 
-def _held(url: str) -> str:
+def _listener(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname not in _HERE:
         return ""
-    return holder(parts.port or (443 if parts.scheme == "https" else 80))
+    return listening_process(parts.port or (443 if parts.scheme == "https" else 80))
 
 
 # -- schedulers and replicas -------------------------------------------------------------------------------
 
 
-def scheduler(model: Document) -> Iterator[Trouble]:
+def scheduler(model: Document) -> Iterator[Finding]:
     """Yield a finding if a model's scheduler does not answer or has ended."""
     name = model["model"]
     if "error" in model:
-        yield Trouble(
+        yield Finding(
             Severity.DOWN,
             f"model {name}: {model['error']}; new requests are queued until it is back",
             "it is replaced automatically within seconds: check again, then see the logs of its scheduler",
         )
     elif model["ended"]:
-        yield Trouble(
+        yield Finding(
             Severity.DEGRADED,
             f"model {name}: its scheduler has ended: {model['ended']}",
             "another one takes over automatically: check again in a few seconds",
         )
 
 
-def reports(model: Document) -> Iterator[Trouble]:
+def reports(model: Document) -> Iterator[Finding]:
     """Yield a finding for replicas without a fresh load report, which receive no requests."""
     replicas = model["replicas"]
     stale = sorted(name for name, replica in replicas.items() if replica["stale"])
@@ -282,7 +285,7 @@ def reports(model: Document) -> Iterator[Trouble]:
     if not late:
         return
     everyone = len(late) == len(replicas)
-    yield Trouble(
+    yield Finding(
         Severity.DOWN if everyone else Severity.DEGRADED,
         f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no recent load report, so "
         f"they receive no requests: {', '.join(late)}",
@@ -290,12 +293,12 @@ def reports(model: Document) -> Iterator[Trouble]:
     )
 
 
-def pools(model: Document) -> Iterator[Trouble]:
+def pools(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
     for pool in model.get("pools", ()):
         if has and pool not in has:
-            yield Trouble(
+            yield Finding(
                 Severity.DEGRADED,
                 f"model {model['model']}: pool {pool} has no replica: its requests wait or spill",
                 "replicas that start are used automatically; if none becomes ready, see the logs of its "
@@ -303,22 +306,22 @@ def pools(model: Document) -> Iterator[Trouble]:
             )
 
 
-def tuner(model: Document) -> Iterator[Trouble]:
+def tuner(model: Document) -> Iterator[Finding]:
     """Yield a finding if the tuner is frozen."""
     frozen = (model.get("tuner") or {}).get("frozen")
     if frozen:
-        yield Trouble(
+        yield Finding(
             Severity.NOTE,
             f"model {model['model']}: the tuner is {frozen}",
             f"thaw it: {program()} status --thaw-tuner",
         )
 
 
-def decision_log(model: Document) -> Iterator[Trouble]:
+def decision_log(model: Document) -> Iterator[Finding]:
     """Yield a finding if the decision log has ended while the scheduler continues."""
     reason = model.get("decision_log_ended")
     if reason:
-        yield Trouble(
+        yield Finding(
             Severity.NOTE,
             f"model {model['model']}: the decision log has ended: {reason}",
             "nothing is recorded until the scheduler restarts: raise max_events, or free disk space",
@@ -334,32 +337,32 @@ _LATE = 0.5
 _KV_FULL = 0.95
 
 
-def queue_length(queue: Document) -> Iterator[Trouble]:
+def queue_length(queue: Document) -> Iterator[Finding]:
     """Yield a finding if a queue is near its limit, above which requests are rejected with 429."""
     limit = queue.get("max_waiting")
     if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
         return
     full = queue["waiting"] >= limit
     rejected = "requests are rejected with 429" if full else "above the limit, requests are rejected with 429"
-    yield Trouble(
+    yield Finding(
         Severity.DEGRADED if full else Severity.RISK,
         f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests are queued, {rejected}",
         "add replicas (`plan` computes how many) or reduce the load; a longer queue only adds queue time",
     )
 
 
-def longest_wait(queue: Document) -> Iterator[Trouble]:
+def longest_wait(queue: Document) -> Iterator[Finding]:
     """Yield a finding per class whose longest queue time is near its timeout."""
     timeouts = queue.get("queue_timeout_s") or {}
-    seen: set[str] = set()
+    reported: set[str] = set()
     # The longest queue time comes first, so one finding per class is enough.
     for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
         priority = sub_queue["priority"]
         timeout_s = timeouts.get(priority)
-        if timeout_s is None or priority in seen or sub_queue["wait_s"] < _LATE * timeout_s:
+        if timeout_s is None or priority in reported or sub_queue["wait_s"] < _LATE * timeout_s:
             continue
-        seen.add(priority)
-        yield Trouble(
+        reported.add(priority)
+        yield Finding(
             Severity.DEGRADED,
             f"model {queue['model']}: a request of class {priority} has been queued for "
             f"{sub_queue['wait_s']:.0f} s of at most {timeout_s:.0f} s ({sub_queue['reason']})",
@@ -367,13 +370,13 @@ def longest_wait(queue: Document) -> Iterator[Trouble]:
         )
 
 
-def saturation(model: Document) -> Iterator[Trouble]:
+def saturation(model: Document) -> Iterator[Finding]:
     """Yield a finding if requests wait and all engines are saturated."""
     waiting = sum(model["waiting"].values())
     ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
     if not waiting or not ready or not all(_is_full(replica) for replica in ready):
         return
-    yield Trouble(
+    yield Finding(
         Severity.RISK,
         f"model {model['model']}: {waiting:,} requests are queued, and all {len(ready)} replicas are "
         "saturated",
@@ -425,13 +428,13 @@ _OUTCOMES = (
 _PUT_BACK_SHARE = 0.01
 
 
-def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
+def outcomes(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield a finding per outcome of failed or rejected requests whose share is high."""
-    all_of_them = seen.total(_CONCLUDED, model)
+    all_of_them = inspection.total(_CONCLUDED, model)
     for outcome, share, meaning, step in _OUTCOMES:
-        count = seen.total(_CONCLUDED, model, outcome=outcome)
+        count = inspection.total(_CONCLUDED, model, outcome=outcome)
         if count > share * all_of_them and all_of_them >= _FEW:
-            yield Trouble(
+            yield Finding(
                 Severity.RISK,
                 f"model {model}: since its scheduler started, {count:,.0f} of {all_of_them:,.0f} requests "
                 f"{meaning}",
@@ -439,12 +442,12 @@ def outcomes(seen: Inspection, model: str) -> Iterator[Trouble]:
             )
 
 
-def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
+def put_backs(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield a finding if many dispatches failed before their first byte and were put back."""
-    sent = seen.total("ewsjf_dispatches_total", model)
-    back = seen.total("ewsjf_put_backs_total", model)
+    sent = inspection.total("ewsjf_dispatches_total", model)
+    back = inspection.total("ewsjf_put_backs_total", model)
     if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
-        yield Trouble(
+        yield Finding(
             Severity.RISK,
             f"model {model}: {back:,.0f} of {sent:,.0f} dispatches failed before the first byte and were "
             "put back",
@@ -452,18 +455,18 @@ def put_backs(seen: Inspection, model: str) -> Iterator[Trouble]:
         )
 
 
-def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
+def errors(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield findings for errors of the scheduler, and of the store of its learned state."""
-    if count := seen.total("ewsjf_scheduler_errors_total", model):
-        yield Trouble(
+    if count := inspection.total("ewsjf_scheduler_errors_total", model):
+        yield Finding(
             Severity.RISK,
             f"model {model}: its scheduler could not handle {count:,.0f} events",
             "see `event=core_failed` in its log, and report the traceback that follows",
         )
     for operation, verb in (("save", "written"), ("load", "read"), ("restore", "used")):
-        count = seen.total("ewsjf_state_failures_total", model, operation=operation)
+        count = inspection.total("ewsjf_state_failures_total", model, operation=operation)
         if count:
-            yield Trouble(
+            yield Finding(
                 Severity.RISK,
                 f"model {model}: learned state could not be {verb} {count:,.0f} times",
                 "check that state_uri is reachable and writable from every node",
@@ -473,60 +476,60 @@ def errors(seen: Inspection, model: str) -> Iterator[Trouble]:
 # -- diagnosis ---------------------------------------------------------------------------------------------
 
 
-Check = Callable[[Document], Iterator[Trouble]]
+Check = Callable[[Document], Iterator[Finding]]
 
-_OF_STATUS: tuple[Check, ...] = (
+_STATUS_CHECKS: tuple[Check, ...] = (
     pools,
     reports,
     saturation,
     tuner,
     decision_log,
 )
-_OF_QUEUES: tuple[Check, ...] = (queue_length, longest_wait)
+_QUEUE_CHECKS: tuple[Check, ...] = (queue_length, longest_wait)
 
 
-def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Trouble]:
+def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Finding]:
     """Return the findings for the application at an address, the most severe first.
 
     Args:
         api_key: a key with `admin`, if the application has keys.
     """
     try:
-        seen = inspect(url, api_key)
-    except NoAnswerError as error:
-        return [why_silent(url, str(error), running)]
-    if not is_ours(seen):
-        return [why_foreign(url, seen, running)]
-    mine = instance_at(url, running)
-    return sorted(_inside(seen, mine), key=lambda trouble: trouble.severity)
+        inspection = inspect(url, api_key)
+    except ConnectionFailedError as error:
+        return [unreachable(url, str(error), running)]
+    if not is_gateway(inspection):
+        return [not_a_gateway(url, inspection, running)]
+    instance = instance_at(url, running)
+    return sorted(_findings(inspection, instance), key=lambda finding: finding.severity)
 
 
-def _inside(seen: Inspection, mine: Instance | None) -> Iterator[Trouble]:
-    yield from unready(seen, mine)
-    yield from rejected(seen)
+def _findings(inspection: Inspection, instance: Instance | None) -> Iterator[Finding]:
+    yield from unready(inspection, instance)
+    yield from access_denied(inspection)
     try:
-        for model in seen.status:
+        for model in inspection.status:
             yield from scheduler(model)
             if "error" not in model:
-                yield from (trouble for check in _OF_STATUS for trouble in check(model))
-        for queue in seen.queues:
+                yield from (finding for check in _STATUS_CHECKS for finding in check(model))
+        for queue in inspection.queues:
             if "error" not in queue:
-                yield from (trouble for check in _OF_QUEUES for trouble in check(queue))
+                yield from (finding for check in _QUEUE_CHECKS for finding in check(queue))
     except (KeyError, TypeError, AttributeError) as error:
-        yield Trouble(
+        yield Finding(
             Severity.NOTE,
             f"the application's debug pages have an unexpected format ({error!r})",
             "use this command of the release that the application runs",
         )
-    for name in _models_with_metrics(seen):
-        for look in (outcomes, put_backs, errors):
-            yield from look(seen, name)
-    yield from clock(seen)
+    for name in _models_with_metrics(inspection):
+        for check in (outcomes, put_backs, errors):
+            yield from check(inspection, name)
+    yield from clock(inspection)
 
 
-def _models_with_metrics(seen: Inspection) -> list[str]:
+def _models_with_metrics(inspection: Inspection) -> list[str]:
     """Return the models that have metrics, which are readable without a key."""
-    named = (sample.labels.get("model") for sample in seen.samples)
+    named = (sample.labels.get("model") for sample in inspection.samples)
     return sorted({name for name in named if name})
 
 
@@ -544,12 +547,12 @@ def _run(args: argparse.Namespace) -> int:
     url = (args.url or default_url()).rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--url must begin with http:// or https://, got {url!r}")
-    troubles = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
-    if not troubles:
-        say(f"{url}: no problems found")
+    findings = diagnose(url, api_key_for(url, args.api_key), list(running_instances()))
+    if not findings:
+        print_result(f"{url}: no problems found")
         return 0
-    for number, trouble in enumerate(troubles, 1):
-        say(f"{number}. {_LABELS[trouble.severity]}: {trouble.what}\n   next: {trouble.next_step}")
+    for number, finding in enumerate(findings, 1):
+        print_result(f"{number}. {_LABELS[finding.severity]}: {finding.what}\n   next: {finding.next_step}")
     return 1
 
 

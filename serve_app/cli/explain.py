@@ -6,17 +6,17 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serve_app.cli.command import Command, progress_bar, say
-from serve_app.cli.http_client import HttpAnswer
-from serve_app.cli.status import add_address, answer_of, api_key_for, default_url
+from serve_app.cli.command import Command, print_result, progress_bar
+from serve_app.cli.http_client import HttpResponse
+from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
 
 # -- what-if results ---------------------------------------------------------------------------------------
 
 
-def told_what_if(result: Mapping[str, Any]) -> Iterator[str]:
+def format_what_if(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line about the replay, a table of changes, and the most effective one."""
     replay, recorded = result["replay"], result["recorded"]
     begins = "from an idle fleet" if replay["begins_idle"] else "with the requests in flight"
@@ -36,7 +36,7 @@ def told_what_if(result: Mapping[str, Any]) -> Iterator[str]:
         )
     rows = [_row(each) for each in result["changes"]]
     heads = ("change", "wait, ms", "90 % interval", "difference, ms", "TTFT, ms", "90 % interval")
-    yield "\n" + shown_table(heads, rows)
+    yield "\n" + table_text(heads, rows)
     notes = [f"{each['label']}: {each['note']}" for each in result["changes"] if each["note"]]
     yield from notes
     yield "\n" + _best(result)
@@ -56,8 +56,8 @@ def _row(change: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _interval(told: Mapping[str, float]) -> str:
-    return f"{told['low_ms']:,.0f} to {told['high_ms']:,.0f}"
+def _interval(estimate: Mapping[str, float]) -> str:
+    return f"{estimate['low_ms']:,.0f} to {estimate['high_ms']:,.0f}"
 
 
 def _best(result: Mapping[str, Any]) -> str:
@@ -101,11 +101,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.what_if:
-        result = _with_name(_what_if(decode_recording(_asked(args, "/recording"))), args)
-        say(json.dumps(result, indent=1) if args.json else "\n".join(told_what_if(result)))
+        result = _with_name(_what_if(decode_recording(_fetch(args, "/recording"))), args)
+        print_result(json.dumps(result, indent=1) if args.json else "\n".join(format_what_if(result)))
         return 0
-    receipt: Mapping[str, Any] = json.loads(_asked(args))
-    say(json.dumps(receipt, indent=1) if args.json else "\n".join(explained(receipt)))
+    receipt: Mapping[str, Any] = json.loads(_fetch(args))
+    print_result(json.dumps(receipt, indent=1) if args.json else "\n".join(format_receipt(receipt)))
     return 0
 
 
@@ -117,30 +117,30 @@ def _what_if(recording: Recording) -> Mapping[str, Any]:
         return what_if(recording, advance)
 
 
-def _with_name(told: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
+def _with_name(result: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
     """Replace the placeholder by the tenant's name if the receipt of its example request still exists."""
-    example = request_of_tenant(told)
+    example = request_of_tenant(result)
     if not example:
-        return told
+        return result
     try:
-        receipt = json.loads(_asked(args, of=example))
+        receipt = json.loads(_fetch(args, of=example))
     except ExplainError:
-        return told
-    return named(told, receipt["tenant"])
+        return result
+    return named(result, receipt["tenant"])
 
 
-def _asked(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
+def _fetch(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
     """Return the application's answer for the request, or for the request `of`."""
     url = args.url or default_url()
     name = urllib.parse.quote(of or args.request_id, safe="")
-    answer = answer_of(url, f"/debug/requests/{name}{part}", api_key_for(url, args.api_key))
+    answer = get_response(url, f"/debug/requests/{name}{part}", api_key_for(url, args.api_key))
     if not answer.is_success:
         raise ExplainError(_why(answer, args.request_id))
     return answer.body
 
 
-def _why(answer: HttpAnswer, request_id: str) -> str:
-    if answer.is_rejected:
+def _why(answer: HttpResponse, request_id: str) -> str:
+    if answer.is_denied:
         return "receipts need an admin key: give --api-key"
     if answer.status == 404:
         return (
@@ -154,7 +154,7 @@ def _why(answer: HttpAnswer, request_id: str) -> str:
     return f"the application returned {answer}"
 
 
-def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
+def format_receipt(receipt: Mapping[str, Any]) -> Iterator[str]:
     """Yield the receipt as lines for a terminal."""
     stages = [stage for stage in receipt["stages"] if stage["ms"] is not None]
     total_ms = sum(stage["ms"] for stage in stages)
@@ -172,12 +172,12 @@ def explained(receipt: Mapping[str, Any]) -> Iterator[str]:
         for stage in stages
         for name, each_ms in _with_parts(stage)
     ]
-    yield "\n" + shown_table(("stage", "ms", "share"), rows)
+    yield "\n" + table_text(("stage", "ms", "share"), rows)
     queue = receipt["queue"]
     if queue["causes"]:
         causes = sorted(queue["causes"], key=lambda each: -each["ms"])
         rows = [(each["meaning"], f"{each['ms']:,.1f}", _bar(each["ms"], queue["ms"])) for each in causes]
-        yield "\n" + shown_table((f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
+        yield "\n" + table_text((f"cause of the wait ({queue['ms']:,.1f} ms)", "ms", "share"), rows)
     if queue["ahead"]:
         ahead = ", ".join(f"{count:,} ({cause.replace('_', ' ')})" for cause, count in queue["ahead"].items())
         yield f"\nrequests dispatched during the wait: {ahead}"

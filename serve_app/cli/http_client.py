@@ -20,12 +20,12 @@ from serve_app.errors import ServeAppError
 _TIMEOUT_S = 10.0
 
 
-class NoAnswerError(ServeAppError):
+class ConnectionFailedError(ServeAppError):
     """The server cannot be reached. The message is the reason only."""
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpResponse:
     """A response of any status, with header names in lower case."""
 
     status: int
@@ -39,7 +39,7 @@ class HttpAnswer:
         return self.status // 100 == 2
 
     @property
-    def is_rejected(self) -> bool:
+    def is_denied(self) -> bool:
         """True if the API key is missing or insufficient: 401 or 403."""
         return self.status in (401, 403)
 
@@ -68,7 +68,7 @@ def request(
     content: Mapping[str, Any] | None = None,
     timeout_s: float = _TIMEOUT_S,
     tls: ssl.SSLContext | None = None,
-) -> HttpAnswer:
+) -> HttpResponse:
     """Send a request and read the complete response.
 
     Args:
@@ -78,26 +78,26 @@ def request(
         tls: TLS context for HTTPS; None to trust this machine's certificates.
 
     Raises:
-        NoAnswerError: the server cannot be reached, does not speak HTTP, or the URL is not HTTP.
+        ConnectionFailedError: the server cannot be reached, does not speak HTTP, or the URL is not HTTP.
     """
     if not url.startswith(("http://", "https://")):
-        raise NoAnswerError(f"the URL must begin with http:// or https://, got {url!r}")
+        raise ConnectionFailedError(f"the URL must begin with http:// or https://, got {url!r}")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     data = None if content is None else json.dumps(content).encode()
     if data is not None:
         headers["content-type"] = "application/json"
     try:
-        asked = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - checked above
-        with urllib.request.urlopen(asked, timeout=timeout_s, context=tls) as response:  # noqa: S310
-            return _answer(response.status, response.reason, response.headers, response.read())
+        outgoing = urllib.request.Request(url, data, headers, method=method)  # noqa: S310 - checked above
+        with urllib.request.urlopen(outgoing, timeout=timeout_s, context=tls) as response:  # noqa: S310
+            return _response(response.status, response.reason, response.headers, response.read())
     except urllib.error.HTTPError as error:
         with error:
-            return _answer(error.code, error.reason, error.headers, error.read())
+            return _response(error.code, error.reason, error.headers, error.read())
     except urllib.error.URLError as error:
-        raise NoAnswerError(str(error.reason)) from error
+        raise ConnectionFailedError(str(error.reason)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise NoAnswerError(str(error) or type(error).__name__) from error
+        raise ConnectionFailedError(str(error) or type(error).__name__) from error
 
 
-def _answer(status: int, reason: str, headers: Message, body: bytes) -> HttpAnswer:
-    return HttpAnswer(status, reason, {name.lower(): value for name, value in headers.items()}, body)
+def _response(status: int, reason: str, headers: Message, body: bytes) -> HttpResponse:
+    return HttpResponse(status, reason, {name.lower(): value for name, value in headers.items()}, body)

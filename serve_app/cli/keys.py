@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from serve_app.cli.command import Command, positive_float, positive_int, say, warn
+from serve_app.cli.command import Command, positive_float, positive_int, print_result, warn
 from serve_app.cli.serve.instance import running_instances
-from serve_app.cli.status import add_address, api_key_for, ask, default_url
+from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import SettingsError
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 from serve_app.request import PriorityClass
 from serve_app.serving.api_keys import KeyRecord, KeysFileError, changed_keys, hashed, new_secret, read_keys
 from serve_app.settings.loading import load_settings
@@ -33,20 +33,20 @@ def show_usage(args: argparse.Namespace) -> int:
         StatusError: the application does not answer, or rejects the query.
     """
     url = args.url or default_url()
-    models = ask(url, "/debug/usage", api_key_for(url, args.api_key))["models"]
+    models = get_document(url, "/debug/usage", api_key_for(url, args.api_key))["models"]
     for model in models:
         if "error" in model:
             warn(f"{model['model']}: {model['error']}")
     rows = [row for model in models for row in model.get("rows", ())]
     rows = sorted((row for row in rows if row["day"] >= (args.since or "")), key=_order)
     if args.json:
-        say(json.dumps(rows, indent=1))
+        print_result(json.dumps(rows, indent=1))
     elif args.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     else:
-        say(_table(rows))
+        print_result(_table(rows))
     return 1 if any("error" in model for model in models) else 0
 
 
@@ -61,7 +61,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         tuple(f"{value:,}" if isinstance(value := row[column], int) else str(value) for column in COLUMNS)
         for row in rows
     ]
-    return shown_table([column.replace("_", " ") for column in COLUMNS], lines, text_columns=3)
+    return table_text([column.replace("_", " ") for column in COLUMNS], lines, text_columns=3)
 
 
 # -- command -----------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _create(path: Path, args: argparse.Namespace) -> int:
     )
     changed_keys(path, lambda keys: [*keys, record])
     warn(f"key {key_id} of tenant {record.tenant} is in {path}; its secret is shown only now:")
-    say(secret)
+    print_result(secret)
     return 0
 
 
@@ -196,14 +196,14 @@ def _revoke(path: Path, key_id: str | None) -> int:
 
     read_keys(path)
     changed_keys(path, revoke)
-    say(f"key {key_id} is revoked; gateways reject it within seconds")
+    print_result(f"key {key_id} is revoked; gateways reject it within seconds")
     return 0
 
 
 def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
     if as_json:
         documents = [{**_shown(key), "status": key.status()} for key in keys]
-        say(json.dumps(documents, indent=1))
+        print_result(json.dumps(documents, indent=1))
         return 0
     rows = [
         (
@@ -220,7 +220,7 @@ def _list(keys: Sequence[KeyRecord], *, as_json: bool) -> int:
         for key in keys
     ]
     heads = ("id", "tenant", "name", "status", "highest class", "models", "limits", "expires", "may")
-    say(shown_table(heads, rows, text_columns=len(heads)))
+    print_result(table_text(heads, rows, text_columns=len(heads)))
     return 0
 
 

@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serve_app.cli.command import Command, say
-from serve_app.cli.status import add_address, api_key_for, ask, default_url
+from serve_app.cli.command import Command, print_result
+from serve_app.cli.status import add_address, api_key_for, default_url, get_document
 from serve_app.errors import ServeAppError
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 
 _PATH = "/admin/mode"
 
@@ -48,16 +48,16 @@ def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
     key = api_key_for(url, args.api_key)
     if args.mode is None:
-        models = ask(url, _PATH, key)["models"]
+        models = get_document(url, _PATH, key)["models"]
     else:
         share = 0.0 if args.mode == "observe" else 1.0 if args.share is None else args.share
-        models = ask(url, _PATH, key, method="POST", content={"active_share": share, "model": args.model})[
-            "models"
-        ]
+        models = get_document(
+            url, _PATH, key, method="POST", content={"active_share": share, "model": args.model}
+        )["models"]
     if args.json:
-        say(json.dumps({"models": models}, indent=1))
+        print_result(json.dumps({"models": models}, indent=1))
     else:
-        say("\n".join(line for model in models for line in _lines(model)))
+        print_result("\n".join(line for model in models for line in _lines(model)))
     return 1 if any("error" in model for model in models) else 0
 
 
@@ -75,7 +75,7 @@ def _lines(model: Mapping[str, Any]) -> Iterator[str]:
         rows += [(f"{name}, predicted", *_figures(forecast[name])) for name in ("scheduled", "bypassed")]
     if rows:
         head = ("time to first token", "requests", "p50 s", "p99 s", "short p50 s", "short p99 s")
-        yield shown_table(head, rows, text_columns=1)
+        yield table_text(head, rows, text_columns=1)
     if forecast and forecast.get("note"):
         yield f"prediction: {forecast['note']}"
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from serve_app.cli.command import (
     Command,
     add_report_argument,
+    arguments_as_json,
     command_line,
-    given_arguments,
     positive_float,
     positive_int,
+    print_result,
     progress_bar,
-    say,
     warn,
     write_json,
 )
-from serve_app.cli.workload_arguments import configure_max_output, configure_trace, setting
+from serve_app.cli.workload_arguments import configure_max_output, configure_trace, parse_setting
 from serve_app.core.metrics.slo import Slo
 from serve_app.core.policies import POLICIES
 from serve_app.lab.planning.configuration import best_fleet, configuration
@@ -164,7 +164,7 @@ def demand_of(args: argparse.Namespace) -> Workload:
         slo=Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s),
         output_known=args.max_output == "known",
         policy=args.policy,
-        scheduler=dict(setting(text, "--set") for text in args.set),
+        scheduler=dict(parse_setting(text, "--set") for text in args.set),
     )
 
 
@@ -189,13 +189,13 @@ def _run(args: argparse.Namespace) -> int:
     with progress_bar("fleets", steps(options)) as advance:
         plan = make_plan(options, demand, costs, effort, lambda _: advance())
     fleets = fleets_table(plan.result.simulated, plan.result).as_text()
-    say(f"{paragraph(_heading(plan))}\n\n{fleets}\n\n{paragraph(verdict(plan.result))}")
+    print_result(f"{paragraph(_heading(plan))}\n\n{fleets}\n\n{paragraph(verdict(plan.result))}")
     warnings = _warnings(plan, args.seeds)
     for line in warnings:
         warn(line)
     if args.config is not None:
         _write_config(args, plan, costs)
-    found = provenance(plan.workload.trace, given_arguments(args), effort.seeds)
+    found = provenance(plan.workload.trace, arguments_as_json(args), effort.seeds)
     if args.json is not None:
         twice = {name: one.as_json() for name, one in plan.twice.items()}
         document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
@@ -213,7 +213,7 @@ def _write_config(args: argparse.Namespace, plan: Plan, costs: CostTable) -> Non
     args.config.parent.mkdir(parents=True, exist_ok=True)
     args.config.write_text(configuration(best, plan.demand, costs, args.model), encoding="utf-8")
     pools = ", ".join(f"{count:,} in pool {pool}" for pool, count in best.counts.items())
-    say(f"\n{args.config}: {best.plan.name}, {pools}")
+    print_result(f"\n{args.config}: {best.plan.name}, {pools}")
 
 
 def _heading(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from serve_app.cli.command import Advance, Command, progress_bar, say, write_json
+from serve_app.cli.command import Command, ProgressCallback, print_result, progress_bar, write_json
 from serve_app.core.decision_log import DecisionLogError, LoggedRun, read_runs, replay
 from serve_app.lab.simulation.baselines import SIMULATED_POLICIES
 
@@ -32,13 +32,15 @@ def _run(args: argparse.Namespace) -> int:
         raise DecisionLogError(f"{args.log} has no run: its first line must be a header")
     for row in rows:
         verdict = "all commands are equal" if row["same"] else row["difference"]
-        say(f"{_named(row['run'])}: {row['decisions']:,} decisions, {row['commands']:,} commands; {verdict}")
+        print_result(
+            f"{_named(row['run'])}: {row['decisions']:,} decisions, {row['commands']:,} commands; {verdict}"
+        )
     if args.json is not None:
         write_json(args.json, {"runs": rows})
     return 0 if all(row["same"] for row in rows) else 1
 
 
-def _compared(run: LoggedRun, advance: Advance) -> dict[str, object]:
+def _compared(run: LoggedRun, advance: ProgressCallback) -> dict[str, object]:
     difference = replay(run, SIMULATED_POLICIES, advance)
     return {
         "run": {"policy": run.header.settings.policy, **run.header.run},

@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.cli import workload_arguments as arguments
-from serve_app.cli.command import Command, command_line, given_arguments, progress_bar, say, warn, write_json
+from serve_app.cli.command import (
+    Command,
+    arguments_as_json,
+    command_line,
+    print_result,
+    progress_bar,
+    warn,
+    write_json,
+)
 from serve_app.core.commands import Conclude
 from serve_app.core.decision_log import Decision, encode_decision, encode_header
 from serve_app.errors import SettingsError
@@ -49,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         warn(note)
     results = list(_played(runs, args))
     rows = [run_as_json(result) for result in results]
-    say(f"{paragraph(_heading(results[0]))}\n\n{policies_table(by_policy(rows)).as_text()}")
+    print_result(f"{paragraph(_heading(results[0]))}\n\n{policies_table(by_policy(rows)).as_text()}")
     warnings = list(_warnings(results, rows))
     for warning in warnings:
         warn(warning)
@@ -143,13 +151,13 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
     for result in results:
         if result.partitions:
             write_partition(path, result.partitions[-1][1])
-            say(f"\n{path}: length queues of {result.settings.name}, seed {result.settings.seed}")
+            print_result(f"\n{path}: length queues of {result.settings.name}, seed {result.settings.seed}")
             return
     warn("no run learned length queues, so --save-partition writes no file: use ewsjf and more requests")
 
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
-    given = given_arguments(args, leave_out={"jobs"})
+    given = arguments_as_json(args, leave_out={"jobs"})
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace, given, seeds)
 

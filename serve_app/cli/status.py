@@ -8,18 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_app.cli.command import Command, positive_int, say
-from serve_app.cli.http_client import HttpAnswer, NoAnswerError, request
+from serve_app.cli.command import Command, positive_int, print_result
+from serve_app.cli.http_client import ConnectionFailedError, HttpResponse, request
 from serve_app.cli.serve.instance import instance_at, running_instances
 from serve_app.errors import ServeAppError
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 from serve_app.serving.access import read_admin_key
 
 Document = Mapping[str, Any]
 
 _LOCAL_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "EWSJF_API_KEY"
-_MOST_COSTS = 10
+_MAX_COSTS = 10
 
 
 class StatusError(ServeAppError):
@@ -84,7 +84,7 @@ def default_url() -> str:
 def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
     try:
-        return _answered(url, args)
+        return _print_state(url, args)
     except UnreachableError as error:
         if args.url:
             raise
@@ -93,29 +93,29 @@ def _run(args: argparse.Namespace) -> int:
         ) from error
 
 
-def _answered(url: str, args: argparse.Namespace) -> int:
+def _print_state(url: str, args: argparse.Namespace) -> int:
     api_key = api_key_for(url, args.api_key)
     if args.freeze_tuner or args.thaw_tuner:
         word = "freeze" if args.freeze_tuner else "thaw"
-        models = ask(url, f"/debug/tuner/{word}", api_key, method="POST")["models"]
+        models = get_document(url, f"/debug/tuner/{word}", api_key, method="POST")["models"]
         for model in models:
-            say(f"{model['model']}: {model.get('error') or model.get('message', word)}")
+            print_result(f"{model['model']}: {model.get('error') or model.get('message', word)}")
         return 1 if any("error" in model for model in models) else 0
-    status = ask(url, "/debug/status", api_key)
-    queue = ask(url, "/debug/queue", api_key)
-    costs = ask(url, "/debug/costs", api_key)
+    status = get_document(url, "/debug/status", api_key)
+    queue = get_document(url, "/debug/queue", api_key)
+    costs = get_document(url, "/debug/costs", api_key)
     if args.json:
-        say(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
+        print_result(json.dumps({"status": status, "queue": queue, "costs": costs}, indent=1))
         return 0
     pages = Pages(status["models"], queue["models"], costs["models"])
     for part in rendered(pages, args.sub_queues):
-        say(part)
+        print_result(part)
     return 0
 
 
-def answer_of(
+def get_response(
     url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
-) -> HttpAnswer:
+) -> HttpResponse:
     """Return an application's response, whatever its status.
 
     Raises:
@@ -123,11 +123,11 @@ def answer_of(
     """
     try:
         return request(url.rstrip("/") + path, api_key, method=method, content=content)
-    except NoAnswerError as error:
+    except ConnectionFailedError as error:
         raise UnreachableError(f"{url} does not respond: {error}") from error
 
 
-def ask(
+def get_document(
     url: str, path: str, api_key: str | None, method: str = "GET", content: Document | None = None
 ) -> Document:
     """Return a document of the application.
@@ -140,9 +140,9 @@ def ask(
         StatusError: it rejects the request, or returns something else.
     """
     address = url.rstrip("/") + path
-    answer = answer_of(url, path, api_key, method, content)
+    answer = get_response(url, path, api_key, method, content)
     if not answer.is_success:
-        hint = f"; --api-key or {_KEY_VARIABLE} must be an admin key" if answer.is_rejected else ""
+        hint = f"; --api-key or {_KEY_VARIABLE} must be an admin key" if answer.is_denied else ""
         raise StatusError(f"{address} returned {answer}{hint}")
     document = answer.document()
     if document is None or not isinstance(document.get("models"), list):
@@ -206,10 +206,10 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
                 name,
                 "stale" if replica["stale"] else state,
                 str(replica["in_flight"]),
-                _told(report.get("running")),
-                _told(report.get("waiting")),
-                _told(report.get("kv_usage_ratio"), ".0%"),
-                _told(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
+                _format_or_dash(report.get("running")),
+                _format_or_dash(report.get("waiting")),
+                _format_or_dash(report.get("kv_usage_ratio"), ".0%"),
+                _format_or_dash(None if tpot_s is None else 1e3 * tpot_s, ".1f"),
             )
         )
     head = ("pool", "replica", "state", "in flight", "running", "engine queue", "KV used", "ms/token")
@@ -223,7 +223,7 @@ def _learned_contexts(replicas: Mapping[str, Document]) -> Iterator[str]:
             yield f"  {name} reports no context limit; learned from rejected requests: {learned:,} tokens"
 
 
-def _told(figure: float | None, form: str = "") -> str:
+def _format_or_dash(figure: float | None, form: str = "") -> str:
     """Format a value, or a dash if the engine does not expose it."""
     return "-" if figure is None else f"{figure:{form}}"
 
@@ -259,7 +259,7 @@ def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:
 
 def _costs(costs: Document) -> str:
     rows = costs["rows"]
-    more = f"; {len(rows) - _MOST_COSTS} more in /debug/costs" if len(rows) > _MOST_COSTS else ""
+    more = f"; {len(rows) - _MAX_COSTS} more in /debug/costs" if len(rows) > _MAX_COSTS else ""
     # A scheduler of an older release does not report this.
     began = costs.get("since")
     since = "" if began is None else f", since {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M} UTC"
@@ -272,7 +272,7 @@ def _costs(costs: Document) -> str:
             f"{row['share']:.0%}",
             f"{row['imposed_delay_seconds']:,.1f} s",
         )
-        for row in rows[:_MOST_COSTS]
+        for row in rows[:_MAX_COSTS]
     ]
     head = ("tenant", "class", "pool", "engine time", "share", "delay imposed on others")
     return _titled(f"cost by tenant{since}{more}", head, lines, text_columns=3)
@@ -303,7 +303,7 @@ def _twin(twin: Document) -> str:
 
 def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
     """Return a titled table. Columns with text come first."""
-    table = shown_table(head, rows, text_columns=text_columns, key_columns=min(2, text_columns))
+    table = table_text(head, rows, text_columns=text_columns, key_columns=min(2, text_columns))
     return f"\n{title}\n{table}"
 
 

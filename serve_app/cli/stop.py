@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from serve_app.cli.command import Command, positive_float, say
+from serve_app.cli.command import Command, positive_float, print_result
 from serve_app.cli.serve.instance import Instance, instance_at, running_instances
 from serve_app.cli.serve.messages import Draining, HostMessage, Stop
 from serve_app.errors import ServeAppError
@@ -39,11 +39,11 @@ def _run(args: argparse.Namespace) -> int:
         _drain_cluster(args.address, args.drain_s)
         return 0
     instance = _chosen(list(running_instances()), args.url)
-    say(f"stopping {instance.url} ({instance.config}): completing in-flight requests")
+    print_result(f"stopping {instance.url} ({instance.config}): completing in-flight requests")
     os.kill(instance.pid, signal.SIGTERM)
     while instance.is_running() and not _is_zombie(instance.pid):
         time.sleep(_POLL_S)
-    say("stopped")
+    print_result("stopped")
     return 0
 
 
@@ -74,13 +74,13 @@ def _is_zombie(pid: int) -> bool:
 def _drain_cluster(address: str, drain_s: float) -> None:
     from serve_app.cli.serve.cluster import drain_cluster  # noqa: PLC0415 - Ray takes seconds to import
 
-    cut = drain_cluster(address, Stop(drain_s, _RETRY_AFTER_S), _tell)
-    say(f"drained; {cut} requests were aborted with an error" if cut else "drained")
+    aborted = drain_cluster(address, Stop(drain_s, _RETRY_AFTER_S), _print_progress)
+    print_result(f"drained; {aborted} requests were aborted with an error" if aborted else "drained")
 
 
-def _tell(message: HostMessage) -> None:
+def _print_progress(message: HostMessage) -> None:
     if isinstance(message, Draining) and message.open_requests:
-        say(f"{message.open_requests} requests in flight, {message.left_s:.0f} s left")
+        print_result(f"{message.open_requests} requests in flight, {message.left_s:.0f} s left")
 
 
 COMMAND = Command(

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.cli.command import (
-    Advance,
     Command,
+    ProgressCallback,
     add_report_argument,
+    arguments_as_json,
     command_line,
-    given_arguments,
     positive_float,
     positive_int,
+    print_result,
     progress_bar,
-    say,
     warn,
     write_json,
 )
@@ -26,7 +26,7 @@ from serve_app.cli.workload_arguments import (
     configure_slo,
     configure_workload,
     fleet_of,
-    setting,
+    parse_setting,
     trace_choice,
 )
 from serve_app.core.metrics.targets import ClassTarget, ClassTargets
@@ -121,7 +121,7 @@ def plan_of(args: argparse.Namespace) -> TwinPlan:
         raise SettingsError(f"--seed must not be negative, got {args.seed}")
     fleet = fleet_of(args)
     max_b_short = max(fleet.b_short_tokens, fleet.plans()[0].engine.max_model_len)
-    given = dict(setting(text, "--set") for text in args.set)
+    given = dict(parse_setting(text, "--set") for text in args.set)
     tunable = Tunable(scheduler=scheduler_settings(args.policy, fleet.routing, given))
     run = RunSettings(
         policy=args.policy, fleet=fleet, trace=trace_choice(args), seed=args.seed, rate_per_s=args.rate
@@ -181,8 +181,8 @@ def _run(args: argparse.Namespace) -> int:
             independent_windows=plan.independent_windows,
         )
     report = StudyReport(plan.space, settings, course)
-    say(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
-    found = provenance(plan.traffic, given_arguments(args), [args.seed])
+    print_result(f"{paragraph(_heading(plan))}\n\n{report.as_text()}")
+    found = provenance(plan.traffic, arguments_as_json(args), [args.seed])
     if args.json is not None:
         write_json(args.json, report.as_json() | {"provenance": found})
     if args.report is not None:
@@ -190,7 +190,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(advance: Advance, *, by_time: bool) -> tuple[Callable[[Round], object], Callable[[], object]]:
+def _steps(
+    advance: ProgressCallback, *, by_time: bool
+) -> tuple[Callable[[Round], object], Callable[[], object]]:
     """Return the callbacks after a round and a window that move the bar: by candidates, or by seconds."""
     began, shown = time.monotonic(), 0
 

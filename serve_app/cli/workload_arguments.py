@@ -322,7 +322,7 @@ def runs(args: argparse.Namespace, learned: PartitionSource) -> list[RunSettings
             simulation=SimulationSettings(
                 control_latency_s=args.control_latency, report_interval_s=args.report_interval
             ),
-            scheduler=dict(setting(text, "--set") for text in args.set),
+            scheduler=dict(parse_setting(text, "--set") for text in args.set),
             partition=partition,
             slo=_slo(args),
             short_at_tokens=args.short_at,
@@ -393,7 +393,7 @@ def _slo(args: argparse.Namespace) -> SloByLength:
     )
 
 
-def setting(text: str, option: str) -> tuple[str, object]:
+def parse_setting(text: str, option: str) -> tuple[str, object]:
     """Parse `PATH=VALUE` with a YAML value."""
     path, equals, value = text.partition("=")
     if not equals:

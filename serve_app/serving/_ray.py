@@ -68,7 +68,7 @@ def deploy_file(schema: ServeDeploySchema) -> None:
     client.deploy_apps(schema)
 
 
-def end_helpers(*, dashboard: bool) -> None:
+def stop_ray_helpers(*, dashboard: bool) -> None:
     """End unused helper processes of a local Ray; `ray.init` has no options for them.
 
     The log monitor forwards workers' output to drivers, and these do not read it. The autoscaler has no nodes

@@ -74,7 +74,7 @@ class EngineSettings:
         assert chosen is not None, "checked when the settings were made"
         return chosen
 
-    def serving(self, names: tuple[str, ...]) -> "EngineSettings":
+    def with_served_names(self, names: tuple[str, ...]) -> "EngineSettings":
         """Return the same engine serving `names`, unless it has names already."""
         if self.chosen.served_model_names is not None:
             return self
@@ -145,7 +145,7 @@ class ResourceSettings:
                     f"{dict(bundle)}"
                 )
         first = self.placement_bundles[0]
-        for name, amount in self._of_replica().items():
+        for name, amount in self._replica_resources().items():
             if amount > first.get(name, 0.0):
                 raise ValueError(
                     f"resources.placement_bundles[0] hosts the replica, which needs {name}: {amount:g}, but "
@@ -153,7 +153,7 @@ class ResourceSettings:
                     f"{name}: {first.get(name, 0.0):g}: raise it, or lower the amount in resources"
                 )
 
-    def _of_replica(self) -> dict[str, float]:
+    def _replica_resources(self) -> dict[str, float]:
         """Return the Ray resources of the replica's own process."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
         if self.accelerator_type is not None:
@@ -211,7 +211,7 @@ class PoolSettings:
         return math.ceil(100 * self.surge_ratio)
 
     @property
-    def gpus_of_a_replica(self) -> float:
+    def gpus_per_replica(self) -> float:
         """GPUs per replica, including its workers on other nodes."""
         bundles = sum(bundle.get("GPU", 0.0) for bundle in self.resources.placement_bundles)
         return max(self.resources.num_gpus, bundles)
@@ -271,7 +271,7 @@ class ModelConfig:
         """Autoscaling settings, replica counts and GPUs of the pools."""
         pools = {
             pool.name: ScaledPool(
-                autoscaling=pool.autoscaling, replicas=pool.fixed_replicas, gpus=pool.gpus_of_a_replica
+                autoscaling=pool.autoscaling, replicas=pool.fixed_replicas, gpus=pool.gpus_per_replica
             )
             for pool in self.pools
         }
@@ -370,7 +370,7 @@ class AppSettings(ApplicationConfig):
             yield from model.names
 
 
-def step_times_of(model: ModelSettings) -> dict[str, StepTimeModel]:
+def step_times_by_pool(model: ModelSettings) -> dict[str, StepTimeModel]:
     """Return step times by pool: of emulated engines, and of others if the tuner has a profile.
 
     Raises:

@@ -73,7 +73,7 @@ def _model(where: str, model: ModelConfig) -> ModelSettings:
             on_demand_pools=tuple(pool.name for pool in model.pools if pool.starts_on_demand),
         )
     # Engines serve the model's names, because bodies are forwarded as clients wrote them.
-    pools = tuple(replace(pool, engine=pool.engine.serving(model.names)) for pool in model.pools)
+    pools = tuple(replace(pool, engine=pool.engine.with_served_names(model.names)) for pool in model.pools)
     complete = _completed(ModelSettings, model, pools=pools, scheduler=scheduler)
     _check_pools(where, complete)
     if scheduler.engine_priority.enabled:

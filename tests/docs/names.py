@@ -103,9 +103,9 @@ def check_module(text: str) -> None:
         except ModuleNotFoundError:
             found = False
         if found:
-            holder: object = import_module(name)
+            listening_process: object = import_module(name)
             for part in parts[end:]:
-                if not hasattr(holder, part):
+                if not hasattr(listening_process, part):
                     raise BlockError(f"{name} has no {part}")
-                holder = getattr(holder, part)
+                listening_process = getattr(listening_process, part)
             return

@@ -12,7 +12,7 @@ from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.roofline import capacity
 from serve_app.request import PriorityClass
 from serve_app.settings.application import AppSettings
-from serve_app.settings.checking.engines import check_capacity, known_setup
+from serve_app.settings.checking.engines import check_capacity, engine_setup
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -101,7 +101,7 @@ def test_engines_on_gpus_start_and_reach_their_own_targets(name: str, card: str)
     assert list(check_capacity(settings, card)) == []
     for pool in settings.models[0].pools:
         assert pool.engine.vllm is not None
-        setup = known_setup(pool.engine.vllm, card)
+        setup = engine_setup(pool.engine.vllm, card)
         assert setup is not None, "nothing would be checked"
         args = pool.engine.vllm.args
         # vLLM's defaults suit the card alone, and some of them take a tenth of the memory that is left here.
@@ -115,7 +115,7 @@ def test_engines_on_gpus_start_and_reach_their_own_targets(name: str, card: str)
 def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: str, card: str) -> None:
     for pool in on_gpus(name).models[0].pools:
         assert pool.engine.vllm is not None
-        setup = known_setup(pool.engine.vllm, card)
+        setup = engine_setup(pool.engine.vllm, card)
         assert setup is not None
         threshold = pool.engine.vllm.args["long_prefill_token_threshold"]
         chunk = capacity(setup).chunk_tokens

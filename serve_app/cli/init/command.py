@@ -9,28 +9,28 @@ from pathlib import Path
 from rich.console import Console
 from rich.prompt import IntPrompt, Prompt
 
-from serve_app.cli.check import tell
-from serve_app.cli.command import Command, positive_int, program, say, warn
+from serve_app.cli.check import print_findings
+from serve_app.cli.command import Command, positive_int, print_result, program, warn
 from serve_app.cli.init.document import (
     DEFAULT_CONTEXT,
     Emulated,
     Fleet,
     Gpus,
-    Place,
+    ListenAddress,
     Servers,
-    ask_servers,
+    config_context_limit,
     configuration,
-    stated_context,
+    discover_servers,
 )
 from serve_app.engines.vllm.library import is_installed
 from serve_app.errors import ServeAppError, SettingsError
-from serve_app.settings.checking import Checked, check_file
-from serve_app.settings.checking.machine import gpu_names, only_card
+from serve_app.settings.checking import CheckResult, check_file
+from serve_app.settings.checking.machine import gpu_names, single_gpu_name
 
 # -- prompts -----------------------------------------------------------------------------------------------
 
 
-def ask_fleet(console: Console) -> Fleet:
+def prompt_fleet(console: Console) -> Fleet:
     """Prompt for the engines that serve requests.
 
     Raises:
@@ -52,7 +52,7 @@ def ask_fleet(console: Console) -> Fleet:
     return Emulated()
 
 
-def ask_port(console: Console, default: int) -> int:
+def prompt_port(console: Console, default: int) -> int:
     """Prompt for the port to listen on."""
     return IntPrompt.ask("Port to listen on", default=default, console=console)
 
@@ -64,9 +64,9 @@ def _gpus(console: Console, found: int) -> Gpus:
         model = Prompt.ask("Model (name on the model hub, or folder)", default="", console=console)
     per_engine = IntPrompt.ask("GPUs per engine (tensor parallelism)", default=1, console=console)
     context = IntPrompt.ask(
-        "Context limit in tokens", default=stated_context(model) or DEFAULT_CONTEXT, console=console
+        "Context limit in tokens", default=config_context_limit(model) or DEFAULT_CONTEXT, console=console
     )
-    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, card=only_card())
+    return Gpus(count=count, model=model, max_model_len=context, per_engine=per_engine, gpu=single_gpu_name())
 
 
 def _servers(console: Console) -> Servers:
@@ -79,7 +79,7 @@ def _servers(console: Console) -> Servers:
         Prompt.ask("Environment variable with their API key (empty: none)", default="", console=console)
         or None
     )
-    found = ask_servers(urls, env)
+    found = discover_servers(urls, env)
     return Servers(found=found, api_key_env=env)
 
 
@@ -145,30 +145,30 @@ def _run(args: argparse.Namespace) -> int:
     if path.exists() and not args.force:
         raise SettingsError(f"{path} exists: choose another file, or overwrite it with --force")
     port = args.port or _PORT
-    fleet = _given_fleet(args)
+    fleet = _fleet_from_options(args)
     if fleet is None:
         if not sys.stdin.isatty():
             raise SettingsError(
                 "choose the engines: --emulated, --gpus [N] --model NAME, or --servers URL ..."
             )
         console = Console(highlight=False, markup=False)
-        fleet = ask_fleet(console)
-        port = args.port or ask_port(console, _PORT)
+        fleet = prompt_fleet(console)
+        port = args.port or prompt_port(console, _PORT)
     if port > _LAST_PORT:
         raise SettingsError(f"--port must be at most {_LAST_PORT}, got {port}")
     start = f"{program()} serve {path}"
-    text = configuration(fleet, Place(host=args.host, port=port, start=start, insecure=args.insecure))
+    text = configuration(fleet, ListenAddress(host=args.host, port=port, start=start, insecure=args.insecure))
     found = _checked(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    _tell(fleet, path, found)
+    _report(fleet, path, found)
     return 0
 
 
-def _given_fleet(args: argparse.Namespace) -> Fleet | None:
+def _fleet_from_options(args: argparse.Namespace) -> Fleet | None:
     """Return the fleet that the options describe, or None without such options."""
     if args.servers is not None:
-        found = ask_servers(args.servers, args.api_key_env)
+        found = discover_servers(args.servers, args.api_key_env)
         return Servers(found=found, api_key_env=args.api_key_env, max_num_seqs=args.max_num_seqs)
     if args.emulated:
         return Emulated()
@@ -184,11 +184,11 @@ def _given_fleet(args: argparse.Namespace) -> Fleet | None:
         model=args.model,
         max_model_len=args.max_model_len,
         per_engine=args.gpus_per_engine,
-        card=only_card(),
+        gpu=single_gpu_name(),
     )
 
 
-def _checked(text: str, path: Path) -> Checked:
+def _checked(text: str, path: Path) -> CheckResult:
     """Check a configuration, including this machine and the capacity of its engines.
 
     Raises:
@@ -202,19 +202,19 @@ def _checked(text: str, path: Path) -> Checked:
         return check_file(draft)
 
 
-def _tell(fleet: Fleet, path: Path, found: Checked) -> None:
+def _report(fleet: Fleet, path: Path, found: CheckResult) -> None:
     missing_here = found.mistakes
-    say(
+    print_result(
         f"{path} is written and passes `check`"
         + (", except for requirements that this machine does not meet" if missing_here else "")
     )
-    tell(path, found)
+    print_findings(path, found)
     if isinstance(fleet, Gpus) and not is_installed():
         warn("vLLM is not installed here: install this package with the extra `vllm` where the engines run")
     if missing_here:
-        say(f"next, once they are met: {program()} serve {path}")
+        print_result(f"next, once they are met: {program()} serve {path}")
     else:
-        say(f"next: {program()} serve {path}")
+        print_result(f"next: {program()} serve {path}")
 
 
 COMMAND = Command(

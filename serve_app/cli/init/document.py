@@ -10,14 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.engines.adapters import PageAnswer, identify
 from serve_app.engines.model.hardware import find_gpu
-from serve_app.engines.model.roofline import capacity, context_that_fits, usual_tokens
+from serve_app.engines.model.roofline import capacity, max_context, typical_tokens
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, ServeAppError, SettingsError
 from serve_app.serving.access import is_loopback
-from serve_app.settings.checking.engines import known_setup
+from serve_app.settings.checking.engines import engine_setup
 
 # -- values as YAML within a line --------------------------------------------------------------------------
 
@@ -69,14 +69,14 @@ class Gpus:
         model: a name on the model hub, or a folder.
         max_model_len: context limit in tokens; None for that of the model's folder, or 32,768.
         per_engine: GPUs per engine (tensor parallelism).
-        card: GPU name as its driver reports it; None if unknown.
+        gpu: GPU name as its driver reports it; None if unknown.
     """
 
     count: int
     model: str
     max_model_len: int | None = None
     per_engine: int = 1
-    card: str | None = None
+    gpu: str | None = None
 
     def __post_init__(self) -> None:
         if self.count < self.per_engine:
@@ -84,7 +84,7 @@ class Gpus:
                 f"an engine needs {self.per_engine} GPUs, but --gpus is {self.count}: lower "
                 "--gpus-per-engine or raise --gpus"
             )
-        stated = stated_context(self.model)
+        stated = config_context_limit(self.model)
         if self.max_model_len is not None and stated is not None and self.max_model_len > stated:
             raise SettingsError(
                 f"max_model_len of {self.max_model_len:,} exceeds the {stated:,} tokens in "
@@ -99,7 +99,7 @@ class Gpus:
     @property
     def context(self) -> int:
         """Context limit in tokens."""
-        return self.max_model_len or stated_context(self.model) or DEFAULT_CONTEXT
+        return self.max_model_len or config_context_limit(self.model) or DEFAULT_CONTEXT
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ class Servers:
 Fleet = Emulated | Gpus | Servers
 
 
-def stated_context(model: str) -> int | None:
+def config_context_limit(model: str) -> int | None:
     """Return the context limit in the `config.json` of a model's folder, or None."""
     try:
         content = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def stated_context(model: str) -> int | None:
 # -- discovery of running servers --------------------------------------------------------------------------
 
 
-def ask_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
+def discover_servers(urls: Iterable[str], api_key_env: str | None) -> tuple[Server, ...]:
     """Query each server for its models and limits.
 
     Args:
@@ -199,9 +199,9 @@ def _ask(given: str, api_key: str | None) -> Server:
 def _page(url: str, api_key: str | None) -> PageAnswer:
     try:
         answer = request(url, api_key)
-    except NoAnswerError as exc:
+    except ConnectionFailedError as exc:
         raise ServeAppError(f"{url} does not respond: {exc}") from exc
-    if answer.is_rejected:
+    if answer.is_denied:
         raise ServeAppError(f"{url} returned {answer}: give the variable with its key with --api-key-env")
     return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
 
@@ -244,8 +244,8 @@ def gpu_models(gpus: Gpus) -> str:
 def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
     """Return the desired limits, reduced to what the KV cache can hold."""
     wanted = {"max_num_seqs": sequences, "tensor_parallel_size": gpus.per_engine}
-    card = find_gpu(gpus.card) if gpus.card is not None else None
-    setup = known_setup(VllmEngineSettings(model=gpus.model, args=wanted), card) if card is not None else None
+    gpu = find_gpu(gpus.gpu) if gpus.gpu is not None else None
+    setup = engine_setup(VllmEngineSettings(model=gpus.model, args=wanted), gpu) if gpu is not None else None
     if setup is None:
         return _Limits(context, sequences)
     try:
@@ -254,8 +254,8 @@ def _limits(gpus: Gpus, context: int, sequences: int) -> _Limits:
         # The weights do not fit. `check` reports this with a remedy.
         return _Limits(context, sequences)
     if gpus.max_model_len is None:
-        context = min(context, context_that_fits(held))
-    carried = max(1, held.sequences(usual_tokens(at_most=context)))
+        context = min(context, max_context(held))
+    carried = max(1, held.sequences(typical_tokens(at_most=context)))
     return _Limits(context, min(sequences, carried), held.chunk_tokens)
 
 
@@ -384,7 +384,7 @@ _POOL = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ListenAddress:
     """Listen address of the application, and its start command.
 
     Attributes:
@@ -398,7 +398,7 @@ class Place:
     insecure: bool = False
 
 
-def configuration(fleet: Fleet, place: Place) -> str:
+def configuration(fleet: Fleet, place: ListenAddress) -> str:
     """Return the complete file.
 
     Raises:
@@ -420,14 +420,14 @@ def configuration(fleet: Fleet, place: Place) -> str:
     ) + _gateway(place)
 
 
-def _gateway(place: Place) -> str:
+def _gateway(place: ListenAddress) -> str:
     """Return the key settings that an address requires if other machines can reach it."""
     if is_loopback(place.host):
         return ""
     return textwrap.indent(_INSECURE if place.insecure else _KEYS, " " * 6)
 
 
-def _emulated(place: Place) -> str:
+def _emulated(place: ListenAddress) -> str:
     text = PACKAGED_CONFIG.read_text(encoding="utf-8") + _gateway(place)
     started = next(line for line in text.splitlines() if line.startswith("#   scripts/serve"))
     for old, new in (

@@ -12,9 +12,9 @@ from ray import serve
 from ray.serve import Application, RunTarget
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema
 
-from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.cli.serve.draining import CALL_TIMEOUT_S, drained
-from serve_app.cli.serve.failures import DeathsInStart, Stages, engine_cause, is_death, reason_of
+from serve_app.cli.serve.failures import Stages, StartDeaths, engine_cause, is_process_death, reason_of
 from serve_app.cli.serve.messages import HostJob, HostMessage, Progress, Stop
 from serve_app.errors import ServeAppError
 from serve_app.serving._ray import (
@@ -22,15 +22,15 @@ from serve_app.serving._ray import (
     SERVE_NAMESPACE,
     TEMPORARY_FOLDER,
     deploy_file,
-    end_helpers,
+    stop_ray_helpers,
 )
 
 # Application keys that this module handles. With others, Serve deploys the file itself in a separate process,
 # which takes some seconds longer.
-_OUR_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
+_HANDLED_KEYS = frozenset({"name", "route_prefix", "import_path", "args", "logging_config"})
 GATEWAY = "gateway"
 # Limit from healthy deployments to a gateway that knows a replica of every model.
-_ANSWERS_AFTER_S = 120.0
+_GATEWAY_TIMEOUT_S = 120.0
 # A controller that is being replaced does not answer for some seconds.
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -45,7 +45,7 @@ class Cluster:
         self._began_at = time.monotonic()
         self._ready_at = time.monotonic()
         self._stages = Stages(Path(job.folder))
-        self._deaths = DeathsInStart()
+        self._deaths = StartDeaths()
         self.dashboard: str | None = None
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class Cluster:
         except Exception as exc:  # Ray raises plain `Exception` if one of its processes is late
             raise ServeAppError(f"Ray did not start: {exc}") from exc
         if self._job.address is None:
-            end_helpers(dashboard=self._job.dashboard)
+            stop_ray_helpers(dashboard=self._job.dashboard)
         if self._job.dashboard and context.dashboard_url:
             self.dashboard = f"http://{context.dashboard_url}"
         try:
@@ -85,7 +85,7 @@ class Cluster:
         ours = self._application
         if self._schema.model_fields_set & {"logging_config"} and ours.logging_config is None:
             ours.logging_config = self._schema.logging_config
-        if ours.model_fields_set <= _OUR_KEYS and len(self._schema.applications) == 1:
+        if ours.model_fields_set <= _HANDLED_KEYS and len(self._schema.applications) == 1:
             target = RunTarget(
                 target=application,
                 name=ours.name,
@@ -123,27 +123,27 @@ class Cluster:
             lines.append(f"{name} {running}/{there or 1} {state}")
         if not found.deployments:
             lines.append("building the application")
-        self._check_answers(ready=not lines)
+        self._check_gateway(ready=not lines)
         return Progress(ready, lines)
 
     def _check_deployment(self, name: str, deployment: DeploymentStatusOverview) -> None:
         """Raise the reason if a deployment cannot start."""
-        self._deaths.note(name, unhealthy=deployment.status == "UNHEALTHY")
+        self._deaths.record(name, unhealthy=deployment.status == "UNHEALTHY")
         message, folder = deployment.message, Path(self._job.folder)
-        if why := self._deaths.are_too_many(name):
+        if why := self._deaths.failure(name):
             raise ServeAppError(f"{why}: {engine_cause(name, folder) or message.strip()}")
-        if deployment.status == "HEALTHY" or "failed to start" not in message or is_death(message):
+        if deployment.status == "HEALTHY" or "failed to start" not in message or is_process_death(message):
             return
         # An engine that fails to start will fail again; an external server may become available later.
         if self._job.engines.get(name) != "remote":
             raise ServeAppError(reason_of(name, message, folder))
 
-    def _check_answers(self, *, ready: bool) -> None:
+    def _check_gateway(self, *, ready: bool) -> None:
         """Raise if all deployments have been healthy for long but no gateway answers."""
         now = time.monotonic()
         if not ready:
             self._ready_at = now
-        if now - self._ready_at > _ANSWERS_AFTER_S:
+        if now - self._ready_at > _GATEWAY_TIMEOUT_S:
             raise ServeAppError(f"no gateway responds at {self._job.url}/ready")
 
     def is_ready(self) -> bool:
@@ -157,12 +157,12 @@ class Cluster:
         ready = f"{self._job.url}/ready"
         trusting = ssl.create_default_context()
         trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-        with contextlib.suppress(NoAnswerError):
+        with contextlib.suppress(ConnectionFailedError):
             return request(ready, timeout_s=2, tls=trusting).status == 200
         return False
 
-    def answers(self) -> bool:
-        """Return whether Serve's controller answers."""
+    def is_controller_alive(self) -> bool:
+        """Return whether Serve's controller responds."""
         try:
             # Cheaper than `serve.status()`, which takes 50 ms of CPU time here and again in the controller.
             controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -171,22 +171,22 @@ class Cluster:
             return False
         return True
 
-    def drain(self, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
+    def drain(self, stop: Stop, on_progress: Callable[[HostMessage], None]) -> int:
         """Drain the gateways: they reject new requests and complete in-flight ones.
 
         Returns:
             The number of responses that were aborted with an error at the deadline.
         """
         name = self._application.name
-        cut = 0
+        aborted = 0
         try:
-            cut = drained(self._gateway, stop, tell)
+            aborted = drained(self._gateway, stop, on_progress)
         except Exception as exc:  # noqa: BLE001 - dead gateways have no in-flight requests
             print(f"drain: {exc!r}", flush=True)  # noqa: T201 - into the host's log
         for deployment in serve.status().applications[name].deployments:
             if deployment.startswith("scheduler-"):
                 self._save(deployment)
-        return cut
+        return aborted
 
     def stop(self) -> None:
         """Stop the application, and Ray if it was started here."""
@@ -216,7 +216,7 @@ class Cluster:
         return reason_of(self._application.name, found.message, folder)
 
 
-def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None]) -> int:
+def drain_cluster(address: str, stop: Stop, on_progress: Callable[[HostMessage], None]) -> int:
     """Drain the gateways of all applications of this project on a cluster.
 
     Returns:
@@ -234,7 +234,7 @@ def drain_cluster(address: str, stop: Stop, tell: Callable[[HostMessage], None])
     if not ours:
         raise ServeAppError(f"the Ray cluster at {address} runs no application of this project")
     gateways = [serve.get_deployment_handle(GATEWAY, name) for name in ours]
-    return sum(drained(gateway, stop, tell) for gateway in gateways)
+    return sum(drained(gateway, stop, on_progress) for gateway in gateways)
 
 
 def _last_line(error: Exception) -> str:

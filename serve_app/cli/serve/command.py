@@ -8,18 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.check import tell
+from serve_app.cli.check import print_findings
 from serve_app.cli.command import Command, positive_int, program
-from serve_app.cli.init.document import Place, Servers, ask_servers, configuration, default_config
+from serve_app.cli.init.document import (
+    ListenAddress,
+    Servers,
+    configuration,
+    default_config,
+    discover_servers,
+)
 from serve_app.cli.serve.environment import environment, instance_folder
-from serve_app.cli.serve.instance import publish, running_instances, withdraw
+from serve_app.cli.serve.instance import register, running_instances, unregister
 from serve_app.cli.serve.messages import HostJob
 from serve_app.cli.serve.supervisor import Launch, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
 from serve_app.settings.application import AppSettings
-from serve_app.settings.checking import Checked, check_file
+from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.checking.machine import http_address
 
 _PORT = 8000
@@ -38,7 +44,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     """
     console = Console()
     checked = check_file(config, on_this_machine=address is None)
-    tell(config, checked)
+    print_findings(config, checked)
     if checked.mistakes:
         return 2
     assert checked.settings is not None, "a file without mistakes has settings"
@@ -51,17 +57,17 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
         environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: written_admin_key(folder)},
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
-        keys=checked.settings.gateway.asks_for_keys,
+        keys=checked.settings.gateway.requires_keys,
         listens=f"http://{host}:{port}",
     )
-    publish(launch.job.url, config, folder)
+    register(launch.job.url, config, folder)
     try:
         return asyncio.run(Supervisor(launch, console).run())
     finally:
-        withdraw(folder)
+        unregister(folder)
 
 
-def _job(config: Path, checked: Checked, folder: Path, address: str | None, dashboard: bool) -> HostJob:
+def _job(config: Path, checked: CheckResult, folder: Path, address: str | None, dashboard: bool) -> HostJob:
     settings = checked.settings
     assert settings is not None, "see serve"
     return HostJob(
@@ -147,17 +153,17 @@ def _run(args: argparse.Namespace) -> int:
     if args.endpoints is not None:
         if args.config is not None:
             raise SettingsError("give a configuration or --endpoints, not both")
-        config = _written_for(args.endpoints.split(","), args.api_key_env, args.port)
+        config = _write_config_for(args.endpoints.split(","), args.api_key_env, args.port)
     return serve(config, address=args.address, dashboard=args.dashboard)
 
 
-def _written_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
+def _write_config_for(urls: list[str], api_key_env: str | None, port: int) -> Path:
     """Write a configuration in front of servers, which are queried for their models."""
-    servers = Servers(found=ask_servers(urls, api_key_env), api_key_env=api_key_env)
+    servers = Servers(found=discover_servers(urls, api_key_env), api_key_env=api_key_env)
     folder = instance_folder(port).parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = folder / f"endpoints-{port}.yaml"
-    place = Place(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
+    place = ListenAddress(host="127.0.0.1", port=port, start=f"{program()} serve {config}")
     config.write_text(configuration(servers, place), encoding="utf-8")
     return config
 

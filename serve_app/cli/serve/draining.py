@@ -14,8 +14,8 @@ _DRAIN_MARGIN_S = 5.0
 _DRAIN_POLL_S = 0.5
 
 
-def drained(gateway: "DeploymentHandle[Any]", stop: Stop, tell: Callable[[HostMessage], None]) -> int:
-    """Drain every gateway and report the progress to `tell`.
+def drained(gateway: "DeploymentHandle[Any]", stop: Stop, on_progress: Callable[[HostMessage], None]) -> int:
+    """Drain every gateway and report the progress to `on_progress`.
 
     Returns:
         The number of responses that were aborted with an error at the deadline.
@@ -25,7 +25,7 @@ def drained(gateway: "DeploymentHandle[Any]", stop: Stop, tell: Callable[[HostMe
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         counts = gateway.broadcast("open_requests").results(timeout_s=CALL_TIMEOUT_S)
-        tell(Draining(sum(counts), left_s))
+        on_progress(Draining(sum(counts), left_s))
         if not sum(counts) or not left_s:
             break
         time.sleep(min(_DRAIN_POLL_S, left_s))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _TAIL_BYTES = 200_000
 _HEAD_BYTES = 4_096
-_LOOK_EVERY_S = 2.0
+_READ_EVERY_S = 2.0
 # vLLM prefixes the lines of its processes and marks errors.
 _MARKED = re.compile(r"(?:ERROR|CRITICAL)[^\]]*\] (.*)$")
 # Messages of vLLM that mark the stages of a start, in order.
@@ -37,7 +37,7 @@ class Stages:
         """Return the stage of a deployment's newest engine; empty if unknown."""
         now = time.monotonic()
         known = self._found.get(deployment)
-        if known is None or now - known[0] > _LOOK_EVERY_S:
+        if known is None or now - known[0] > _READ_EVERY_S:
             known = self._found[deployment] = (now, _stage(self._folder, deployment))
         return known[1]
 
@@ -54,9 +54,9 @@ def _stage(folder: Path, deployment: str) -> str:
 def error_lines(folder: Path, deployment: str) -> list[str]:
     """Return the lines that the newest engine of a deployment logged as errors."""
     for text in _texts(folder, deployment):
-        told = [found[1] for line in text.splitlines() if (found := _MARKED.search(line))]
-        if told:
-            return told
+        errors = [found[1] for line in text.splitlines() if (found := _MARKED.search(line))]
+        if errors:
+            return errors
     return []
 
 
@@ -79,7 +79,7 @@ def _texts(folder: Path, deployment: str) -> Iterator[str]:
 _ERROR = re.compile(r"^(?:ray\.exceptions\.\w+: )?(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt)): (.*)$")
 # vLLM's message if the cause is in the log of another process.
 _SEE_ABOVE = "Engine core initialization failed"
-_LONGEST = 1_200
+_MAX_LENGTH = 1_200
 
 
 def reason_of(deployment: str, message: str, folder: Path) -> str:
@@ -94,7 +94,7 @@ def reason_of(deployment: str, message: str, folder: Path) -> str:
     if cause := engine_cause(deployment, folder):
         # Replace vLLM's reference to "above" by the cause, because nothing is above here.
         reason = f"{reason.split(_SEE_ABOVE, maxsplit=1)[0].rstrip(': ')}: {cause}"
-    return reason[:_LONGEST]
+    return reason[:_MAX_LENGTH]
 
 
 def engine_cause(deployment: str, folder: Path) -> str:
@@ -127,10 +127,10 @@ def _last_error(lines: list[str]) -> str:
 # Ray's message for a process that exited or was killed, as opposed to an error in a constructor.
 _DIED = re.compile(r"The actor died unexpectedly|its worker process has died")
 # Serve's limit on failed constructors.
-_MOST_DEATHS = 3
+_MAX_DEATHS = 3
 
 
-class DeathsInStart:
+class StartDeaths:
     """Counter of how often each deployment has become unhealthy."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ class DeathsInStart:
         self._unhealthy: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<DeathsInStart {dict(self._deaths)}>"
+        return f"<StartDeaths {dict(self._deaths)}>"
 
-    def note(self, deployment: str, *, unhealthy: bool) -> None:
+    def record(self, deployment: str, *, unhealthy: bool) -> None:
         """Record a deployment's current health."""
         if unhealthy and deployment not in self._unhealthy:
             self._deaths[deployment] += 1
@@ -148,12 +148,12 @@ class DeathsInStart:
         elif not unhealthy:
             self._unhealthy.discard(deployment)
 
-    def are_too_many(self, deployment: str) -> str:
+    def failure(self, deployment: str) -> str:
         """Return why the start cannot succeed; empty while it can."""
         deaths = self._deaths[deployment]
-        return f"{deployment} has died {deaths} times" if deaths > _MOST_DEATHS else ""
+        return f"{deployment} has died {deaths} times" if deaths > _MAX_DEATHS else ""
 
 
-def is_death(message: str) -> bool:
+def is_process_death(message: str) -> bool:
     """Return whether Serve's message reports a dead process instead of an error of its own code."""
     return _DIED.search(message) is not None

@@ -24,7 +24,7 @@ import msgspec
 import yaml
 
 from serve_app.cli.serve.messages import Drained, Failed, HostJob, HostMessage, Ready, StepBegun, Stop
-from serve_app.cli.serve.processes import adopt_orphans, end_descendants
+from serve_app.cli.serve.processes import become_subreaper, kill_descendants
 from serve_app.errors import ServeAppError
 
 # Polling intervals of the controller during the start, and afterwards.
@@ -56,19 +56,19 @@ class ApplicationHost:
             self._start()
             stop = self._watch()
         except ServeAppError as exc:
-            self._tell(Failed(str(exc)))
+            self._send(Failed(str(exc)))
             return 1
         except Exception as exc:  # noqa: BLE001 - report every error to the user; the log has the traceback
             traceback.print_exc()
-            self._tell(Failed(f"The application did not start: {exc!r}"))
+            self._send(Failed(f"The application did not start: {exc!r}"))
             return 1
         if stop is not None:
-            self._tell(Drained(self._cluster.drain(stop, self._tell)))
+            self._send(Drained(self._cluster.drain(stop, self._send)))
         self._cluster.stop()
         return 0
 
     def _start(self) -> None:
-        self._tell(StepBegun("ray"))
+        self._send(StepBegun("ray"))
         # Imported here, because Ray takes two seconds to import and the supervisor waits for a first message.
         from serve_app.cli.serve.cluster import Cluster  # noqa: PLC0415
 
@@ -77,19 +77,19 @@ class ApplicationHost:
         application = ThreadPoolExecutor(1).submit(self._build)
         self._cluster = Cluster(self._job, self._content)
         self._cluster.start()
-        self._tell(StepBegun("application"))
+        self._send(StepBegun("application"))
         self._cluster.deploy(application.result())
-        self._tell(StepBegun("engines"))
+        self._send(StepBegun("engines"))
         while True:
             progress = self._cluster.progress()
-            self._tell(progress)
+            self._send(progress)
             if not progress.lines and self._cluster.is_ready():
                 break
             with contextlib.suppress(queue.Empty):
                 self._orders.get(timeout=_START_POLL_S)
                 raise ServeAppError("stopped before it was ready")
         self._cluster.connect()
-        self._tell(Ready(self._cluster.dashboard))
+        self._send(Ready(self._cluster.dashboard))
 
     def _build(self) -> Any:
         """Build the application from its import path."""
@@ -103,13 +103,13 @@ class ApplicationHost:
         Raises:
             ServeAppError: Ray does not answer any more.
         """
-        answered_at = time.monotonic()
+        responded_at = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._orders.get(timeout=_RUN_POLL_S)
-            if self._cluster.answers():
-                answered_at = time.monotonic()
-            elif time.monotonic() - answered_at > _LOST_AFTER_S:
+            if self._cluster.is_controller_alive():
+                responded_at = time.monotonic()
+            elif time.monotonic() - responded_at > _LOST_AFTER_S:
                 raise ServeAppError(f"Ray has not responded for {_LOST_AFTER_S:.0f} s: see Ray's logs")
 
     def _read(self, orders: BinaryIO) -> None:
@@ -117,7 +117,7 @@ class ApplicationHost:
             self._orders.put(msgspec.json.decode(line, type=Stop))
         self._orders.put(None)
 
-    def _tell(self, message: HostMessage) -> None:
+    def _send(self, message: HostMessage) -> None:
         try:
             self._messages.write(msgspec.json.encode(message) + b"\n")
             self._messages.flush()
@@ -129,7 +129,7 @@ class ApplicationHost:
 def main() -> int:
     """Run the host that a supervisor has started."""
     job = msgspec.json.decode(sys.argv[1], type=HostJob)
-    adopt_orphans()
+    become_subreaper()
     descriptor = int(sys.argv[2])
     # Ray's processes must not inherit the supervisor's pipe and hold it open.
     os.set_inheritable(descriptor, False)
@@ -137,7 +137,7 @@ def main() -> int:
     status = ApplicationHost(job, messages).run(sys.stdin.buffer)
     messages.close()
     # Orphans of Ray are children of this process now, and a killed supervisor cannot end them.
-    end_descendants(_END_TIMEOUT_S)
+    kill_descendants(_END_TIMEOUT_S)
     # Skip Ray's exit handlers, which wait for processes that have already exited.
     sys.stdout.flush()
     os._exit(status)

@@ -33,7 +33,7 @@ class Instance(msgspec.Struct, kw_only=True, frozen=True):
         return False
 
 
-def publish(url: str, config: Path, folder: Path) -> None:
+def register(url: str, config: Path, folder: Path) -> None:
     """Register this process's application."""
     me = psutil.Process()
     instance = Instance(
@@ -46,7 +46,7 @@ def publish(url: str, config: Path, folder: Path) -> None:
     _file(folder).write_bytes(msgspec.json.encode(instance))
 
 
-def withdraw(folder: Path) -> None:
+def unregister(folder: Path) -> None:
     """Unregister an application that has ended."""
     _file(folder).unlink(missing_ok=True)
 

@@ -58,9 +58,9 @@ class Draining(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
-    """The drain is complete. `cut` responses were aborted with an error at the deadline."""
+    """The drain is complete. `aborted` requests ended with an error at the deadline."""
 
-    cut: int
+    aborted: int
 
 
 HostMessage = StepBegun | Progress | Ready | Failed | Draining | Drained

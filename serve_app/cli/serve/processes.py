@@ -15,7 +15,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of every orphaned descendant. Linux only; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -31,7 +31,7 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
-def end_descendants(timeout_s: float) -> list[int]:
+def kill_descendants(timeout_s: float) -> list[int]:
     """Kill all descendants of this process.
 
     Args:

@@ -31,8 +31,8 @@ from serve_app.cli.serve.messages import (
     StepBegun,
     Stop,
 )
-from serve_app.cli.serve.processes import adopt_orphans, descendants, end_descendants
-from serve_app.cli.serve.terminal import Console, LiveView, WayIn
+from serve_app.cli.serve.processes import become_subreaper, descendants, kill_descendants
+from serve_app.cli.serve.terminal import ConnectionInfo, Console, LiveView
 from serve_app.serving.access import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,7 +74,7 @@ class Supervisor:
         self._signalled = asyncio.Event()
         self._is_ready = False
         self._failed: str | None = None
-        self._cut = 0
+        self._aborted = 0
         self._start_s = 0.0
 
     async def run(self) -> int:
@@ -84,7 +84,7 @@ class Supervisor:
             The exit status: 0 after a graceful shutdown, 1 if the application failed, 130 if the start was
             interrupted.
         """
-        adopt_orphans()
+        become_subreaper()
         self._console.line(f"output of Ray and Ray Serve: {self._log}")
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
@@ -147,17 +147,17 @@ class Supervisor:
             case Ready(dashboard):
                 self._is_ready = True
                 self._start_s = console.elapsed_s
-                console.ready(self._way_in(dashboard))
+                console.ready(self._connection_info(dashboard))
             case Failed(reason):
                 self._failed = reason
             case Draining(open_requests, left_s):
                 console.draining(open_requests, left_s)
-            case Drained(cut):
-                self._cut = cut
+            case Drained(aborted):
+                self._aborted = aborted
 
-    def _way_in(self, dashboard: str | None) -> WayIn:
+    def _connection_info(self, dashboard: str | None) -> ConnectionInfo:
         launch = self._launch
-        return WayIn(
+        return ConnectionInfo(
             url=launch.job.url,
             listens=launch.listens,
             models=launch.models,
@@ -203,8 +203,8 @@ class Supervisor:
         seconds = time.monotonic() - began_at
         if self._signals > 1:
             self._console.line(f"Stopped immediately after {seconds:.1f} s: in-flight requests were aborted.")
-        elif self._cut:
-            self._console.line(f"{self._cut} in-flight requests were aborted with an error.")
+        elif self._aborted:
+            self._console.line(f"{self._aborted} in-flight requests were aborted with an error.")
 
     async def _show_live(self) -> None:
         view = LiveView(self._launch.job.url, self._launch.environment.get(ADMIN_KEY_VARIABLE))
@@ -226,7 +226,7 @@ class Supervisor:
         if host.stdin is not None:
             host.stdin.close()
         if descendants():
-            left = await asyncio.to_thread(end_descendants, _KILL_TIMEOUT_S)
+            left = await asyncio.to_thread(kill_descendants, _KILL_TIMEOUT_S)
             if left:
                 self._console.line(f"these processes could not be stopped: {left}", "red")
         with contextlib.suppress(TimeoutError):

@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 from rich.status import Status
 from rich.text import Text
 
-from serve_app.cli.http_client import NoAnswerError, request
+from serve_app.cli.http_client import ConnectionFailedError, request
 from serve_app.cli.serve.messages import Progress
 
 # -- live status: two lines from the application's metrics ---------------------------------------------------
@@ -21,18 +21,18 @@ from serve_app.cli.serve.messages import Progress
 
 _TIMEOUT_S = 2.0
 # Number of scrapes that rates and waits cover, so that a quiet moment does not hide recent traffic.
-_LOOKS = 6
+_MAX_SCRAPES = 6
 _CONCLUDED = "ewsjf_requests_concluded_total"
 _WAIT = "ewsjf_queue_wait_seconds_bucket"
 _REPLICAS = "ewsjf_pool_replicas"
 _RUNNING, _WAITING = "ewsjf_requests_in_flight", "ewsjf_requests_waiting"
 # States of working replicas; the others are shown by name.
 _WORKING = ("open", "saturated")
-_MOST_MODELS = 3
+_MAX_MODELS = 3
 
 
 @dataclass(slots=True)
-class _Look:
+class _Scrape:
     """Values of one scrape.
 
     Attributes:
@@ -61,7 +61,7 @@ class LiveView:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url = url
         self._api_key = api_key
-        self._looks: deque[_Look] = deque(maxlen=_LOOKS)
+        self._scrapes: deque[_Scrape] = deque(maxlen=_MAX_SCRAPES)
 
     def text(self) -> str:
         """Return address and replicas per pool, then requests, their rate and their queue time.
@@ -71,33 +71,33 @@ class LiveView:
         place = f"{self._url}/v1"
         try:
             answer = request(f"{self._url}/metrics", self._api_key, timeout_s=_TIMEOUT_S)
-        except NoAnswerError as exc:
+        except ConnectionFailedError as exc:
             return f"{place}  does not respond: {exc}"
-        if answer.is_rejected:
+        if answer.is_denied:
             return f"{place}  /metrics requires an admin key"
         if not answer.is_success:
             return f"{place}  /metrics returned {answer.status}"
-        look = _look(answer.text, time.monotonic())
-        self._looks.append(look)
-        pools = _pools(look.replicas)
-        return f"{place}{'  ' if pools else ''}{pools}\n{_traffic(self._looks[0], look)}"
+        scrape = _parse_scrape(answer.text, time.monotonic())
+        self._scrapes.append(scrape)
+        pools = _pools(scrape.replicas)
+        return f"{place}{'  ' if pools else ''}{pools}\n{_traffic(self._scrapes[0], scrape)}"
 
 
-def _look(page: str, now: float) -> _Look:
-    look = _Look(now)
+def _parse_scrape(page: str, now: float) -> _Scrape:
+    scrape = _Scrape(now)
     for sample in _samples(page):
         labels, value = sample.labels, sample.value
         if sample.name == _RUNNING:
-            look.running += value
+            scrape.running += value
         elif sample.name == _WAITING:
-            look.waiting += value
+            scrape.waiting += value
         elif sample.name == _CONCLUDED:
-            look.concluded[labels.get("outcome", "")] += value
+            scrape.concluded[labels.get("outcome", "")] += value
         elif sample.name == _WAIT:
-            look.waits[float(labels["le"])] += value
+            scrape.waits[float(labels["le"])] += value
         elif sample.name == _REPLICAS:
-            look.replicas[labels["model"]][labels["pool"]][labels["state"]] += value
-    return look
+            scrape.replicas[labels["model"]][labels["pool"]][labels["state"]] += value
+    return scrape
 
 
 def _samples(page: str) -> Iterator[Sample]:
@@ -110,13 +110,13 @@ def _samples(page: str) -> Iterator[Sample]:
 
 def _pools(replicas: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """Format replicas as `short 2, long 1 (1 draining)`, with the model's name if there are several."""
-    told = [
+    texts = [
         (f"{model}: " if len(replicas) > 1 else "")
         + ", ".join(f"{pool} {_states(states)}" for pool, states in pools.items())
         for model, pools in replicas.items()
     ]
-    more = f"; {len(told) - _MOST_MODELS} more models" if len(told) > _MOST_MODELS else ""
-    return "; ".join(told[:_MOST_MODELS]) + more
+    more = f"; {len(texts) - _MAX_MODELS} more models" if len(texts) > _MAX_MODELS else ""
+    return "; ".join(texts[:_MAX_MODELS]) + more
 
 
 def _states(states: Mapping[str, float]) -> str:
@@ -125,7 +125,7 @@ def _states(states: Mapping[str, float]) -> str:
     return f"{working:.0f}" + (f" ({', '.join(others)})" if others else "")
 
 
-def _traffic(before: _Look, now: _Look) -> str:
+def _traffic(before: _Scrape, now: _Scrape) -> str:
     """Format e.g. `3 running, 1 waiting, 2.5 requests/s, queue time: p50 <= 1 s, p95 <= 2 s, 120 total`."""
     passed_s = now.at - before.at
     # Counters restart at 0 when a scheduler is replaced.
@@ -136,13 +136,13 @@ def _traffic(before: _Look, now: _Look) -> str:
         (rejected, "rejected"),
         (lately.get("failed", 0.0), "failed"),
     )
-    told = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
+    texts = [f"{now.running:.0f} running, {now.waiting:.0f} waiting"]
     for count, word in rates:
         if count or word == "requests":
-            told.append(f"{count / passed_s if passed_s else 0.0:.1f} {word}/s")
+            texts.append(f"{count / passed_s if passed_s else 0.0:.1f} {word}/s")
     if waits := _waits(before.waits, now.waits):
-        told.append(waits)
-    return ", ".join([*told, f"{sum(now.concluded.values()):.0f} total"])
+        texts.append(waits)
+    return ", ".join([*texts, f"{sum(now.concluded.values()):.0f} total"])
 
 
 def _waits(before: Mapping[float, float], now: Mapping[float, float]) -> str:
@@ -171,7 +171,7 @@ _WIDTH = 34
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayIn:
+class ConnectionInfo:
     """Connection details of an application that is ready.
 
     Attributes:
@@ -208,8 +208,8 @@ class Console:
         self._began_at = time.monotonic()
         self._step = ""
         self._step_at = self._began_at
-        self._told_at = self._began_at
-        self._told: set[str] = set()
+        self._last_printed_at = self._began_at
+        self._printed: set[str] = set()
         self._status: Status | None = None
 
     @property
@@ -226,7 +226,7 @@ class Console:
         """Begin a step and end the previous one."""
         self.end_step()
         self._step, self._step_at = _STEPS.get(name, name), time.monotonic()
-        self._told_at = self._step_at
+        self._last_printed_at = self._step_at
         self._show(f"{self._step} ...")
 
     def end_step(self) -> None:
@@ -240,37 +240,37 @@ class Console:
         """Print deployments that became ready, each once, and show the others."""
         now = time.monotonic()
         for name in progress.ready:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._printed:
+                self._printed.add(name)
                 self._done(f"  {name} ready", now - self._step_at)
         if not progress.lines:
             return
         text = f"{', '.join(progress.lines)}, {now - self._step_at:.0f} s"
         self._show(text)
-        if not self._rich.is_terminal and now - self._told_at >= _REPEAT_S:
-            self._told_at = now
+        if not self._rich.is_terminal and now - self._last_printed_at >= _REPEAT_S:
+            self._last_printed_at = now
             self.line(f"  waiting: {text}")
 
-    def ready(self, way_in: WayIn) -> None:
+    def ready(self, info: ConnectionInfo) -> None:
         """Print how to use the application."""
         self.end_step()
-        first = way_in.models[0]
-        key = " -H 'authorization: Bearer YOUR_KEY'" if way_in.keys else ""
+        first = info.models[0]
+        key = " -H 'authorization: Bearer YOUR_KEY'" if info.keys else ""
         body = f'{{"model": "{first}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         self.line(f"Ready after {self.elapsed_s:.1f} s.", "bold green")
-        listens = "" if way_in.listens == way_in.url else f"   (listening on {way_in.listens})"
-        self.line(f"  address    {way_in.url}/v1{listens}")
-        self.line(f"  models     {', '.join(way_in.models)}")
-        curl = f"curl {way_in.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+        listens = "" if info.listens == info.url else f"   (listening on {info.listens})"
+        self.line(f"  address    {info.url}/v1{listens}")
+        self.line(f"  models     {', '.join(info.models)}")
+        curl = f"curl {info.url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
         self.line(f"  try        {curl}")
-        self.line(f"  dashboard  {way_in.url}/dashboard   (key: {way_in.key_file})")
-        self.line(f"  status     python -m serve_app status --url {way_in.url}")
-        self.line(f"  logs       {way_in.logs}")
-        self.line(f"  output     {way_in.output}   (Ray and Ray Serve)")
-        if way_in.dashboard:
-            self.line(f"  Ray        {way_in.dashboard}   (token: ray get-auth-token)")
+        self.line(f"  dashboard  {info.url}/dashboard   (key: {info.key_file})")
+        self.line(f"  status     python -m serve_app status --url {info.url}")
+        self.line(f"  logs       {info.logs}")
+        self.line(f"  output     {info.output}   (Ray and Ray Serve)")
+        if info.dashboard:
+            self.line(f"  Ray        {info.dashboard}   (token: ray get-auth-token)")
         self.line(
-            f"  stop       Ctrl-C: in-flight requests have {way_in.drain_s:g} s to complete; "
+            f"  stop       Ctrl-C: in-flight requests have {info.drain_s:g} s to complete; "
             "again to stop immediately"
         )
 
@@ -284,8 +284,8 @@ class Console:
         text = f"stopping: {requests} in flight, {left_s:.0f} s left; Ctrl-C to stop immediately"
         self._show(text)
         now = time.monotonic()
-        if not self._rich.is_terminal and now - self._told_at >= _REPEAT_S / 3:
-            self._told_at = now
+        if not self._rich.is_terminal and now - self._last_printed_at >= _REPEAT_S / 3:
+            self._last_printed_at = now
             self.line(text)
 
     def end(self) -> None:

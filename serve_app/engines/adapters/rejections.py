@@ -53,7 +53,7 @@ def is_too_long(message: str) -> bool:
     return _UNSTATED.search(message) is not None or _STATED.search(message) is not None
 
 
-def stated_context(message: str) -> int | None:
+def reported_context_limit(message: str) -> int | None:
     """Return the context limit in such an error message, in tokens, or None if it has none."""
     match = _STATED.search(message)
     if match is None:

@@ -28,7 +28,7 @@ Not modelled: queues, the engine's scheduling, quantised weights, and kernels th
 Capacity: vLLM rejects a `max_model_len` larger than its KV cache, but accepts a `max_num_seqs` that the cache
 cannot hold and that is never reached. `capacity` computes the limits from a model, a GPU and the engine's
 arguments. `kv_tokens` is within 1 % of what vLLM 0.19 reported for an 8B model on an RTX 4090. The number of
-sequences depends on their length; `usual_tokens` is the assumption for unknown traffic.
+sequences depends on their length; `typical_tokens` is the assumption for unknown traffic.
 """
 
 from dataclasses import dataclass, replace
@@ -160,7 +160,7 @@ def roofline_profile(setup: EngineSetup) -> EngineProfile:
         SettingsError: weights and KV cache do not fit into the GPUs' memory.
     """
     capacity = kv_tokens(setup)
-    longest = min(setup.model.longest_len, capacity // _ROUND_LEN * _ROUND_LEN)
+    longest = min(setup.model.max_context_len, capacity // _ROUND_LEN * _ROUND_LEN)
     return EngineProfile(
         step_time=step_time(setup),
         kv_tokens=capacity,
@@ -171,7 +171,7 @@ def roofline_profile(setup: EngineSetup) -> EngineProfile:
     )
 
 
-USUAL_TOKENS = 1_400
+TYPICAL_TOKENS = 1_400
 """Prompt and output of a typical request: the mean of Azure's 2023 conversations, up to 8,192 tokens."""
 
 _WIDER = (2, 4, 8, 16)
@@ -202,17 +202,17 @@ def capacity(setup: EngineSetup) -> EngineCapacity:
     return EngineCapacity(kv_tokens=kv_tokens(setup), chunk_tokens=step_time(setup).chunk_tokens())
 
 
-def usual_tokens(*, at_most: int | None = None) -> int:
+def typical_tokens(*, at_most: int | None = None) -> int:
     """Return the prompt and output tokens of a typical request, at most the engine's context limit."""
-    return USUAL_TOKENS if at_most is None else min(USUAL_TOKENS, at_most)
+    return TYPICAL_TOKENS if at_most is None else min(TYPICAL_TOKENS, at_most)
 
 
-def context_that_fits(held: EngineCapacity) -> int:
+def max_context(held: EngineCapacity) -> int:
     """Return the largest `max_model_len` that the engine accepts, rounded down to a multiple of 1,024."""
     return held.kv_tokens // _ROUND_LEN * _ROUND_LEN
 
 
-def enough_gpus(setup: EngineSetup, tokens: int) -> int | None:
+def min_tensor_parallel(setup: EngineSetup, tokens: int) -> int | None:
     """Return the smallest tensor-parallel degree that holds `tokens` of KV cache; None if 16 is too few."""
     for gpus in _WIDER:
         if gpus <= setup.tensor_parallel or setup.model.heads % gpus:

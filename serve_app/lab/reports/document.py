@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from serve_app.core.metrics.confidence import ConfidenceInterval, paired_difference_95
-from serve_app.lab.reports.tables import shown_table
+from serve_app.lab.reports.tables import table_text
 
 
 class Judgement(StrEnum):
@@ -214,7 +214,7 @@ class ReportTable:
     def as_text(self) -> str:
         """Return the table for a terminal, without its caption."""
         lines = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in self.rows]
-        return shown_table(self.head, lines, text_columns=self.text_columns, key_columns=self.text_columns)
+        return table_text(self.head, lines, text_columns=self.text_columns, key_columns=self.text_columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class DifferenceTable:
             [name, *(cell.text for cell in figures_of(one)), one.judgement.value]
             for name, one in zip(names, self.differences, strict=True)
         ]
-        return shown_table(["", self.base, self.other, *DIFFERENCE_COLUMNS, ""], rows)
+        return table_text(["", self.base, self.other, *DIFFERENCE_COLUMNS, ""], rows)
 
 
 DIFFERENCE_COLUMNS = ("difference", "95 % interval", "change")

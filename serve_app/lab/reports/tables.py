@@ -24,7 +24,7 @@ def paragraph(text: str) -> str:
     return text if columns is None else textwrap.fill(text, columns, break_on_hyphens=False)
 
 
-def shown_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_columns: int = 1) -> str:
+def table_text(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key_columns: int = 1) -> str:
     """Return a table for standard output, transposed if it does not fit.
 
     Args:
@@ -34,7 +34,7 @@ def shown_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1, key
     columns, whole = terminal_columns(), aligned_table(head, lines, text_columns=text_columns)
     if columns is None or len(whole.partition("\n")[0]) <= columns:
         return whole
-    return turned_table(head, lines, columns, key_columns=key_columns)
+    return transposed_table(head, lines, columns, key_columns=key_columns)
 
 
 def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -> str:
@@ -55,7 +55,7 @@ def aligned_table(head: Line, lines: Sequence[Line], *, text_columns: int = 1) -
     return "\n".join((row(head), f"|{rule}|", *map(row, lines)))
 
 
-def turned_table(head: Line, lines: Sequence[Line], columns: int, *, key_columns: int = 1) -> str:
+def transposed_table(head: Line, lines: Sequence[Line], columns: int, *, key_columns: int = 1) -> str:
     """Return the transposed table, as several tables if `columns` are too few; longer text is folded."""
     title, names = ", ".join(head[:key_columns]), head[key_columns:]
     left = max(len(title), *map(len, names))

@@ -60,7 +60,7 @@ from serve_app.core.events import (
     ReplicaReported,
     Resumed,
 )
-from serve_app.engines.adapters.rejections import stated_context
+from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.serving.channel.link import Link
@@ -440,7 +440,7 @@ class GatewaySessions:
     def _take_back(
         self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str
     ) -> None:
-        stated = stated_context(text) if failure is DispatchFailure.TOO_LONG else None
+        stated = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
         self._host.feed(DispatchFailed(request_id, record.wait(), failure, text, stated))
 
     def _release(self, gateway: GatewaySession) -> None:

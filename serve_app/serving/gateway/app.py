@@ -111,7 +111,7 @@ class Gateway:
             self.telemetry,
             schedulers.values(),
             key=settings.metrics_key,
-            asks_for_keys=settings.asks_for_keys,
+            requires_keys=settings.requires_keys,
             authenticate=self._reader.caller,
         )
         holders = ResponseHolders()
@@ -145,12 +145,12 @@ class Gateway:
         if changed == self._settings:
             return
         # Steps that can fail run first, so that an error leaves everything unchanged.
-        self._metrics_endpoint.change(changed.metrics_key, asks_for_keys=changed.asks_for_keys)
+        self._metrics_endpoint.change(changed.metrics_key, requires_keys=changed.requires_keys)
         try:
             self._reader.change(changed)
         except SettingsError:
             before = self._settings
-            self._metrics_endpoint.change(before.metrics_key, asks_for_keys=before.asks_for_keys)
+            self._metrics_endpoint.change(before.metrics_key, requires_keys=before.requires_keys)
             raise
         self._http = with_cors(self._serve, changed.cors)
         self.telemetry.log_requests = changed.log_requests

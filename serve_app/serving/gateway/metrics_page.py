@@ -148,7 +148,7 @@ class MetricsEndpoint:
 
     Args:
         key: key of the scraper.
-        asks_for_keys: whether callers need keys at all.
+        requires_keys: whether callers need keys at all.
         authenticate: returns the caller for the headers of a request; raises `RequestRejected`.
 
     Raises:
@@ -161,12 +161,12 @@ class MetricsEndpoint:
         schedulers: Collection[SchedulerClient],
         *,
         key: MetricsKey | None,
-        asks_for_keys: bool,
+        requires_keys: bool,
         authenticate: Callable[[Mapping[bytes, bytes]], Caller],
     ) -> None:
         # Each of a model's names maps to the same scheduler.
         self._schedulers = tuple({id(scheduler): scheduler for scheduler in schedulers}.values())
-        self.change(key, asks_for_keys=asks_for_keys)
+        self.change(key, requires_keys=requires_keys)
         self._authenticate = authenticate
         self._own = CachedPage(_nothing, lambda _: telemetry.exposition())
         self._text = CachedPage(self._gather, lambda pages: merge((telemetry.exposition(), *pages)))
@@ -176,14 +176,14 @@ class MetricsEndpoint:
         for scheduler in self._schedulers:
             scheduler.show(self._own.text)
 
-    def change(self, key: MetricsKey | None, *, asks_for_keys: bool) -> None:
+    def change(self, key: MetricsKey | None, *, requires_keys: bool) -> None:
         """Replace the scraper's key.
 
         Raises:
             SettingsError: the key cannot be read; the previous one stays in force.
         """
         self._digest = None if key is None else _digest(key.secret().encode())
-        self._asks_for_keys = asks_for_keys
+        self._asks_for_keys = requires_keys
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise `RequestRejected` without the scraper's key or an admin's, if keys are configured."""

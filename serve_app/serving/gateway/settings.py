@@ -105,7 +105,7 @@ class GatewayConfig:
             )
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """True if callers need a key."""
         return bool(self.keys) or self.keys_file is not None
 
@@ -116,7 +116,7 @@ class GatewayConfig:
 
     def check_exposure(self, host: str) -> None:
         """Raise `SettingsError` if other machines can reach `host`, without keys and without `insecure`."""
-        if self.asks_for_keys or self.insecure or is_loopback(host):
+        if self.requires_keys or self.insecure or is_loopback(host):
             return
         raise SettingsError(
             f"http_options.host {host} is reachable from other machines and no keys are set: set "

@@ -5,7 +5,7 @@ keys, `machine.py` checks this machine's ports, cores, GPUs and memory, and `eng
 engines have the capacity that a configuration requires.
 """
 
-from serve_app.settings.checking.checks import Checked, check_file
+from serve_app.settings.checking.checks import CheckResult, check_file
 from serve_app.settings.checking.serve_file import Mistake
 
-__all__ = ["Checked", "Mistake", "check_file"]
+__all__ = ["CheckResult", "Mistake", "check_file"]

@@ -10,13 +10,13 @@ import fsspec
 from serve_app.errors import SettingsError
 from serve_app.settings.application import AppSettings
 from serve_app.settings.checking.engines import check_capacity, check_engines
-from serve_app.settings.checking.machine import check_machine, http_address, only_card
+from serve_app.settings.checking.machine import check_machine, http_address, single_gpu_name
 from serve_app.settings.checking.serve_file import Document, Mistake, UnreadableError, check_serve_keys
 from serve_app.settings.loading import IMPORT_PATH, settings_of
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckResult:
     """Result of a check.
 
     Attributes:
@@ -33,7 +33,7 @@ class Checked:
     settings: AppSettings | None = None
 
 
-def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> Checked:
+def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> CheckResult:
     """Return all mistakes in a configuration that can be found before Ray starts.
 
     Args:
@@ -41,7 +41,7 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
             that another machine or a cluster runs.
         gpu: GPU of the engines; None for this machine's if it runs the configuration.
     """
-    found = Checked()
+    found = CheckResult()
     try:
         document = Document(path)
     except UnreadableError as exc:
@@ -51,7 +51,7 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     if not isinstance(document.content, Mapping):
         return found
     found.content = document.content
-    number, application = _ours(document.content)
+    number, application = _find_application(document.content)
     if application is None:
         return found
     where: tuple[str | int, ...] = ("applications", number, "args")
@@ -65,12 +65,12 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
         for sentence in check_engines(found.settings, on_this_machine=on_this_machine)
     ]
     found.mistakes += _exposure(document, found.settings)
-    card = gpu or (only_card() if on_this_machine else None)
-    found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, card)]
+    gpu = gpu or (single_gpu_name() if on_this_machine else None)
+    found.warnings += [document.mistake(where, sentence) for sentence in check_capacity(found.settings, gpu)]
     if on_this_machine:
         found.mistakes += _machine_mistakes(document, found.settings)
-        asked = (*_state(found.settings), *_tracing(found.settings))
-        found.mistakes += [document.mistake(where, sentence) for sentence in asked]
+        sentences = (*_state(found.settings), *_tracing(found.settings))
+        found.mistakes += [document.mistake(where, sentence) for sentence in sentences]
     return found
 
 
@@ -109,7 +109,7 @@ def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mis
         yield Mistake(sentence, document.line(path))
 
 
-def _ours(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
+def _find_application(content: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
     """Return the application with this project's import path, or the only one, which may extend it."""
     applications = content.get("applications")
     if isinstance(applications, list):

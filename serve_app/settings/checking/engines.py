@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from serve_app.engines.model.hardware import Gpu, ModelArchitecture, find_gpu, known_architecture, load_gpu
+from serve_app.engines.model.hardware import Gpu, ModelArchitecture, find_architecture, find_gpu, load_gpu
 from serve_app.engines.model.roofline import (
     EngineCapacity,
     EngineSetup,
     capacity,
-    context_that_fits,
-    enough_gpus,
+    max_context,
     memory_share,
-    usual_tokens,
+    min_tensor_parallel,
+    typical_tokens,
 )
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
@@ -44,18 +44,18 @@ _NOT_MODELLED = (
 )
 
 
-def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
+def engine_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
     """Return the model, GPUs and memory-related arguments of an engine; None if any of them is not known."""
     if any(engine.args.get(name) not in (None, False, 0, 1) for name in _NOT_MODELLED):
         return None
-    card = load_gpu(gpu)
+    figures = load_gpu(gpu)
     model = _model(engine)
-    tokens, sequences = _batch(gpu, card)
+    tokens, sequences = _batch(gpu, figures)
     share = engine.args.get("gpu_memory_utilization", _MEMORY_UTILIZATION)
     counts = {
-        "tensor_parallel": stated(engine, "tensor_parallel_size", 1),
-        "max_num_seqs": stated(engine, "max_num_seqs", sequences),
-        "max_num_batched_tokens": stated(engine, "max_num_batched_tokens", tokens),
+        "tensor_parallel": positive_argument(engine, "tensor_parallel_size", 1),
+        "max_num_seqs": positive_argument(engine, "max_num_seqs", sequences),
+        "max_num_batched_tokens": positive_argument(engine, "max_num_batched_tokens", tokens),
     }
     if model is None or not isinstance(share, float | int):
         return None
@@ -65,9 +65,9 @@ def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
     try:
         return EngineSetup(
             model=model,
-            gpu=card,
+            gpu=figures,
             gpu_memory_utilization=float(share),
-            kv_cache_memory_bytes=stated(engine, "kv_cache_memory_bytes", None),
+            kv_cache_memory_bytes=positive_argument(engine, "kv_cache_memory_bytes", None),
             **given,
         )
     except ValueError:
@@ -75,7 +75,7 @@ def known_setup(engine: VllmEngineSettings, gpu: str) -> EngineSetup | None:
         return None
 
 
-def stated(engine: VllmEngineSettings, name: str, default: int | None) -> int | None:
+def positive_argument(engine: VllmEngineSettings, name: str, default: int | None) -> int | None:
     """Return a positive integer argument or the default; None if vLLM chooses the value (`auto`, -1)."""
     value = engine.args.get(name, default)
     is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -83,7 +83,7 @@ def stated(engine: VllmEngineSettings, name: str, default: int | None) -> int | 
 
 
 def _model(engine: VllmEngineSettings) -> ModelArchitecture | None:
-    model = known_architecture(engine.model)
+    model = find_architecture(engine.model)
     if model is None:
         return None
     dtype, kv_dtype = str(engine.args.get("dtype", "auto")), str(engine.args.get("kv_cache_dtype", "auto"))
@@ -94,11 +94,11 @@ def _model(engine: VllmEngineSettings) -> ModelArchitecture | None:
     return replace(model, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
 
 
-def _batch(name: str, card: Gpu) -> tuple[int, int]:
+def _batch(name: str, gpu: Gpu) -> tuple[int, int]:
     """Return vLLM's default tokens and sequences of a batch for a GPU."""
-    if card.memory_gib >= _HUGE_GIB:
+    if gpu.memory_gib >= _HUGE_GIB:
         return _HUGE_BATCH
-    if card.memory_gib >= _LARGE_GIB and name != "a100":
+    if gpu.memory_gib >= _LARGE_GIB and name != "a100":
         return _LARGE_BATCH
     return _USUAL_BATCH
 
@@ -135,24 +135,24 @@ class _VllmPool:
     on: str
 
 
-def check_capacity(settings: AppSettings, card: str | None = None) -> Iterator[str]:
+def check_capacity(settings: AppSettings, gpu: str | None = None) -> Iterator[str]:
     """Yield a sentence for each limit that an engine cannot reach, starting with the setting's path.
 
     Args:
-        card: GPU of pools without `resources.accelerator_type`; None if not known.
+        gpu: GPU of pools without `resources.accelerator_type`; None if not known.
     """
     for number, model in enumerate(settings.models):
         for place, pool in enumerate(model.pools):
             if pool.engine.vllm is not None:
                 here = _Pool(where=f"models[{number}].pools[{place}]", settings=pool)
-                yield from _check_vllm(here, pool.resources.accelerator_type or card)
+                yield from _check_vllm(here, pool.resources.accelerator_type or gpu)
 
 
-def _check_vllm(pool: _Pool, card: str | None) -> Iterator[str]:
+def _check_vllm(pool: _Pool, gpu: str | None) -> Iterator[str]:
     engine = pool.settings.engine.vllm
     assert engine is not None, "see check_capacity"
-    name = find_gpu(card) if card is not None and pool.settings.resources.num_gpus else None
-    setup = known_setup(engine, name) if name is not None else None
+    name = find_gpu(gpu) if gpu is not None and pool.settings.resources.num_gpus else None
+    setup = engine_setup(engine, name) if name is not None else None
     if setup is None:
         return
     on = f"{setup.tensor_parallel} x {name}"
@@ -181,16 +181,16 @@ def _check_sharing(here: _VllmPool) -> Iterator[str]:
 def _check_context(here: _VllmPool) -> Iterator[str]:
     """Check that the KV cache holds the context. vLLM would reject it only minutes after the start."""
     setup, held = here.setup, here.held
-    wanted = stated(here.engine, "max_model_len", setup.model.longest_len)
+    wanted = positive_argument(here.engine, "max_model_len", setup.model.max_context_len)
     if wanted is None or wanted <= held.kv_tokens:
         return
     remedies = []
-    if (gpus := enough_gpus(setup, wanted)) is not None:
+    if (gpus := min_tensor_parallel(setup, wanted)) is not None:
         remedies.append(f"set tensor_parallel_size to {gpus}")
     halved = replace(setup, model=replace(setup.model, kv_bytes=_FP8_BYTES))
     if setup.model.kv_bytes > _FP8_BYTES and capacity(halved).kv_tokens >= wanted:
         remedies.append("set kv_cache_dtype to fp8")
-    remedies.append(f"or lower max_model_len to {context_that_fits(held)}")
+    remedies.append(f"or lower max_model_len to {max_context(held)}")
     yield (
         f"{here.pool.where}.engine.vllm.args.max_model_len: a context of {wanted:,} tokens exceeds the KV "
         f"cache of about {held.kv_tokens:,} tokens that {here.on} have besides the weights, so vLLM will not "
@@ -200,8 +200,8 @@ def _check_context(here: _VllmPool) -> Iterator[str]:
 
 def _check_sequences(here: _VllmPool) -> Iterator[str]:
     """Check `max_num_seqs` for sequences of typical length, which pools of longer ones receive by spill."""
-    wanted = stated(here.engine, "max_num_seqs", None)
-    usual = usual_tokens(at_most=stated(here.engine, "max_model_len", None))
+    wanted = positive_argument(here.engine, "max_num_seqs", None)
+    usual = typical_tokens(at_most=positive_argument(here.engine, "max_model_len", None))
     most = max(1, here.held.sequences(usual))
     if wanted is not None and wanted > most:
         yield (
@@ -249,7 +249,7 @@ def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
     first = Path(model).parts[0]
     looks_like_a_path = model.startswith(("/", ".", "~")) or len(Path(model).parts) != _HUB_STEPS
     if looks_like_a_path or Path(first).is_dir():
-        yield f"{where}.model: folder {model} does not exist in {Path.cwd()}{_beside(folder)}"
+        yield f"{where}.model: folder {model} does not exist in {Path.cwd()}{_sibling_folders(folder)}"
     elif _is_offline(engine) and not _is_cached(model):
         yield (
             f"{where}.model: {model} is not a folder, and HF_HUB_OFFLINE disables the model hub: "
@@ -257,7 +257,7 @@ def _check_model(where: str, engine: VllmEngineSettings) -> Iterator[str]:
         )
 
 
-def _beside(folder: Path) -> str:
+def _sibling_folders(folder: Path) -> str:
     parent = folder.parent
     if not parent.is_dir():
         return ""

@@ -61,7 +61,10 @@ def check_port(content: Mapping[str, Any]) -> Iterator[Found]:
         if is_taken(exc):
             yield (
                 where,
-                f"http_options.port {port} is in use{holder(port)}: stop that program or choose another port",
+                (
+                    f"http_options.port {port} is in use{listening_process(port)}: stop that program or "
+                    "choose another port"
+                ),
             )
         else:
             yield ("http_options", "host"), f"cannot listen on http_options.host {host!r}: {exc.strerror}"
@@ -72,7 +75,7 @@ def is_taken(error: OSError) -> bool:
     return error.errno in {98, 48}  # EADDRINUSE of Linux and of macOS
 
 
-def holder(port: int) -> str:
+def listening_process(port: int) -> str:
     """Return the process that listens on a port as the end of a sentence; empty if none or not permitted."""
     try:
         for connection in psutil.net_connections("tcp"):
@@ -86,30 +89,30 @@ def holder(port: int) -> str:
 
 def _check_cpus(settings: AppSettings) -> Iterator[Found]:
     there = os.cpu_count() or 1
-    asked = settings.gateways.first_replicas * settings.gateways.num_cpus
-    asked += _CPUS_PER_MODEL * len(settings.models)
-    asked += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
-    if asked > there + 1e-9:
+    needed = settings.gateways.first_replicas * settings.gateways.num_cpus
+    needed += _CPUS_PER_MODEL * len(settings.models)
+    needed += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
+    if needed > there + 1e-9:
         yield (
             ("applications",),
             (
-                f"the deployments reserve {asked:g} CPU cores, but this machine has {there}: lower num_cpus "
+                f"the deployments reserve {needed:g} CPU cores, but this machine has {there}: lower num_cpus "
                 "of pools (resources.num_cpus) or gateways; it reserves cores but enforces no limit"
             ),
         )
 
 
 def _check_gpus(settings: AppSettings) -> Iterator[Found]:
-    asked = sum(pool.gpus_of_a_replica * _replicas(pool) for _, pool in _pools(settings))
-    if not asked:
+    needed = sum(pool.gpus_per_replica * _replicas(pool) for _, pool in _pools(settings))
+    if not needed:
         return
     there = gpu_names()
-    if asked > len(there) + 1e-9:
-        first = next(where for where, pool in _pools(settings) if pool.gpus_of_a_replica)
+    if needed > len(there) + 1e-9:
+        first = next(where for where, pool in _pools(settings) if pool.gpus_per_replica)
         yield (
             (*first, "resources", "num_gpus"),
             (
-                f"the pools need {asked:g} GPUs, but this machine has {len(there) or 'none'}: use fewer "
+                f"the pools need {needed:g} GPUs, but this machine has {len(there) or 'none'}: use fewer "
                 "replicas, fractions of num_gpus, or a cluster (`--address`)"
             ),
         )
@@ -142,10 +145,10 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
 
 
-def only_card() -> str | None:
+def single_gpu_name() -> str | None:
     """Return the name of this machine's GPUs; None if there are none or different ones."""
-    cards = set(gpu_names())
-    return cards.pop() if len(cards) == 1 else None
+    names = set(gpu_names())
+    return names.pop() if len(names) == 1 else None
 
 
 def _check_memory(settings: AppSettings) -> Iterator[Found]:

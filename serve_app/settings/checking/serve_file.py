@@ -60,17 +60,17 @@ class Document:
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UnreadableError(Mistake(f"file not found{_others(path)}")) from None
+            raise UnreadableError(Mistake(f"file not found{_other_files(path)}")) from None
         except (OSError, UnicodeDecodeError) as exc:
             raise UnreadableError(Mistake(f"cannot be read: {exc}")) from exc
         try:
             self._root = yaml.compose(text, Loader=yaml.SafeLoader)
             self.content: Any = yaml.safe_load(text)
         except yaml.MarkedYAMLError as exc:
-            raise UnreadableError(_slip(exc)) from exc
+            raise UnreadableError(_syntax_error(exc)) from exc
         except yaml.YAMLError as exc:
             raise UnreadableError(Mistake(f"is not valid YAML: {exc}")) from exc
-        self.mistakes = [] if self._root is None else list(_twice(self._root, set()))
+        self.mistakes = [] if self._root is None else list(_duplicate_keys(self._root, set()))
 
     def line(self, steps: tuple[Step, ...]) -> int | None:
         """Return the line of the value under these keys, or of the innermost existing one."""
@@ -87,14 +87,14 @@ class Document:
         return Mistake(sentence, self.line((*before, *_steps(sentence))))
 
 
-def _others(path: Path) -> str:
+def _other_files(path: Path) -> str:
     """Return the configurations in the folder of a missing one."""
     folder = path.parent
     beside = sorted(each.name for each in folder.glob("*.y*ml")) if folder.is_dir() else []
     return f": {folder} has {', '.join(beside)}" if beside else ""
 
 
-def _slip(error: yaml.MarkedYAMLError) -> Mistake:
+def _syntax_error(error: yaml.MarkedYAMLError) -> Mistake:
     mark = error.problem_mark or error.context_mark
     what = error.problem or error.context or "syntax error"
     advice = ""
@@ -126,7 +126,7 @@ def _below(node: yaml.Node | None, step: Step) -> tuple[yaml.Node, int] | None:
     return None
 
 
-def _twice(node: yaml.Node, anchored: set[int]) -> Iterator[Mistake]:
+def _duplicate_keys(node: yaml.Node, anchored: set[int]) -> Iterator[Mistake]:
     if id(node) in anchored:
         return
     anchored.add(id(node))
@@ -140,10 +140,10 @@ def _twice(node: yaml.Node, anchored: set[int]) -> Iterator[Mistake]:
                     line,
                 )
             seen[key.value] = line
-            yield from _twice(value, anchored)
+            yield from _duplicate_keys(value, anchored)
     elif isinstance(node, yaml.SequenceNode):
         for each in node.value:
-            yield from _twice(each, anchored)
+            yield from _duplicate_keys(each, anchored)
 
 
 # -- keys of a Ray Serve configuration around `args` ---------------------------------------------------------

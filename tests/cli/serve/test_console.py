@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from serve_app.cli.serve.messages import Progress
-from serve_app.cli.serve.terminal import Console, WayIn
+from serve_app.cli.serve.terminal import ConnectionInfo, Console
 
-WAY_IN = WayIn(
+INFO = ConnectionInfo(
     url="http://127.0.0.1:8000",
     listens="http://0.0.0.0:8000",
     models=("demo", "alias"),
@@ -34,7 +34,7 @@ def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().ready(WAY_IN)
+    Console().ready(INFO)
     told = capsys.readouterr().err
     assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in told
     assert "models     demo, alias" in told

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.cli.serve.environment import instance_folder
-from serve_app.cli.serve.instance import publish, running_instances, withdraw
+from serve_app.cli.serve.instance import register, running_instances, unregister
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def published(port: int) -> Path:
     folder = instance_folder(port)
     folder.mkdir(parents=True)
-    publish(f"http://127.0.0.1:{port}", Path("config.yaml"), folder)
+    register(f"http://127.0.0.1:{port}", Path("config.yaml"), folder)
     return folder
 
 
@@ -26,7 +26,7 @@ def test_a_running_application_is_found_until_it_withdraws() -> None:
     folder = published(8000)
     (found,) = running_instances()
     assert (found.url, found.pid, found.folder) == ("http://127.0.0.1:8000", os.getpid(), str(folder))
-    withdraw(folder)
+    unregister(folder)
     assert list(running_instances()) == []
 
 

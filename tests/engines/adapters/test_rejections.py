@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.adapters.rejections import is_too_long, stated_context
+from serve_app.engines.adapters.rejections import is_too_long, reported_context_limit
 from serve_app.serving.gateway.answer.engine_answer import TooLongError, failure_of
 from tests.engines.adapters.recorded_rejections import REJECTIONS
 
@@ -16,7 +16,7 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
     failure = failure_of(status, [], json.dumps(body).encode())
     assert isinstance(failure, TooLongError)
     assert failure.failure is DispatchFailure.TOO_LONG
-    assert stated_context(str(failure)) == limit
+    assert reported_context_limit(str(failure)) == limit
     # The client receives the engine's own message.
     said = body.get("error", body)
     assert failure.message == (said if isinstance(said, str) else said["message"])
@@ -33,14 +33,17 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
 )
 def test_other_rejections_are_not_taken_for_it(message: str) -> None:
     assert not is_too_long(message)
-    assert stated_context(message) is None
+    assert reported_context_limit(message) is None
     for status in (400, 422):
         assert failure_of(status, [], json.dumps({"error": {"message": message}}).encode()) is None
 
 
 def test_numbers_may_be_written_with_commas() -> None:
-    assert stated_context("the maximum context length is 131,072 tokens, you asked for 200,000") == 131_072
+    assert (
+        reported_context_limit("the maximum context length is 131,072 tokens, you asked for 200,000")
+        == 131_072
+    )
 
 
 def test_a_limit_of_nothing_is_none() -> None:
-    assert stated_context("exceeds the available context size (0 tokens)") is None
+    assert reported_context_limit("exceeds the available context size (0 tokens)") is None

@@ -7,14 +7,14 @@ import pytest
 
 from roofline_profiles import engine_setup
 from serve_app.engines.model.roofline import (
-    USUAL_TOKENS,
+    TYPICAL_TOKENS,
     EngineSetup,
     capacity,
-    context_that_fits,
-    enough_gpus,
     kv_tokens,
+    max_context,
     memory_share,
-    usual_tokens,
+    min_tensor_parallel,
+    typical_tokens,
 )
 from serve_app.errors import SettingsError
 from serve_app.lab.workloads.catalog import RECIPES
@@ -32,17 +32,17 @@ def totals(workload: str) -> np.ndarray:
 def test_a_70b_model_on_two_cards_of_80_gb_holds_no_long_context_and_on_four_it_does() -> None:
     held = capacity(large())
     assert 25_000 < held.kv_tokens < 35_000
-    assert context_that_fits(held) <= held.kv_tokens < context_that_fits(held) + 1_024
+    assert max_context(held) <= held.kv_tokens < max_context(held) + 1_024
     assert capacity(large(4)).kv_tokens > 400_000
-    assert enough_gpus(large(), 131_072) == 4
-    assert enough_gpus(large(), 10**9) is None
+    assert min_tensor_parallel(large(), 131_072) == 4
+    assert min_tensor_parallel(large(), 10**9) is None
 
 
 def test_gpus_that_cannot_divide_the_heads_are_not_proposed() -> None:
     setup = large()
-    odd = replace(setup, model=replace(setup.model, heads=6, kv_heads=6, longest_len=131_072))
-    assert enough_gpus(replace(odd, tensor_parallel=1), 10**9) is None
-    assert enough_gpus(replace(odd, tensor_parallel=1), 1_024) == 2
+    odd = replace(setup, model=replace(setup.model, heads=6, kv_heads=6, max_context_len=131_072))
+    assert min_tensor_parallel(replace(odd, tensor_parallel=1), 10**9) is None
+    assert min_tensor_parallel(replace(odd, tensor_parallel=1), 1_024) == 2
 
 
 def test_sequences_share_the_cache() -> None:
@@ -73,6 +73,6 @@ def test_a_cache_that_is_given_in_bytes_needs_its_room_beside_the_weights() -> N
 
 def test_the_usual_length_is_that_of_azures_conversations() -> None:
     found = totals("azure-conv")
-    assert np.mean(found[found <= 8_192]) == pytest.approx(USUAL_TOKENS, rel=0.05)
-    assert usual_tokens() == USUAL_TOKENS
-    assert usual_tokens(at_most=512) == 512
+    assert np.mean(found[found <= 8_192]) == pytest.approx(TYPICAL_TOKENS, rel=0.05)
+    assert typical_tokens() == TYPICAL_TOKENS
+    assert typical_tokens(at_most=512) == 512

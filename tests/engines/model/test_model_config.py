@@ -9,10 +9,10 @@ import pytest
 
 from serve_app.engines.model.hardware import (
     architecture_of,
+    find_architecture,
     find_gpu,
     find_model,
     gpu_names,
-    known_architecture,
     load_model,
 )
 
@@ -85,20 +85,20 @@ def test_nor_of_a_mixture_whose_layers_differ(changes: dict[str, Any]) -> None:
 
 def test_a_folder_speaks_for_itself_and_its_name_counts_where_it_is_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "Llama-3.3-70B-Instruct"
-    assert known_architecture(str(folder)) == load_model("llama3-70b")
+    assert find_architecture(str(folder)) == load_model("llama3-70b")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    found = known_architecture(str(folder))
+    found = find_architecture(str(folder))
     assert found is not None
     assert found.layers == 32
     (folder / "config.json").write_text("{")
-    assert known_architecture(str(folder)) is None
+    assert find_architecture(str(folder)) is None
 
 
 def test_a_quantised_relative_is_not_taken_for_a_known_model() -> None:
-    assert known_architecture("meta-llama/Llama-3.1-8B-Instruct") == find_model("Llama-3.1-8B-Instruct")
+    assert find_architecture("meta-llama/Llama-3.1-8B-Instruct") == find_model("Llama-3.1-8B-Instruct")
     assert find_model("Llama-3.1-8B-Instruct") == load_model("llama31-8b")
-    assert known_architecture("someone/Llama-3.3-70B-Instruct-AWQ") is None
+    assert find_architecture("someone/Llama-3.3-70B-Instruct-AWQ") is None
 
 
 def test_cards_are_found_by_the_names_of_their_driver_and_of_ray() -> None:

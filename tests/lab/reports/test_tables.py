@@ -1,7 +1,7 @@
 import pytest
 
 from serve_app.cli import main
-from serve_app.lab.reports.tables import turned_table
+from serve_app.lab.reports.tables import transposed_table
 from tests.terminal import shown_on_terminal
 
 HEAD = ("policy", "n", "short TTFT mean s", "goodput /s")
@@ -14,13 +14,13 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_a_turned_table_has_the_same_cells_with_a_column_for_each_line() -> None:
-    turned = cells(turned_table(HEAD, LINES, 60))
+    turned = cells(transposed_table(HEAD, LINES, 60))
     del turned[1]
     assert list(zip(*turned, strict=True)) == [HEAD, *LINES]
 
 
 def test_lines_that_do_not_fit_beside_each_other_follow_in_a_table_of_their_own() -> None:
-    text = turned_table(HEAD, LINES, 38)
+    text = transposed_table(HEAD, LINES, 38)
     assert max(map(len, text.splitlines())) <= 38
     first, second = text.split("\n\n")
     assert ("fcfs" in first, "ewsjf" in first) == (True, False)
@@ -30,7 +30,7 @@ def test_lines_that_do_not_fit_beside_each_other_follow_in_a_table_of_their_own(
 
 def test_long_text_is_folded_and_whole() -> None:
     settings = "llama2-70b max_num_seqs=512 max_num_batched_tokens=2048"
-    text = turned_table(("fleet", "settings"), [("pools", settings)], 50)
+    text = transposed_table(("fleet", "settings"), [("pools", settings)], 50)
     assert max(map(len, text.splitlines())) <= 50
     _, _, *rows = cells(text)
     assert len(rows) > 1

@@ -16,7 +16,7 @@ import pytest
 
 from serve_app.core.events import DispatchFailure
 from serve_app.engines.adapters import EngineServer, PageAnswer, identify
-from serve_app.engines.adapters.rejections import stated_context
+from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from tests.engines.servers import free_port
 from tests.serving.channel.harness import until
@@ -126,7 +126,7 @@ async def test_its_rejection_is_understood_and_states_its_context(stream: bool) 
     failure = failure_of(rejected.status_code, [], rejected.content)
     assert failure is not None, rejected.text
     assert failure.failure is DispatchFailure.TOO_LONG
-    assert stated_context(str(failure)) == CONTEXT
+    assert reported_context_limit(str(failure)) == CONTEXT
 
 
 async def test_the_gateway_serves_it_and_rejects_what_it_would() -> None:

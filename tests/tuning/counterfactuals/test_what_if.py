@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.cli.explain import told_what_if
+from serve_app.cli.explain import format_what_if
 from serve_app.errors import Outcome
 from serve_app.tuning.counterfactuals.recording import (
     Recording,
@@ -94,7 +94,7 @@ def test_the_same_recording_gives_the_same_result() -> None:
 
 def test_a_person_reads_a_table_and_what_would_have_helped_most() -> None:
     result = what_if(disturbed(recorded()))
-    lines = list(told_what_if(result))
+    lines = list(format_what_if(result))
 
     text = "\n".join(lines)
     assert "as interactive" in text
@@ -113,7 +113,7 @@ def test_a_wait_that_the_replay_does_not_have_is_said_to_be_so() -> None:
     result = what_if(replace(recording, requests=requests))
 
     assert not result["replay"]["reproduces"]
-    assert "does not reproduce this wait" in "\n".join(told_what_if(result))
+    assert "does not reproduce this wait" in "\n".join(format_what_if(result))
     for row in result["changes"]:
         assert row["wait"]["high_ms"] - row["wait"]["ms"] >= 19_000.0
 

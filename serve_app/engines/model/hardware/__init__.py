@@ -46,7 +46,7 @@ class Gpu:
         step_s: seconds of a step outside the layers: scheduling, sampling, copies to the host.
         sequence_s: seconds of the host for each sequence of a step.
         evidence: what was measured on this GPU, and the error of the roofline.
-        known_as: names used by NVIDIA's driver and Ray's `accelerator_type`.
+        aliases: names used by NVIDIA's driver and Ray's `accelerator_type`.
     """
 
     memory_gib: Annotated[float, POSITIVE]
@@ -62,7 +62,7 @@ class Gpu:
     step_s: Annotated[float, POSITIVE]
     sequence_s: Annotated[float, POSITIVE]
     evidence: str
-    known_as: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @settings
@@ -77,12 +77,12 @@ class ModelArchitecture:
         experts_per_token: experts that each token is routed to.
         vocabulary: rows of the embedding.
         tied_embeddings: whether the output layer is the embedding.
-        longest_len: longest context of a profile, in tokens.
+        max_context_len: longest context of a profile, in tokens.
         published_parameters: parameter count of the model card, to compare with `parameters`; None if
             unknown.
         published_active_parameters: parameters that one token uses; None for a dense model.
         published_as: names on the model hub, without the owner, of models with exactly this architecture and
-            `longest_len`.
+            `max_context_len`.
         kv_bytes: bytes per number in the KV cache.
     """
 
@@ -93,7 +93,7 @@ class ModelArchitecture:
     head_dim: int
     intermediate: int
     vocabulary: int
-    longest_len: int
+    max_context_len: int
     experts: int = 1
     experts_per_token: int = 1
     tied_embeddings: bool = False
@@ -186,9 +186,9 @@ def load_model(name: str) -> ModelArchitecture:
 
 
 def find_gpu(card: str) -> str | None:
-    """Return the name of a GPU, given that name or one in `Gpu.known_as`; None if it is not known."""
+    """Return the name of a GPU, given that name or one in `Gpu.aliases`; None if it is not known."""
     for name, gpu in _gpus().items():
-        if card.lower() in {name, *(each.lower() for each in gpu.known_as)}:
+        if card.lower() in {name, *(each.lower() for each in gpu.aliases)}:
             return name
     return None
 
@@ -225,7 +225,7 @@ _UNDERSTOOD = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
 _WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
 
 
-def known_architecture(model: str) -> ModelArchitecture | None:
+def find_architecture(model: str) -> ModelArchitecture | None:
     """Return the architecture of a model by its folder or its name on the hub; None if not known."""
     folder = Path(model).expanduser()
     try:
@@ -258,7 +258,7 @@ def architecture_of(config: Mapping[str, Any]) -> ModelArchitecture | None:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             vocabulary=int(config["vocab_size"]),
-            longest_len=int(config["max_position_embeddings"]),
+            max_context_len=int(config["max_position_embeddings"]),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             weight_bytes=weight_bytes,
             kv_bytes=weight_bytes,
