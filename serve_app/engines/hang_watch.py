@@ -7,7 +7,7 @@ process and continues to report the load of the last step.
 from collections.abc import Hashable
 
 # Limit on the time that one check adds: after a longer gap, the observer itself was busy or suspended.
-_LONGEST_GAP_S = 5.0
+_MAX_GAP_S = 5.0
 
 
 class HangWatch:
@@ -15,13 +15,13 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._progress: Hashable = None
-        self._looked_at = float("-inf")
+        self._checked_at = float("-inf")
         self._stalled_s = 0.0
 
     def __repr__(self) -> str:
         return f"<HangWatch stalled_s={self._stalled_s:.1f}>"
 
-    def note(self, progress: Hashable, *, busy: bool, now: float) -> float:
+    def update(self, progress: Hashable, *, busy: bool, now: float) -> float:
         """Record the state of the engine and return for how many seconds it has stalled.
 
         Call this a few times per second.
@@ -30,8 +30,8 @@ class HangWatch:
             progress: a value that changes with each step of the engine.
         """
         if busy and progress == self._progress:
-            self._stalled_s += min(now - self._looked_at, _LONGEST_GAP_S)
+            self._stalled_s += min(now - self._checked_at, _MAX_GAP_S)
         else:
             self._progress, self._stalled_s = progress, 0.0
-        self._looked_at = now
+        self._checked_at = now
         return self._stalled_s

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from serve_app.cli.http_client import ConnectionFailedError, request
-from serve_app.engines.adapters import PageAnswer, identify
+from serve_app.engines.adapters import PageResponse, identify
 from serve_app.engines.model.hardware import find_gpu
 from serve_app.engines.model.roofline import capacity, max_context, typical_tokens
 from serve_app.engines.vllm.engine import VllmEngineSettings
@@ -177,7 +177,7 @@ def _ask(given: str, api_key: str | None) -> Server:
         )
     url = given.rstrip("/").removesuffix("/v1")
 
-    async def get(path: str) -> PageAnswer:
+    async def get(path: str) -> PageResponse:
         return _page(f"{url}{path}", api_key)
 
     try:
@@ -196,14 +196,14 @@ def _ask(given: str, api_key: str | None) -> Server:
     return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
 
 
-def _page(url: str, api_key: str | None) -> PageAnswer:
+def _page(url: str, api_key: str | None) -> PageResponse:
     try:
         answer = request(url, api_key)
     except ConnectionFailedError as exc:
         raise ServeAppError(f"{url} does not respond: {exc}") from exc
     if answer.is_denied:
         raise ServeAppError(f"{url} returned {answer}: give the variable with its key with --api-key-env")
-    return PageAnswer(200 if answer.is_success else answer.status, answer.body, {})
+    return PageResponse(200 if answer.is_success else answer.status, answer.body, {})
 
 
 # -- pools of vLLM engines on this machine's GPUs ------------------------------------------------------------

@@ -14,8 +14,16 @@ from serve_app.engines.adapters.server import (
     EngineServer,
     Get,
     ModelListing,
-    PageAnswer,
-    StatedLimits,
+    PageResponse,
+    ReportedLimits,
 )
 
-__all__ = ["EngineReading", "EngineServer", "Get", "ModelListing", "PageAnswer", "StatedLimits", "identify"]
+__all__ = [
+    "EngineReading",
+    "EngineServer",
+    "Get",
+    "ModelListing",
+    "PageResponse",
+    "ReportedLimits",
+    "identify",
+]

@@ -11,10 +11,10 @@ from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
-    StatedLimits,
-    missing,
-    reads_nothing,
-    whole,
+    ReportedLimits,
+    limitations_of,
+    parse_nothing,
+    positive_int,
 )
 from serve_app.errors import EngineError
 
@@ -61,16 +61,16 @@ async def describe(pages: ControlPages) -> EngineServer:
     props = await pages.json("/props")
     path, reader = await _load_page(pages)
     reading = reader(await pages.text(path)) if path else EngineReading()
-    limits = StatedLimits(
+    limits = ReportedLimits(
         max_model_len=await _context(pages),
-        max_num_seqs=whole(props.get("total_slots")) or reading.max_num_seqs,
+        max_num_seqs=positive_int(props.get("total_slots")) or reading.max_num_seqs,
     )
     return EngineServer(
         kind="llama.cpp",
-        version=await pages.stated("/props", "build_info"),
+        version=await pages.string_field("/props", "build_info"),
         models=await pages.models(),
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path=path,
         reader=reader,
     )
@@ -81,15 +81,15 @@ async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes],
         return "/metrics", read_metrics
     if _BUSY in (slots := await pages.text(_SLOTS)) or _FREE in slots:
         return _SLOTS, read_slots
-    return None, reads_nothing
+    return None, parse_nothing
 
 
 async def _context(pages: ControlPages) -> int | None:
     """Return the context limit of one slot in tokens."""
     settings = (await pages.json("/props")).get("default_generation_settings")
-    stated = whole(settings.get("n_ctx")) if isinstance(settings, dict) else None
-    if stated is not None:
-        return stated
+    context = positive_int(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    if context is not None:
+        return context
     metas = [entry.get("meta") for entry in await pages.raw_models()]
-    listed = [whole(meta.get("n_ctx")) for meta in metas if isinstance(meta, dict)]
+    listed = [positive_int(meta.get("n_ctx")) for meta in metas if isinstance(meta, dict)]
     return min((each for each in listed if each is not None), default=None)

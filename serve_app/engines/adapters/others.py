@@ -5,10 +5,10 @@ from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
-    StatedLimits,
+    ReportedLimits,
+    limitations_of,
     listed_context,
-    missing,
-    whole,
+    positive_int,
 )
 
 TGI_PREFIX = b"tgi_"
@@ -36,20 +36,20 @@ async def is_tgi(pages: ControlPages) -> bool:
 async def describe_tgi(pages: ControlPages) -> EngineServer:
     """Describe a TGI server. The context limit is that of `/info`, since its model list has none."""
     info = await pages.json("/info")
-    limits = StatedLimits(
-        max_model_len=whole(info.get("max_total_tokens")),
+    limits = ReportedLimits(
+        max_model_len=positive_int(info.get("max_total_tokens")),
         # Reported before 3.0 only. `max_concurrent_requests` of `/info` limits connections, not the batch.
-        kv_tokens=whole(info.get("max_batch_total_tokens")),
-        max_num_seqs=whole(info.get("max_batch_size")),
+        kv_tokens=positive_int(info.get("max_batch_total_tokens")),
+        max_num_seqs=positive_int(info.get("max_batch_size")),
     )
     answer = await pages.answer("/metrics")
     reading = read_tgi(answer.body) if answer.status == 200 else EngineReading()
     return EngineServer(
         kind="TGI",
-        version=await pages.stated("/info", "version"),
+        version=await pages.string_field("/info", "version"),
         models=await pages.models(),
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path="/metrics" if answer.status == 200 else None,
         reader=read_tgi,
     )
@@ -57,7 +57,7 @@ async def describe_tgi(pages: ControlPages) -> EngineServer:
 
 async def is_ollama(pages: ControlPages) -> bool:
     """Return whether the server has Ollama's API. Other servers may report the same model owner."""
-    return await pages.stated(_OLLAMA_VERSION, "version") is not None
+    return await pages.string_field(_OLLAMA_VERSION, "version") is not None
 
 
 async def describe_ollama(pages: ControlPages) -> EngineServer:
@@ -66,18 +66,18 @@ async def describe_ollama(pages: ControlPages) -> EngineServer:
     Ollama truncates prompts that exceed the context instead of rejecting them.
     """
     loaded = (await pages.json("/api/ps")).get("models")
-    stated = [
-        whole(model.get("context_length"))
+    contexts = [
+        positive_int(model.get("context_length"))
         for model in (loaded if isinstance(loaded, list) else ())
         if isinstance(model, dict)
     ]
-    limits = StatedLimits(max_model_len=min((each for each in stated if each is not None), default=None))
+    limits = ReportedLimits(max_model_len=min((each for each in contexts if each is not None), default=None))
     return EngineServer(
         kind="Ollama",
-        version=await pages.stated(_OLLAMA_VERSION, "version"),
+        version=await pages.string_field(_OLLAMA_VERSION, "version"),
         models=await pages.models(),
         limits=limits,
-        lacks=missing(limits, EngineReading()),
+        limitations=limitations_of(limits, EngineReading()),
         health_path=_OLLAMA_VERSION,
     )
 
@@ -86,11 +86,11 @@ async def describe_unknown(pages: ControlPages) -> EngineServer:
     """Describe a server by its model list only."""
     listings = await pages.models()
     # Some servers list a context limit like vLLM does.
-    limits = StatedLimits(max_model_len=listed_context(listings))
+    limits = ReportedLimits(max_model_len=listed_context(listings))
     return EngineServer(
         kind="OpenAI-compatible",
         models=listings,
         limits=limits,
-        lacks=missing(limits, EngineReading()),
+        limitations=limitations_of(limits, EngineReading()),
         health_path="/v1/models",
     )

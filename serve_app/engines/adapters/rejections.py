@@ -20,7 +20,7 @@ TYPE_OF_LLAMA_CPP = "exceed_context_size_error"
 
 _COUNT = r"(\d{1,3}(?:,\d{3})+|\d+)"
 # Each alternative captures the limit in one group.
-_STATED = re.compile(
+_WITH_LIMIT = re.compile(
     "|".join(
         (
             rf"maximum context length(?: is| of)? \(?{_COUNT}",
@@ -39,7 +39,7 @@ _STATED = re.compile(
     )
 )
 # Errors that do not state the limit, or may state it elsewhere in a future release.
-_UNSTATED = re.compile(
+_WITHOUT_LIMIT = re.compile(
     r"maximum context length|longer than the maximum model length"
     r"|cannot be greater than `?max_(?:model_len|total_tokens)"
     r"|longer than the model's context length"
@@ -50,13 +50,13 @@ _UNSTATED = re.compile(
 
 def is_too_long(message: str) -> bool:
     """Return whether an engine's error message says that the request exceeds its context limit."""
-    return _UNSTATED.search(message) is not None or _STATED.search(message) is not None
+    return _WITHOUT_LIMIT.search(message) is not None or _WITH_LIMIT.search(message) is not None
 
 
 def reported_context_limit(message: str) -> int | None:
     """Return the context limit in such an error message, in tokens, or None if it has none."""
-    match = _STATED.search(message)
+    match = _WITH_LIMIT.search(message)
     if match is None:
         return None
-    stated = next(int(group.replace(",", "")) for group in match.groups() if group is not None)
-    return stated or None
+    limit = next(int(group.replace(",", "")) for group in match.groups() if group is not None)
+    return limit or None

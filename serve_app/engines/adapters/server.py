@@ -9,7 +9,7 @@ from serve_app.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class PageAnswer:
+class PageResponse:
     """Response to a request for a control page. Header names are in lower case."""
 
     status: int
@@ -20,7 +20,7 @@ class PageAnswer:
 _MODELS = "/v1/models"
 
 # Fetches a path such as `/v1/models`. Raises `EngineError` if the server does not answer.
-Get = Callable[[str], Awaitable[PageAnswer]]
+Get = Callable[[str], Awaitable[PageResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ModelListing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatedLimits:
+class ReportedLimits:
     """Limits that a server reports; None for each that it does not.
 
     Attributes:
@@ -87,7 +87,7 @@ class StatedLimits:
     max_num_seqs: int | None = None
 
 
-def reads_nothing(_page: bytes) -> EngineReading:
+def parse_nothing(_page: bytes) -> EngineReading:
     """Return an empty reading, for servers that expose no load metrics."""
     return EngineReading()
 
@@ -100,7 +100,7 @@ class EngineServer:
         kind: the software, such as `vLLM`.
         version: the software's version; None if not reported.
         models: names that the server serves, base models before LoRA adapters.
-        lacks: what the server does not expose, and what is used instead, in plain words.
+        limitations: what the server does not expose, and what is used instead, in plain words.
         metrics_path: page with the load; None if there is none.
         health_path: page that returns 200 while the server can serve requests.
         reader: parser of that page; call `read` instead.
@@ -110,11 +110,11 @@ class EngineServer:
     kind: str
     version: str | None = None
     models: tuple[ModelListing, ...] = ()
-    limits: StatedLimits = StatedLimits()
-    lacks: tuple[str, ...] = ()
+    limits: ReportedLimits = ReportedLimits()
+    limitations: tuple[str, ...] = ()
     metrics_path: str | None = None
     health_path: str = "/health"
-    reader: Callable[[bytes], EngineReading] = reads_nothing
+    reader: Callable[[bytes], EngineReading] = parse_nothing
     names_responses: bool = False
 
     def read(self, page: bytes) -> EngineReading:
@@ -130,7 +130,7 @@ class EngineServer:
         return f"<EngineServer {self.kind} {self.version or '?'} serves {names or 'nothing'}>"
 
 
-_INSTEAD = {
+_LIMITATIONS = {
     "waiting": "queue length: concurrency is limited by latency instead (AIMD)",
     "running": "batch size: in-flight requests are counted instead",
     "kv_usage_ratio": "KV usage: the expected tokens of in-flight requests are counted instead",
@@ -141,29 +141,29 @@ _INSTEAD = {
 }
 
 
-def missing(limits: StatedLimits, reading: EngineReading) -> tuple[str, ...]:
+def limitations_of(limits: ReportedLimits, reading: EngineReading) -> tuple[str, ...]:
     """Describe in plain words what neither the limits nor a reading of the load contain."""
-    told = {
+    reported = {
         field.name
         for source in (limits, reading)
         for field in fields(source)
         if getattr(source, field.name) is not None
     }
-    return tuple(words for name, words in _INSTEAD.items() if name not in told)
+    return tuple(words for name, words in _LIMITATIONS.items() if name not in reported)
 
 
 def listed_context(listings: Iterable[ModelListing]) -> int | None:
     """Return the smallest context limit in a model list. The models share one engine."""
-    stated = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
-    return min(stated, default=None)
+    limits = [listing.max_model_len for listing in listings if listing.max_model_len is not None]
+    return min(limits, default=None)
 
 
-def whole(value: object) -> int | None:
+def positive_int(value: object) -> int | None:
     """Return `value` if it is a positive integer, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def rejected(path: str, answer: PageAnswer) -> EngineError:
+def http_error(path: str, answer: PageResponse) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
         return EngineError(f"{path} returned {answer.status}: give the server's key as api_key")
@@ -178,12 +178,12 @@ class ControlPages:
 
     def __init__(self, get: Get) -> None:
         self._get = get
-        self._answers: dict[str, PageAnswer] = {}
+        self._answers: dict[str, PageResponse] = {}
 
     def __repr__(self) -> str:
         return f"<ControlPages {list(self._answers)}>"
 
-    async def answer(self, path: str) -> PageAnswer:
+    async def answer(self, path: str) -> PageResponse:
         """Return the response for a path, whatever its status.
 
         Raises:
@@ -192,7 +192,7 @@ class ControlPages:
         if path not in self._answers:
             answer = await self._get(path)
             if answer.status in (401, 403):
-                raise rejected(path, answer)
+                raise http_error(path, answer)
             self._answers[path] = answer
         return self._answers[path]
 
@@ -206,7 +206,7 @@ class ControlPages:
         found = _parsed(await self.text(path))
         return found if isinstance(found, dict) else {}
 
-    async def stated(self, path: str, name: str) -> str | None:
+    async def string_field(self, path: str, name: str) -> str | None:
         """Return one string of the JSON object on a page, such as a version, or None."""
         value = (await self.json(path)).get(name)
         return value if isinstance(value, str) and value else None
@@ -219,7 +219,7 @@ class ControlPages:
         """
         answer = await self.answer(_MODELS)
         if answer.status != 200:
-            raise rejected(_MODELS, answer)
+            raise http_error(_MODELS, answer)
         found = _parsed(answer.body)
         entries = found.get("data") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not all(_has_id(entry) for entry in entries):
@@ -237,7 +237,7 @@ class ControlPages:
             ModelListing(
                 model=name,
                 base=parent if isinstance(parent := entry.get("parent"), str) else None,
-                max_model_len=whole(entry.get("max_model_len")),
+                max_model_len=positive_int(entry.get("max_model_len")),
             )
             for entry in await self.raw_models()
             for name in _names(entry)

@@ -14,11 +14,11 @@ from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
-    StatedLimits,
+    ReportedLimits,
+    limitations_of,
     listed_context,
-    missing,
-    reads_nothing,
-    whole,
+    parse_nothing,
+    positive_int,
 )
 from serve_app.errors import EngineError
 
@@ -71,7 +71,7 @@ def read_loads(page: bytes) -> EngineReading:
         waiting = sum(load["num_waiting_reqs"] for load in loads)
         running = sum(_running(load) for load in loads)
         usage = [float(load["token_usage"]) for load in loads if "token_usage" in load]
-        capacity = sum(whole(load.get("max_total_num_tokens")) or 0 for load in loads)
+        capacity = sum(positive_int(load.get("max_total_num_tokens")) or 0 for load in loads)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise EngineError(f"cannot parse SGLang's page of loads: {page[:200]!r}") from exc
     if not loads:
@@ -97,7 +97,7 @@ async def describe(pages: ControlPages) -> EngineServer:
         version=version if isinstance(version, str) else None,
         models=listings,
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path=path,
         reader=reader,
     )
@@ -111,7 +111,7 @@ async def _load_page(pages: ControlPages) -> tuple[str | None, Callable[[bytes],
     for path in _LOAD_PAGES:
         if await pages.text(path):
             return path, read_loads
-    return None, reads_nothing
+    return None, parse_nothing
 
 
 async def _info(pages: ControlPages) -> Mapping[str, Any]:
@@ -121,18 +121,18 @@ async def _info(pages: ControlPages) -> Mapping[str, Any]:
     return {}
 
 
-def _limits(info: Mapping[str, Any], context: int | None, reading: EngineReading) -> StatedLimits:
-    ranks = whole(info.get("dp_size")) or 1
+def _limits(info: Mapping[str, Any], context: int | None, reading: EngineReading) -> ReportedLimits:
+    ranks = positive_int(info.get("dp_size")) or 1
     states = info.get("internal_states")
     batch = sum(
-        whole(state.get("effective_max_running_requests_per_dp")) or 0
+        positive_int(state.get("effective_max_running_requests_per_dp")) or 0
         for state in (states if isinstance(states, list) else ())
         if isinstance(state, dict)
     )
-    given = whole(info.get("max_running_requests"))
-    capacity = whole(info.get("max_total_num_tokens"))
-    return StatedLimits(
-        max_model_len=context or whole(info.get("context_length")),
+    given = positive_int(info.get("max_running_requests"))
+    capacity = positive_int(info.get("max_total_num_tokens"))
+    return ReportedLimits(
+        max_model_len=context or positive_int(info.get("context_length")),
         kv_tokens=reading.kv_tokens or (capacity * ranks if capacity else None),
         max_num_seqs=batch or given,
     )

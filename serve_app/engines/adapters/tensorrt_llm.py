@@ -11,10 +11,10 @@ from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
-    StatedLimits,
+    ReportedLimits,
+    limitations_of,
     listed_context,
-    missing,
-    reads_nothing,
+    parse_nothing,
 )
 from serve_app.errors import EngineError
 
@@ -77,12 +77,12 @@ async def describe(pages: ControlPages) -> EngineServer:
     limits = _limits(reading, listed_context(listings))
     return EngineServer(
         kind="TensorRT-LLM",
-        version=await pages.stated("/version", "version"),
+        version=await pages.string_field("/version", "version"),
         models=listings,
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path=_PROMETHEUS if has_page else None,
-        reader=read if has_page else reads_nothing,
+        reader=read if has_page else parse_nothing,
     )
 
 
@@ -97,15 +97,17 @@ async def describe_triton(pages: ControlPages) -> EngineServer:
         kind="Triton",
         models=listings,
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path="/metrics" if has_load else None,
         health_path="/health/ready",
-        reader=read_triton if has_load else reads_nothing,
+        reader=read_triton if has_load else parse_nothing,
     )
 
 
-def _limits(reading: EngineReading, context: int | None) -> StatedLimits:
-    return StatedLimits(max_model_len=context, kv_tokens=reading.kv_tokens, max_num_seqs=reading.max_num_seqs)
+def _limits(reading: EngineReading, context: int | None) -> ReportedLimits:
+    return ReportedLimits(
+        max_model_len=context, kv_tokens=reading.kv_tokens, max_num_seqs=reading.max_num_seqs
+    )
 
 
 def _by_kind(page: bytes, name: bytes) -> dict[bytes, float]:

@@ -11,9 +11,9 @@ from serve_app.engines.adapters.server import (
     ControlPages,
     EngineReading,
     EngineServer,
-    StatedLimits,
+    ReportedLimits,
+    limitations_of,
     listed_context,
-    missing,
 )
 from serve_app.errors import EngineError
 
@@ -74,13 +74,13 @@ async def describe(pages: ControlPages) -> EngineServer:
     has_load = RUNNING in page
     reading = read(page) if has_load else EngineReading()
     listings = await pages.models()
-    limits = StatedLimits(max_model_len=listed_context(listings), kv_tokens=reading.kv_tokens)
+    limits = ReportedLimits(max_model_len=listed_context(listings), kv_tokens=reading.kv_tokens)
     return EngineServer(
         kind="vLLM",
-        version=await pages.stated("/version", "version"),
+        version=await pages.string_field("/version", "version"),
         models=listings,
         limits=limits,
-        lacks=missing(limits, reading),
+        limitations=limitations_of(limits, reading),
         metrics_path="/metrics" if has_load else None,
         reader=read,
         names_responses=True,
@@ -90,9 +90,9 @@ async def describe(pages: ControlPages) -> EngineServer:
 @functools.lru_cache(maxsize=4096)
 def _kv_tokens(written: bytes, cores: int) -> int | None:
     """Return the capacity over all cores, or None if not reported. Cached, because it never changes."""
-    stated = labels(written)
+    values = labels(written)
     blocks, block_size, size = (
-        int(value) if (value := stated.get(name, "")).isdigit() else None
+        int(value) if (value := values.get(name, "")).isdigit() else None
         for name in ("num_gpu_blocks", "block_size", "kv_cache_size_tokens")
     )
     if blocks is None or block_size is None:

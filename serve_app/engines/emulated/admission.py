@@ -11,7 +11,7 @@ from serve_app.engines.emulated.driver import EngineDriver, Ticket
 from serve_app.engines.emulated.http import ApiError, invalid, unknown_model, unreadable
 from serve_app.engines.emulated.metrics import EngineMetrics
 from serve_app.engines.emulated.requests import Generation
-from serve_app.engines.emulated.text import Prompt, Script, write_script
+from serve_app.engines.emulated.text import GeneratedOutput, Prompt, generate_output
 from serve_app.engines.model import EngineModelSettings, EngineSequence, SchedulingPolicy
 
 
@@ -22,7 +22,7 @@ class _Adapter(msgspec.Struct):
 _adapter_decoder = msgspec.json.Decoder(_Adapter)
 
 
-class EmulatedNames:
+class ServedNames:
     """Names that the engine serves: those of its model and of LoRA adapters.
 
     Args:
@@ -35,7 +35,7 @@ class EmulatedNames:
         self._adapters = dict.fromkeys(adapters)
 
     def __repr__(self) -> str:
-        return f"<EmulatedNames {', '.join((*self._models, *self._adapters))}>"
+        return f"<ServedNames {', '.join((*self._models, *self._adapters))}>"
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -143,17 +143,17 @@ class EmulatedAdmission:
         self._check_queue(len(output_limits) * generation.choices)
         spec = generation.spec
         sequences: list[EngineSequence] = []
-        scripts: list[Script] = []
+        outputs: list[GeneratedOutput] = []
         for prompt, output_limit in zip(generation.prompts, output_limits, strict=True):
             for _ in range(generation.choices):
                 number = len(sequences)
                 length = self.lengths.draw(generation, output_limit)
                 seed = number + (prompt.seed if spec.seed is None else spec.seed)
-                script = write_script(spec, raw, seed, length, output_limit)
-                scripts.append(script)
-                sequence_id, tokens = f"{request_id}-{number}", len(script.tokens)
+                output = generate_output(spec, raw, seed, length, output_limit)
+                outputs.append(output)
+                sequence_id, tokens = f"{request_id}-{number}", len(output.tokens)
                 sequences.append(self._sequence(sequence_id, prompt, tokens, generation.body.priority))
-        return Ticket(sequences, scripts, streaming=bool(generation.body.stream))
+        return Ticket(sequences, outputs, streaming=bool(generation.body.stream))
 
     def admit_embeddings(self, prompts: list[Prompt], priority: int, request_id: str) -> Ticket:
         """Return a ticket whose sequences compute their prompts and generate nothing."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app import __version__
-from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames
+from serve_app.engines.emulated.admission import EmulatedAdmission, ServedNames
 from serve_app.engines.emulated.completions import (
     DONE,
     AnswerHead,
@@ -82,7 +82,7 @@ class EmulatedApp:
         admission: EmulatedAdmission,
         metrics: EngineMetrics,
         tokenizer: PseudoTokenizer,
-        names: EmulatedNames,
+        names: ServedNames,
     ) -> None:
         self._driver = driver
         self._admission = admission
@@ -157,7 +157,7 @@ class EmulatedApp:
             if generation.body.stream:
                 await self._stream(call, ticket, answer, route.failed)
             else:
-                await _answer_whole(call, ticket, answer.whole)
+                await _answer_at_once(call, ticket, answer.complete)
 
     @contextlib.asynccontextmanager
     async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
@@ -230,7 +230,7 @@ class EmulatedApp:
             return encode(listed)
 
         async with self._in_engine(call, ticket):
-            await _answer_whole(call, ticket, whole)
+            await _answer_at_once(call, ticket, whole)
 
     # -- other endpoints ------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ async def _send(call: Call, document: dict[str, Any]) -> None:
     await send_response(call.send, 200, encode(document))
 
 
-async def _answer_whole(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
+async def _answer_at_once(call: Call, ticket: Ticket, whole: Callable[[], bytes]) -> None:
     """Send the complete answer after its last token."""
     try:
         while not ticket.is_done and not ticket.abandoned:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from serve_app.engines.emulated.driver import Ticket
 from serve_app.engines.emulated.http import encode
 from serve_app.engines.emulated.requests import Generation
-from serve_app.engines.emulated.text import Script, ToolCall, chat_logprobs, ranked
+from serve_app.engines.emulated.text import GeneratedOutput, ToolCall, chat_logprobs, ranked
 from serve_app.engines.model import EngineSequence
 
 DONE = b"data: [DONE]\n\n"
@@ -34,9 +34,9 @@ class AnswerHead:
     ticket: Ticket
 
     @property
-    def scripts(self) -> Sequence[Script]:
+    def outputs(self) -> Sequence[GeneratedOutput]:
         """Scripts, one per choice, in the order of the prompts."""
-        return self.ticket.scripts
+        return self.ticket.outputs
 
     @property
     def call(self) -> ToolCall | None:
@@ -50,10 +50,10 @@ class AnswerHead:
 
     def logprobs(self, choice: int, start: int = 0, count: int | None = None) -> list[dict[str, Any]] | None:
         """Return the logprobs of some tokens in the format of chats and responses; None if not requested."""
-        top, script = self.generation.spec.top_logprobs, self.scripts[choice]
+        top, output = self.generation.spec.top_logprobs, self.outputs[choice]
         if top is None:
             return None
-        return chat_logprobs(script, start, len(script.tokens) if count is None else start + count, top)
+        return chat_logprobs(output, start, len(output.tokens) if count is None else start + count, top)
 
     @property
     def prompt_tokens(self) -> int:
@@ -106,7 +106,7 @@ class EmulatedAnswer(ABC):
         """Return the end of a stream, sent after the last token of every choice."""
 
     @abstractmethod
-    def whole(self) -> bytes:
+    def complete(self) -> bytes:
         """Return the answer as one JSON object."""
 
 
@@ -132,7 +132,7 @@ class _ChoicesAnswer(EmulatedAnswer):
             return b""
         if ends:
             content["finish_reason"] = self._finish_reason(choice)
-            content["stop_reason"] = self._head.scripts[choice].stop_reason
+            content["stop_reason"] = self._head.outputs[choice].stop_reason
         return self._chunk(choice, content, tokens=start + count)
 
     def ending(self) -> bytes:
@@ -142,16 +142,16 @@ class _ChoicesAnswer(EmulatedAnswer):
         usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._head.usage()}
         return b"data: " + encode(usage) + b"\n\n" + DONE
 
-    def whole(self) -> bytes:
+    def complete(self) -> bytes:
         """Return the object with all choices."""
         choices = [
             {
                 "index": choice,
                 **self._content(choice),
                 "finish_reason": self._finish_reason(choice),
-                "stop_reason": script.stop_reason,
+                "stop_reason": output.stop_reason,
             }
-            for choice, script in enumerate(self._head.scripts)
+            for choice, output in enumerate(self._head.outputs)
         ]
         return encode({**self._common(self._kind), "choices": choices, "usage": self._head.usage()})
 
@@ -174,7 +174,7 @@ class _ChoicesAnswer(EmulatedAnswer):
         return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}
 
     def _finish_reason(self, choice: int) -> str:
-        return self._head.scripts[choice].finish_reason
+        return self._head.outputs[choice].finish_reason
 
     @abstractmethod
     def _content(self, choice: int) -> dict[str, Any]:
@@ -194,10 +194,10 @@ class ChatAnswer(_ChoicesAnswer):
     def opening(self) -> bytes:
         """Return the role, once per choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.scripts)))
+        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.outputs)))
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        text = self._head.scripts[choice].added(start, count)
+        text = self._head.outputs[choice].added(start, count)
         logprobs = self._logprobs(choice, start, count)
         delta: dict[str, Any] = {"content": text}
         if self._head.call is not None:
@@ -210,14 +210,14 @@ class ChatAnswer(_ChoicesAnswer):
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _content(self, choice: int) -> dict[str, Any]:
-        script, call = self._head.scripts[choice], self._head.call
-        message: dict[str, Any] = {"role": "assistant", "content": script.text}
+        output, call = self._head.outputs[choice], self._head.call
+        message: dict[str, Any] = {"role": "assistant", "content": output.text}
         if call is not None:
             message["content"] = ""
             # vLLM passes on the arguments of a named tool unparsed. It parses other calls from the finished
             # text, where a truncated call is not recognised.
-            if call.is_named or script.is_whole:
-                message["tool_calls"] = [self._call(choice, script.text)]
+            if call.is_named or output.is_whole:
+                message["tool_calls"] = [self._call(choice, output.text)]
         return {"message": message, "logprobs": self._logprobs(choice)}
 
     def _call(self, choice: int, arguments: str) -> dict[str, Any]:
@@ -230,10 +230,10 @@ class ChatAnswer(_ChoicesAnswer):
         }
 
     def _finish_reason(self, choice: int) -> str:
-        """Return "tool_calls" after a call that is not named, as vLLM does; otherwise the script's reason."""
-        script, call = self._head.scripts[choice], self._head.call
-        calls = call is not None and not call.is_named and script.is_whole
-        return "tool_calls" if calls else script.finish_reason
+        """Return "tool_calls" after a call that is not named, as vLLM does; otherwise the output's reason."""
+        output, call = self._head.outputs[choice], self._head.call
+        calls = call is not None and not call.is_named and output.is_whole
+        return "tool_calls" if calls else output.finish_reason
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         entries = self._head.logprobs(choice, start, count)
@@ -246,27 +246,27 @@ class CompletionAnswer(_ChoicesAnswer):
     _kind = _chunk_kind = "text_completion"
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any]:  # noqa: ARG002
-        script = self._head.scripts[choice]
+        output = self._head.outputs[choice]
         return {
-            "text": script.added(start, count),
+            "text": output.added(start, count),
             "logprobs": self._logprobs(choice, start, count),
             "finish_reason": None,
             "stop_reason": None,
         }
 
     def _content(self, choice: int) -> dict[str, Any]:
-        script = self._head.scripts[choice]
-        return {"text": script.text, "logprobs": self._logprobs(choice)}
+        output = self._head.outputs[choice]
+        return {"text": output.text, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         """Return the logprobs object of text completions."""
-        top, script = self._head.generation.spec.top_logprobs, self._head.scripts[choice]
+        top, output = self._head.generation.spec.top_logprobs, self._head.outputs[choice]
         if top is None:
             return None
-        tokens = script.tokens[start : None if count is None else start + count]
-        named = [ranked(script.seed, at, token, max(1, top)) for at, token in enumerate(tokens, start)]
+        tokens = output.tokens[start : None if count is None else start + count]
+        named = [ranked(output.seed, at, token, max(1, top)) for at, token in enumerate(tokens, start)]
         return {
-            "text_offset": [0, *script.ends][start : start + len(tokens)],
+            "text_offset": [0, *output.ends][start : start + len(tokens)],
             "token_logprobs": [entry[0][1] for entry in named],
             "tokens": tokens,
             "top_logprobs": [dict(entry) for entry in named],

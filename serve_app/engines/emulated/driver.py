@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from serve_app.engines.emulated.metrics import EngineMetrics
-from serve_app.engines.emulated.text import Script
+from serve_app.engines.emulated.text import GeneratedOutput
 from serve_app.engines.engine import EngineLoad
 from serve_app.engines.model import EngineModel, EngineSequence, ModelSnapshot, StepOutcome
 from serve_app.engines.model.recent_mean import TPOT_WINDOW_S, RecentMean
@@ -30,7 +30,7 @@ class Ticket:
 
     Attributes:
         sequences: one per choice, in order.
-        scripts: answer of each sequence; empty if none is generated.
+        outputs: answer of each sequence; empty if none is generated.
         streaming: wake the handler at every token, not only at the end.
         abandoned: whether the client has disconnected.
     """
@@ -41,7 +41,7 @@ class Ticket:
         "_unfinished",
         "_waiter",
         "abandoned",
-        "scripts",
+        "outputs",
         "sequences",
         "streaming",
     )
@@ -49,12 +49,12 @@ class Ticket:
     def __init__(
         self,
         sequences: Sequence[EngineSequence],
-        scripts: Sequence[Script] = (),
+        outputs: Sequence[GeneratedOutput] = (),
         *,
         streaming: bool = False,
     ) -> None:
         self.sequences = sequences
-        self.scripts = scripts
+        self.outputs = outputs
         self.streaming = streaming
         self.abandoned = False
         self._unfinished = len(sequences)
@@ -83,7 +83,7 @@ class Ticket:
         if self._failure is not None:
             raise EngineError("the emulated engine has stopped") from self._failure
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """Notify the handler of progress."""
         self._progressed = True
         if self._waiter is not None and not self._waiter.done():
@@ -93,17 +93,17 @@ class Ticket:
         """Count one more finished sequence."""
         self._unfinished -= 1
         if self.streaming or not self._unfinished:
-            self.wake()
+            self.notify()
 
     def abandon(self) -> None:
         """Stop the handler, because its client has disconnected."""
         self.abandoned = True
-        self.wake()
+        self.notify()
 
     def fail(self, failure: Exception) -> None:
         """Raise an error in the handler, because the engine has stopped."""
         self._failure = failure
-        self.wake()
+        self.notify()
 
 
 class EngineDriver:
@@ -135,7 +135,7 @@ class EngineDriver:
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._started_at = loop.time()
-        self._tpot.note(0.0, 0, loop.time())
+        self._tpot.record(0.0, 0, loop.time())
         self._task = loop.create_task(self._run(), name="emulated-engine")
 
     async def stop(self) -> None:
@@ -233,18 +233,18 @@ class EngineDriver:
         assert self._clock is not None, "the driver has not been started"
         self._token_gaps += outcome.sequences
         self._token_gaps_s += outcome.sequences * gap_s
-        self._tpot.note(self._token_gaps_s, self._token_gaps, self._clock())
+        self._tpot.record(self._token_gaps_s, self._token_gaps, self._clock())
         self._metrics.count_step(outcome, gap_s)
         tickets = self._tickets
         for sequence in self._model.decoding:
             ticket = tickets[sequence]
             if ticket.streaming:
-                ticket.wake()
+                ticket.notify()
         for sequence in outcome.finished:
             ticket = tickets.pop(sequence)
             reason = "stop"
-            if ticket.scripts:
-                reason = ticket.scripts[ticket.sequences.index(sequence)].finish_reason
+            if ticket.outputs:
+                reason = ticket.outputs[ticket.sequences.index(sequence)].finish_reason
             self._metrics.count_finished(sequence, reason, self._speed_up)
             ticket.count_finished()
 

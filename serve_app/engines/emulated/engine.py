@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from serve_app.core.settings_base import ADVANCED, INTERNAL, NOT_NEGATIVE, POSITIVE, settings
-from serve_app.engines.emulated.admission import EmulatedAdmission, EmulatedNames, OutputLengthSampler
+from serve_app.engines.emulated.admission import EmulatedAdmission, OutputLengthSampler, ServedNames
 from serve_app.engines.emulated.app import EmulatedApp
 from serve_app.engines.emulated.driver import EngineDriver
 from serve_app.engines.emulated.metrics import EngineMetrics
@@ -108,7 +108,7 @@ class EmulatedEngine:
         metrics.watch(self._driver.snapshot)
         rng = random.Random(settings.seed)  # noqa: S311 - lengths of placeholder answers, not secrets
         lengths = OutputLengthSampler(settings.mean_output_tokens, settings.output_tokens_sigma, rng)
-        self._names = EmulatedNames(settings.model_names, settings.lora_modules)
+        self._names = ServedNames(settings.model_names, settings.lora_modules)
         admission = EmulatedAdmission(
             limits=self._limits,
             driver=self._driver,

@@ -65,7 +65,7 @@ class Block(msgspec.Struct):
 Blocks = str | list[Block]
 
 
-class Turn(msgspec.Struct):
+class AnthropicMessage(msgspec.Struct):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -104,7 +104,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     """Body of `/v1/messages/count_tokens`."""
 
     model: str
-    messages: list[Turn]
+    messages: list[AnthropicMessage]
     system: Blocks | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -186,7 +186,7 @@ def _system_texts(content: Blocks | None) -> Iterator[str]:
             yield block.text
 
 
-def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
+def _messages_of(turn: AnthropicMessage) -> Iterator[ChatMessage]:
     """Convert one of Anthropic's messages to chat messages. Tool results come first."""
     if turn.role == "system":
         yield ChatMessage(role="system", content="".join(_system_texts(turn.content)))
@@ -244,7 +244,7 @@ class MessageAnswer(EmulatedAnswer):
     # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return the text of some tokens as a delta; no bytes for tokens that the client does not see."""
-        text = self._head.scripts[0].added(start, count)
+        text = self._head.outputs[0].added(start, count)
         if not text:
             return b""
         delta = {"type": "text_delta", "text": text}
@@ -259,23 +259,23 @@ class MessageAnswer(EmulatedAnswer):
         end = _event("content_block_stop", index=0)
         return end + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
-    def whole(self) -> bytes:
+    def complete(self) -> bytes:
         """Return a message object."""
-        script = self._head.scripts[0]
-        block = {"type": "text", "text": script.text}
+        output = self._head.outputs[0]
+        block = {"type": "text", "text": output.text}
         # As in vLLM, a truncated call is text.
-        if self._head.call is not None and script.is_whole:
-            block = {**self._block, "input": msgspec.json.decode(script.text)}
+        if self._head.call is not None and output.is_whole:
+            block = {**self._block, "input": msgspec.json.decode(output.text)}
         return encode(self._message([block], *self._reason(), self._usage()))
 
     def _reason(self) -> tuple[str, str | None]:
         """Return the stop reason, and the stop string if there is one."""
-        script = self._head.scripts[0]
-        if script.finish_reason == "length":
+        output = self._head.outputs[0]
+        if output.finish_reason == "length":
             return "max_tokens", None
-        if self._head.call is not None and script.is_whole:
+        if self._head.call is not None and output.is_whole:
             return "tool_use", None
-        stop = script.stop_reason
+        stop = output.stop_reason
         return ("end_turn", None) if stop is None else ("stop_sequence", stop)
 
     def _usage(self) -> dict[str, int]:

@@ -278,7 +278,7 @@ def chat_generation(
     if limit is None:
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = getattr(body, param), param
-    call = chat_call(body.tools, body.tool_choice, _last_words(body.messages))
+    call = chat_call(body.tools, body.tool_choice, _last_user_text(body.messages))
     if call is not None and call.is_named and is_given(body.structured_outputs):
         raise invalid("You can only either use constraints for structured outputs or tools, not both.")
     constraint = read_constraint(body.response_format, body.structured_outputs)
@@ -511,7 +511,7 @@ def _spec(
     )
 
 
-def _last_words(messages: list[ChatMessage]) -> str:
+def _last_user_text(messages: list[ChatMessage]) -> str:
     """Return the text of the last message if the user wrote it."""
     if not messages or messages[-1].role != "user":
         return ""

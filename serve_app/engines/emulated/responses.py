@@ -54,13 +54,13 @@ class ResponsesAnswer(EmulatedAnswer):
     # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return one text delta."""
-        added = self._head.scripts[0].added(start, count)
+        added = self._head.outputs[0].added(start, count)
         logprobs = self._head.logprobs(0, start, count) or []
         return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
 
     def ending(self) -> bytes:
         """Return the complete text, part, item and response, each in its completion event."""
-        text, logprobs = self._head.scripts[0].text, self._head.logprobs(0) or []
+        text, logprobs = self._head.outputs[0].text, self._head.logprobs(0) or []
         return b"".join(
             (
                 self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
@@ -69,7 +69,7 @@ class ResponsesAnswer(EmulatedAnswer):
             )
         )
 
-    def whole(self) -> bytes:
+    def complete(self) -> bytes:
         """Return a response object."""
         return encode(self._response(self._status, [self._whole_item()]))
 
@@ -81,11 +81,11 @@ class ResponsesAnswer(EmulatedAnswer):
         )
 
     def _whole_item(self) -> Document:
-        return self._item(self._status, self._head.scripts[0].text, self._head.logprobs(0) or [])
+        return self._item(self._status, self._head.outputs[0].text, self._head.logprobs(0) or [])
 
     @property
     def _status(self) -> str:
-        return "completed" if self._head.scripts[0].finish_reason == "stop" else "incomplete"
+        return "completed" if self._head.outputs[0].finish_reason == "stop" else "incomplete"
 
     def _place(self) -> Document:
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
@@ -134,7 +134,7 @@ class FunctionCallAnswer(ResponsesAnswer):
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return the arguments that some tokens add."""
-        added = self._head.scripts[0].added(start, count)
+        added = self._head.outputs[0].added(start, count)
         return self._event("response.function_call_arguments.delta", **self._call_place, delta=added)
 
     def ending(self) -> bytes:
@@ -145,7 +145,7 @@ class FunctionCallAnswer(ResponsesAnswer):
         return event + self._completion()
 
     def _whole_item(self) -> Document:
-        return self._function_call(self._status, self._head.scripts[0].text)
+        return self._function_call(self._status, self._head.outputs[0].text)
 
     def _function_call(self, status: str, arguments: str) -> Document:
         return {"type": "function_call", **self._function, "arguments": arguments, "status": status}
@@ -192,20 +192,20 @@ class StoredResponse:
     Attributes:
         conversation: the messages that it answers.
         queued: its document until it ends.
-        streams: whether the answer is a stream of events.
+        is_stream: whether the answer is a stream of events.
         answer: bytes of the engine's answer: a document, or a stream's events.
         ended: set when the answer is complete.
-        grown: set when more of the answer is available.
+        progressed: set when more of the answer is available.
         task: background task that generates it, if any.
         status: final status if it ended without an answer; otherwise empty.
     """
 
     conversation: list[Document]
     queued: Document
-    streams: bool
+    is_stream: bool
     answer: bytearray = field(default_factory=bytearray)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    progressed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     status: str = ""
 
@@ -213,7 +213,7 @@ class StoredResponse:
         """Mark the end of the answer."""
         self.status = self.status or status
         self.ended.set()
-        self.grown.set()
+        self.progressed.set()
 
     def events(self) -> list[bytes]:
         """Return the events so far, each with its terminating empty line."""
@@ -224,7 +224,7 @@ class StoredResponse:
         if self.status or not self.ended.is_set():
             return {**self.queued, "status": self.status or self.queued["status"]}
         document: Document
-        if self.streams:
+        if self.is_stream:
             document = msgspec.json.decode(self.events()[-1].partition(b"\ndata: ")[2])["response"]
         else:
             document = msgspec.json.decode(self.answer)
@@ -232,15 +232,15 @@ class StoredResponse:
 
     def messages(self) -> list[Document]:
         """Return the conversation including the answer, as context for the next turn."""
-        said = [
+        answers = [
             {"role": "assistant", "content": item["content"][0]["text"]}
             for item in self.document()["output"]
             if item["type"] == "message"
         ]
-        return [*self.conversation, *said]
+        return [*self.conversation, *answers]
 
 
-class _Asked(msgspec.Struct):
+class _StoreOptions(msgspec.Struct):
     """Fields needed for storing. The other fields are validated when the answer is generated."""
 
     input: str | list[Document]
@@ -252,7 +252,7 @@ class _Asked(msgspec.Struct):
     request_id: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Asked, strict=False)
+_decoder = msgspec.json.Decoder(_StoreOptions, strict=False)
 
 
 class EmulatedResponses:
@@ -260,44 +260,46 @@ class EmulatedResponses:
 
     def __init__(self, generate: Callable[[Call], Awaitable[None]]) -> None:
         self._generate = generate
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<EmulatedResponses {len(self._kept)} kept>"
+        return f"<EmulatedResponses {len(self._stored)} stored>"
 
     async def create(self, call: Call) -> None:
         """Handle `POST /v1/responses`."""
         try:
-            asked = _decoder.decode(call.body)
+            options = _decoder.decode(call.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # The request parser reports the error.
             await self._generate(call)
             return
-        if asked.background and asked.store is False:
+        if options.background and options.store is False:
             raise invalid("background can only be used when `store` is true", param="background")
-        response_id = asked.request_id or f"resp_{uuid.uuid4().hex}"
+        response_id = options.request_id or f"resp_{uuid.uuid4().hex}"
         before: list[Document] = []
-        if asked.previous_response_id is not None:
-            before = self._find(asked.previous_response_id).messages()
-        own = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+        if options.previous_response_id is not None:
+            before = self._find(options.previous_response_id).messages()
+        own = (
+            [{"role": "user", "content": options.input}] if isinstance(options.input, str) else options.input
+        )
         conversation = [*before, *own]
         changes: Document = {"request_id": response_id, "background": False}
         if before:
             changes |= {"input": conversation, "previous_response_id": None}
         # In JSON with duplicate fields, the last one wins.
         call = replace(call, body=call.body.rstrip()[:-1] + b"," + encode(changes)[1:])
-        if asked.store is False:
+        if options.store is False:
             await self._generate(call)
             return
-        queued = _response(response_id, int(time.time()), asked.model, "queued")
-        queued["background"] = bool(asked.background)
-        response = StoredResponse(conversation, queued, bool(asked.stream))
-        if not asked.background:
+        queued = _response(response_id, int(time.time()), options.model, "queued")
+        queued["background"] = bool(options.background)
+        response = StoredResponse(conversation, queued, bool(options.stream))
+        if not options.background:
             await self._answer(response_id, response, call)
             return
-        self._keep(response_id, response)
+        self._store(response_id, response)
         response.task = asyncio.create_task(self._work(response, call), name=f"create_{response_id}")
-        if response.streams:
+        if response.is_stream:
             await _replay(response, call, 0)
         else:
             await send_response(call.send, 200, encode(response.document()))
@@ -314,22 +316,22 @@ class EmulatedResponses:
             await self._cancel(response, call)
         elif query.get("stream", ["false"])[0].lower() != "true":
             await send_response(call.send, 200, encode(response.document()))
-        elif response.task is None or not response.streams:
+        elif response.task is None or not response.is_stream:
             raise invalid(f"Unknown response_id: {rest}", param="response_id", value=rest)
         else:
             await _replay(response, call, int(query.get("starting_after", ["-1"])[0]) + 1)
 
     def _find(self, response_id: str) -> StoredResponse:
-        found = self._kept.get(response_id)
+        found = self._stored.get(response_id)
         if found is None:
             message = f"Response with id '{response_id}' not found."
             raise ApiError(404, message, kind="invalid_request_error", param="response_id")
         return found
 
-    def _keep(self, response_id: str, response: StoredResponse) -> None:
-        self._kept[response_id] = response
-        while len(self._kept) > _MAX_RESPONSES:
-            self._kept.popitem(last=False)
+    def _store(self, response_id: str, response: StoredResponse) -> None:
+        self._stored[response_id] = response
+        while len(self._stored) > _MAX_RESPONSES:
+            self._stored.popitem(last=False)
 
     async def _answer(self, response_id: str, response: StoredResponse, call: Call) -> None:
         """Answer the client and store the answer."""
@@ -343,7 +345,7 @@ class EmulatedResponses:
                 # Store it before the client can request it.
                 response.end()
                 if status == 200:
-                    self._keep(response_id, response)
+                    self._store(response_id, response)
             await call.send(message)
 
         await self._generate(replace(call, send=send))
@@ -353,11 +355,11 @@ class EmulatedResponses:
 
         async def send(message: Message) -> None:
             response.answer += message.get("body", b"")
-            response.grown.set()
+            response.progressed.set()
 
         async def receive() -> Message:
             await asyncio.Event().wait()
-            raise AssertionError("nothing ends the wait")
+            raise AssertionError("the event is never set")
 
         try:
             await self._generate(replace(call, receive=receive, send=send))
@@ -381,11 +383,11 @@ async def _replay(response: StoredResponse, call: Call, first: int) -> None:
     await call.begin_events()
     sent = first
     while True:
-        response.grown.clear()
+        response.progressed.clear()
         is_last = response.ended.is_set()
         events = response.events()
         await call.send_events(b"".join(events[sent:]), more=not is_last)
         sent = max(sent, len(events))
         if is_last:
             return
-        await response.grown.wait()
+        await response.progressed.wait()

@@ -164,11 +164,11 @@ class ChatTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> ToolCall | None:
+def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, user_text: str) -> ToolCall | None:
     """Return the tool call of a chat completion, or None for text.
 
     Args:
-        last_words: text of the last message; empty unless it is the user's.
+        user_text: text of the last message; empty unless it is the user's.
     """
     functions: list[Function] | None = None
     if is_given(tools):
@@ -197,19 +197,19 @@ def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, last_words: str) -> 
             '"required" are supported.',
             param="tool_choice",
         )
-    return _chosen(functions, choice, last_words)
+    return _chosen(functions, choice, user_text)
 
 
-def _chosen(functions: list[Function], choice: Any, last_words: str) -> ToolCall | None:
+def _chosen(functions: list[Function], choice: Any, user_text: str) -> ToolCall | None:
     """Choose a mentioned tool. `required` falls back to the first tool, `auto` to text."""
-    mentioned = _mentioned(functions, last_words)
+    mentioned = _mentioned(functions, user_text)
     if choice == "required":
         return _call(mentioned or functions[0])
     return None if mentioned is None else _call(mentioned)
 
 
-def _mentioned(functions: Iterable[Function], last_words: str) -> Function | None:
-    lowered = last_words.lower()
+def _mentioned(functions: Iterable[Function], user_text: str) -> Function | None:
+    lowered = user_text.lower()
     for function in functions:
         words = (word.lower() for word in _WORD.findall(function.name) if len(word) >= _MIN_WORD)
         if any(word in lowered for word in words):

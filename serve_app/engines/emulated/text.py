@@ -3,9 +3,9 @@
 The pseudo-tokenizer cuts UTF-8 bytes at a fixed ratio. It is deterministic and takes microseconds. Its ratio
 differs from the initial ratio of the scheduler's estimator, so that the estimator has something to learn.
 
-An answer is determined completely before it runs (`Script`): its tokens, its end and finish reason, and what
-a stream has sent after each token. `OutputSpec` holds the request's requirements on the text. Most answers
-are placeholder words.
+An answer is determined completely before it runs (`GeneratedOutput`): its tokens, its end and finish reason,
+and what a stream has sent after each token. `OutputSpec` holds the request's requirements on the text. Most
+answers are placeholder words.
 """
 
 import itertools
@@ -142,7 +142,7 @@ class OutputSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class GeneratedOutput:
     """One answer: the text, or the arguments of a tool call.
 
     Attributes:
@@ -152,7 +152,7 @@ class Script:
         text: the part that the client receives: the tokens without what a stop string cuts off.
         finish_reason: "stop" or "length".
         stop_reason: the stop string that ended the answer.
-        held_back: characters that a stream buffers until the end, because a stop string may begin there.
+        buffered_characters: buffered by a stream until the end, because a stop string may begin there.
     """
 
     seed: int
@@ -161,7 +161,7 @@ class Script:
     text: str
     finish_reason: str
     stop_reason: str | None = None
-    held_back: int = 0
+    buffered_characters: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -176,10 +176,12 @@ class Script:
         """Return the characters that a stream has sent after `tokens` tokens."""
         if tokens >= len(self.tokens):
             return len(self.text)
-        return max(0, self.ends[tokens - 1] - self.held_back) if tokens else 0
+        return max(0, self.ends[tokens - 1] - self.buffered_characters) if tokens else 0
 
 
-def write_script(spec: OutputSpec, raw: str | None, seed: int, length: tuple[int, str], limit: int) -> Script:
+def generate_output(
+    spec: OutputSpec, raw: str | None, seed: int, length: tuple[int, str], limit: int
+) -> GeneratedOutput:
     """Return one answer.
 
     Args:
@@ -203,14 +205,14 @@ def write_script(spec: OutputSpec, raw: str | None, seed: int, length: tuple[int
     if found is not None:
         stop_reason, last, end = found
         tokens, ends, text, reason = tokens[: last + 1], ends[: last + 1], text[:end], "stop"
-    return Script(
+    return GeneratedOutput(
         seed=seed,
         tokens=tokens,
         ends=ends,
         text=text,
         finish_reason=reason,
         stop_reason=stop_reason,
-        held_back=0 if spec.include_stop or not spec.stop else max(map(len, spec.stop)) - 1,
+        buffered_characters=0 if spec.include_stop or not spec.stop else max(map(len, spec.stop)) - 1,
     )
 
 
@@ -254,13 +256,13 @@ def ranked(seed: int, index: int, token: str, count: int) -> list[tuple[str, flo
     return named
 
 
-def chat_logprobs(script: Script, start: int, end: int, top: int) -> list[dict[str, Any]]:
+def chat_logprobs(output: GeneratedOutput, start: int, end: int, top: int) -> list[dict[str, Any]]:
     """Return the logprobs of tokens `start` to `end - 1` in the format of chats and responses."""
     entries = []
-    for index, token in enumerate(script.tokens[start:end], start):
+    for index, token in enumerate(output.tokens[start:end], start):
         named = [
             {"token": text, "logprob": value, "bytes": list(text.encode())}
-            for text, value in ranked(script.seed, index, token, max(1, top))
+            for text, value in ranked(output.seed, index, token, max(1, top))
         ]
         entries.append({**named[0], "top_logprobs": named[:top]})
     return entries

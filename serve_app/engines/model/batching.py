@@ -111,7 +111,7 @@ class DecodingSet:
         """Return the decoding sequences in the order in which they joined."""
         return self._members.keys()
 
-    def join(self, sequence: EngineSequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         """Add a sequence with at least one token to generate. It decodes from the next step on."""
         sequence.state = SequenceState.DECODING
         sequence.joined_clock = self.clock
@@ -120,7 +120,7 @@ class DecodingSet:
         self._phases[self._phase(sequence)] += 1
         self._schedule_end(sequence, self.clock + sequence.target_tokens - sequence.output_tokens)
 
-    def leave(self, sequence: EngineSequence, *, step_under_way: bool) -> None:
+    def remove(self, sequence: EngineSequence, *, step_under_way: bool) -> None:
         """Remove a member and write its progress into the sequence.
 
         Args:
@@ -160,7 +160,7 @@ class DecodingSet:
             if clock == sequence.finish_clock and sequence in self._members:
                 # Remove immediately: a sequence that left and rejoined may have two entries for the same
                 # clock.
-                self.leave(sequence, step_under_way=False)
+                self.remove(sequence, step_under_way=False)
                 ended.append(sequence)
         return ended
 
@@ -254,8 +254,8 @@ class Batcher:
         """Choose the next step, allocate its blocks, and count its tokens as computed."""
         batch = Batch(budget_left=self._settings.max_num_batched_tokens)
         chunk_limit = self._chunk_limit()
-        if not self._continue_together(batch, chunk_limit):
-            self._continue_in_order(batch, chunk_limit)
+        if not self._schedule_all(batch, chunk_limit):
+            self._schedule_in_order(batch, chunk_limit)
         if not batch.preempted:
             self._admit(batch, chunk_limit)
         return batch
@@ -268,7 +268,7 @@ class Batcher:
             # A sequence may have been aborted during the step.
             if (
                 sequence.state is not SequenceState.PREFILLING
-                or sequence.computed_tokens < sequence.known_tokens
+                or sequence.computed_tokens < sequence.tokens_to_compute
             ):
                 continue
             del self._prefilling[sequence]
@@ -279,7 +279,7 @@ class Batcher:
                 finished.append(sequence)
             else:
                 sequence.output_tokens += 1
-                self.decoding.join(sequence)
+                self.decoding.add(sequence)
         for sequence in finished:
             self._conclude(sequence, SequenceState.FINISHED)
         return first_tokens, finished
@@ -292,7 +292,7 @@ class Batcher:
             case SequenceState.PREFILLING:
                 del self._prefilling[sequence]
             case SequenceState.DECODING:
-                self.decoding.leave(sequence, step_under_way=step_under_way)
+                self.decoding.remove(sequence, step_under_way=step_under_way)
             case _:
                 return False
         self._conclude(sequence, SequenceState.ABORTED)
@@ -307,13 +307,13 @@ class Batcher:
             return threshold
         return self._settings.max_num_batched_tokens
 
-    def _continue_together(self, batch: Batch, chunk_limit: int) -> bool:
+    def _schedule_all(self, batch: Batch, chunk_limit: int) -> bool:
         """Continue all running sequences if budget and blocks suffice; otherwise return False unchanged."""
         left = batch.budget_left - len(self.decoding)
         blocks = decoding_blocks = self.decoding.blocks_for_next_step()
         chunks: list[tuple[EngineSequence, int, int]] = []
         for sequence in self._prefilling:
-            chunk = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit)
+            chunk = min(sequence.tokens_to_compute - sequence.computed_tokens, chunk_limit)
             if chunk > left:
                 # A truncated chunk uses up the budget, so a sequence behind it gets none.
                 if sequence is not next(reversed(self._running)):
@@ -328,14 +328,14 @@ class Batcher:
             return False
         batch.budget_left = left
         if decoding_blocks:
-            self.kv.take(decoding_blocks)
+            self.kv.allocate(decoding_blocks)
         self._decode_all(batch)
         for sequence, chunk, new_blocks in chunks:
-            self.kv.take(new_blocks)
+            self.kv.allocate(new_blocks)
             self._prefill(batch, sequence, chunk, new_blocks)
         return True
 
-    def _continue_in_order(self, batch: Batch, chunk_limit: int) -> None:
+    def _schedule_in_order(self, batch: Batch, chunk_limit: int) -> None:
         """Continue running sequences one by one, preempting when no block is free."""
         taken: dict[EngineSequence, tuple[int, int]] = {}
         for sequence in list(self._running):
@@ -346,14 +346,16 @@ class Batcher:
             if sequence in self.decoding:
                 tokens, blocks = 1, int(self.decoding.needs_block(sequence))
             else:
-                tokens = min(sequence.known_tokens - sequence.computed_tokens, chunk_limit, batch.budget_left)
+                tokens = min(
+                    sequence.tokens_to_compute - sequence.computed_tokens, chunk_limit, batch.budget_left
+                )
                 blocks = self._new_blocks(sequence, tokens)
             if not self._free_blocks(batch, sequence, blocks, taken):
                 break
-            self.kv.take(blocks)
+            self.kv.allocate(blocks)
             batch.budget_left -= tokens
             taken[sequence] = (tokens, blocks)
-        self._compute_taken(batch, taken)
+        self._apply_schedule(batch, taken)
 
     def _free_blocks(
         self,
@@ -381,7 +383,7 @@ class Batcher:
 
     def _preempt(self, victim: EngineSequence) -> None:
         if victim.state is SequenceState.DECODING:
-            self.decoding.leave(victim, step_under_way=False)
+            self.decoding.remove(victim, step_under_way=False)
         else:
             del self._prefilling[victim]
         del self._running[victim]
@@ -394,8 +396,8 @@ class Batcher:
         self.preemptions += 1
         self.waiting.put_back(victim)
 
-    def _compute_taken(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
-        """Compute what `_continue_in_order` has scheduled. The other sequences skip the step."""
+    def _apply_schedule(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
+        """Compute what `_schedule_in_order` has scheduled. The other sequences skip the step."""
         left_out = [sequence for sequence in self.decoding.members() if sequence not in taken]
         self._decode_all(batch)
         for sequence in left_out:
@@ -413,7 +415,7 @@ class Batcher:
         """Admit waiting sequences from the head while budget, batch slots and blocks last."""
         while batch.budget_left and len(self.waiting) and len(self._running) < self._settings.max_num_seqs:
             sequence = self.waiting.head()
-            known = sequence.known_tokens
+            known = sequence.tokens_to_compute
             hits = 0
             if sequence.block_names:
                 hits = self.kv.count_hits(sequence.block_names, (known - 1) // self._block_size)
@@ -426,7 +428,7 @@ class Batcher:
             self.waiting.pop()
             self._start(sequence, shared)
             new_blocks = self._new_blocks(sequence, chunk)
-            self.kv.take(new_blocks)
+            self.kv.allocate(new_blocks)
             batch.budget_left -= chunk
             batch.admitted.append(sequence)
             self._prefill(batch, sequence, chunk, new_blocks)
@@ -443,7 +445,7 @@ class Batcher:
         if self._settings.prefix_caching and not sequence.preemptions:
             # vLLM's counters also exclude resumed sequences.
             sequence.cached_tokens = sequence.computed_tokens
-            self.prefix_queries_tokens += sequence.known_tokens
+            self.prefix_queries_tokens += sequence.tokens_to_compute
             self.prefix_hits_tokens += sequence.computed_tokens
 
     # -- shared steps -----------------------------------------------------------------------------------
@@ -494,5 +496,5 @@ class Batcher:
         self._running.pop(sequence, None)
         self._release(sequence)
         if sequence.preemptions:
-            self.kv.forget(name for name in sequence.block_names if isinstance(name, tuple))
+            self.kv.discard(name for name in sequence.block_names if isinstance(name, tuple))
         sequence.state = state

@@ -248,7 +248,7 @@ class EngineModel:
         if not steps or batch is None:
             return
         self._began_at += self._elapsed_s(steps)
-        self._batcher.kv.take(self._batcher.decoding.blocks_for(steps))
+        self._batcher.kv.allocate(self._batcher.decoding.blocks_for(steps))
         self._batcher.decoding.begin_steps(steps)
         batch.context_tokens += steps * batch.sequences
         self._planned -= steps

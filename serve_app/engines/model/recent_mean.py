@@ -14,7 +14,7 @@ class RecentMean:
         # (time, sum, count), oldest first. The first is the state at the start of the window.
         self._marks: deque[tuple[float, float, int]] = deque()
 
-    def note(self, total: float, count: int, now: float) -> None:
+    def record(self, total: float, count: int, now: float) -> None:
         """Record the sum and the count at `now`."""
         if self._marks and count < self._marks[-1][2]:
             self._marks.clear()  # the counters were reset: the server restarted

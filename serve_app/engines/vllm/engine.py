@@ -19,7 +19,7 @@ from serve_app.engines.adapters.vllm import kv_capacity_tokens
 from serve_app.engines.engine import ASGIApp, EngineLimits, EngineLoad
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.orphan_guard import OrphanGuard
-from serve_app.engines.vllm.args import REJECTED_ARGS, Approval, parse_arguments
+from serve_app.engines.vllm.args import REJECTED_ARGS, AcceptedArguments, parse_arguments
 from serve_app.engines.vllm.library import from_vllm, is_installed, version
 from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
 from serve_app.errors import EngineError, ServeAppError, SettingsError
@@ -95,10 +95,10 @@ class VllmEngineSettings:
                 self.model,
             )
             return
-        approval = Approval(self.model, self.args)
-        if not approval.is_given:
+        accepted = AcceptedArguments(self.model, self.args)
+        if not accepted.is_cached:
             _parse_args(self)
-            approval.give()
+            accepted.store()
 
     def make(self) -> "VllmEngine":
         """Return a new engine that has not been started."""
@@ -203,7 +203,7 @@ class VllmEngine:
         detect it.
         """
         unfinished = self._llm.get_num_unfinished_requests()
-        stalled_s = self._stall.note(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
+        stalled_s = self._stall.update(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
         if stalled_s > self._settings.stall_timeout_s:
             raise EngineError(
                 f"the vLLM engine of {self._settings.model} hangs: it has {unfinished} requests and has "

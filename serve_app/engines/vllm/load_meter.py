@@ -18,23 +18,23 @@ class LoadMeter:
         self._token_gaps = 0
         self._token_gaps_s = 0.0
         self._tpot = RecentMean()
-        self._tpot.note(0.0, 0, float("-inf"))
+        self._tpot.record(0.0, 0, float("-inf"))
 
     def __repr__(self) -> str:
         return f"<LoadMeter running={sum(self._running.values())} token_gaps={self._token_gaps}>"
 
-    def on_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
+    def record_step(self, core: int, running: int, kv_usage_ratio: float) -> None:
         """Record the batch of one engine core after a step."""
         self.steps += 1
         self._running[core] = running
         self._kv_usage_ratio[core] = kv_usage_ratio
 
-    def on_tokens(self, gaps_s: Sequence[float], now: float) -> None:
+    def record_tokens(self, gaps_s: Sequence[float], now: float) -> None:
         """Record output tokens, each generated `gaps_s` seconds after the previous token of its request."""
         if gaps_s:
             self._token_gaps += len(gaps_s)
             self._token_gaps_s += sum(gaps_s)
-            self._tpot.note(self._token_gaps_s, self._token_gaps, now)
+            self._tpot.record(self._token_gaps_s, self._token_gaps, now)
 
     def load(self, unfinished: int, now: float) -> EngineLoad:
         """Return the load, given the number of unfinished requests in the frontend.
@@ -67,9 +67,9 @@ class StepRecorder:
         """Record a step. vLLM passes `SchedulerStats` and `IterationStats`, either of which may be None."""
         if scheduler_stats is not None:
             running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
-            self._meter.on_step(self._core, running, usage)
+            self._meter.record_step(self._core, running, usage)
         if iteration_stats is not None:
-            self._meter.on_tokens(iteration_stats.inter_token_latencies_iter, time.monotonic())
+            self._meter.record_tokens(iteration_stats.inter_token_latencies_iter, time.monotonic())
 
     def log_engine_initialized(self) -> None:
         """Do nothing: the limits are read from the engine's configuration."""

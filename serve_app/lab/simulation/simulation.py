@@ -171,7 +171,7 @@ class SimulatedReplica:
         self._tpot = RecentMean()
         self._token_gaps = 0
         self._token_gaps_s = 0.0
-        self._tpot.note(0.0, 0, timeline.now)
+        self._tpot.record(0.0, 0, timeline.now)
         # The planned end of the current step. If the model has another end, the step was cut short.
         self._planned_end: float | None = None
 
@@ -219,7 +219,7 @@ class SimulatedReplica:
         gaps = outcome.iterations * outcome.sequences
         self._token_gaps += gaps
         self._token_gaps_s += gaps * outcome.duration_s
-        self._tpot.note(self._token_gaps_s, self._token_gaps, self._timeline.now)
+        self._tpot.record(self._token_gaps_s, self._token_gaps, self._timeline.now)
         self._on_outcome(outcome)
         self._go_on()
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from serve_app.core.routing.replica import UNREPORTED_CONTEXT, ReplicaReport, ReplicaSpec
-from serve_app.engines.adapters import EngineReading, EngineServer, PageAnswer, identify
+from serve_app.engines.adapters import EngineReading, EngineServer, PageResponse, identify
 from serve_app.engines.hang_watch import HangWatch
 from serve_app.engines.model.recent_mean import RecentMean
 from serve_app.errors import EngineError
@@ -131,9 +131,9 @@ async def identified(control: ControlClient, url: EndpointUrl, settings: RemoteS
         EngineError: it does not answer, rejects the key, or lacks a model.
     """
 
-    async def get(path: str) -> PageAnswer:
+    async def get(path: str) -> PageResponse:
         page = await control.get(path)
-        return PageAnswer(page.status, page.body, {})
+        return PageResponse(page.status, page.body, {})
 
     try:
         server = await identify(get)
@@ -303,7 +303,7 @@ class Endpoint:
             "max_model_len": identity.max_model_len if identity else None,
             "kv_tokens": identity.kv_tokens if identity else None,
             "max_num_seqs": identity.max_num_seqs if identity else None,
-            "limitations": list(identity.server.lacks) if identity else [],
+            "limitations": list(identity.server.limitations) if identity else [],
         }
 
     async def _run(self) -> None:
@@ -337,7 +337,7 @@ class Endpoint:
             found = replace(found, tpot_s=before.tpot_s)
         self._identity = found
         if before is None:
-            for limitation in found.server.lacks:
+            for limitation in found.server.limitations:
                 logger.warning(
                     "event=endpoint_limitation endpoint=%s server=%s limitation=%r",
                     self.url,
@@ -406,7 +406,7 @@ class Endpoint:
         self.failure = ""
         now = loop.time()
         if reading.token_gaps is not None and reading.token_gaps_s is not None:
-            self._tpot.note(reading.token_gaps_s, reading.token_gaps, now)
+            self._tpot.record(reading.token_gaps_s, reading.token_gaps, now)
         return ReplicaReport(
             received=None,
             waiting=reading.waiting,
@@ -425,7 +425,7 @@ class Endpoint:
         if reading.progress is None:
             return
         busy = bool(reading.running or reading.waiting)
-        stalled_s = self._hang.note(reading.progress, busy=busy, now=now)
+        stalled_s = self._hang.update(reading.progress, busy=busy, now=now)
         limit_s = self._shared.settings.stall_timeout_s
         if stalled_s > limit_s:
             raise EngineError(

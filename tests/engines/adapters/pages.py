@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from serve_app.engines.adapters import Get, PageAnswer
+from serve_app.engines.adapters import Get, PageResponse
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 
@@ -17,13 +17,13 @@ def recorded(name: str) -> bytes:
 def server(pages: Mapping[str, object], *, log: list[str] | None = None) -> Get:
     """Return a server with these pages: bytes, a JSON value, or a status. Other paths answer 404."""
 
-    async def get(path: str) -> PageAnswer:
+    async def get(path: str) -> PageResponse:
         if log is not None:
             log.append(path)
         page = pages.get(path, 404)
         if isinstance(page, int):
-            return PageAnswer(page, b'{"error": "no such page"}', {})
-        return PageAnswer(200, page if isinstance(page, bytes) else json.dumps(page).encode(), {})
+            return PageResponse(page, b'{"error": "no such page"}', {})
+        return PageResponse(200, page if isinstance(page, bytes) else json.dumps(page).encode(), {})
 
     return get
 

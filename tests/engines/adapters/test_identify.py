@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from serve_app.engines.adapters import PageAnswer, identify
+from serve_app.engines.adapters import PageResponse, identify
 from serve_app.errors import EngineError
 from tests.engines.adapters.pages import models, recorded, server
 
@@ -38,7 +38,7 @@ def test_a_server_without_a_list_of_models_is_no_server() -> None:
 
 
 def test_silence_is_passed_on() -> None:
-    async def silent(path: str) -> PageAnswer:
+    async def silent(path: str) -> PageResponse:
         raise EngineError(f"{path}: nothing answers")
 
     with pytest.raises(EngineError, match="nothing answers"):

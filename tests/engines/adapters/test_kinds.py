@@ -8,7 +8,7 @@ import pytest
 from serve_app.engines.adapters import (
     EngineReading,
     EngineServer,
-    StatedLimits,
+    ReportedLimits,
     identify,
     llama_cpp,
     others,
@@ -97,15 +97,15 @@ def test_the_load_is_read_from_its_page(name: str, expected: EngineReading) -> N
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("SGLang", StatedLimits(max_model_len=4096, kv_tokens=40_960, max_num_seqs=128)),
-        ("TensorRT-LLM (`trtllm-serve`)", StatedLimits(kv_tokens=32_000, max_num_seqs=64)),
-        ("TGI", StatedLimits(max_model_len=4096)),
-        ("llama.cpp", StatedLimits(max_model_len=4096, max_num_seqs=4)),
-        ("Ollama", StatedLimits(max_model_len=4096)),
-        ("any other", StatedLimits()),
+        ("SGLang", ReportedLimits(max_model_len=4096, kv_tokens=40_960, max_num_seqs=128)),
+        ("TensorRT-LLM (`trtllm-serve`)", ReportedLimits(kv_tokens=32_000, max_num_seqs=64)),
+        ("TGI", ReportedLimits(max_model_len=4096)),
+        ("llama.cpp", ReportedLimits(max_model_len=4096, max_num_seqs=4)),
+        ("Ollama", ReportedLimits(max_model_len=4096)),
+        ("any other", ReportedLimits()),
     ],
 )
-def test_the_limits_are_those_that_it_states(name: str, expected: StatedLimits) -> None:
+def test_the_limits_are_those_that_it_states(name: str, expected: ReportedLimits) -> None:
     assert described(SERVERS[name]).limits == expected
 
 
@@ -130,7 +130,7 @@ def test_sglang_before_its_newer_pages_is_read_from_the_older_ones() -> None:
         "/get_load": loads,
     }
     found = described(old)
-    assert found.limits == StatedLimits(max_model_len=512, kv_tokens=9_000, max_num_seqs=48)
+    assert found.limits == ReportedLimits(max_model_len=512, kv_tokens=9_000, max_num_seqs=48)
     assert found.metrics_path == "/get_load"
     assert sglang.read_loads(b'[{"num_reqs": 15, "num_waiting_reqs": 3}]') == EngineReading(
         waiting=3, running=12
@@ -152,7 +152,7 @@ def test_tgi_before_its_first_request_is_idle() -> None:
 def test_tgi_before_3_states_its_cache() -> None:
     info = {"max_batch_total_tokens": 16_384, "max_batch_size": 32}
     pages = {**SERVERS["TGI"], "/info": {**SERVERS["TGI"]["/info"], **info}}  # type: ignore[dict-item]
-    assert described(pages).limits == StatedLimits(max_model_len=4096, kv_tokens=16_384, max_num_seqs=32)
+    assert described(pages).limits == ReportedLimits(max_model_len=4096, kv_tokens=16_384, max_num_seqs=32)
 
 
 def test_trtllm_before_its_first_request_reports_nothing_yet() -> None:

@@ -48,4 +48,4 @@ def test_the_tables_say_what_the_adapters_find() -> None:
 def test_what_is_lacking_is_what_the_tables_have_no_for() -> None:
     for name in SERVERS:
         described = asyncio.run(identify(server(SERVERS[name])))
-        assert len(described.lacks) == " ".join(found(name)).count("| no "), name
+        assert len(described.limitations) == " ".join(found(name)).count("| no "), name

@@ -93,7 +93,7 @@ def test_vllm_is_known_by_its_metrics_and_says_all_but_the_size_of_its_batch() -
     assert [(listing.model, listing.base) for listing in found.models] == [("llama", None), ("sql", "llama")]
     assert (found.limits.max_model_len, found.limits.kv_tokens) == (4096, 524_160)
     assert found.limits.max_num_seqs is None
-    assert [lack.partition(":")[0] for lack in found.lacks] == ["maximum batch size (max_num_seqs)"]
+    assert [lack.partition(":")[0] for lack in found.limitations] == ["maximum batch size (max_num_seqs)"]
     assert found.read(BUSY).waiting == 4
 
 
@@ -101,7 +101,7 @@ def test_vllm_without_statistics_is_known_by_its_models_and_has_no_load() -> Non
     get = server({"/v1/models": models("m", owner="vllm"), "/metrics": b"# TYPE up gauge\nup 1\n"})
     found = asyncio.run(identify(get))
     assert (found.kind, found.metrics_path) == ("vLLM", None)
-    assert len(found.lacks) == 7
+    assert len(found.limitations) == 7
 
 
 def test_the_progress_of_a_server_shows_in_its_iterations_and_its_cache() -> None:

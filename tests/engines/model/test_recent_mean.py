@@ -5,9 +5,9 @@ from serve_app.engines.model.recent_mean import RecentMean
 
 def test_a_recent_mean_forgets_what_left_the_window() -> None:
     mean = RecentMean(window_s=2.0)
-    mean.note(0.0, 0, now=0.0)
-    mean.note(10.0, 10, now=1.0)  # 1 each
-    mean.note(12.0, 20, now=2.5)  # 0.2 each
+    mean.record(0.0, 0, now=0.0)
+    mean.record(10.0, 10, now=1.0)  # 1 each
+    mean.record(12.0, 20, now=2.5)  # 0.2 each
     assert mean.mean(now=2.5) == pytest.approx(12 / 20)
     assert mean.mean(now=3.2) == pytest.approx(0.2)
     assert mean.mean(now=4.6) is None
@@ -15,10 +15,10 @@ def test_a_recent_mean_forgets_what_left_the_window() -> None:
 
 def test_a_recent_mean_starts_anew_when_the_counters_do() -> None:
     mean = RecentMean()
-    mean.note(100.0, 1_000, now=0.0)
-    mean.note(0.5, 1, now=0.2)
+    mean.record(100.0, 1_000, now=0.0)
+    mean.record(0.5, 1, now=0.2)
     assert mean.mean(now=0.2) is None
-    mean.note(1.5, 3, now=0.4)
+    mean.record(1.5, 3, now=0.4)
     assert mean.mean(now=0.4) == pytest.approx(0.5)
 
 

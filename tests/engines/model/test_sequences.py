@@ -57,7 +57,7 @@ def test_any_sequence_can_be_taken_out() -> None:
 
 def cached(pool: KVBlocks, *names: BlockName) -> None:
     """Compute these blocks for a sequence that then ends."""
-    pool.take(len(names))
+    pool.allocate(len(names))
     assert all(pool.name(name) for name in names)
     pool.release(0, names)
 
@@ -66,7 +66,7 @@ def test_cached_blocks_count_as_free_until_they_are_taken() -> None:
     pool = KVBlocks(4)
     cached(pool, 1, 2)
     assert pool.free == 4
-    pool.take(3)
+    pool.allocate(3)
     assert pool.free == 1
     assert pool.count_hits([1, 2], 2) == 1
 
@@ -75,9 +75,9 @@ def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = KVBlocks(4)
     cached(pool, 1, 2)
     cached(pool, 3, 4)
-    pool.take(1)
+    pool.allocate(1)
     assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (1, 2)
-    pool.take(1)
+    pool.allocate(1)
     assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (0, 2)
 
 
@@ -100,7 +100,7 @@ def test_hits_that_others_hold_need_no_block_of_their_own() -> None:
     assert pool.fits(3, [1, 2])
     assert not pool.fits(4, [1, 2])
     # The same number of blocks, but one of the hits is also one of the free blocks.
-    pool.take(1)
+    pool.allocate(1)
     assert pool.fits(2, [1, 2])
     assert not pool.fits(3, [1, 2])
 
@@ -114,7 +114,7 @@ def test_a_hit_ends_at_the_first_missing_block() -> None:
 
 def test_a_name_is_given_once() -> None:
     pool = KVBlocks(4)
-    pool.take(2)
+    pool.allocate(2)
     assert pool.name(5)
     assert not pool.name(5)
     pool.release(1, [5])
@@ -125,13 +125,13 @@ def test_a_forgotten_block_is_blank_and_a_held_one_is_not_forgotten() -> None:
     pool = KVBlocks(4)
     cached(pool, (1, 0), (1, 1))
     pool.share([(1, 0)])
-    pool.forget([(1, 0), (1, 1), (1, 2)])
+    pool.discard([(1, 0), (1, 1), (1, 2)])
     assert repr(pool) == "<KVBlocks total=4 free=3 cached=0 named=1>"
 
 
 def test_more_than_is_free_cannot_be_taken() -> None:
     pool = KVBlocks(2)
     with pytest.raises(ValueError, match="3 blocks wanted, only 2 of 2 are free"):
-        pool.take(3)
+        pool.allocate(3)
     with pytest.raises(ValueError, match="at least one block"):
         KVBlocks(0)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from serve_app.core.events import DispatchFailure
-from serve_app.engines.adapters import EngineServer, PageAnswer, identify
+from serve_app.engines.adapters import EngineServer, PageResponse, identify
 from serve_app.engines.adapters.rejections import reported_context_limit
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from tests.engines.servers import free_port
@@ -76,9 +76,9 @@ async def _is_healthy(client: httpx.AsyncClient) -> bool:
 
 
 async def described(client: httpx.AsyncClient) -> EngineServer:
-    async def get(path: str) -> PageAnswer:
+    async def get(path: str) -> PageResponse:
         answer = await client.get(path)
-        return PageAnswer(answer.status_code, answer.content, {})
+        return PageResponse(answer.status_code, answer.content, {})
 
     return await identify(get)
 
@@ -95,7 +95,7 @@ async def test_its_pages_have_its_limits_and_its_load(
         assert [listing.model for listing in server.models] == [MODEL]
         assert (server.limits.max_model_len, server.limits.max_num_seqs) == (CONTEXT, SLOTS)
         assert server.limits.kv_tokens is None
-        assert any("queue" in lack for lack in server.lacks) is not reports_queue
+        assert any("queue" in lack for lack in server.limitations) is not reports_queue
 
         async def answer() -> httpx.Response:
             body = {"model": MODEL, "prompt": "Count: one two", "max_tokens": 200, "ignore_eos": True}
