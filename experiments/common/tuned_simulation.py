@@ -34,7 +34,7 @@ from serve_app.tuning.parameter_loop import Observation, ParameterLoop, Result, 
 from serve_app.tuning.rollout import Retune
 from serve_app.tuning.search_space import with_values, with_weights
 from serve_app.tuning.settings import ParameterTuningSettings
-from serve_app.tuning.study import Budget, Job, WindowResult, run_study
+from serve_app.tuning.study import Budget, WindowResult, WindowTask, run_study
 
 PACE_REQUESTS_PER_S = 2_000.0
 """Assumed number of requests that a core simulates per second."""
@@ -53,7 +53,7 @@ class CountingPlayer:
         self._pace_requests_per_s = pace_requests_per_s
         self.requests = 0
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
         """Yield each job with its result."""
         for job, result in self._twin.play(jobs):
             self.requests += result.requests
@@ -153,7 +153,7 @@ class TunedSimulation:
         now = self.simulation.timeline.now
         observation = Observation(
             at=now,
-            settled_until=self._outcomes.settled_until(now),
+            completed_until=self._outcomes.completed_until(now),
             records=[record_of(row) for row in self._outcomes.take()],
             replicas=[plan.spec for plan in self.plans],
             frozen="" if self.scheduler_settings.active_share == 1 else "not all requests are scheduled",

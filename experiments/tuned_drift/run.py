@@ -21,7 +21,7 @@ from serve_app.lab.simulation.workload import Disclosure, fit, requests_of
 from serve_app.tuning import LearnedPartitions
 from serve_app.tuning.objective import reward_of
 from serve_app.tuning.parameter_loop import Result, Work
-from serve_app.tuning.rollout import Act, Audit
+from serve_app.tuning.rollout import Audit, DecisionKind
 from serve_app.tuning.study import Finding
 
 
@@ -88,7 +88,7 @@ def _figures(run: Run) -> dict[str, Any]:
     )
     records = simulation.run(_requests(run))
     audit = simulation.loop.rollout.audit
-    acts = [each.act for each in audit]
+    acts = [each.kind for each in audit]
     return {
         "requests": len(records),
         "phases": {
@@ -96,9 +96,9 @@ def _figures(run: Run) -> dict[str, Any]:
         },
         "searches": len(verdicts),
         "without_winner": verdicts.count(False),
-        "tried": acts.count(Act.STARTED),
-        "adopted": acts.count(Act.ADOPTED),
-        "rolled_back": acts.count(Act.ROLLED_BACK),
+        "tried": acts.count(DecisionKind.STARTED),
+        "adopted": acts.count(DecisionKind.ADOPTED),
+        "rolled_back": acts.count(DecisionKind.ROLLED_BACK),
         "pairs": pairs(audit),
         "last_values": dict(simulation.loop.rollout.incumbent),
     }
@@ -127,7 +127,7 @@ def _phase(
 
 def pairs(audit: Sequence[Audit]) -> list[float]:
     """Return each pair's difference in reward, candidate less current values."""
-    return [each.figures["difference"] for each in audit if each.act is Act.JUDGED]
+    return [each.figures["difference"] for each in audit if each.kind is DecisionKind.JUDGED]
 
 
 EXPERIMENT = Experiment(settings=DriftExperiment, play=play)

@@ -9,7 +9,7 @@ from experiments.tuner.settings import LiveSearch, Method, TunerExperiment
 from serve_app.tuning.digital_twin import TwinPlan, TwinProcesses
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import Values
-from serve_app.tuning.study import INCUMBENT, Budget, Job, run_study
+from serve_app.tuning.study import INCUMBENT, Budget, WindowTask, run_study
 
 # Trials of the live loop use windows that no study plays.
 _FIRST_LIVE_WINDOW = 10_000
@@ -92,7 +92,9 @@ def live_search(live: LiveSearch, plan: TwinPlan, seed: int) -> Search:
     leaders = []
     for trial in range(live.trials):
         proposal = optimiser.ask()
-        ((_, result),) = player.play([Job(proposal.number, _FIRST_LIVE_WINDOW + trial, proposal.values)])
+        ((_, result),) = player.play(
+            [WindowTask(proposal.number, _FIRST_LIVE_WINDOW + trial, proposal.values)]
+        )
         optimiser.tell(proposal, result.reward.value)
         if result.reward.value is not None:
             seen.append((result.reward.value, proposal.values))
@@ -115,7 +117,9 @@ def gains(plan: TwinPlan, searches: Sequence[Search], windows: int) -> list[list
         if leader.values not in different:
             different.append(leader.values)
     jobs = [
-        Job(number, window, values) for number, values in enumerate(different) for window in range(windows)
+        WindowTask(number, window, values)
+        for number, values in enumerate(different)
+        for window in range(windows)
     ]
     rewards: list[list[float]] = [[] for _ in different]
     for job, result in TwinProcesses(plan).play(jobs):

@@ -8,7 +8,7 @@ from typing import Any
 from serve_app.cli.command import Command, positive_int, print_result, progress_bar, warn, write_json
 from serve_app.engines.model.profiles import EngineProfile, load_profile, save_profile
 from serve_app.errors import SettingsError
-from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
+from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
 from serve_app.lab.calibration.measurements import CalibrationError, Measurements, read_measurements
 from serve_app.lab.calibration.replay import Accuracy, compare, measured, replay
 from serve_app.lab.reports.tables import table_text
@@ -124,7 +124,7 @@ def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int
         CalibrationError: the limits contradict the measurements.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
-    step_time = starting_point(measurements.requests[:fit_first])
+    step_time = initial_coefficients(measurements.requests[:fit_first])
     if args.profile:
         profile = replace(load_profile(args.profile), step_time=step_time, **given)
     else:

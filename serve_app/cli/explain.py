@@ -11,7 +11,12 @@ from serve_app.cli.http_client import HttpResponse
 from serve_app.cli.status import add_address, api_key_for, default_url, get_response
 from serve_app.errors import ServeAppError
 from serve_app.lab.reports.tables import table_text
-from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, named, request_of_tenant
+from serve_app.tuning.counterfactuals.recording import (
+    Recording,
+    decode_recording,
+    example_of_tenant,
+    with_tenant_name,
+)
 
 # -- what-if results ---------------------------------------------------------------------------------------
 
@@ -119,14 +124,14 @@ def _what_if(recording: Recording) -> Mapping[str, Any]:
 
 def _with_name(result: Mapping[str, Any], args: argparse.Namespace) -> Mapping[str, Any]:
     """Replace the placeholder by the tenant's name if the receipt of its example request still exists."""
-    example = request_of_tenant(result)
+    example = example_of_tenant(result)
     if not example:
         return result
     try:
         receipt = json.loads(_fetch(args, of=example))
     except ExplainError:
         return result
-    return named(result, receipt["tenant"])
+    return with_tenant_name(result, receipt["tenant"])
 
 
 def _fetch(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:

@@ -171,12 +171,12 @@ def _run(args: argparse.Namespace) -> int:
     left_s = None if args.seconds is None else max(1.0, args.seconds - (time.monotonic() - began))
     what, total = ("candidates", args.trials) if left_s is None else ("seconds", math.ceil(left_s))
     with progress_bar(what, total) as advance, TwinProcesses(plan, jobs=args.jobs) as twin:
-        on_round, rest = _steps(advance, by_time=left_s is not None)
+        on_round, yield_cpu = _steps(advance, by_time=left_s is not None)
         course = run_study(
             optimiser,
             settings,
             twin,
-            Budget(clock=time.monotonic, seconds=left_s, rest=rest),
+            Budget(clock=time.monotonic, seconds=left_s, yield_cpu=yield_cpu),
             on_round,
             independent_windows=plan.independent_windows,
         )

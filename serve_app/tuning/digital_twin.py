@@ -38,7 +38,7 @@ from serve_app.request import Usage
 from serve_app.tuning.objective import ObjectiveSettings, Reward, reward_of
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings, refine_and_prune
 from serve_app.tuning.search_space import SearchSpace, Tunable, Values
-from serve_app.tuning.study import Job, WindowResult
+from serve_app.tuning.study import WindowResult, WindowTask
 from serve_app.tuning.traffic import resampled
 
 
@@ -92,7 +92,7 @@ class DigitalTwin:
         self._longest = max(each.engine.max_model_len for each in plan.engines)
         self._plan = replace(plan, traffic=fit(plan.traffic, self._longest).trace)
         self._lengths = tuple(one.prompt_tokens for one in self._plan.traffic.requests)
-        self._estimates = self._learned_estimates()
+        self._estimates = self._estimator_state()
 
     def play(self, values: Values, number: int) -> WindowResult:
         """Return the result of window `number` with these values.
@@ -126,7 +126,7 @@ class DigitalTwin:
         if learns_queues(tunable.scheduler.policy):
             learner = FixedPartition(_partition(self._lengths, tunable.refine_and_prune)).learner()
         simulation = Simulation(tunable.scheduler, plan.engines, plan.simulation, learner=learner)
-        self._teach(simulation)
+        self._transfer_state(simulation)
         records = simulation.run(list(self._requests(arrivals)))
         return sorted(records, key=lambda record: (record.arrived_at, record.request_id))
 
@@ -138,7 +138,7 @@ class DigitalTwin:
             expires_at = request.arrived_at + timeouts.of(request.priority)
             yield replace(simulated, request=replace(request, expires_at=expires_at))
 
-    def _learned_estimates(self) -> dict[str, object]:
+    def _estimator_state(self) -> dict[str, object]:
         """Return the state of an estimator that has observed the recent traffic."""
         plan = self._plan
         estimator = Simulation(plan.tunable.scheduler, plan.engines, plan.simulation).scheduler.estimator
@@ -151,7 +151,7 @@ class DigitalTwin:
             )
         return estimator.state()
 
-    def _teach(self, simulation: Simulation) -> None:
+    def _transfer_state(self, simulation: Simulation) -> None:
         """Initialise a new scheduler with what the production scheduler has learned."""
         scheduler = simulation.scheduler
         scheduler.estimator.restore(self._estimates)
@@ -190,7 +190,7 @@ class Forecast:
     requests: int
 
 
-def forecast(plan: TwinPlan, rest: Callable[[], object] = lambda: None) -> Forecast:
+def forecast(plan: TwinPlan, yield_cpu: Callable[[], object] = lambda: None) -> Forecast:
     """Play the latest requests twice: with all of them scheduled, and with none.
 
     While a share of the traffic is scheduled, this predicts the effect of scheduling all of it. The
@@ -208,7 +208,7 @@ def forecast(plan: TwinPlan, rest: Callable[[], object] = lambda: None) -> Forec
                 (record.prompt_tokens, record.ttft_s) for record in measured if record.ttft_s is not None
             )
         )
-        rest()
+        yield_cpu()
     return Forecast(scheduled=found[0], bypassed=found[1], requests=len(arrivals.requests))
 
 
@@ -244,7 +244,7 @@ class TwinProcesses:
         if self._processes is not None:
             self._processes.shutdown(cancel_futures=True)
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
         """Yield each job with its result, in the order of the jobs."""
         if self._own is not None:
             for job in jobs:
@@ -259,12 +259,12 @@ def _begin(plan: TwinPlan) -> None:
     _twin = DigitalTwin(plan)
 
 
-def _play(job: Job) -> WindowResult:
+def _play(job: WindowTask) -> WindowResult:
     assert _twin is not None
     return _played(_twin, job)
 
 
-def _played(twin: DigitalTwin, job: Job) -> WindowResult:
+def _played(twin: DigitalTwin, job: WindowTask) -> WindowResult:
     """Return the result of a job. A job that fails has no reward, which never counts as good."""
     try:
         return twin.play(job.values, job.window)

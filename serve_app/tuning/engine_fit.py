@@ -26,7 +26,7 @@ from serve_app.lab.calibration.fit import (
     FitStart,
     FittedEngine,
     fit_runs,
-    starting_point,
+    initial_coefficients,
     typical_step_s,
     with_latency,
 )
@@ -58,7 +58,7 @@ class TwinError:
     requests: int
 
     @property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The larger of the two errors, as an absolute value."""
         return max(abs(self.ttft_ratio), abs(self.tpot_ratio))
 
@@ -105,19 +105,19 @@ class EngineFitTask:
         plans: the engines, with the replica ids of the records; their step times are ignored.
         until: arrival of the oldest request that has not ended. A request that ended before then shared its
             engine with recorded requests only.
-        known: the current model; empty if there is none.
+        current: the current model; empty if there is none.
         fitted_until: requests dispatched before this time have already been fitted or compared.
-        is_fitted: True if `known` was fitted to these engines, False if it is from a profile.
-        keep_within: error up to which the current model remains.
+        is_fitted: True if `current` was fitted to these engines, False if it is from a profile.
+        max_error_ratio: error up to which the current model remains.
     """
 
     records: Sequence[RequestRecord]
     plans: Sequence[ReplicaPlan]
     until: float
-    known: Engines = field(default_factory=dict)
+    current: Engines = field(default_factory=dict)
     fitted_until: float = -math.inf
     is_fitted: bool = False
-    keep_within: float = 0.03
+    max_error_ratio: float = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +155,16 @@ def measured_of(record: RequestRecord) -> MeasuredRequest | None:
         return None
 
 
-def shows_pace(record: RequestRecord) -> bool:
+def is_pace_sample(record: RequestRecord) -> bool:
     """Return whether a request shows its engine's speed: completed and streamed, with two or more tokens."""
     return record.completed and record.tpot_s is not None and record.tpot_s > 0
 
 
-def fit_engines(task: EngineFitTask, rest: Callable[[], object] = lambda: None) -> EngineFitResult:
+def fit_engines(task: EngineFitTask, yield_cpu: Callable[[], object] = lambda: None) -> EngineFitResult:
     """Check the current model, and fit a new one if it is wrong, in this thread.
 
     Args:
-        rest: called after each replay; a driver that is limited to a share of a core waits there.
+        yield_cpu: called after each replay; a driver that is limited to a share of a core waits there.
     """
     counted = 0
     runs = _runs(task, task.until)
@@ -172,15 +172,15 @@ def fit_engines(task: EngineFitTask, rest: Callable[[], object] = lambda: None) 
     def note(pools: Sequence["_PoolRun"]) -> None:
         nonlocal counted
         counted += sum(len(run.run.requests) for run in pools)
-        rest()
+        yield_cpu()
 
     error = None
-    if task.known:
+    if task.current:
         fresh = [run for run in (each.since(task.fitted_until) for each in runs) if run is not None]
-        error = _error(fresh, task.known)
+        error = _error(fresh, task.current)
         note(fresh)
     engines = None
-    if error is None or error.largest > task.keep_within:
+    if error is None or error.max_abs > task.max_error_ratio:
         engines = _fitted(runs, task, note)
     return EngineFitResult(engines=engines or None, error=error, until=task.until, requests=counted)
 
@@ -245,10 +245,10 @@ def _fitted(
 def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart:
     """Return the current model at the engines' pace, or typical proportions if there is none."""
     seen = [request for each in runs for request in each.run.fitted]
-    usual, known = starting_point(seen), task.known.get(pool)
-    if known is None:
+    usual, current = initial_coefficients(seen), task.current.get(pool)
+    if current is None:
         return FitStart(step_time=usual, latency_s=_LATENCY_S)
-    step_time = known.step_time
+    step_time = current.step_time
     if not task.is_fitted:
         step_time = _at_pace(step_time, runs)
     # A coefficient that is 0 could never become positive in the fit.
@@ -259,8 +259,8 @@ def _start(runs: Sequence[_PoolRun], task: EngineFitTask, pool: str) -> FitStart
     }
     return FitStart(
         step_time=StepTimeModel(**values),
-        latency_s=known.latency_s or _LATENCY_S,
-        is_near=task.is_fitted,
+        latency_s=current.latency_s or _LATENCY_S,
+        is_warm_start=task.is_fitted,
     )
 
 
@@ -310,7 +310,7 @@ def _run(records: list[RequestRecord], plan: ReplicaPlan, limit: int, until: flo
     part = [
         index
         for index, (record, request) in enumerate(known)
-        if shows_pace(record) and request.queued_at >= clean_from and record.finished_at <= until
+        if is_pace_sample(record) and request.queued_at >= clean_from and record.finished_at <= until
     ]
     if not part:
         return None

@@ -77,7 +77,7 @@ class OutcomeWindow:
                 if over is not None:
                     self._rows.append(_row(command, over, event, now))
 
-    def settled_until(self, now: float) -> float:
+    def completed_until(self, now: float) -> float:
         """Return the arrival of the oldest request that has not ended, or `now` if there is none."""
         return min((each.arrived_at for each in self._open.values()), default=now)
 

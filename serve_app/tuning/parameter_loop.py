@@ -29,7 +29,7 @@ from serve_app.tuning.engine_fit import EngineFitResult, EngineFitTask, fit_engi
 from serve_app.tuning.objective import Reward, reward_of
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
-from serve_app.tuning.rollout import Act, Apply, Retune, Rollout
+from serve_app.tuning.rollout import Apply, DecisionKind, Retune, Rollout
 from serve_app.tuning.search_space import SearchSpace, Tunable, parameters_of, space_of
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Budget, Finding, StudySettings, run_study
@@ -52,14 +52,14 @@ class Observation:
 
     Attributes:
         at: current time on the scheduler's clock, like all times here.
-        settled_until: arrival of the oldest request that has not ended; `at` if there is none.
+        completed_until: arrival of the oldest request that has not ended; `at` if there is none.
         records: requests that have ended.
         frozen: why trials are not allowed; empty if they are.
         active_share: share of the requests that is scheduled.
     """
 
     at: float
-    settled_until: float
+    completed_until: float
     records: Sequence[RequestRecord]
     replicas: Sequence[ReplicaSpec]
     frozen: str = ""
@@ -86,19 +86,21 @@ Work = EngineFitTask | SearchTask | ForecastTask
 Result = EngineFitResult | Finding | Forecast
 
 
-def carry_out(work: Work, clock: Callable[[], float], rest: Callable[[], object] = lambda: None) -> Result:
+def carry_out(
+    work: Work, clock: Callable[[], float], yield_cpu: Callable[[], object] = lambda: None
+) -> Result:
     """Carry out a piece of work in this thread.
 
     Args:
         clock: returns CPU seconds, for the budget of a search.
-        rest: called now and then; a driver that is limited to a share of a core waits there.
+        yield_cpu: called now and then; a driver that is limited to a share of a core waits there.
     """
     if isinstance(work, EngineFitTask):
-        return fit_engines(work, rest)
+        return fit_engines(work, yield_cpu)
     if isinstance(work, ForecastTask):
-        return forecast(work.plan, rest)
+        return forecast(work.plan, yield_cpu)
     optimiser = TpeOptimiser(work.plan.space, seed=work.plan.settings.seed)
-    budget = Budget(clock=clock, seconds=work.cpu_s, rest=rest)
+    budget = Budget(clock=clock, seconds=work.cpu_s, yield_cpu=yield_cpu)
     with TwinProcesses(work.plan) as twin:
         course = run_study(
             optimiser, work.study, twin, budget, independent_windows=work.plan.independent_windows
@@ -130,8 +132,8 @@ class ParameterLoop:
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
         self._searches = self._trials = 0
         # Consecutive searches without a result.
-        self._in_vain = 0
-        self._acts: Counter[Act] = Counter()
+        self._fruitless = 0
+        self._decisions: Counter[DecisionKind] = Counter()
         self._forecast: tuple[float, Forecast] | None = None
         self.calibration = TwinCalibration(settings.calibration, settings.profile)
         self._start(configured, now)
@@ -142,7 +144,7 @@ class ParameterLoop:
         self._space = _space(self._configured)
         self.rollout = Rollout(self._space, self._space.current, self._settings.rollout)
         # Counts continue with the next scheduler.
-        self.rollout.acts = self._acts
+        self.rollout.decisions = self._decisions
         # Times of an earlier scheduler are on another clock, so its traffic and work are discarded.
         self._traffic = TrafficLog()
         self.work: Work | None = None
@@ -191,7 +193,7 @@ class ParameterLoop:
             applies += self.rollout.freeze(now, observation.frozen)
         elif self.rollout.frozen and not observation.frozen:
             applies += self.rollout.thaw(now)
-        applies += self.rollout.tick(now, observation.settled_until, self._reward_between)
+        applies += self.rollout.tick(now, observation.completed_until, self._reward_between)
         return self._orders(applies)
 
     def work_due(self, observation: Observation) -> Work | None:
@@ -199,7 +201,7 @@ class ParameterLoop:
         if self.work is None and observation.replicas and self._settings.rollout.mode != "off":
             self.work = (
                 self.calibration.due(
-                    self._traffic, observation.replicas, observation.settled_until, observation.at
+                    self._traffic, observation.replicas, observation.completed_until, observation.at
                 )
                 or self._forecast_due(observation)
                 or self._search_due(observation)
@@ -223,8 +225,8 @@ class ParameterLoop:
     def _on_finding(self, finding: Finding | None, now: float) -> list[Retune]:
         """Propose a search's candidate, and delay the next search if several had no result."""
         if finding is not None:
-            self._in_vain = 0 if finding.confident else self._in_vain + 1
-        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
+            self._fruitless = 0 if finding.confident else self._fruitless + 1
+        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MOST_DOUBLINGS)
         if finding is None:
             return []
         found = finding.confirmation
@@ -249,7 +251,7 @@ class ParameterLoop:
     def _search_due(self, observation: Observation) -> SearchTask | None:
         if observation.at < self._next_search_at or 2 * self._unsearched < self._settings.min_requests:
             return None
-        if self.rollout.why_not(observation.at) or self.calibration.obstacle:
+        if self.rollout.obstacle(observation.at) or self.calibration.obstacle:
             return None
         plan = self._twin(observation)
         if plan is None or len(plan.traffic.requests) < self._settings.min_requests:
@@ -268,7 +270,7 @@ class ParameterLoop:
 
     def _twin(self, observation: Observation) -> TwinPlan | None:
         """Return the twin of the incumbent values and recent traffic; None if too little is known."""
-        traffic = self._traffic.trace(observation.settled_until)
+        traffic = self._traffic.trace(observation.completed_until)
         engines = self.calibration.engines(observation.replicas)
         if traffic is None or engines is None:
             return None
@@ -294,13 +296,13 @@ class ParameterLoop:
         """Return the state of the loop for `status` and the dashboard."""
         return {
             "mode": self._settings.rollout.mode,
-            "state": self._doing(),
+            "state": self._activity(),
             "twin": self.calibration.document(),
             "forecast": self._forecast_document(),
             "audit": [
                 {
                     "age_s": max(0.0, self._now - each.at),
-                    "what": each.act.value.replace("_", " "),
+                    "what": each.kind.value.replace("_", " "),
                     "why": each.reason,
                     "values": dict(each.values),
                     "figures": dict(each.figures),
@@ -311,7 +313,7 @@ class ParameterLoop:
             "counts": {
                 "searches": self._searches,
                 "trials": self._trials,
-                "decisions": {act.value: self._acts[act] for act in Act},
+                "decisions": {kind.value: self._decisions[kind] for kind in DecisionKind},
             },
         }
 
@@ -323,13 +325,13 @@ class ParameterLoop:
             "twin": self.calibration.state(),
         }
 
-    def _doing(self) -> str:
+    def _activity(self) -> str:
         """Describe the current activity, or what the loop waits for."""
         if self.rollout.target is not None:
             return "trial in progress"
         if isinstance(self.work, SearchTask):
             return "searching"
-        waits = self.calibration.obstacle or self.rollout.why_not(self._now)
+        waits = self.calibration.obstacle or self.rollout.obstacle(self._now)
         return f"idle: {waits}" if waits and self._settings.rollout.mode != "off" else "idle"
 
     def _forecast_document(self) -> dict[str, Any] | None:
@@ -344,7 +346,7 @@ class ParameterLoop:
 
     def _orders(self, applies: Sequence[Apply]) -> list[Retune]:
         latest = self.rollout.audit[-1] if self.rollout.audit else None
-        reason = f"{latest.act.value}: {latest.reason}" if latest else "tuned before"
+        reason = f"{latest.kind.value}: {latest.reason}" if latest else "tuned before"
         return [
             Retune(
                 values={self._space[name].path: value for name, value in apply.values.items()},
@@ -357,5 +359,5 @@ class ParameterLoop:
 
 def _space(settings: SchedulerSettings) -> SearchSpace:
     """Return the parameters that can be tried under a running scheduler."""
-    names = [each.name for each in parameters_of(settings) if not each.of_queues]
+    names = [each.name for each in parameters_of(settings) if not each.is_queue_parameter]
     return space_of(Tunable(scheduler=settings), only=names)

@@ -69,8 +69,8 @@ def _sections(report: StudyReport) -> Iterator[ReportSection]:
             ],
         )
     if report.changes_table is not None:
-        pasted = report.pasted
-        listings = [] if pasted is None else [Listing("For the model's settings:", pasted)]
+        yaml_settings = report.yaml_settings
+        listings = [] if yaml_settings is None else [Listing("For the model's settings:", yaml_settings)]
         yield ReportSection(title="Settings", blocks=[report.changes_table, *listings])
     yield ReportSection(
         title="Search",

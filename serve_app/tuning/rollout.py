@@ -100,7 +100,7 @@ class Retune:
     reason: str = ""
 
 
-class Act(StrEnum):
+class DecisionKind(StrEnum):
     """Kind of a decision."""
 
     REJECTED = "rejected"
@@ -123,7 +123,7 @@ class Audit:
     """
 
     at: float
-    act: Act
+    kind: DecisionKind
     reason: str
     values: Values = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Rollout:
         incumbent: the values to return to.
         target: the step on trial; None between trials.
         frozen: reason for the freeze; empty if not frozen.
-        acts: number of decisions by kind.
+        decisions: number of decisions by kind.
     """
 
     def __init__(self, space: SearchSpace, incumbent: Values, settings: RolloutSettings) -> None:
@@ -147,10 +147,10 @@ class Rollout:
         self._configured = self.incumbent = space.checked(incumbent)
         self.target: dict[str, float] | None = None
         self.frozen = ""
-        self.acts: Counter[Act] = Counter()
+        self.decisions: Counter[DecisionKind] = Counter()
         self._trial: Trial | None = None
         self._in_force = self.incumbent
-        self._rests_until = -float("inf")
+        self._cool_down_until = -float("inf")
         self._audits: deque[Audit] = deque(maxlen=_AUDITS_KEPT)
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class Rollout:
         """The last thousand decisions, oldest first."""
         return tuple(self._audits)
 
-    def why_not(self, now: float) -> str:
+    def obstacle(self, now: float) -> str:
         """Return why nothing may be tried now; empty if a trial is allowed."""
         if self._settings.mode == "off":
             return "the mode is off"
@@ -170,25 +170,25 @@ class Rollout:
             return f"frozen: {self.frozen}"
         if self._trial is not None:
             return "another trial is in progress"
-        if now < self._rests_until:
-            return f"cool-down, {self._rests_until - now:.0f} s left"
+        if now < self._cool_down_until:
+            return f"cool-down, {self._cool_down_until - now:.0f} s left"
         return ""
 
     # Events
 
     def propose(self, candidate: Values, now: float, reason: str = "") -> list[Apply]:
         """Try a candidate that won in the twin; `reason` states how, for the audit."""
-        if rejection := self.why_not(now):
-            return self._note(now, Act.REJECTED, rejection, candidate)
+        if rejection := self.obstacle(now):
+            return self._note(now, DecisionKind.REJECTED, rejection, candidate)
         try:
             step = self._space.step(self.incumbent, candidate, self._settings.max_step)
         except SettingsError as error:
-            return self._note(now, Act.REJECTED, str(error))
+            return self._note(now, DecisionKind.REJECTED, str(error))
         if step == self.incumbent:
-            return self._note(now, Act.REJECTED, "these are the current values", step)
+            return self._note(now, DecisionKind.REJECTED, "these are the current values", step)
         if self._settings.mode == "advise":
-            self._rests_until = now + self._settings.cool_down_s
-            return self._note(now, Act.ADVISED, reason, step)
+            self._cool_down_until = now + self._settings.cool_down_s
+            return self._note(now, DecisionKind.ADVISED, reason, step)
         given = self._settings
         self.target = step
         self._trial = Trial(
@@ -198,49 +198,57 @@ class Rollout:
             judge_limit_s=given.judge_limit_s,
         )
         self._trial.advance(now)
-        return self._note(now, Act.STARTED, reason, step)
+        return self._note(now, DecisionKind.STARTED, reason, step)
 
-    def tick(self, now: float, settled_until: float, reward_of: RewardOf) -> list[Apply]:
+    def tick(self, now: float, completed_until: float, reward_of: RewardOf) -> list[Apply]:
         """Advance the trial, if there is one. To be called about every second.
 
         Args:
-            settled_until: arrival of the oldest request that has not ended; `now` if there is none.
+            completed_until: arrival of the oldest request that has not ended; `now` if there is none.
         """
         trial = self._trial
         if trial is None:
             return []
         known = len(trial.differences)
-        while trial.judge(now, settled_until, reward_of):
+        while trial.judge(now, completed_until, reward_of):
             if len(trial.differences) > known:
                 known = len(trial.differences)
-                self._note(now, Act.JUDGED, f"pair {known}", figures=trial.figures())
+                self._note(now, DecisionKind.JUDGED, f"pair {known}", figures=trial.figures())
         if trial.verdict is not None:
-            return self._end(now, trial.reason, is_kept=trial.verdict is Verdict.GAIN)
+            return self._end(now, trial.reason, is_adopted=trial.verdict is Verdict.GAIN)
         return self._side_due(trial, now)
 
     def freeze(self, now: float, reason: str) -> list[Apply]:
         """Return to the incumbent, and try nothing until `thaw`."""
         self.frozen = reason or "on request"
-        self._note(now, Act.FROZEN, self.frozen)
-        return self._end(now, f"frozen: {self.frozen}", is_kept=False)
+        self._note(now, DecisionKind.FROZEN, self.frozen)
+        return self._end(now, f"frozen: {self.frozen}", is_adopted=False)
 
     def thaw(self, now: float) -> list[Apply]:
         """Allow trials again."""
         self.frozen = ""
-        return self._note(now, Act.THAWED, "on request")
+        return self._note(now, DecisionKind.THAWED, "on request")
 
     # Decisions
 
-    def _end(self, now: float, reason: str, *, is_kept: bool) -> list[Apply]:
+    def _end(self, now: float, reason: str, *, is_adopted: bool) -> list[Apply]:
         """End the trial, if there is one, and apply the step or the incumbent permanently."""
         trial, step = self._trial, self.target
         if trial is None or step is None:
             return []
-        self._note(now, Act.ADOPTED if is_kept else Act.ROLLED_BACK, reason, step, trial.figures())
-        if is_kept:
+        self._note(
+            now,
+            DecisionKind.ADOPTED if is_adopted else DecisionKind.ROLLED_BACK,
+            reason,
+            step,
+            trial.figures(),
+        )
+        if is_adopted:
             self.incumbent = step
-        rest_s = self._settings.cool_down_s
-        self._rests_until = now + (_AFTER_HARM * rest_s if trial.verdict is Verdict.HARM else rest_s)
+        cool_down_s = self._settings.cool_down_s
+        self._cool_down_until = now + (
+            _AFTER_HARM * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s
+        )
         self._trial, self.target, self._in_force = None, None, self.incumbent
         return [Apply(values=self.incumbent)]
 
@@ -248,10 +256,10 @@ class Rollout:
         """Return the values of a slice that begins now; nothing during a slice."""
         assert self.target is not None
         begins = trial.advance(now)
-        if begins and trial.is_steps_turn:
+        if begins and trial.is_step_slice:
             self._in_force = self.target
             return [Apply(values=self.target, valid_s=_GRACE * self._settings.slice_s)]
-        if trial.is_steps_turn and not trial.is_over(now):
+        if trial.is_step_slice and not trial.is_over(now):
             return []
         if self._in_force == self.incumbent:
             return []
@@ -261,15 +269,15 @@ class Rollout:
     def _note(
         self,
         now: float,
-        act: Act,
+        kind: DecisionKind,
         reason: str,
         values: Values | None = None,
         figures: Mapping[str, float] | None = None,
     ) -> list[Apply]:
         """Record a decision. Returns no values to apply."""
-        self.acts[act] += 1
+        self.decisions[kind] += 1
         self._audits.append(
-            Audit(at=now, act=act, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
+            Audit(at=now, kind=kind, reason=reason, values=dict(values or {}), figures=dict(figures or {}))
         )
         return []
 
@@ -278,13 +286,13 @@ class Rollout:
     def state(self, now: float) -> dict[str, Any]:
         """Return the state to persist, with times as durations. A trial is not resumed."""
         # The verdict of an interrupted trial is lost, so it counts as harm.
-        rests_s = _AFTER_HARM * self._settings.cool_down_s if self._trial else self._rests_until - now
+        cool_down_s = _AFTER_HARM * self._settings.cool_down_s if self._trial else self._cool_down_until - now
         return {
             "version": _VERSION,
             "configured": dict(self._configured),
             "incumbent": dict(self.incumbent),
             "frozen": self.frozen,
-            "rests_s": max(0.0, rests_s),
+            "cool_down_s": max(0.0, cool_down_s),
             "on_trial": self._trial is not None,
         }
 
@@ -302,12 +310,12 @@ class Rollout:
         incumbent = self._values_in(state, "incumbent")
         if incumbent != self._configured and not self._space.is_within(incumbent):
             raise ValueError(f"learned state: values out of bounds: {incumbent}; delete it to start over")
-        frozen, rests_s = text(state, "frozen"), number(state, "rests_s", at_least=0.0)
+        frozen, cool_down_s = text(state, "frozen"), number(state, "cool_down_s", at_least=0.0)
         self._trial, self.target = None, None
         self.incumbent = self._in_force = incumbent
-        self.frozen, self._rests_until = frozen, now + rests_s
+        self.frozen, self._cool_down_until = frozen, now + cool_down_s
         if state.get("on_trial") is True:
-            self._note(now, Act.ROLLED_BACK, "the tuner was restarted during a trial")
+            self._note(now, DecisionKind.ROLLED_BACK, "the tuner was restarted during a trial")
         return [Apply(values=incumbent)]
 
     def _values_in(self, state: Snapshot, name: str) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Parameter:
         low, high: inclusive bounds.
         scale: linear or logarithmic.
         integer: whole numbers only.
-        of_queues: whether it is a setting of Refine-and-Prune, and so of the tuner, not of the scheduler.
+        is_queue_parameter: whether it is a setting of Refine-and-Prune, and so of the tuner.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Parameter:
     high: float
     scale: Scale = Scale.LINEAR
     integer: bool = False
-    of_queues: bool = False
+    is_queue_parameter: bool = False
 
     def __post_init__(self) -> None:
         if not -math.inf < self.low < self.high < math.inf:
@@ -133,7 +133,7 @@ class Parameter:
     @property
     def model_path(self) -> str:
         """Path of the setting in the settings of a model."""
-        return f"{'tuner' if self.of_queues else 'scheduler'}.{self.path}"
+        return f"{'tuner' if self.is_queue_parameter else 'scheduler'}.{self.path}"
 
     def clipped(self, value: float) -> float:
         """Return the nearest valid value."""
@@ -303,7 +303,7 @@ _WEIGHTS = (
     Parameter(name="b_f", path="ewsjf.weights.b_f", low=0.01, high=2.0, scale=Scale.LOG),
 )
 # From the maximum number of queues down to the clusters of k-means alone; 0.5 to 3 in the paper.
-_ALPHA = Parameter(name="alpha", path="alpha", low=0.5, high=8.0, scale=Scale.LOG, of_queues=True)
+_ALPHA = Parameter(name="alpha", path="alpha", low=0.5, high=8.0, scale=Scale.LOG, is_queue_parameter=True)
 _ISOLATION = (
     _count(name="max_long_prefills", path="isolation.max_long_prefills", low=1, high=8),
     _count(name="max_longest_prefills", path="isolation.max_longest_prefills", low=1, high=8),
@@ -356,7 +356,7 @@ class Tunable:
         return replace(self, refine_and_prune=part)
 
     def _part(self, parameter: Parameter) -> SchedulerSettings | RefineAndPruneSettings:
-        return self.refine_and_prune if parameter.of_queues else self.scheduler
+        return self.refine_and_prune if parameter.is_queue_parameter else self.scheduler
 
 
 def with_weights(settings: SchedulerSettings) -> SchedulerSettings:
@@ -430,9 +430,9 @@ def space_of(
 def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
     """Return the part of a model's settings that sets these values, in the format of a file."""
     scheduler: dict[str, Any] = {}
-    queues = {each.path: values[each.name] for each in space if each.of_queues}
+    queues = {each.path: values[each.name] for each in space if each.is_queue_parameter}
     for parameter in space:
-        if not parameter.of_queues:
+        if not parameter.is_queue_parameter:
             _plant(scheduler, parameter.path, values[parameter.name])
     tuner = {"tuner": {ADVANCED.value: queues}} if queues else {}
     return {"scheduler": as_written(SchedulerSettings, scheduler)} | tuner

@@ -69,7 +69,7 @@ class StudySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WindowTask:
     """A window to play.
 
     Attributes:
@@ -93,7 +93,7 @@ class WindowResult:
 class WindowPlayer(Protocol):
     """Interface to play windows, implemented by `digital_twin.TwinProcesses`."""
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
         """Yield each job with its result, in the order of the jobs."""
         ...
 
@@ -105,12 +105,12 @@ class Budget:
     Attributes:
         seconds: total; the search ends early enough for the confirmation. None for no limit.
         clock: returns seconds on any monotonic clock.
-        rest: called after each window; a driver that is limited to a share of a core waits there.
+        yield_cpu: called after each window; a driver that is limited to a share of a core waits there.
     """
 
     clock: Callable[[], float]
     seconds: float | None = None
-    rest: Callable[[], object] = lambda: None
+    yield_cpu: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class Finding:
 
 
 @dataclass(slots=True, kw_only=True)
-class Course:
+class StudyHistory:
     """Complete course of a study.
 
     Attributes:
@@ -240,7 +240,7 @@ def run_study(
     on_round: Callable[[Round], object] = lambda _: None,
     *,
     independent_windows: float = math.inf,
-) -> Course:
+) -> StudyHistory:
     """Search until there is a verdict.
 
     Args:
@@ -249,7 +249,7 @@ def run_study(
     """
     study = _Study(optimiser, settings, player, budget, independent_windows)
     finding = study.run(on_round)
-    return Course(
+    return StudyHistory(
         finding=finding,
         proposals=study.proposals,
         rounds=study.rounds,
@@ -359,14 +359,14 @@ class _Study:
     def _play(self, candidates: Sequence[int], windows: Iterable[int], *, within_budget: bool) -> bool:
         """Play the missing results, window by window. Return False if the time was up before the end."""
         jobs = [
-            Job(each, window, self.proposals[each].values)
+            WindowTask(each, window, self.proposals[each].values)
             for window in windows
             for each in candidates
             if (each, window) not in self.results
         ]
         for job, result in self.player.play(jobs):
             self.results[job.candidate, job.window] = result
-            self.budget.rest()
+            self.budget.yield_cpu()
             self._first_s = self._first_s or self.seconds
             if within_budget and self._is_over():
                 return False

@@ -10,7 +10,7 @@ import yaml
 from serve_app.lab.reports.document import Cell, ReportTable, number_cell
 from serve_app.tuning.objective import ClassFigures
 from serve_app.tuning.search_space import SearchSpace, as_model_settings
-from serve_app.tuning.study import INCUMBENT, Course, Finding, StudySettings, WindowResult
+from serve_app.tuning.study import INCUMBENT, Finding, StudyHistory, StudySettings, WindowResult
 
 IN_FORCE, BEST = "current", "best candidate"
 
@@ -21,7 +21,7 @@ class StudyReport:
 
     space: SearchSpace
     settings: StudySettings
-    course: Course
+    course: StudyHistory
 
     @property
     def finding(self) -> Finding:
@@ -33,8 +33,8 @@ class StudyReport:
         lines = [self.verdict, "", self.classes_table.as_text()]
         if self.changes_table is not None:
             lines += ["", self.changes_table.as_text()]
-        if self.pasted is not None:
-            lines += ["", "For the model's settings:", "", self.pasted]
+        if self.yaml_settings is not None:
+            lines += ["", "For the model's settings:", "", self.yaml_settings]
         else:
             lines += ["", "The current settings remain."]
         return "\n".join(lines)
@@ -70,7 +70,7 @@ class StudyReport:
         }
 
     @property
-    def pasted(self) -> str | None:
+    def yaml_settings(self) -> str | None:
         """Settings of the recommended candidate as YAML; None if the incumbent remains."""
         best = self.finding.best
         if best is None or not self.finding.confident:

@@ -126,9 +126,9 @@ class Trial:
     _judged: int = field(init=False, default=0)
 
     @property
-    def is_steps_turn(self) -> bool:
+    def is_step_slice(self) -> bool:
         """True if the step is active in the latest slice."""
-        return _of_step(len(self._slices) - 1)
+        return _is_step_slice(len(self._slices) - 1)
 
     def is_over(self, now: float) -> bool:
         """Return whether the latest slice has ended."""
@@ -146,21 +146,21 @@ class Trial:
         self._slices.append((now, now + self.slice_s))
         return True
 
-    def judge(self, now: float, settled_until: float, reward_of: RewardOf) -> bool:
+    def judge(self, now: float, completed_until: float, reward_of: RewardOf) -> bool:
         """Judge the next pair if its requests have ended, or take too long, and return whether it was judged.
 
         Args:
-            settled_until: arrival of the oldest request that has not ended; `now` if there is none.
+            completed_until: arrival of the oldest request that has not ended; `now` if there is none.
         """
         first = 2 * self._judged
         if self.verdict is not None or len(self._slices) < first + 2:
             return False
         end = self._slices[first + 1][1]
-        if now < end or (settled_until < end and now < end + self.judge_limit_s):
+        if now < end or (completed_until < end and now < end + self.judge_limit_s):
             return False
         step, base = (
-            self._reward(number, settled_until, reward_of)
-            for number in sorted((first, first + 1), key=_of_step, reverse=True)
+            self._reward(number, completed_until, reward_of)
+            for number in sorted((first, first + 1), key=_is_step_slice, reverse=True)
         )
         self._judged += 1
         mine, theirs = finite(step.value), finite(base.value)
@@ -195,14 +195,14 @@ class Trial:
                 f"{figures['mean_difference']:+.4f}, evidence {figures['evidence']:.1f}"
             )
 
-    def _reward(self, number: int, settled_until: float, reward_of: RewardOf) -> Reward:
+    def _reward(self, number: int, completed_until: float, reward_of: RewardOf) -> Reward:
         begin, end = self._slices[number]
-        if settled_until < end:
+        if completed_until < end:
             # The requests that have ended are the quick ones, which are not representative.
             return Reward(value=None, reason="requests of the slice have not ended")
         return reward_of(begin + self.settle_s, end)
 
 
-def _of_step(number: int) -> bool:
+def _is_step_slice(number: int) -> bool:
     """Return whether a slice is the step's: incumbent, step, step, incumbent, and again."""
     return number % 4 in (1, 2)

@@ -26,7 +26,7 @@ from serve_app.tuning.engine_fit import (
     TwinError,
     engines_as_json,
     engines_of_json,
-    shows_pace,
+    is_pace_sample,
 )
 from serve_app.tuning.traffic import TrafficLog
 
@@ -79,7 +79,7 @@ class TwinCalibration:
         self.error: TwinError | None = None
         self._fits = 0
         # Consecutive fits after which the twin was still wrong.
-        self._in_vain = 0
+        self._fruitless = 0
         # Streamed responses since the last task, and times on this scheduler's clock.
         self._fresh, self._next_at, self._fitted_until = 0, -math.inf, -math.inf
 
@@ -96,7 +96,7 @@ class TwinCalibration:
     def obstacle(self) -> str:
         """Why the twin cannot be used for a search yet; empty if it can."""
         limit, error = self._settings.max_error_ratio, self.error
-        if error is not None and error.largest > limit:
+        if error is not None and error.max_abs > limit:
             return (
                 f"the error of the twin exceeds {limit:.0%}: mean TTFT {error.ttft_ratio:+.0%}, "
                 f"TPOT {error.tpot_ratio:+.0%} against {error.requests} requests"
@@ -115,7 +115,7 @@ class TwinCalibration:
 
     def note(self, records: Sequence[RequestRecord]) -> None:
         """Count the ended requests that show an engine's pace."""
-        self._fresh += sum(map(shows_pace, records))
+        self._fresh += sum(map(is_pace_sample, records))
 
     def due(
         self, traffic: TrafficLog, replicas: Sequence[ReplicaSpec], until: float, now: float
@@ -134,7 +134,7 @@ class TwinCalibration:
             records=tuple(traffic.recent(until)),
             plans=self.plans(replicas),
             until=until,
-            known=self._models(replicas),
+            current=self._models(replicas),
             fitted_until=self._fitted_until,
             is_fitted=bool(self._fitted),
         )
@@ -144,15 +144,15 @@ class TwinCalibration:
         if result is not None:
             self._fitted_until = result.until
             if result.error is not None:
-                is_wrong = result.error.largest > self._settings.max_error_ratio
-                self._in_vain = self._in_vain + 1 if is_wrong and self._fits else 0
+                is_wrong = result.error.max_abs > self._settings.max_error_ratio
+                self._fruitless = self._fruitless + 1 if is_wrong and self._fits else 0
                 self.error = result.error
             if result.engines:
                 self._fitted = result.engines
                 self._fits += 1
         # Engines that no step times describe are checked less and less often, because each fit takes CPU
         # seconds.
-        self._next_at = now + self._settings.every_s * 2.0 ** min(self._in_vain, _MOST_DOUBLINGS)
+        self._next_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MOST_DOUBLINGS)
 
     def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
         """Return simulated replicas like the connected ones; None while their step times are not known."""

@@ -13,7 +13,7 @@ from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import TwinSettings
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
-from serve_app.tuning.rollout import Act, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, RolloutSettings
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import StudySettings
@@ -72,7 +72,7 @@ def test_the_same_run_comes_to_the_same_end() -> None:
     # The engines match the profile, so it stays.
     error = first.loop.calibration.error
     assert error is not None
-    assert error.largest < 0.03
+    assert error.max_abs < 0.03
 
 
 def test_values_on_trial_expire_when_no_order_follows() -> None:
@@ -85,7 +85,7 @@ def test_values_on_trial_expire_when_no_order_follows() -> None:
         for each in seen
         if isinstance(each.event, Retuned)
     ]
-    assert made.loop.rollout.audit[0].act is Act.STARTED
+    assert made.loop.rollout.audit[0].kind is DecisionKind.STARTED
     (begun, tried), (ended, back) = retuned
     assert (tried, back) == (5, 3)
     assert ended - begun == pytest.approx(1.5 * 8.0)

@@ -17,7 +17,7 @@ from serve_app.lab.simulation.simulation import Rank, SimulatedRequest
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
-from serve_app.tuning.rollout import Act, Audit, RolloutSettings
+from serve_app.tuning.rollout import Audit, DecisionKind, RolloutSettings
 from serve_app.tuning.search_space import Values
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.twin_calibration import CalibrationSettings
@@ -119,9 +119,9 @@ def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
         return decisions, system.tuner.loop.rollout.audit
 
     decisions, live_audit = run_jumping(live)
-    acts = [each.act for each in audit]
-    assert acts[0] is Act.STARTED
-    assert {Act.JUDGED, Act.ROLLED_BACK} < set(acts)
+    acts = [each.kind for each in audit]
+    assert acts[0] is DecisionKind.STARTED
+    assert {DecisionKind.JUDGED, DecisionKind.ROLLED_BACK} < set(acts)
     assert live_audit == audit
     assert decisions == expected[: len(decisions)]
     # The simulation continues until trial values have expired after the last report.

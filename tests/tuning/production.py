@@ -34,12 +34,12 @@ class Production:
         if now >= self.expires_at:
             self.values, self.expires_at = self.permanent, math.inf
 
-    def ticked(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
+    def ticked(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> list[Apply]:
         """Tick; slices are judged by whether they had the step's values."""
-        return self.rollout.tick(now, settled_until, lambda start, _: judge(self._was_step(start)))
+        return self.rollout.tick(now, completed_until, lambda start, _: judge(self._was_step(start)))
 
-    def tick(self, now: float, settled_until: float, judge: Callable[[bool], Reward]) -> None:
-        self.carry_out(self.ticked(now, settled_until, judge), now)
+    def tick(self, now: float, completed_until: float, judge: Callable[[bool], Reward]) -> None:
+        self.carry_out(self.ticked(now, completed_until, judge), now)
 
     def _was_step(self, at: float) -> bool:
         return next((is_step for since, is_step in reversed(self._sides) if since <= at), False)

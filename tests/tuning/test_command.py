@@ -55,10 +55,10 @@ def test_bad_settings_are_replaced_by_better_ones_ready_to_paste(won: Tuned) -> 
     assert found["incumbent"]["target_waiting"] == 16
     assert found["course"][-1]["gain"] > 0
     assert {"commit", "settings", "trace", "seeds"} <= set(found["provenance"])
-    pasted = yaml.safe_load(won.text.split("For the model's settings:")[1])
-    assert pasted == found["recommended"]
+    yaml_settings = yaml.safe_load(won.text.split("For the model's settings:")[1])
+    assert yaml_settings == found["recommended"]
     pool = {"name": "only", "engine": {"emulated": {"profile": "laptop"}}}
-    read = settings_of({"models": [{"name": "m", "pools": [pool], **pasted}]}).models[0].scheduler
+    read = settings_of({"models": [{"name": "m", "pools": [pool], **yaml_settings}]}).models[0].scheduler
     assert read.backpressure.target_waiting == found["best"]["target_waiting"]
     assert read.ewsjf.weights is not None
     assert read.ewsjf.weights.b_u == found["best"]["b_u"]

@@ -8,7 +8,7 @@ from serve_app.lab.simulation.workload import TraceChoice, choose_trace
 from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.search_space import Tunable, space_of
-from serve_app.tuning.study import Job
+from serve_app.tuning.study import WindowTask
 
 FLEET = FleetSettings(profile="laptop", replicas={"all": 2})
 
@@ -96,7 +96,10 @@ def test_more_traffic_is_more_independent_windows() -> None:
 
 def test_what_fails_has_no_reward_and_says_why() -> None:
     with TwinProcesses(plan()) as twin:
-        jobs = [Job(0, 0, plan().space.current), Job(1, 0, {**plan().space.current, "target_waiting": 0})]
+        jobs = [
+            WindowTask(0, 0, plan().space.current),
+            WindowTask(1, 0, {**plan().space.current, "target_waiting": 0}),
+        ]
         good, bad = (played.reward for _, played in twin.play(jobs))
     assert good.value is not None
     assert bad.value is None
@@ -105,6 +108,6 @@ def test_what_fails_has_no_reward_and_says_why() -> None:
 
 @pytest.mark.slow
 def test_processes_come_to_what_one_process_comes_to() -> None:
-    jobs = [Job(number, window, plan().space.current) for number in range(2) for window in range(2)]
+    jobs = [WindowTask(number, window, plan().space.current) for number in range(2) for window in range(2)]
     with TwinProcesses(plan()) as one, TwinProcesses(plan(), jobs=2) as two:
         assert list(one.play(jobs)) == list(two.play(jobs))

@@ -13,7 +13,7 @@ from serve_app.tuning.engine_fit import EngineFitTask
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import ForecastTask, Observation, ParameterLoop, SearchTask, carry_out
 from serve_app.tuning.refine_and_prune import PAPER
-from serve_app.tuning.rollout import Act, Retune, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Retune, RolloutSettings
 from serve_app.tuning.settings import ParameterTuningSettings
 from serve_app.tuning.study import Finding
 from serve_app.tuning.twin_calibration import CalibrationSettings
@@ -48,7 +48,7 @@ def arrived(second: float, ttft_s: float = 0.2) -> RequestRecord:
 
 
 def observation(at: float, records: list[RequestRecord] | None = None, **changes: Any) -> Observation:
-    usual = {"settled_until": at, "records": records or [], "replicas": [REPLICA]}
+    usual = {"completed_until": at, "records": records or [], "replicas": [REPLICA]}
     return Observation(at=at, **{**usual, **changes})
 
 
@@ -145,7 +145,7 @@ def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
     loop, orders = tried(86, 0.05)
     assert [order.values[TARGET] for order in orders] == [6, 6, 3, 6, 6, 3, 6]
     assert [order.valid_s for order in orders] == [15.0, 15.0, None, 15.0, 15.0, None, None]
-    assert loop.rollout.audit[-1].act is Act.ADOPTED
+    assert loop.rollout.audit[-1].kind is DecisionKind.ADOPTED
     assert loop.document()["studies"][0]["gain"] == 0.1
     # No search begins before the cool-down is over.
     assert loop.work_due(observation(135.0)) is None
@@ -157,7 +157,7 @@ def test_what_serves_worse_is_withdrawn_after_two_pairs() -> None:
     assert orders[-1].values[TARGET] == 3
     assert orders[-1].valid_s is None
     verdict = loop.rollout.audit[-1]
-    assert verdict.act is Act.ROLLED_BACK
+    assert verdict.kind is DecisionKind.ROLLED_BACK
     assert verdict.figures["pairs"] == 2
 
 
@@ -203,7 +203,7 @@ def test_a_loop_that_is_started_again_knows_what_was_tried() -> None:
     again = ParameterLoop(CONFIGURED, SETTINGS, 0.0)
     (order,) = again.begin(CONFIGURED, 0.0, state)
     assert order.values[TARGET] == 3
-    assert again.rollout.audit[-1].act is Act.ROLLED_BACK
+    assert again.rollout.audit[-1].kind is DecisionKind.ROLLED_BACK
     assert again.document()["studies"] == loop.document()["studies"]
 
 

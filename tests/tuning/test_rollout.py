@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from serve_app.tuning.objective import Reward
-from serve_app.tuning.rollout import Act, Apply, Mode, Rollout, RolloutSettings
+from serve_app.tuning.rollout import Apply, DecisionKind, Mode, Rollout, RolloutSettings
 from serve_app.tuning.search_space import Values
 from tests.tuning.production import Production
 from tests.tuning.rewards import BEST, CURRENT, rewarded, space
@@ -30,8 +30,8 @@ def worse(is_step: bool) -> Reward:
     return rewarded(0.3 if is_step else 0.5)
 
 
-def acts(rollout: Rollout) -> list[Act]:
-    return [each.act for each in rollout.audit if each.act is not Act.JUDGED]
+def acts(rollout: Rollout) -> list[DecisionKind]:
+    return [each.kind for each in rollout.audit if each.kind is not DecisionKind.JUDGED]
 
 
 def proposed(**changes: Any) -> Production:
@@ -51,7 +51,7 @@ def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down()
     production = proposed()
     run(production, 0, 90, better)
     rollout = production.rollout
-    assert acts(rollout) == [Act.STARTED, Act.ADOPTED]
+    assert acts(rollout) == [DecisionKind.STARTED, DecisionKind.ADOPTED]
     assert production.permanent == production.values == rollout.incumbent
     assert rollout.incumbent == space().step(CURRENT, BEST, 0.2)
     assert rollout.propose(BEST, 95.0) == []
@@ -65,14 +65,14 @@ def test_a_step_that_holds_is_adopted_and_the_next_follows_after_the_cool_down()
 def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() -> None:
     production = proposed()
     run(production, 0, 80, worse)
-    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert acts(production.rollout) == [DecisionKind.STARTED, DecisionKind.ROLLED_BACK]
     assert production.values == production.permanent == CURRENT
     decision = production.rollout.audit[-1]
     assert "harm after 2 pairs" in decision.reason
     assert decision.figures["mean_difference"] == pytest.approx(-0.2)
     # Three cool-downs after harm, which was found after 40 s.
-    assert production.rollout.why_not(330.0)
-    assert not production.rollout.why_not(350.0)
+    assert production.rollout.obstacle(330.0)
+    assert not production.rollout.obstacle(350.0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_step_that_does_harm_is_taken_back_and_nothing_is_tried_for_a_while() 
 def test_a_poisoned_objective_never_changes_production(reward: Judge) -> None:
     production = proposed()
     run(production, 0, 400, reward)
-    assert acts(production.rollout) == [Act.STARTED, Act.ROLLED_BACK]
+    assert acts(production.rollout) == [DecisionKind.STARTED, DecisionKind.ROLLED_BACK]
     assert production.values == production.permanent == CURRENT
 
 
@@ -100,12 +100,12 @@ def test_advice_changes_nothing() -> None:
     run(production, 0, 100, better)
     assert production.applied == []
     (advice,) = production.rollout.audit
-    assert (advice.act, advice.reason) == (Act.ADVISED, "won by 0.1")
+    assert (advice.kind, advice.reason) == (DecisionKind.ADVISED, "won by 0.1")
     assert advice.values == space().step(CURRENT, BEST, 0.2)
 
 
 def test_off_takes_nothing() -> None:
-    assert acts(proposed(mode="off").rollout) == [Act.REJECTED]
+    assert acts(proposed(mode="off").rollout) == [DecisionKind.REJECTED]
 
 
 @pytest.mark.parametrize("second", [5, 15, 35])
@@ -119,7 +119,7 @@ def test_a_freeze_returns_to_the_incumbent_at_once(second: int) -> None:
     assert "release day" in production.rollout.audit[-1].reason
     production.rollout.thaw(1_001.0)
     production.rollout.propose(BEST, 1_002.0)
-    assert acts(production.rollout)[-2:] == [Act.THAWED, Act.STARTED]
+    assert acts(production.rollout)[-2:] == [DecisionKind.THAWED, DecisionKind.STARTED]
 
 
 def test_a_tuner_that_dies_leaves_nothing_behind() -> None:
@@ -140,8 +140,8 @@ def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None
     assert restored.restore(stored, 5.0) == [Apply(values=adopted)]
     assert (restored.incumbent, restored.frozen) == (adopted, "night")
     restored.thaw(6.0)
-    assert restored.why_not(5.0 + 89.0)
-    assert not restored.why_not(5.0 + 95.0)
+    assert restored.obstacle(5.0 + 89.0)
+    assert not restored.obstacle(5.0 + 95.0)
 
 
 def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
@@ -150,8 +150,8 @@ def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
     stored = production.rollout.state(15.0)
     restored = Rollout(space(), CURRENT, ON)
     assert restored.restore(stored, 0.0) == [Apply(values=CURRENT)]
-    assert acts(restored) == [Act.ROLLED_BACK]
-    assert restored.why_not(299.0)
+    assert acts(restored) == [DecisionKind.ROLLED_BACK]
+    assert restored.obstacle(299.0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
         ({"incumbent": {**CURRENT, "n": 2.5}}, "beyond their bounds"),
         ({"incumbent": {**CURRENT, "a": "x"}}, "'a'"),
         ({"configured": BEST}, "settings have changed"),
-        ({"rests_s": -1.0}, "'rests_s'"),
+        ({"cool_down_s": -1.0}, "'cool_down_s'"),
         ({"frozen": None}, "'frozen'"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_broken_state_is_rejected_as_a_whole(change: dict[str, object], messag
     with pytest.raises(ValueError, match=message):
         rollout.restore({**Rollout(space(), CURRENT, ON).state(0.0), **change}, 0.0)
     assert rollout.incumbent == CURRENT
-    assert not rollout.why_not(0.0)
+    assert not rollout.obstacle(0.0)
 
 
 def test_a_step_from_settings_beyond_the_bounds_leads_inside() -> None:
@@ -189,7 +189,7 @@ def test_a_step_from_settings_beyond_the_bounds_leads_inside() -> None:
 def test_a_candidate_that_is_none_is_rejected(candidate: Values) -> None:
     rollout = Rollout(space(), CURRENT, ON)
     assert rollout.propose(candidate, 0.0) == []
-    assert acts(rollout) == [Act.REJECTED]
+    assert acts(rollout) == [DecisionKind.REJECTED]
 
 
 REWARD = st.one_of(
@@ -234,13 +234,13 @@ class Guarded(RuleBasedStateMachine):
     def time_passes(self, seconds: float, mine: float | None, theirs: float | None, lag: float) -> None:
         self.now += seconds
         self.production.expire(self.now)
-        before, adopted = self.rollout.incumbent, self.rollout.acts[Act.ADOPTED]
+        before, adopted = self.rollout.incumbent, self.rollout.decisions[DecisionKind.ADOPTED]
         self.do(
             self.production.ticked(
                 self.now, self.now - lag, lambda is_step: rewarded(mine if is_step else theirs)
             )
         )
-        if self.rollout.acts[Act.ADOPTED] == adopted:
+        if self.rollout.decisions[DecisionKind.ADOPTED] == adopted:
             assert self.rollout.incumbent == before
         else:
             # The last reward of a pair decides; a value that is not finite never wins.

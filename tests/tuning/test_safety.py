@@ -12,7 +12,7 @@ from serve_app.lab.workloads.trace import scale_to_rate
 from serve_app.tuning.digital_twin import DigitalTwin, TwinPlan, TwinProcesses, TwinSettings
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.optimiser import TpeOptimiser
-from serve_app.tuning.rollout import Act, Rollout, RolloutSettings
+from serve_app.tuning.rollout import DecisionKind, Rollout, RolloutSettings
 from serve_app.tuning.search_space import Tunable, Values, space_of
 from serve_app.tuning.study import Budget, StudySettings, run_study
 from tests.tuning.production import Production
@@ -70,7 +70,7 @@ def test_a_candidate_that_a_wrong_twin_praises_is_taken_back() -> None:
     rollout.propose({**good.space.current, **AWFUL}, 0.0, "poisoned")
     production = Production(rollout)
     loss, tried = serve(production, DigitalTwin(good), 16)
-    assert [each.act for each in rollout.audit][-1] is Act.ROLLED_BACK
+    assert [each.kind for each in rollout.audit][-1] is DecisionKind.ROLLED_BACK
     assert production.values == good.space.current
     assert tried <= ROLLOUT.pairs
     assert loss > -MARGIN

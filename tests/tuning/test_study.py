@@ -9,7 +9,15 @@ import pytest
 from serve_app.tuning.objective import Reward
 from serve_app.tuning.optimiser import TpeOptimiser
 from serve_app.tuning.search_space import Values
-from serve_app.tuning.study import Budget, Course, Job, StudySettings, WindowResult, compare, run_study
+from serve_app.tuning.study import (
+    Budget,
+    StudyHistory,
+    StudySettings,
+    WindowResult,
+    WindowTask,
+    compare,
+    run_study,
+)
 from tests.tuning.rewards import BEST, CURRENT, bowl, space
 
 SMALL = StudySettings(trials=25, rungs=(1, 2, 4), confirm_windows=6, batch=4)
@@ -25,7 +33,7 @@ class Windows:
     def clock(self) -> float:
         return self.now
 
-    def play(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, WindowResult]]:
+    def play(self, jobs: Sequence[WindowTask]) -> Iterator[tuple[WindowTask, WindowResult]]:
         for job in jobs:
             self.now += 1.0 if self.now else 11.0
             reward = Reward(value=self._objective(job.values, job.window), requests=50)
@@ -39,17 +47,19 @@ def studied(
     seconds: float | None = None,
     start: Values = CURRENT,
     seed: int = 0,
-    rest: Callable[[], object] = lambda: None,
-) -> Course:
+    yield_cpu: Callable[[], object] = lambda: None,
+) -> StudyHistory:
     windows = Windows(objective)
     # Draws from the prior, which are faster.
     optimiser = TpeOptimiser(space(start), seed=seed, startup=settings.trials)
-    return run_study(optimiser, settings, windows, Budget(clock=windows.clock, seconds=seconds, rest=rest))
+    return run_study(
+        optimiser, settings, windows, Budget(clock=windows.clock, seconds=seconds, yield_cpu=yield_cpu)
+    )
 
 
 def test_a_better_candidate_is_found_and_confirmed_on_windows_it_was_not_chosen_by() -> None:
     rests: list[None] = []
-    course = studied(bowl, rest=lambda: rests.append(None))
+    course = studied(bowl, yield_cpu=lambda: rests.append(None))
     finding = course.finding
     assert finding.confident
     assert finding.best is not None

@@ -60,14 +60,14 @@ def test_without_a_profile_it_fits_first_and_waits_for_the_error() -> None:
     fed(made, 1, traffic)
     task = made.due(traffic, REPLICAS, 10.0, 10.0)
     assert task is not None
-    assert (len(task.records), task.known, task.is_fitted) == (20, {}, False)
+    assert (len(task.records), task.current, task.is_fitted) == (20, {}, False)
     fed(made, 20, traffic)
     made.finish(result(None), 12.0)
     assert "measured after 10 more streamed responses" in made.obstacle
     assert made.due(traffic, REPLICAS, 10.0, 41.0) is None
     check = made.due(traffic, REPLICAS, 10.0, 42.0)
     assert check is not None
-    assert (check.known, check.fitted_until, check.is_fitted) == ({"only": MODEL}, 5.0, True)
+    assert (check.current, check.fitted_until, check.is_fitted) == ({"only": MODEL}, 5.0, True)
     made.finish(result(0.04, engines=False), 43.0)
     assert made.obstacle == ""
     (plan,) = made.engines(REPLICAS) or ()
@@ -141,7 +141,7 @@ def test_a_restart_keeps_the_step_times_and_measures_their_error_anew() -> None:
     again.restore(json.loads(json.dumps(made.state())))
     assert again.engines(REPLICAS) == made.engines(REPLICAS)
     assert again.source() == "fitted to the engines (before a restart)"
-    assert "is known once 10 further" in again.obstacle
+    assert "is measured after 10 more" in again.obstacle
     with pytest.raises(ValueError, match="broken step times"):
         again.restore({"only": {"latency_s": 0.1}})
     assert again.engines(REPLICAS) == made.engines(REPLICAS)

@@ -38,7 +38,7 @@ _OWN_PREFILL_SHARE = 0.9
 _TYPICAL_PERCENTILE = 25.0
 
 
-def starting_point(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
+def initial_coefficients(requests: Sequence[MeasuredRequest]) -> StepTimeModel:
     """Return rough coefficients, within a factor of about two.
 
     Raises:
@@ -178,13 +178,13 @@ class FitStart:
         step_time: initial coefficients, near which those that the data do not determine remain.
         latency_s: time added to a TTFT by an observer outside the engine; 0 for the engine's own timestamps,
             and nothing is fitted then.
-        is_near: whether the data have hardly changed since the start was fitted, so that the last stages
-            suffice.
+        is_warm_start: whether the data have hardly changed since the start was fitted, so that the last
+            stages suffice.
     """
 
     step_time: StepTimeModel
     latency_s: float = 0.0
-    is_near: bool = False
+    is_warm_start: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def fit_step_time(
     run = EngineRun(requests=requests, settings=settings, part=slice(fit_first))
     if len(run.fitted) < MIN_FITTED:
         raise _too_few(fit_first, len(requests))
-    return fit_runs([run], FitStart(step_time=starting_point(run.fitted)), on_replay).step_time
+    return fit_runs([run], FitStart(step_time=initial_coefficients(run.fitted)), on_replay).step_time
 
 
 def fit_runs(
@@ -235,7 +235,7 @@ def fit_runs(
         raise _too_few(count, sum(len(run.requests) for run in runs))
     residuals = _Residuals(runs, start, on_replay)
     position = np.zeros(len(residuals.names))
-    for stage in _STAGES[1:] if start.is_near else _STAGES:
+    for stage in _STAGES[1:] if start.is_warm_start else _STAGES:
         position = _least_squares(residuals, position, stage)
     return residuals.fitted(_simplex(residuals, position))
 

@@ -33,7 +33,7 @@ from serve_app.serving.gateway.answer.responses import (
 )
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader
-from serve_app.tuning.counterfactuals.recording import named, request_of_tenant
+from serve_app.tuning.counterfactuals.recording import example_of_tenant, with_tenant_name
 
 ENDPOINTS_PATH = "/admin/endpoints"
 ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
@@ -443,9 +443,9 @@ class DebugPages:
 
 async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
     """Return a what-if answer with the name of the omitted tenant, if its receipt still exists."""
-    example = request_of_tenant(told)
+    example = example_of_tenant(told)
     receipt = await ask(model, views, "receipt", request_id=example) if example else {}
-    return named(told, receipt["tenant"]) if "tenant" in receipt else told
+    return with_tenant_name(told, receipt["tenant"]) if "tenant" in receipt else told
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:

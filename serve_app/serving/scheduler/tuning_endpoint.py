@@ -38,7 +38,7 @@ class Observed:
         incarnation: of the answering scheduler; a new one has no earlier updates.
         lengths: estimated prompt tokens of the requests admitted since the last pull.
         at: now, on the scheduler's clock, as are all times here.
-        settled_until: arrival of the oldest open request; `at` if none is open.
+        completed_until: arrival of the oldest open request; `at` if none is open.
         outcomes: requests concluded since the last pull, if requested.
         replicas: connected replicas, if outcomes were requested.
         settings: settings in force, without values on trial, if outcomes were requested.
@@ -48,7 +48,7 @@ class Observed:
     incarnation: int
     lengths: list[int]
     at: float = 0.0
-    settled_until: float = 0.0
+    completed_until: float = 0.0
     outcomes: list[Row] = field(default_factory=list)
     replicas: list[ReplicaSpec] = field(default_factory=list)
     settings: SchedulerSettings | None = None
@@ -183,7 +183,7 @@ class TuningEndpoint:
             incarnation=self.incarnation,
             lengths=self.queues.take(),
             at=now,
-            settled_until=now if window is None else window.settled_until(now),
+            completed_until=now if window is None else window.completed_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
             settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,

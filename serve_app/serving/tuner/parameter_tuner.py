@@ -80,7 +80,7 @@ class ParameterTuner:
     @property
     def progress(self) -> tuple[int, int]:
         """Number of decisions and of finished work; a change of either requires a save."""
-        return (0 if self.loop is None else self.loop.rollout.acts.total(), self._ended)
+        return (0 if self.loop is None else self.loop.rollout.decisions.total(), self._ended)
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +121,7 @@ class ParameterTuner:
         """Process the scheduler's observations, and return orders to execute in sequence."""
         if observed.settings is None:
             return []
-        self._saw_requests = bool(observed.outcomes) or observed.settled_until < observed.at
+        self._saw_requests = bool(observed.outcomes) or observed.completed_until < observed.at
         orders: list[Retune] = []
         if self.loop is None or observed.incarnation != self._incarnation:
             self.loop, begun = self._begin(observed, observed.settings)
@@ -131,7 +131,7 @@ class ParameterTuner:
             self.freeze_due = ""
         observation = Observation(
             at=observed.at,
-            settled_until=observed.settled_until,
+            completed_until=observed.completed_until,
             records=[record_of(row) for row in observed.outcomes],
             replicas=observed.replicas,
             frozen=observed.frozen or self.freeze_due,
@@ -176,13 +176,13 @@ class ParameterTuner:
         """Execute work in this thread, within its share of a core."""
         worked_s = time.thread_time()
 
-        def rest() -> None:
+        def yield_cpu() -> None:
             nonlocal worked_s
             if self._stop.wait((time.thread_time() - worked_s) * (1 / self._settings.core_share - 1)):
                 raise StoppedError
             worked_s = time.thread_time()
 
-        return carry_out(work, time.thread_time, rest)
+        return carry_out(work, time.thread_time, yield_cpu)
 
     def _result(self, ended: "asyncio.Future[Result]") -> Result | None:
         """Log and return the result of finished work; None if it failed."""

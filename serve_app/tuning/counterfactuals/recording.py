@@ -4,7 +4,7 @@ A scheduler creates it from its receipts. Tenants have anonymous names, and prom
 capture, so that a recording can be shared. All times are seconds since the recording begins.
 
 An admin can read the receipt of a request of the tenant that a replay omits, and so restore its name
-(`named`).
+(`with_tenant_name`).
 """
 
 import json
@@ -124,7 +124,7 @@ class Recording:
     requests: tuple[RecordedRequest, ...]
 
     @property
-    def asked(self) -> RecordedRequest:
+    def subject(self) -> RecordedRequest:
         """The request in question."""
         return next(each for each in self.requests if each.request_id == self.request_id)
 
@@ -158,14 +158,14 @@ def decode_recording(text: str | bytes) -> Recording:
     return recording
 
 
-def request_of_tenant(told: Mapping[str, Any]) -> str:
+def example_of_tenant(result: Mapping[str, Any]) -> str:
     """Return the id of a request whose receipt has the omitted tenant's name; empty if none was omitted."""
-    return next((each["example"] for each in told["changes"] if each["kind"] == "tenant"), "")
+    return next((each["example"] for each in result["changes"] if each["kind"] == "tenant"), "")
 
 
-def named(told: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+def with_tenant_name(result: Mapping[str, Any], tenant: str) -> dict[str, Any]:
     """Return the result of `what_if` with the tenant's real name in place of the anonymous one."""
-    alias = next(each["value"] for each in told["changes"] if each["kind"] == "tenant")
+    alias = next(each["value"] for each in result["changes"] if each["kind"] == "tenant")
 
     def label(text: str) -> str:
         return f"{text.removesuffix(alias)}{tenant}" if text.endswith(f" {alias}") else text
@@ -176,6 +176,6 @@ def named(told: Mapping[str, Any], tenant: str) -> dict[str, Any]:
             "label": label(each["label"]),
             "value": tenant if each["kind"] == "tenant" else each["value"],
         }
-        for each in told["changes"]
+        for each in result["changes"]
     ]
-    return {**told, "changes": changes, "best": label(told["best"])}
+    return {**result, "changes": changes, "best": label(result["best"])}

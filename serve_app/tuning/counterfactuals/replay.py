@@ -32,7 +32,7 @@ from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedR
 from serve_app.tuning.engine_fit import Engines
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
-_LEFT_OUT = NOT_ATTRIBUTABLE | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
+_NOT_REPLAYED = NOT_ATTRIBUTABLE | {Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_STOPPING}
 _GATEWAY = "replay"
 
 
@@ -49,7 +49,7 @@ class RecordedReplica(ReplicaPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedRequest:
     """Result of a request in a replay.
 
     Attributes:
@@ -62,12 +62,12 @@ class Played:
     outcome: Outcome
 
 
-def is_played(request: RecordedRequest) -> bool:
+def is_replayed(request: RecordedRequest) -> bool:
     """Return whether a replay includes the request: not after a client error or without a replica."""
-    return request.outcome not in _LEFT_OUT
+    return request.outcome not in _NOT_REPLAYED
 
 
-def replay_recording(recording: Recording, engines: Engines) -> dict[str, Played]:
+def replay_recording(recording: Recording, engines: Engines) -> dict[str, ReplayedRequest]:
     """Return the result of each played request by id.
 
     Raises:
@@ -90,14 +90,14 @@ class _Replay:
             learner=learner,
         )
 
-    def run(self) -> dict[str, Played]:
+    def run(self) -> dict[str, ReplayedRequest]:
         recording, simulation = self._recording, self._simulation
         restore_state(simulation.scheduler, recording.learned, 0.0)
         for tokens in recording.earlier_prompt_tokens:
             simulation.scheduler.isolation.observe(tokens)
         for change in recording.changes:
             simulation.timeline.at(change.at_s + self._offset_s, Rank.REPORT, partial(self._change, change))
-        played = [each for each in recording.requests if is_played(each)]
+        played = [each for each in recording.requests if is_replayed(each)]
         for each in played:
             if each.outcome is Outcome.CANCELLED and each.ended_s is not None:
                 gone = partial(simulation.cancel, each.request_id)
@@ -105,7 +105,7 @@ class _Replay:
         streamed = {each.request_id for each in played if each.submission.spec.streamed}
         records = simulation.run([self._simulated(each) for each in played])
         return {
-            record.request_id: Played(
+            record.request_id: ReplayedRequest(
                 record.e2e_s if record.queue_wait_s is None else record.queue_wait_s,
                 record.ttft_s if record.request_id in streamed else None,
                 record.outcome,
@@ -161,7 +161,7 @@ class _Replay:
             simulation.feed(ev.Retuned(settings))
 
 
-POLICIES_ASKED = ("ewsjf", "fcfs", "sjf", "hrrn", "wspt-drr", "two-queue")
+COMPARED_POLICIES = ("ewsjf", "fcfs", "sjf", "hrrn", "wspt-drr", "two-queue")
 """Policies of `core.policies` that are not variants of another one."""
 
 POLICY = "policy"
@@ -191,11 +191,11 @@ class ChangedRecording:
 def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
     """Yield every change that makes sense for the request."""
     for priority in PriorityClass:
-        if priority is not recording.asked.submission.priority:
+        if priority is not recording.subject.submission.priority:
             yield with_class(recording, priority)
     if recording.fleet:
         yield with_replica(recording)
-    for policy in POLICIES_ASKED:
+    for policy in COMPARED_POLICIES:
         if policy != recording.settings.policy:
             yield with_policy(recording, policy)
     yield from _without_others(recording)
@@ -203,13 +203,13 @@ def all_changes(recording: Recording) -> Iterator[ChangedRecording]:
 
 def with_class(recording: Recording, priority: PriorityClass) -> ChangedRecording:
     """Return the change to another class, with the queue timeout of that class."""
-    asked = recording.asked
-    submission = replace(asked.submission, priority=priority)
-    expires_after_s = asked.expires_after_s
+    subject = recording.subject
+    submission = replace(subject.submission, priority=priority)
+    expires_after_s = subject.expires_after_s
     if submission.queue_timeout_s is None:
         expires_after_s = recording.settings.queue_timeout_s.of(priority)
-    changed = replace(asked, submission=submission, expires_after_s=expires_after_s)
-    requests = tuple(changed if each is asked else each for each in recording.requests)
+    changed = replace(subject, submission=submission, expires_after_s=expires_after_s)
+    requests = tuple(changed if each is subject else each for each in recording.requests)
     return ChangedRecording(
         kind="class",
         value=priority.value,
@@ -241,34 +241,36 @@ def with_policy(recording: Recording, policy: str) -> ChangedRecording:
 
 def pool_of(recording: Recording) -> str:
     """Return the pool that served the request, or the pool of most requests if there was none."""
-    if recording.asked.pool:
-        return recording.asked.pool
+    if recording.subject.pool:
+        return recording.subject.pool
     pools = Counter(each.pool for each in recording.requests if each.pool)
     return pools.most_common(1)[0][0] if pools else recording.fleet[0].pool
 
 
 def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
-    asked = recording.asked
-    beside = [
-        each for each in recording.requests if each is not asked and is_played(each) and overlaps(each, asked)
+    subject = recording.subject
+    concurrent = [
+        each
+        for each in recording.requests
+        if each is not subject and is_replayed(each) and overlaps(each, subject)
     ]
-    long = [each for each in beside if each.prompt_tokens > recording.long_prompt_tokens]
+    long = [each for each in concurrent if each.prompt_tokens > recording.long_prompt_tokens]
     if long:
         yield without(
             recording, long, "long_prefills", f"without {_counted(len(long), 'concurrent long prefill')}"
         )
-    tenant = asked.submission.tenant
+    tenant = subject.submission.tenant
     others: Counter[str] = Counter()
-    for each in beside:
+    for each in concurrent:
         if each.submission.tenant != tenant:
             others[each.submission.tenant] += each.prompt_tokens + each.expected_output_tokens
     if others:
         most = others.most_common(1)[0][0]
-        theirs = [each for each in beside if each.submission.tenant == most]
+        theirs = [each for each in concurrent if each.submission.tenant == most]
         yield without(
             recording, theirs, "tenant", f"without {_counted(len(theirs), 'request')} of tenant {most}"
         )
-        own = [each for each in beside if each.submission.tenant == tenant]
+        own = [each for each in concurrent if each.submission.tenant == tenant]
         if own:
             yield without(
                 recording, own, "own_requests", f"without {_counted(len(own), 'other request')} of its tenant"
@@ -293,7 +295,7 @@ def without(recording: Recording, others: list[RecordedRequest], kind: str, labe
     )
 
 
-def overlaps(other: RecordedRequest, asked: RecordedRequest) -> bool:
+def overlaps(other: RecordedRequest, subject: RecordedRequest) -> bool:
     """Return whether the other request waited or ran while this one waited."""
-    until = asked.arrived_s + (asked.wait_s or 0.0)
-    return other.arrived_s < until and (other.ended_s is None or other.ended_s > asked.arrived_s)
+    until = subject.arrived_s + (subject.wait_s or 0.0)
+    return other.arrived_s < until and (other.ended_s is None or other.ended_s > subject.arrived_s)

@@ -34,7 +34,7 @@ from serve_app.tuning.counterfactuals.recording import RecordedRequest, Recordin
 from serve_app.tuning.counterfactuals.replay import (
     POLICY,
     ChangedRecording,
-    Played,
+    ReplayedRequest,
     all_changes,
     pool_of,
     replay_recording,
@@ -66,7 +66,7 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Estimate:
     """Estimated time: about `seconds`, and between `low` and `high` in nine of ten cases."""
 
     seconds: float
@@ -106,7 +106,7 @@ class ErrorBars:
         errors = sorted(abs(each.error_s) for each in (*self._residuals, self._own))
         return errors[len(errors) // 2]
 
-    def told(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Told:
+    def estimate(self, changed_s: float, priority: PriorityClass, sensitivity_s: float = 0.0) -> Estimate:
         """Return the estimated time of the request after a change.
 
         Args:
@@ -121,7 +121,7 @@ class ErrorBars:
         bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s, sensitivity_s)
         if not self.reproduces:
             bar = max(bar, abs(own.error_s))
-        return Told(seconds, max(0.0, seconds - bar), seconds + bar)
+        return Estimate(seconds, max(0.0, seconds - bar), seconds + bar)
 
     def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
         """Return the unchanged replay's error for nine of ten requests with about this replayed time.
@@ -147,7 +147,7 @@ def _quantile(values: Sequence[float]) -> float:
 
 
 # Error in mean TTFT from dispatch and in TPOT up to which recorded step times are used without a fit.
-_KEPT_WITHIN = 0.05
+_MAX_ERROR_RATIO = 0.05
 FITTED = "fitted to these requests"
 
 
@@ -183,8 +183,8 @@ def _fitted(recording: Recording, recorded: Engines) -> Engines:
         records=records,
         plans=TwinCalibration(CalibrationSettings(), None).plans(fleet),
         until=max((each.finished_at for each in records), default=0.0),
-        known=recorded,
-        keep_within=_KEPT_WITHIN,
+        current=recorded,
+        max_error_ratio=_MAX_ERROR_RATIO,
     )
     return fit_engines(task).engines or {}
 
@@ -209,7 +209,7 @@ def _record(recorded: RecordedRequest) -> RequestRecord | None:
     )
 
 
-_REJECTED_IN_THE_REPLAY = "rejected in the replay"
+_REJECTED_IN_REPLAY = "rejected in the replay"
 # Another order affects all requests. How much a wait depends on small delays is measured with engines that
 # are slightly faster and slower, by the error at which step times count as right.
 _OTHER_ENGINES = (0.97, 1.03)
@@ -227,28 +227,28 @@ class UnchangedReplay:
 
     def __init__(self, recording: Recording, engines: KnownEngines) -> None:
         self.engines = engines
-        self.played: Mapping[str, Played] = replay_recording(recording, engines.by_pool)
+        self.played: Mapping[str, ReplayedRequest] = replay_recording(recording, engines.by_pool)
         self._waits, self._ttfts = list[Residual](), list[Residual]()
         for each in recording.requests:
             played = self.played.get(each.request_id)
             if played is None or each.outcome is not Outcome.COMPLETED or played.outcome is not each.outcome:
                 continue
-            told = each.request_id, each.submission.priority
+            key = each.request_id, each.submission.priority
             if each.wait_s is not None:
-                self._waits.append(Residual(*told, played.wait_s, each.wait_s))
+                self._waits.append(Residual(*key, played.wait_s, each.wait_s))
             if each.ttft_s is not None and played.ttft_s is not None:
-                self._ttfts.append(Residual(*told, played.ttft_s, each.ttft_s))
+                self._ttfts.append(Residual(*key, played.ttft_s, each.ttft_s))
 
-    def waits(self, asked: RecordedRequest) -> ErrorBars:
+    def waits(self, subject: RecordedRequest) -> ErrorBars:
         """Return the errors of waits, for a request that has waited."""
-        assert asked.wait_s is not None, "it has waited, to its end or to its dispatch"
-        replayed_s = self.played[asked.request_id].wait_s
-        own = Residual(asked.request_id, asked.submission.priority, replayed_s, asked.wait_s)
-        return ErrorBars([each for each in self._waits if each.request_id != asked.request_id], own)
+        assert subject.wait_s is not None, "it has waited, to its end or to its dispatch"
+        replayed_s = self.played[subject.request_id].wait_s
+        own = Residual(subject.request_id, subject.submission.priority, replayed_s, subject.wait_s)
+        return ErrorBars([each for each in self._waits if each.request_id != subject.request_id], own)
 
-    def ttfts(self, asked: RecordedRequest) -> ErrorBars | None:
+    def ttfts(self, subject: RecordedRequest) -> ErrorBars | None:
         """Return the errors of times to first token; None without one, or with too few others."""
-        own = next((each for each in self._ttfts if each.request_id == asked.request_id), None)
+        own = next((each for each in self._ttfts if each.request_id == subject.request_id), None)
         others = [each for each in self._ttfts if each is not own]
         return None if own is None or len(others) < LEAST_COMPARABLE else ErrorBars(others, own)
 
@@ -275,22 +275,22 @@ class ChangedReplay:
         for each in engines:
             found.append(replay_recording(change.recording, each))
             on_replay()
-        self.played: Mapping[str, Played] = found[0]
+        self.played: Mapping[str, ReplayedRequest] = found[0]
         self._others = found[1:]
 
-    def wait(self, asked: RecordedRequest, priority: PriorityClass) -> Told:
+    def wait(self, subject: RecordedRequest, priority: PriorityClass) -> Estimate:
         """Return the estimated wait of a request, which has the class `priority` after the change."""
-        own_s = self.played[asked.request_id].wait_s
-        others = [played[asked.request_id].wait_s for played in self._others]
-        return self._baseline.waits(asked).told(own_s, priority, _furthest(own_s, others))
+        own_s = self.played[subject.request_id].wait_s
+        others = [played[subject.request_id].wait_s for played in self._others]
+        return self._baseline.waits(subject).estimate(own_s, priority, _furthest(own_s, others))
 
-    def ttft(self, asked: RecordedRequest, priority: PriorityClass) -> Told | None:
+    def ttft(self, subject: RecordedRequest, priority: PriorityClass) -> Estimate | None:
         """Return its estimated time to first token; None if there is no estimate."""
-        own_s, bars = self.played[asked.request_id].ttft_s, self._baseline.ttfts(asked)
+        own_s, bars = self.played[subject.request_id].ttft_s, self._baseline.ttfts(subject)
         if own_s is None or bars is None:
             return None
-        others = [played[asked.request_id].ttft_s for played in self._others]
-        return bars.told(own_s, priority, _furthest(own_s, [each for each in others if each is not None]))
+        others = [played[subject.request_id].ttft_s for played in self._others]
+        return bars.estimate(own_s, priority, _furthest(own_s, [each for each in others if each is not None]))
 
 
 def _furthest(own_s: float, others: Sequence[float]) -> float:
@@ -310,16 +310,16 @@ def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None
     baseline = unchanged(recording)
     on_replay()
     changes = [
-        _told(change, recording.asked, ChangedReplay(change, baseline, on_replay))
+        _change_document(change, recording.subject, ChangedReplay(change, baseline, on_replay))
         for change in all_changes(recording)
     ]
     return {
         "request_id": recording.request_id,
-        "client_request_id": recording.asked.client_id,
-        "class": recording.asked.submission.priority.value,
+        "client_request_id": recording.subject.client_id,
+        "class": recording.subject.submission.priority.value,
         "pool": pool_of(recording),
         "policy": recording.settings.policy,
-        "recorded": {"wait_ms": _ms(recording.asked.wait_s), "ttft_ms": _ms(recording.asked.ttft_s)},
+        "recorded": {"wait_ms": _ms(recording.subject.wait_s), "ttft_ms": _ms(recording.subject.ttft_s)},
         "replay": _replay_document(recording, baseline),
         "changes": changes,
         "best": _best(changes),
@@ -333,14 +333,14 @@ def replays_of(recording: Recording) -> int:
 
 
 def _check(recording: Recording) -> None:
-    asked = recording.asked
-    if asked.outcome is not None and asked.outcome.is_rejection:
+    subject = recording.subject
+    if subject.outcome is not None and subject.outcome.is_rejection:
         raise RecordingError(
-            f"{asked.client_id} was rejected ({asked.outcome.value}) and was never queued: `explain` without "
-            "--what-if shows why"
+            f"{subject.client_id} was rejected ({subject.outcome.value}) and was never queued: `explain` "
+            "without --what-if shows why"
         )
-    if asked.wait_s is None or asked.outcome is None:
-        raise RecordingError(f"{asked.client_id} has not ended: try again after its end")
+    if subject.wait_s is None or subject.outcome is None:
+        raise RecordingError(f"{subject.client_id} has not ended: try again after its end")
     if not recording.fleet:
         raise RecordingError(
             "no replica was connected at the start of the recording, so there is nothing to replay"
@@ -353,15 +353,15 @@ def unchanged(recording: Recording) -> UnchangedReplay:
     Raises:
         RecordingError: the engines' speed is unknown, or there are too few requests.
     """
-    asked = recording.asked
+    subject = recording.subject
     found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
     if not found:
         raise RecordingError(
             "the engines' speed is unknown: set the tuner's `profile`, wait until it has seen 200 streamed "
             "responses, or have at least 20 streamed responses in the recorded minutes"
         )
-    best = min(found, key=lambda each: each.waits(asked).median_error_s)
-    if (comparable := best.waits(asked).comparable) < LEAST_COMPARABLE:
+    best = min(found, key=lambda each: each.waits(subject).median_error_s)
+    if (comparable := best.waits(subject).comparable) < LEAST_COMPARABLE:
         raise RecordingError(
             f"only {comparable} other requests were recorded in these minutes, but an estimate of the "
             "replay's "
@@ -370,9 +370,11 @@ def unchanged(recording: Recording) -> UnchangedReplay:
     return best
 
 
-def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedReplay) -> dict[str, Any]:
-    played = replay.played[asked.request_id]
-    priority = change.recording.asked.submission.priority
+def _change_document(
+    change: ChangedRecording, subject: RecordedRequest, replay: ChangedReplay
+) -> dict[str, Any]:
+    played = replay.played[subject.request_id]
+    priority = change.recording.subject.submission.priority
     document: dict[str, Any] = {
         "kind": change.kind,
         "value": change.value,
@@ -384,30 +386,30 @@ def _told(change: ChangedRecording, asked: RecordedRequest, replay: ChangedRepla
         "ttft": None,
     }
     if played.outcome.is_rejection:
-        return {**document, "note": f"{_REJECTED_IN_THE_REPLAY} ({played.outcome.value})"}
+        return {**document, "note": f"{_REJECTED_IN_REPLAY} ({played.outcome.value})"}
     if played.outcome is Outcome.EXPIRED:
         document["note"] = "expired in the queue of the replay"
-    assert asked.wait_s is not None, "_check has seen to it"
-    document["wait"] = _interval(replay.wait(asked, priority), played.wait_s, asked.wait_s)
-    ttft = replay.ttft(asked, priority)
-    if ttft is not None and played.ttft_s is not None and asked.ttft_s is not None:
-        document["ttft"] = _interval(ttft, played.ttft_s, asked.ttft_s)
+    assert subject.wait_s is not None, "see _check"
+    document["wait"] = _interval(replay.wait(subject, priority), played.wait_s, subject.wait_s)
+    ttft = replay.ttft(subject, priority)
+    if ttft is not None and played.ttft_s is not None and subject.ttft_s is not None:
+        document["ttft"] = _interval(ttft, played.ttft_s, subject.ttft_s)
     return document
 
 
-def _interval(told: Told, changed_s: float, recorded_s: float) -> dict[str, float | None]:
+def _interval(estimate: Estimate, changed_s: float, recorded_s: float) -> dict[str, float | None]:
     return {
-        "ms": _ms(told.seconds),
-        "low_ms": _ms(told.low),
-        "high_ms": _ms(told.high),
-        "difference_ms": _ms(told.seconds - recorded_s),
+        "ms": _ms(estimate.seconds),
+        "low_ms": _ms(estimate.low),
+        "high_ms": _ms(estimate.high),
+        "difference_ms": _ms(estimate.seconds - recorded_s),
         "replayed_ms": _ms(changed_s),
     }
 
 
 def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
     """Return the quality of the unchanged replay, and its initial state."""
-    own, waits = baseline.played[recording.request_id], baseline.waits(recording.asked)
+    own, waits = baseline.played[recording.request_id], baseline.waits(recording.subject)
     first, last = recording.requests[0], recording.requests[-1]
     return {
         "wait_ms": _ms(own.wait_s),
@@ -423,9 +425,11 @@ def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[st
 
 def _best(changes: list[dict[str, Any]]) -> str:
     """Return the change with the lowest wait whose bar is below the recorded wait; empty if there is none."""
-    told = [each for each in changes if each["wait"] is not None]
+    estimated = [each for each in changes if each["wait"] is not None]
     helpful = [
-        each for each in told if each["wait"]["high_ms"] < each["wait"]["ms"] - each["wait"]["difference_ms"]
+        each
+        for each in estimated
+        if each["wait"]["high_ms"] < each["wait"]["ms"] - each["wait"]["difference_ms"]
     ]
     return min(helpful, key=lambda each: each["wait"]["ms"])["label"] if helpful else ""
 

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.cli import main
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
-from serve_app.tuning.counterfactuals.recording import encode_recording, named, request_of_tenant
+from serve_app.tuning.counterfactuals.recording import encode_recording, example_of_tenant, with_tenant_name
 from serve_app.tuning.counterfactuals.what_if import what_if
 from tests.serving.gateway.builders import MODEL, Answers, FakeDispatcher, serving
 from tests.tuning.counterfactuals.production import burst, produce
@@ -98,7 +98,7 @@ async def ask(*args: str, lines: int = 1) -> int:
     async def receipt(request_id: str) -> dict[str, Any]:
         if request_id == "gw-2":
             return WAITING
-        return RECEIPT if request_id in ("gw-1", "a/b c", request_of_tenant(TOLD)) else {}
+        return RECEIPT if request_id in ("gw-1", "a/b c", example_of_tenant(TOLD)) else {}
 
     async def recording(request_id: str) -> str:
         return encode_recording(RECORDING) if request_id == "client-r35" else ""
@@ -161,7 +161,7 @@ async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture
     assert " of tenant acme " in told
 
     assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
-    assert json.loads(capsys.readouterr().out) == named(TOLD, "acme")
+    assert json.loads(capsys.readouterr().out) == with_tenant_name(TOLD, "acme")
 
     assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
     assert "no receipt of 'unknown'" in capsys.readouterr().err

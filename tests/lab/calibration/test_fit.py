@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.step_time import StepTimeModel, attended_pairs
-from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, starting_point
+from serve_app.lab.calibration.fit import EXPECTED_REPLAYS, MIN_FITTED, fit_step_time, initial_coefficients
 from serve_app.lab.calibration.measurements import CalibrationError, MeasuredRequest, read_measurements
 from serve_app.lab.calibration.replay import compare, measured, replay
 from tests.lab.calibration.builders import LIMITS, TRUTH, engine_run, measured_request
@@ -84,7 +84,7 @@ def test_the_timings_of_requests_that_are_not_fitted_are_not_used() -> None:
 
 
 def test_the_start_is_right_to_a_factor() -> None:
-    start = asdict(starting_point(run("light")))
+    start = asdict(initial_coefficients(run("light")))
     for name in ("decode_base_s", "prefill_per_token_s"):
         assert 0.5 < start[name] / asdict(TRUTH)[name] < 2.0
 

@@ -124,4 +124,4 @@ async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: 
     seen = desk.observed(outcomes=True)
     assert seen.settings is not None
     assert (seen.outcomes, seen.replicas) == ([], [])
-    assert seen.settled_until == seen.at
+    assert seen.completed_until == seen.at

@@ -68,7 +68,7 @@ def rows(count: int, start: float, span_s: float, ttft_s: float = 0.05) -> list[
 
 def observed(at: float, outcomes: list[Row], **changes: Any) -> Observed:
     usual = {"incarnation": 1, "lengths": [], "replicas": [REPLICA], "settings": CONFIGURED}
-    return Observed(**{**usual, "at": at, "settled_until": at, "outcomes": outcomes, **changes})
+    return Observed(**{**usual, "at": at, "completed_until": at, "outcomes": outcomes, **changes})
 
 
 def is_searching(tuner: ParameterTuner) -> bool:

@@ -20,7 +20,7 @@ def others(count: int, seed: int = 0, sd_s: float = 0.5) -> list[Residual]:
 
 
 def test_a_change_without_effect_gives_the_recorded_wait() -> None:
-    told = ErrorBars(others(60), residual("own", 10.0, 0.4)).told(10.0, BATCH)
+    told = ErrorBars(others(60), residual("own", 10.0, 0.4)).estimate(10.0, BATCH)
 
     assert told.seconds == pytest.approx(10.4)
     assert told.low < 10.4 < told.high
@@ -29,9 +29,9 @@ def test_a_change_without_effect_gives_the_recorded_wait() -> None:
 def test_the_own_error_is_carried_as_far_as_the_waits_are_alike() -> None:
     bars = ErrorBars(others(60), residual("own", 10.0, 0.4))
 
-    assert bars.told(5.0, BATCH).seconds == pytest.approx(5.2)
-    assert bars.told(0.0, BATCH).seconds == 0.0
-    assert bars.told(20.0, BATCH).seconds == pytest.approx(20.2)
+    assert bars.estimate(5.0, BATCH).seconds == pytest.approx(5.2)
+    assert bars.estimate(0.0, BATCH).seconds == 0.0
+    assert bars.estimate(20.0, BATCH).seconds == pytest.approx(20.2)
 
 
 @pytest.mark.parametrize("share_left", [0.1, 0.5, 1.0])
@@ -40,7 +40,7 @@ def test_nine_in_ten_fall_within_the_bar(share_left: float) -> None:
     rng, inside, count = random.Random(3), 0, 400
     for number in range(count):
         bars = ErrorBars(others(150, number), residual("own", 12.0, rng.gauss(0.0, 0.5)))
-        told = bars.told(12.0 * share_left, BATCH)
+        told = bars.estimate(12.0 * share_left, BATCH)
         really = 12.0 * share_left + rng.gauss(0.0, 0.5)
         inside += told.low <= really <= told.high
     assert 0.84 < inside / count < 0.97
@@ -51,7 +51,7 @@ def test_the_bar_is_that_of_the_class_and_the_wait_after_the_change() -> None:
     rough = [residual(f"b{n}", 10.0 + n / 10, 3.0 * (-1) ** n) for n in range(40)]
     bars = ErrorBars([*exact, *rough], residual("own", 12.0, 0.1))
 
-    as_interactive, as_batch = bars.told(0.5, INTERACTIVE), bars.told(11.0, BATCH)
+    as_interactive, as_batch = bars.estimate(0.5, INTERACTIVE), bars.estimate(11.0, BATCH)
 
     assert as_interactive.high - as_interactive.low < 0.5
     assert as_batch.high - as_batch.low > 5.0
@@ -63,6 +63,6 @@ def test_a_replay_that_misses_the_wait_itself_says_so_and_is_wider() -> None:
 
     assert well.reproduces
     assert not badly.reproduces
-    told = badly.told(1.0, BATCH)
+    told = badly.estimate(1.0, BATCH)
     assert told.seconds == 1.0
     assert told.high - told.seconds >= 6.0

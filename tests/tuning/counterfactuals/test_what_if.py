@@ -14,8 +14,8 @@ from serve_app.tuning.counterfactuals.recording import (
     Recording,
     RecordingError,
     encode_recording,
-    named,
-    request_of_tenant,
+    example_of_tenant,
+    with_tenant_name,
 )
 from serve_app.tuning.counterfactuals.replay import all_changes, replay_recording
 from serve_app.tuning.counterfactuals.what_if import FITTED, engines_of, replays_of, unchanged, what_if
@@ -78,9 +78,9 @@ def test_another_policy_is_reported_with_the_effect_of_small_delays() -> None:
 def test_the_tenant_that_is_left_out_gets_its_name_in_every_text() -> None:
     told = what_if(disturbed(recorded()))
     (change,) = [each for each in told["changes"] if each["kind"] == "tenant"]
-    assert request_of_tenant(told) == change["example"]
+    assert example_of_tenant(told) == change["example"]
 
-    result = named({**told, "best": change["label"]}, "acme & sons")
+    result = with_tenant_name({**told, "best": change["label"]}, "acme & sons")
     assert result["best"].endswith(" of tenant acme & sons")
     assert change["value"] not in json.dumps(result["changes"])
     others = [each for each in told["changes"] if each["kind"] != "tenant"]
@@ -105,7 +105,7 @@ def test_a_person_reads_a_table_and_what_would_have_helped_most() -> None:
 
 def test_a_wait_that_the_replay_does_not_have_is_said_to_be_so() -> None:
     recording = recorded()
-    asked = recording.asked
+    asked = recording.subject
     assert asked.wait_s is not None
     wrong = replace(asked, wait_s=asked.wait_s + 20.0)
     requests = tuple(wrong if each is asked else each for each in recording.requests)
@@ -123,7 +123,7 @@ def test_unknown_step_times_are_fitted() -> None:
     assert [each.source for each in engines_of(recording)] == [FITTED]
 
     replay = unchanged(recording)
-    told = replay.waits(recording.asked)
+    told = replay.waits(recording.subject)
     assert told.median_error_s < 0.5
     result = what_if(recording)
     assert result["replay"]["engines"] == FITTED
@@ -149,11 +149,11 @@ def test_what_has_not_waited_is_not_explained(broken: object, words: str) -> Non
 
 def test_without_engines_or_others_there_is_no_figure() -> None:
     recording = recorded()
-    few = replace(recording, requests=(recording.asked,), step_times={}, step_times_from="")
+    few = replace(recording, requests=(recording.subject,), step_times={}, step_times_from="")
     with pytest.raises(RecordingError, match="speed is unknown"):
         what_if(few)
     with pytest.raises(RecordingError, match="only 0 other requests"):
-        what_if(replace(recording, requests=(recording.asked,)))
+        what_if(replace(recording, requests=(recording.subject,)))
     with pytest.raises(RecordingError, match="no replica was connected"):
         what_if(replace(recording, fleet=()))
 
