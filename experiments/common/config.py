@@ -8,7 +8,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.errors import SettingsError
-from serve_app.lab.simulation.scheduler_settings import plant
+from serve_app.lab.simulation.scheduler_settings import set_path
 
 S = TypeVar("S")
 
@@ -63,5 +63,5 @@ def _nested(change: str) -> dict[str, Any]:
     if not (path and equals):
         raise SettingsError(f"a change must read path.to.key=VALUE, got {change!r}")
     nested: dict[str, Any] = {}
-    plant(nested, path, yaml.safe_load(text))
+    set_path(nested, path, yaml.safe_load(text))
     return nested

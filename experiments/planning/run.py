@@ -157,7 +157,7 @@ _LEAST, _MOST = 2 / 3, 4 / 3
 def play(experiment: PlanningExperiment, context: Context) -> Iterator[Measurement]:
     """Plan the cases, then the grid."""
     effort = Effort(
-        seeds=range(experiment.seeds), stand_in_replicas=experiment.stand_in_replicas, jobs=context.jobs
+        seeds=range(experiment.seeds), max_simulated_replicas=experiment.stand_in_replicas, jobs=context.jobs
     )
     mixes = list(experiment.grid.mixes())
     with progress_bar("plans", len(experiment.cases) + len(mixes)) as advance:
@@ -219,7 +219,7 @@ def _planned(case: PlanCase, trace: str, effort: Effort) -> dict[str, Any]:
 
 
 def _settings(case: PlanCase, effort: Effort) -> dict[str, Any]:
-    return {**asdict(case), "stand_in_replicas": effort.stand_in_replicas}
+    return {**asdict(case), "stand_in_replicas": effort.max_simulated_replicas}
 
 
 EXPERIMENT = Experiment(settings=PlanningExperiment, play=play)

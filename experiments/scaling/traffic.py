@@ -105,7 +105,7 @@ def _azure(seed: int, span_s: float) -> Trace:
         name="azure",
         source=f"{_COPIES} x {hour.source}",
         requests=tuple(copies),
-        without_file=hour.without_file,
+        synthetic=hour.synthetic,
     )
 
 

@@ -47,7 +47,7 @@ from serve_app.lab.bench.load import (
     BodyFactory,
     BodyKind,
     BodySettings,
-    ClientFigures,
+    ClientStats,
     LoadResult,
     LoadSettings,
     OpenLoop,
@@ -233,7 +233,7 @@ def load_settings(args: argparse.Namespace) -> LoadSettings:
     return LoadSettings(timeout_s=args.timeout_s, max_in_flight=args.max_in_flight, stream=not args.no_stream)
 
 
-def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
+def client_warnings(client: ClientStats, total: int) -> Iterator[str]:
     """Yield warnings if the client itself affected the results of `total` requests."""
     if client.interrupted:
         yield "interrupted: the results cover only the requests that were sent"
@@ -243,8 +243,8 @@ def client_warnings(client: ClientFigures, total: int) -> Iterator[str]:
             f"{LATE_AFTER_S * 1000:.0f} ms late, which counts as latency: lower the rate, or "
             "give the client a dedicated core"
         )
-    if client.held_back:
-        yield f"{client.held_back:,} requests were delayed by the client's limit: raise --max-in-flight"
+    if client.throttled:
+        yield f"{client.throttled:,} requests were delayed by the client's limit: raise --max-in-flight"
     if client.wrong_length:
         yield f"{client.wrong_length:,} responses do not have the length in the trace"
     if client.without_usage:

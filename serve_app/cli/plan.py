@@ -110,7 +110,7 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
         help="requests per run (default: the arrivals of one minute, or of three times the longest response)",
     )
     group.add_argument(
-        "--stand-in",
+        "--max-simulated-replicas",
         type=positive_int,
         default=24,
         metavar="REPLICAS",
@@ -184,7 +184,9 @@ _EXAMPLE = """example:
 
 def _run(args: argparse.Namespace) -> int:
     options, demand = fleet_options(args), demand_of(args)
-    effort = Effort(seeds=range(args.seeds), stand_in_replicas=args.stand_in, jobs=args.jobs)
+    effort = Effort(
+        seeds=range(args.seeds), max_simulated_replicas=args.max_simulated_replicas, jobs=args.jobs
+    )
     costs = CostTable.load(args.costs)
     with progress_bar("fleets", steps(options)) as advance:
         plan = make_plan(options, demand, costs, effort, lambda _: advance())
@@ -197,8 +199,8 @@ def _run(args: argparse.Namespace) -> int:
         _write_config(args, plan, costs)
     found = provenance(plan.workload.trace, arguments_as_json(args), effort.seeds)
     if args.json is not None:
-        twice = {name: one.as_json() for name, one in plan.twice.items()}
-        document = plan_as_json(plan.result) | {"stand_ins_at_twice_the_size": twice}
+        double_scale = {name: one.as_json() for name, one in plan.double_scale.items()}
+        document = plan_as_json(plan.result) | {"fleets_at_double_scale": double_scale}
         write_json(args.json, document | {"provenance": found})
     if args.report is not None:
         write_report(args.report, plan_report(plan, Origin(found, command_line(args)), warnings))
@@ -243,8 +245,8 @@ def _warnings(plan: Plan, seeds: int) -> list[str]:
         )
     lines += [
         f"{name}: the scaled-down fleet meets the limits, but twice as many replicas at twice the rate do "
-        "not: raise --stand-in"
-        for name, one in plan.twice.items()
+        "not: raise --max-simulated-replicas"
+        for name, one in plan.double_scale.items()
         if not one.meets
     ]
     if plan.result.worst_case is None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from serve_app.lab.reports.document import (
     DifferenceTable,
     FigureDifference,
+    LineStyle,
     Listing,
-    Look,
     Origin,
     Plot,
     PlotAxis,
@@ -125,13 +125,13 @@ def _course(report: StudyReport) -> Iterator[Plot]:
             reading="Higher is better. Where the line is flat, further search found no improvement.",
             x=PlotAxis(label="requests simulated", unit=Unit.COUNT, logarithmic=None),
             y=PlotAxis(label="gain of the best candidate", logarithmic=None),
-            places=[float(each.requests) for each in rounds],
+            positions=[float(each.requests) for each in rounds],
             series=[
-                Series(name="current values", values=[0.0] * len(rounds), look=Look.BASELINE),
+                Series(name="current values", values=[0.0] * len(rounds), style=LineStyle.BASELINE),
                 Series(
                     name="best candidate so far",
                     values=[each.gain for each in rounds],
-                    look=Look.STEP,
+                    style=LineStyle.STEP,
                     colour=2,
                 ),
             ],
@@ -147,17 +147,17 @@ def _fresh_windows(report: StudyReport) -> Iterator[Plot]:
         reading="Higher is better. Both serve the same requests in a window, so compare the two lines.",
         x=PlotAxis(label="window", unit=Unit.COUNT, logarithmic=None),
         y=PlotAxis(label="reward", logarithmic=None, from_zero=False),
-        places=[float(window) for window in windows],
+        positions=[float(window) for window in windows],
         series=[
             Series(
                 name=name,
                 values=[report.course.rewards(candidate, windows).get(window) for window in windows],
-                look=look,
+                style=style,
                 colour=2,
             )
-            for name, candidate, look in (
-                (IN_FORCE, INCUMBENT, Look.BASELINE),
-                (BEST, best.number, Look.LINE),
+            for name, candidate, style in (
+                (IN_FORCE, INCUMBENT, LineStyle.BASELINE),
+                (BEST, best.number, LineStyle.LINE),
             )
         ],
     )

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from serve_app.core.metrics.confidence import t_95
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.lab.bench.connection import ConnectionPool, Target
-from serve_app.lab.bench.load import BodyFactory, BodySettings, ClientFigures, LoadSettings, OpenLoop
+from serve_app.lab.bench.load import BodyFactory, BodySettings, ClientStats, LoadSettings, OpenLoop
 from serve_app.lab.reports.document import (
     DifferenceTable,
     FigureDifference,
@@ -54,7 +54,7 @@ class ComparedEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPair:
+class RecordPair:
     """The records of one trace request at both endpoints, and its slice."""
 
     slice_number: int
@@ -66,8 +66,8 @@ class AnswerPair:
 class Interleaved:
     """The pairs of a run in trace order, and the client's figures for both endpoints together."""
 
-    pairs: list[AnswerPair]
-    client: ClientFigures
+    pairs: list[RecordPair]
+    client: ClientStats
 
 
 def slices_of(trace: Trace, slice_s: float) -> Iterator[Trace]:
@@ -98,8 +98,8 @@ async def interleave(
         BodyFactory(endpoint.bodies, endpoint.target.authority, endpoint.target.path_prefix)
         for endpoint in endpoints
     ]
-    pairs: list[AnswerPair] = []
-    client = ClientFigures()
+    pairs: list[RecordPair] = []
+    client = ClientStats()
     sent = 0
     try:
         for number, part in enumerate(slices_of(trace, slice_s)):
@@ -123,16 +123,16 @@ async def interleave(
 
 def _paired(
     slice_number: int, first: int, count: int, records: dict[int, dict[str, RequestRecord]]
-) -> Iterator[AnswerPair]:
+) -> Iterator[RecordPair]:
     for number in range(first, first + count):
         base, other = (records[side][f"bench-{2 * number + side}"] for side in (0, 1))
-        yield AnswerPair(slice_number, base, other)
+        yield RecordPair(slice_number, base, other)
 
 
-def _add(client: ClientFigures, of_slice: ClientFigures) -> None:
+def _add(client: ClientStats, of_slice: ClientStats) -> None:
     """Add the figures of one slice."""
     client.late += of_slice.late
-    client.held_back += of_slice.held_back
+    client.throttled += of_slice.throttled
     client.peak_in_flight = max(client.peak_in_flight, of_slice.peak_in_flight)
     client.wrong_length += of_slice.wrong_length
     client.without_usage += of_slice.without_usage
@@ -214,7 +214,7 @@ _LATENCIES: dict[str, Callable[[RequestRecord], float | None]] = {
 }
 
 
-def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
+def compare(pairs: Sequence[RecordPair]) -> EndpointComparison:
     """Compare the two endpoints over these pairs.
 
     Raises:
@@ -238,7 +238,7 @@ def compare(pairs: Sequence[AnswerPair]) -> EndpointComparison:
     )
 
 
-def _slices(pairs: Iterable[AnswerPair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
+def _slices(pairs: Iterable[RecordPair], value_of: Callable[[RequestRecord], float | None]) -> list[Figures]:
     """Return an array per slice with the values of both endpoints as rows, without incomplete pairs."""
     slices: dict[int, list[tuple[float, float]]] = {}
     for pair in pairs:
@@ -462,7 +462,7 @@ def _by_slice(played: Interleaved) -> Plot:
         "difference.",
         x=PlotAxis(label="slice of the trace", unit=Unit.COUNT, logarithmic=None),
         y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
-        places=curves.places,
+        positions=curves.positions,
         series=curves.series(_A),
     )
 

@@ -77,7 +77,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Answer:
+class ResponseParser:
     """A response while it arrives.
 
     Args:
@@ -108,7 +108,7 @@ class Answer:
         "status",
     )
 
-    def __init__(self, *, stream: bool, on_end: Callable[["Answer"], object]) -> None:
+    def __init__(self, *, stream: bool, on_end: Callable[["ResponseParser"], object]) -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.first_token_at: float | None = None
@@ -279,7 +279,7 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """A connection for one request at a time, which passes the received bytes to its `Answer`.
+    """A connection for one request at a time, which passes the received bytes to its `ResponseParser`.
 
     Attributes:
         is_open: whether it is open as far as this side knows.
@@ -287,7 +287,7 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_answer", "_now", "_on_idle", "_parser", "_transport"),
+        *("_response", "_now", "_on_idle", "_parser", "_transport"),
         *("idle_since", "is_open"),
     )
 
@@ -295,22 +295,22 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self.idle_since = 0.0
         self._on_idle = on_idle
-        self._answer: Answer | None = None
+        self._response: ResponseParser | None = None
         self._now = 0.0
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
 
-    def start(self, request: bytes, answer: Answer) -> None:
-        """Send a request. `answer` receives all bytes from now on, and ends exactly once."""
+    def start(self, request: bytes, response: ResponseParser) -> None:
+        """Send a request. `response` receives all bytes from now on, and ends exactly once."""
         assert self._transport is not None
-        assert self._answer is None
-        self._answer = answer
+        assert self._response is None
+        self._response = response
         self._transport.write(request)
 
     def close(self) -> None:
         """Abort the connection immediately."""
         self.is_open = False
-        self._answer = None
+        self._response = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -336,40 +336,40 @@ class Connection(asyncio.Protocol):
         self._break(f"the connection closed before the response was complete ({exc or 'end of stream'})")
 
     def _break(self, detail: str) -> None:
-        answer = self._answer
+        response = self._response
         self.close()
-        if answer is not None:
-            answer.fail(detail, self._now)
+        if response is not None:
+            response.fail(detail, self._now)
 
     # httptools callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a response header."""
-        if self._answer is not None:
-            self._answer.headers[name.lower()] = value
+        if self._response is not None:
+            self._response.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Store the status."""
-        if self._answer is not None:
-            self._answer.status = self._parser.get_status_code()
+        if self._response is not None:
+            self._response.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         """Pass on bytes of the response's body, without chunk framing."""
-        if self._answer is not None:
-            self._answer.on_body(body, self._now)
+        if self._response is not None:
+            self._response.on_body(body, self._now)
 
     def on_message_complete(self) -> None:
         """End the response. The connection may serve the next request."""
-        answer = self._answer
-        if answer is None or 100 <= answer.status < 200:
+        response = self._response
+        if response is None or 100 <= response.status < 200:
             return
-        self._answer = None
+        self._response = None
         if self._parser.should_keep_alive():
             self.idle_since = self._now
             self._on_idle(self)
         else:
             self.close()
-        answer.on_complete(self._now)
+        response.on_complete(self._now)
 
 
 class ConnectionPool:
@@ -386,7 +386,7 @@ class ConnectionPool:
     def __repr__(self) -> str:
         return f"<ConnectionPool {self._target.authority} opened={self.opened} idle={len(self._idle)}>"
 
-    def take_idle(self) -> Connection | None:
+    def acquire_idle(self) -> Connection | None:
         """Return an idle connection that may be reused, or None."""
         now = time.monotonic()
         while self._idle:

@@ -27,7 +27,7 @@ import numpy as np
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.settings_base import NOT_NEGATIVE, POSITIVE, at_least, between, settings
 from serve_app.errors import Outcome
-from serve_app.lab.bench.connection import Answer, Connection, ConnectionPool
+from serve_app.lab.bench.connection import Connection, ConnectionPool, ResponseParser
 from serve_app.lab.workloads.generators import stream
 from serve_app.lab.workloads.trace import PREFIX_BLOCK_TOKENS, Trace, TraceRequest
 from serve_app.request import PriorityClass
@@ -200,12 +200,12 @@ class LoadSettings:
 
 
 @dataclass(slots=True)
-class ClientFigures:
+class ClientStats:
     """Figures of the client itself, because a saturated client distorts the measurement.
 
     Attributes:
         late: requests sent more than `LATE_AFTER_S` after their time.
-        held_back: requests that were held back by `max_in_flight`.
+        throttled: requests that were delayed by `max_in_flight`.
         peak_in_flight: maximum number of in-flight requests.
         connections: opened in total.
         wrong_length: completed responses whose number of tokens differs from the trace.
@@ -214,7 +214,7 @@ class ClientFigures:
     """
 
     late: int = 0
-    held_back: int = 0
+    throttled: int = 0
     peak_in_flight: int = 0
     connections: int = 0
     wrong_length: int = 0
@@ -227,7 +227,7 @@ class LoadResult:
     """Records of a run in the order in which the requests ended, and the client's figures."""
 
     records: list[RequestRecord]
-    client: ClientFigures
+    client: ClientStats
 
 
 @dataclass(slots=True)
@@ -260,8 +260,8 @@ class OpenLoop:
     stride: int = 1
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     _records: list[RequestRecord] = field(init=False, default_factory=list)
-    _figures: ClientFigures = field(init=False, default_factory=ClientFigures)
-    _under_way: dict[Answer, _Sent] = field(init=False, default_factory=dict)
+    _figures: ClientStats = field(init=False, default_factory=ClientStats)
+    _in_flight: dict[ResponseParser, _Sent] = field(init=False, default_factory=dict)
     _held_back: deque[tuple[int, TraceRequest, float]] = field(init=False, default_factory=deque)
     _all_ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _expected: int = field(init=False, default=0)
@@ -278,8 +278,8 @@ class OpenLoop:
         except asyncio.CancelledError:
             self._figures.interrupted = True
             self._held_back.clear()
-            for answer in tuple(self._under_way):
-                answer.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
+            for parser in tuple(self._in_flight):
+                parser.fail("the run was interrupted", time.monotonic(), Outcome.CANCELLED)
         self._figures.connections = self.pool.opened
         return LoadResult(self._records, self._figures)
 
@@ -291,10 +291,10 @@ class OpenLoop:
             # Requests that are due are sent without a pause, but the event loop must still process responses.
             if ahead > 0 or place % 16 == 0:
                 await asyncio.sleep(max(ahead, 0))
-            if len(self._under_way) < self.settings.max_in_flight:
+            if len(self._in_flight) < self.settings.max_in_flight:
                 self._send(place, request, due)
             else:
-                self._figures.held_back += 1
+                self._figures.throttled += 1
                 self._held_back.append((place, request, due))
 
     def _send(self, place: int, request: TraceRequest, due: float) -> None:
@@ -303,43 +303,43 @@ class OpenLoop:
         self._figures.late += now - due > LATE_AFTER_S
         # A timer may fire slightly early. A request never counts as sent before its time.
         sent = _Sent(number, request, due, max(now, due))
-        answer = Answer(stream=self.settings.stream, on_end=self._ended)
-        self._under_way[answer] = sent
-        self._figures.peak_in_flight = max(self._figures.peak_in_flight, len(self._under_way))
-        sent.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, answer)
-        connection = self.pool.take_idle()
+        parser = ResponseParser(stream=self.settings.stream, on_end=self._ended)
+        self._in_flight[parser] = sent
+        self._figures.peak_in_flight = max(self._figures.peak_in_flight, len(self._in_flight))
+        sent.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, parser)
+        connection = self.pool.acquire_idle()
         if connection is not None:
-            self._start(answer, sent, connection)
+            self._start(parser, sent, connection)
         else:
-            sent.opening = self._loop.create_task(self._open_and_start(answer, sent))
+            sent.opening = self._loop.create_task(self._open_and_start(parser, sent))
 
-    async def _open_and_start(self, answer: Answer, sent: _Sent) -> None:
+    async def _open_and_start(self, parser: ResponseParser, sent: _Sent) -> None:
         try:
             connection = await self.pool.open()
         except (OSError, TimeoutError) as exc:
-            answer.fail(f"cannot connect: {exc or type(exc).__name__}", time.monotonic())
+            parser.fail(f"cannot connect: {exc or type(exc).__name__}", time.monotonic())
         else:
-            self._start(answer, sent, connection)
+            self._start(parser, sent, connection)
 
-    def _start(self, answer: Answer, sent: _Sent, connection: Connection) -> None:
+    def _start(self, parser: ResponseParser, sent: _Sent, connection: Connection) -> None:
         sent.connection = connection
-        connection.start(self.bodies.make(sent.number, sent.request), answer)
+        connection.start(self.bodies.make(sent.number, sent.request), parser)
 
-    def _time_out(self, answer: Answer) -> None:
+    def _time_out(self, parser: ResponseParser) -> None:
         detail = f"the client timed out after {self.settings.timeout_s:g} s"
-        answer.fail(detail, time.monotonic(), Outcome.CANCELLED)
+        parser.fail(detail, time.monotonic(), Outcome.CANCELLED)
 
-    def _ended(self, answer: Answer) -> None:
+    def _ended(self, parser: ResponseParser) -> None:
         """Convert a request that has ended to its record. All ends of a request lead here."""
-        sent = self._under_way.pop(answer)
+        sent = self._in_flight.pop(parser)
         if sent.timer is not None:
             sent.timer.cancel()
         # The opening task may have reported the failure itself and must not be cancelled then.
         if sent.opening is not None and sent.opening is not asyncio.current_task():
             sent.opening.cancel()
-        if answer.outcome is Outcome.CANCELLED and sent.connection is not None:
+        if parser.outcome is Outcome.CANCELLED and sent.connection is not None:
             self.pool.discard(sent.connection)
-        record = self._record(answer, sent)
+        record = self._record(parser, sent)
         self._records.append(record)
         self.on_record(record)
         if self._held_back:
@@ -347,31 +347,31 @@ class OpenLoop:
         elif len(self._records) == self._expected:
             self._all_ended.set()
 
-    def _record(self, answer: Answer, sent: _Sent) -> RequestRecord:
+    def _record(self, parser: ResponseParser, sent: _Sent) -> RequestRecord:
         request = sent.request
-        wait_ms, estimate = answer.header(b"x-queue-wait-ms"), answer.header(b"x-estimated-tokens")
-        completed = answer.outcome is Outcome.COMPLETED
+        wait_ms, estimate = parser.header(b"x-queue-wait-ms"), parser.header(b"x-estimated-tokens")
+        completed = parser.outcome is Outcome.COMPLETED
         if completed:
-            self._figures.without_usage += answer.output_tokens is None
-            self._figures.wrong_length += answer.output_tokens not in {None, request.output_tokens}
+            self._figures.without_usage += parser.output_tokens is None
+            self._figures.wrong_length += parser.output_tokens not in {None, request.output_tokens}
         counted = request.output_tokens if completed else 0
         return RequestRecord(
             request_id=f"bench-{sent.number}",
             arrived_at=sent.arrived_at,
             sent_at=sent.sent_at,
             dispatched_at=sent.sent_at + _number(wait_ms) / 1000 if wait_ms else None,
-            first_token_at=answer.first_token_at,
-            finished_at=answer.finished_at,
-            outcome=answer.outcome or Outcome.FAILED,
-            prompt_tokens=answer.prompt_tokens or request.prompt_tokens,
-            output_tokens=counted if answer.output_tokens is None else answer.output_tokens,
+            first_token_at=parser.first_token_at,
+            finished_at=parser.finished_at,
+            outcome=parser.outcome or Outcome.FAILED,
+            prompt_tokens=parser.prompt_tokens or request.prompt_tokens,
+            output_tokens=counted if parser.output_tokens is None else parser.output_tokens,
             tenant=request.tenant,
             priority=request.priority,
-            pool=answer.header(b"x-pool"),
-            replica=answer.header(b"x-replica"),
-            length_queue=answer.header(b"x-length-queue"),
+            pool=parser.header(b"x-pool"),
+            replica=parser.header(b"x-replica"),
+            length_queue=parser.header(b"x-length-queue"),
             estimated_tokens=round(_number(estimate)) if estimate else None,
-            detail=answer.detail,
+            detail=parser.detail,
         )
 
 

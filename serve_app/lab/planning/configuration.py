@@ -10,7 +10,7 @@ from serve_app.engines.model.profiles import load_profile
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import PlanResult, SizedFleet
 from serve_app.lab.planning.verification import Workload
-from serve_app.lab.simulation.scheduler_settings import plant
+from serve_app.lab.simulation.scheduler_settings import set_path
 from serve_app.lab.simulation.simulation import ReplicaPlan
 
 # Ray's accelerator types of the GPUs in profile names.
@@ -60,9 +60,9 @@ def _model(one: SizedFleet, demand: Workload, costs: CostTable, model: str | Non
     plans = one.plan.settings(dict.fromkeys(one.plan.pools, 1)).plans(isolated=True)
     scheduler: dict[str, Any] = {"policy": demand.policy}
     for path, value in demand.scheduler.items():
-        plant(scheduler, path, value)
+        set_path(scheduler, path, value)
     if len(plans) > 1:
-        plant(scheduler, "routing.b_short_tokens", one.plan.b_short_tokens)
+        set_path(scheduler, "routing.b_short_tokens", one.plan.b_short_tokens)
     return {
         "name": "planned" if model is None else model.rstrip("/").rpartition("/")[2],
         "pools": [_pool(one, plan, costs, model) for plan in plans],

@@ -1,4 +1,4 @@
-"""A plan, from the workload to the result: the size of a run, the stand-in, the search for a fleet.
+"""A plan, from the workload to the result: the size of a run, the scale, the search for a fleet.
 
 The queueing model sizes and ranks all candidates, and the simulator sizes the best of them. Its numbers are
 the result. One pool and two pools have the same choice of profiles and batch settings. Otherwise the gain of
@@ -21,8 +21,8 @@ from serve_app.lab.planning.verification import (
     Verifier,
     Workload,
     at_full_size,
+    scale_share,
     smallest_fleet,
-    stand_in_share,
 )
 from serve_app.lab.simulation.fleet import EngineChanges
 from serve_app.lab.simulation.workload import FittedTrace, choose_trace, fit
@@ -83,8 +83,8 @@ class SizedFleet:
 
     Attributes:
         candidate: the model's size, at which the search began.
-        verification: of the simulated fleet, which is a stand-in if `share` is below 1.
-        headroom: factor by which the rate of a stand-in can grow, see `Verifier.headroom`.
+        verification: of the simulated fleet, which is scaled down if `share` is below 1.
+        headroom: factor by which the rate of a scaled-down fleet can grow, see `Verifier.headroom`.
         counts: replicas by pool at full size.
         usd_by_pool: price per hour by pool.
     """
@@ -179,19 +179,19 @@ class Planner:
 
     def split(self) -> list[Candidate]:
         """Return the best two-pool fleet for each value of `B_short`, in order."""
-        found = (self._best_split(border) for border in sorted(set(self._options.b_short_tokens)))
+        found = (self._best_split(boundary) for boundary in sorted(set(self._options.b_short_tokens)))
         return [candidate for candidate in found if candidate is not None]
 
-    def _best_split(self, border: int) -> Candidate | None:
+    def _best_split(self, boundary: int) -> Candidate | None:
         """Choose each pool separately, because pools are independent in the model, which has no spill."""
         options, mix = self._options, self._mix
-        parts = mix.split(border)
+        parts = mix.split(boundary)
         if min(len(part) for part in parts) < _LEAST_SHARE * len(mix):
             return None
         longest = int(mix.totals.max())
         chosen = []
         for part, extra, context in zip(
-            parts, (options.short_profiles, options.long_profiles), (border, longest), strict=True
+            parts, (options.short_profiles, options.long_profiles), (boundary, longest), strict=True
         ):
             profiles = [
                 name
@@ -200,8 +200,8 @@ class Planner:
             ]
             pools = [pool for name in profiles or [options.profile] for pool in self._pools(name)]
             rate_per_s = self._demand.rate_per_s * len(part) / len(mix)
-            chosen.append(min(pools, key=lambda pool: self._pool_rank(pool, part, rate_per_s, border)))
-        return self._sized(fleets.split_fleet(chosen[0], self._within_context(chosen[1]), border))
+            chosen.append(min(pools, key=lambda pool: self._pool_rank(pool, part, rate_per_s, boundary)))
+        return self._sized(fleets.split_fleet(chosen[0], self._within_context(chosen[1]), boundary))
 
     def _within_context(self, pool: PoolPlan) -> PoolPlan:
         """Limit the context to the undivided fleet's, so that all fleets receive the same requests."""
@@ -211,10 +211,10 @@ class Planner:
         return replace(pool, engine=replace(pool.engine, max_model_len=context))
 
     def _pool_rank(
-        self, pool: PoolPlan, part: LengthMix, rate_per_s: float, border: int
+        self, pool: PoolPlan, part: LengthMix, rate_per_s: float, boundary: int
     ) -> tuple[bool, float, float]:
         # The plan of an undivided fleet is also the plan of one pool.
-        plan = replace(fleets.paged_fleet(pool), b_short_tokens=border)
+        plan = replace(fleets.paged_fleet(pool), b_short_tokens=boundary)
         (model,) = plan.models(part).values()
         sized = sized_pool(model, rate_per_s, self._demand.slo)
         usd_per_hour = sized.replicas * self._costs.usd_per_hour(pool.profile)
@@ -345,16 +345,16 @@ class Effort:
 
     Attributes:
         seeds: seeds of the final sizes; the search uses the first.
-        stand_in_replicas: a larger undivided fleet is simulated at a share of its size and rate.
+        max_simulated_replicas: a larger undivided fleet is simulated at a share of its size and rate.
     """
 
     seeds: Sequence[int] = (0, 1, 2)
-    stand_in_replicas: int = 24
+    max_simulated_replicas: int = 24
     jobs: int = 1
 
     def __post_init__(self) -> None:
-        if self.stand_in_replicas < 4:
-            raise ValueError(f"a scaled-down fleet needs at least 4 replicas, got {self.stand_in_replicas}")
+        if self.max_simulated_replicas < 4:
+            raise ValueError(f"max_simulated_replicas must be at least 4, got {self.max_simulated_replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,15 +365,15 @@ class Plan:
         demand: the demand, including the number of requests per run.
         workload: of the first seed, without requests that the profile cannot hold.
         verifier: the verifier, with every fleet that it has simulated.
-        twice: the stand-in of each chosen fleet at twice its size and rate, with the first seed, by the name
-            of the fleet. It shows the error of a stand-in. Empty if fleets were simulated at full size.
+        double_scale: each chosen fleet at twice its simulated size and rate, with the first seed, by name of
+            the fleet. It shows the error of scaling down. Empty if fleets were simulated at full size.
     """
 
     demand: Workload
     workload: FittedTrace
     verifier: Verifier
     result: PlanResult
-    twice: Mapping[str, Verification]
+    double_scale: Mapping[str, Verification]
 
 
 def make_plan(
@@ -395,17 +395,17 @@ def make_plan(
     mix = LengthMix.of(workload.trace, output_known=demand.output_known)
     planner = Planner(options, demand, mix, costs, on_step)
     undivided = planner.paged[0]
-    share = stand_in_share(sum(undivided.counts.values()), effort.stand_in_replicas)
+    share = scale_share(sum(undivided.counts.values()), effort.max_simulated_replicas)
     demand = _with_requests(demand, share, mix, undivided)
     verifier = Verifier(demand, share=share, jobs=effort.jobs)
     result = planner.search(verifier, effort.seeds)
     chosen = (result.worst_case, result.paged, result.pools) if share < 1 else ()
-    twice = {
-        one.plan.name: verifier.at_twice_the_size(one.plan, one.verification.counts, effort.seeds[:1])
+    double_scale = {
+        one.plan.name: verifier.at_double_scale(one.plan, one.verification.counts, effort.seeds[:1])
         for one in chosen
         if one is not None
     }
-    return Plan(demand=demand, workload=workload, verifier=verifier, result=result, twice=twice)
+    return Plan(demand=demand, workload=workload, verifier=verifier, result=result, double_scale=double_scale)
 
 
 def steps(options: FleetOptions) -> int:

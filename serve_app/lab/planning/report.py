@@ -10,7 +10,7 @@ from serve_app.lab.planning.plan import Candidate, Plan, PlanResult, SizedFleet
 from serve_app.lab.planning.verification import Verification, at_full_size
 from serve_app.lab.reports.document import (
     Cell,
-    Look,
+    LineStyle,
     Origin,
     Plot,
     PlotAxis,
@@ -30,7 +30,7 @@ class Saving:
 
     Attributes:
         ratio: share of the other's cost that is saved; negative if it costs more.
-        resolution: finest step as a share of the other's cost: one replica, or a quarter of a stand-in's.
+        resolution: finest step as a share of the other's cost: one replica, or a quarter if scaled down.
     """
 
     ratio: float
@@ -142,9 +142,9 @@ def chosen_fleets(result: PlanResult) -> list[SizedFleet]:
     return [one for one in (result.worst_case, result.paged, result.pools) if one is not None]
 
 
-def border_plots(result: PlanResult) -> Iterator[Plot]:
+def boundary_plots(result: PlanResult) -> Iterator[Plot]:
     """Yield plots of GPUs and cost against the boundary between the pools."""
-    places = sorted({one.plan.b_short_tokens for one in result.modelled} | _simulated_borders(result))
+    positions = sorted({one.plan.b_short_tokens for one in result.modelled} | _simulated_borders(result))
     for title, unit, of_model, of_fleet in (
         ("GPUs", Unit.COUNT, lambda one: float(one.plan.gpus(one.counts)), lambda one: float(one.gpus)),
         ("US dollars per hour", Unit.DOLLARS, lambda one: one.usd_per_hour, lambda one: one.usd_per_hour),
@@ -154,24 +154,24 @@ def border_plots(result: PlanResult) -> Iterator[Plot]:
         series = [
             Series(
                 name="two pools, by the model",
-                values=[modelled.get(place) for place in places],
-                look=Look.DASHED,
+                values=[modelled.get(place) for place in positions],
+                style=LineStyle.DASHED,
                 colour=3,
             ),
             Series(
                 name="two pools, simulated",
-                values=_at_borders(result, places, of_fleet),
-                look=Look.POINTS,
+                values=_at_borders(result, positions, of_fleet),
+                style=LineStyle.POINTS,
                 colour=_COLOURS[POOLS],
             ),
-            *(_level(one, len(places), of_fleet(one)) for one in baselines),
+            *(_level(one, len(positions), of_fleet(one)) for one in baselines),
         ]
         yield Plot(
             title=title,
             reading="Lower is better. The horizontal lines are the simulated fleets of one pool.",
             x=PlotAxis(label="B_short, tokens", unit=Unit.COUNT, logarithmic=True, base=2),
             y=PlotAxis(label=title, unit=unit, logarithmic=None),
-            places=[float(place) for place in places],
+            positions=[float(place) for place in positions],
             series=series,
         )
 
@@ -181,7 +181,7 @@ def _simulated_borders(result: PlanResult) -> set[int]:
 
 
 def _at_borders(
-    result: PlanResult, places: Sequence[int], of: Callable[[SizedFleet], float]
+    result: PlanResult, positions: Sequence[int], of: Callable[[SizedFleet], float]
 ) -> list[float | None]:
     """Return the smallest simulated pair of pools at each boundary; None where there is none."""
     return [
@@ -193,13 +193,13 @@ def _at_borders(
             ),
             default=None,
         )
-        for place in places
+        for place in positions
     ]
 
 
 def _level(one: SizedFleet, count: int, value: float) -> Series:
-    look = Look.BASELINE if one.plan.name == PAGED else Look.LINE
-    return Series(name=one.plan.name, values=[value] * count, look=look, colour=_COLOURS[one.plan.name])
+    style = LineStyle.BASELINE if one.plan.name == PAGED else LineStyle.LINE
+    return Series(name=one.plan.name, values=[value] * count, style=style, colour=_COLOURS[one.plan.name])
 
 
 def tail_plots(plan: Plan) -> Iterator[Plot]:
@@ -211,13 +211,13 @@ def tail_plots(plan: Plan) -> Iterator[Plot]:
     )
     chosen = {one.plan.name: one.plan for one in chosen_fleets(plan.result)}
     measured = [one for one in plan.verifier.measured if one.plan == chosen.get(one.plan.name)]
-    places = sorted({_gpus(plan, one) for one in measured})
+    positions = sorted({_gpus(plan, one) for one in measured})
     for title, of, limit in tails:
         series = [
             Series(
                 name=f"{name}, {'meets' if meets else 'misses'} the limits",
-                values=_tails_at(plan, places, of, [one for one in measured if _is(one, name, meets)]),
-                look=Look.POINTS,
+                values=_tails_at(plan, positions, of, [one for one in measured if _is(one, name, meets)]),
+                style=LineStyle.POINTS,
                 colour=_COLOURS[name] + (0 if meets else 4),
             )
             for name in chosen
@@ -225,14 +225,14 @@ def tail_plots(plan: Plan) -> Iterator[Plot]:
             if any(_is(one, name, meets) for one in measured)
         ]
         if limit is not None:
-            series.append(Series(name="limit", values=[limit] * len(places), look=Look.BASELINE))
+            series.append(Series(name="limit", values=[limit] * len(positions), style=LineStyle.BASELINE))
         yield Plot(
             title=f"{title} against the number of GPUs",
             reading="A fleet must be below the limit. The maximum of fleets with the same number of GPUs is "
             "shown.",
             x=PlotAxis(label="GPUs", unit=Unit.COUNT, logarithmic=None),
             y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=title == "P99 TTFT"),
-            places=[float(place) for place in places],
+            positions=[float(place) for place in positions],
             series=series,
         )
 
@@ -248,7 +248,7 @@ def _gpus(plan: Plan, one: Verification) -> int:
 
 def _tails_at(
     plan: Plan,
-    places: Sequence[int],
+    positions: Sequence[int],
     of: Callable[[Verification], ConfidenceInterval | None],
     measured: Sequence[Verification],
 ) -> list[float | None]:
@@ -258,7 +258,7 @@ def _tails_at(
         if interval is not None:
             place = _gpus(plan, one)
             highest[place] = max(interval.mean, highest.get(place, interval.mean))
-    return [highest.get(place) for place in places]
+    return [highest.get(place) for place in positions]
 
 
 def plan_report(plan: Plan, origin: Origin, warnings: Sequence[str]) -> ResultReport:
@@ -324,7 +324,7 @@ def _sections(plan: Plan) -> Iterator[ReportSection]:
     yield ReportSection(
         title="Size against B_short",
         intro="B_short is the maximum token budget of a request whose home pool is the short one.",
-        blocks=list(border_plots(result)),
+        blocks=list(boundary_plots(result)),
     )
     yield ReportSection(
         title="Tail latency against size",

@@ -4,9 +4,9 @@ A fleet meets its limits if, with every seed, all requests complete, and the P99
 the warm-up are within them. Arrivals are Poisson by default, because a trace that is scaled to a high rate
 would compress its peak minutes to instants.
 
-A large fleet is simulated as a stand-in: a smaller fleet at the same share of the rate. This is conservative,
+A large fleet is scaled down: a smaller one is simulated at the same share of the rate. This is conservative,
 because fewer replicas balance load less well. A larger fleet at the same rate per replica is at least as
-fast; `Verifier.at_twice_the_size` checks it.
+fast; `Verifier.at_double_scale` checks it.
 
 The search for the smallest fleet needs few simulations. For one pool it gallops from the first guess, then
 bisects, because more replicas never raise a latency. Two pools depend on each other through spill, so their
@@ -185,8 +185,8 @@ class Verifier:
     def headroom(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> float:
         """Return the factor, at least 1, by which the rate can grow before a fleet misses its limits.
 
-        A stand-in of few replicas is a coarse size: the factor shows the part of its last replica that it
-        does not need. It is searched up to one replica's share of the rate, to a quarter of that.
+        A scaled-down fleet of few replicas is a coarse size: the factor shows the part of its last replica
+        that it does not need. It is searched up to one replica's share of the rate, to a quarter of that.
         """
         share = 1 / sum(counts.values())
         low, high = 0.0, share
@@ -197,7 +197,7 @@ class Verifier:
             low, high = (middle, high) if meets else (low, middle)
         return 1 + low
 
-    def at_twice_the_size(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
+    def at_double_scale(self, plan: FleetPlan, counts: Counts, seeds: Sequence[int]) -> Verification:
         """Measure the same fleet with twice the replicas and twice the rate, for the same duration."""
         demand = self.demand.scaled(2 * self.share)
         if demand.trace.requests is not None:
@@ -231,13 +231,13 @@ class Verifier:
         return verification
 
 
-def stand_in_share(replicas: int, most_replicas: int) -> float:
+def scale_share(replicas: int, most_replicas: int) -> float:
     """Return the share of a fleet that has at most `most_replicas`."""
     return min(1.0, most_replicas / replicas)
 
 
 def at_full_size(count: int, share: float, headroom: float = 1.0) -> int:
-    """Return the replicas of the whole fleet for those of its stand-in, rounded up."""
+    """Return the replicas of the whole fleet for those of the scaled-down one, rounded up."""
     return math.ceil(count / share / headroom - 1e-9)
 
 

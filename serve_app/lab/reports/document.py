@@ -117,19 +117,19 @@ class Sample:
     """The sample behind the intervals, and how to enlarge it.
 
     Attributes:
-        one, several: singular and plural of its noun.
-        more: how to get narrower intervals.
+        singular, plural: its noun.
+        advice: how to get narrower intervals.
     """
 
     count: int
-    one: str
-    several: str
-    more: str
+    singular: str
+    plural: str
+    advice: str
 
     @property
     def text(self) -> str:
         """The number with its noun."""
-        return f"{self.count} {self.one if self.count == 1 else self.several}"
+        return f"{self.count} {self.singular if self.count == 1 else self.plural}"
 
 
 def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], sample: Sample) -> str:
@@ -142,7 +142,7 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
         return (
             f"{other} against {base} with {sample.text}, which gives no confidence interval, so the "
             "differences "
-            f"may be chance: {listed}. For intervals, {sample.more}."
+            f"may be chance: {listed}. For intervals, {sample.advice}."
         )
     clear = [
         f"{judgement.value} in {', '.join(map(_with_change, found[judgement]))}"
@@ -153,7 +153,7 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
         return (
             f"No significant difference between {other} and {base} with {sample.text}; for narrower "
             "intervals, "
-            f"{sample.more}."
+            f"{sample.advice}."
         )
     unclear = found[Judgement.UNCLEAR] + found[Judgement.UNKNOWN]
     rest = f"; no significant difference with {sample.text} in {', '.join(one.figure for one in unclear)}"
@@ -288,7 +288,7 @@ class PlotAxis:
     from_zero: bool = True
 
 
-class Look(StrEnum):
+class LineStyle(StrEnum):
     """Drawing style of a series."""
 
     LINE = "line"
@@ -309,7 +309,7 @@ class Series:
 
     name: str
     values: Sequence[float | None]
-    look: Look = Look.LINE
+    style: LineStyle = LineStyle.LINE
     colour: int = 0
 
 
@@ -319,7 +319,7 @@ class Plot:
 
     Attributes:
         reading: how to read it, in a sentence or two.
-        places: positions of the values on the horizontal axis, ascending.
+        positions: positions of the values on the horizontal axis, ascending.
         marks: positions of vertical lines, with their names.
     """
 
@@ -327,16 +327,16 @@ class Plot:
     reading: str
     x: PlotAxis
     y: PlotAxis
-    places: Sequence[float]
+    positions: Sequence[float]
     series: Sequence[Series]
     marks: Sequence[tuple[float, str]] = ()
 
     def __post_init__(self) -> None:
         for each in self.series:
-            if len(each.values) != len(self.places):
+            if len(each.values) != len(self.positions):
                 raise ValueError(
                     f"series {each.name!r} of plot {self.title!r} has {len(each.values)} values for "
-                    f"{len(self.places)} positions: give one per position, or None"
+                    f"{len(self.positions)} positions: give one per position, or None"
                 )
 
     @property

@@ -20,8 +20,8 @@ from serve_app.lab.reports.document import (
     Cell,
     DifferenceTable,
     FigureDifference,
+    LineStyle,
     Listing,
-    Look,
     Origin,
     Plot,
     PlotAxis,
@@ -131,13 +131,13 @@ def plot_markup(name: str, plot: Plot) -> str:
 def _entry(number: int, series: Series) -> str:
     return (
         f'<li><label><input type="checkbox" checked disabled data-series="{number}">'
-        f'<span class="swatch {series.look.value} {_colour(series)}"></span>'
+        f'<span class="swatch {series.style.value} {_colour(series)}"></span>'
         f"{escape(series.name)}</label> <output></output></li>"
     )
 
 
 def _colour(series: Series) -> str:
-    return "colour-base" if series.look is Look.BASELINE else f"colour-{series.colour % 8}"
+    return "colour-base" if series.style is LineStyle.BASELINE else f"colour-{series.colour % 8}"
 
 
 def _switch(axis_name: str, axis: PlotAxis) -> str:
@@ -154,11 +154,11 @@ def _as_script(plot: Plot) -> str:
     document = {
         "x": _axis(plot.x),
         "y": _axis(plot.y),
-        "places": [_rounded(place) for place in plot.places],
+        "positions": [_rounded(place) for place in plot.positions],
         "series": [
             {
                 "name": one.name,
-                "look": one.look.value,
+                "style": one.style.value,
                 "colour": _colour(one),
                 "values": [_rounded(value) for value in one.values],
             }
@@ -191,7 +191,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _values(plot: Plot) -> str:
     head = "".join(f'<th scope="col" class=figure>{escape(name)}</th>' for name in _columns(plot))
-    rows = "".join(_row(plot, place) for place in _chosen(len(plot.places)))
+    rows = "".join(_row(plot, place) for place in _chosen(len(plot.positions)))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
@@ -200,7 +200,7 @@ def _columns(plot: Plot) -> Sequence[str]:
 
 
 def _chosen(count: int) -> Sequence[int]:
-    """Return evenly spread places, including the first and the last."""
+    """Return evenly spread positions, including the first and the last."""
     if count <= _TABLE_LINES:
         return range(count)
     return sorted({round(line * (count - 1) / (_TABLE_LINES - 1)) for line in range(_TABLE_LINES)})
@@ -210,7 +210,7 @@ def _row(plot: Plot, place: int) -> str:
     cells = "".join(
         f"<td class=figure>{escape(written(one.values[place], plot.y.unit))}</td>" for one in plot.series
     )
-    head = escape(written(plot.places[place], plot.x.unit))
+    head = escape(written(plot.positions[place], plot.x.unit))
     return f'<tr><th scope="row" class=figure>{head}</th>{cells}</tr>'
 
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.core.metrics.record import RequestRecord
-from serve_app.lab.reports.document import Look, Plot, PlotAxis, Series, Unit
+from serve_app.lab.reports.document import LineStyle, Plot, PlotAxis, Series, Unit
 
 Floats = NDArray[np.float64]
 Values = Mapping[str, Sequence[float]]
 Records = Mapping[str, Sequence[RequestRecord]]
 
-_CDF_PLACES = 400
+_CDF_POSITIONS = 400
 # A distribution covers five decades at most, because shorter times are negligible.
 _CDF_DECADES = 5.0
 _TIME_BINS = 200
@@ -26,43 +26,48 @@ _LEAST_FOR_P95 = 40
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Lines over common places.
+    """Lines over common positions.
 
     Attributes:
-        places: positions on the horizontal axis, ascending.
+        positions: positions on the horizontal axis, ascending.
         lines: values by name, one per place; None where there is none.
     """
 
-    places: list[float]
+    positions: list[float]
     lines: dict[str, list[float | None]]
 
     def series(self, base: str | None) -> list[Series]:
         """Return the lines as series of a plot, coloured by position; `base` names the baseline, if any."""
         return [
-            Series(name=name, values=values, look=Look.BASELINE if name == base else Look.LINE, colour=number)
+            Series(
+                name=name,
+                values=values,
+                style=LineStyle.BASELINE if name == base else LineStyle.LINE,
+                colour=number,
+            )
             for number, (name, values) in enumerate(self.lines.items())
         ]
 
 
 def distributions(values: Values) -> Curves:
-    """Return the cumulative distribution of each sample, at places with equal ratios."""
+    """Return the cumulative distribution of each sample, at positions with equal ratios."""
     largest = max((max(sample) for sample in values.values() if len(sample)), default=0.0)
     if largest <= 0:
         return Curves([], {name: [] for name in values})
     positive = [value for sample in values.values() for value in sample if value > 0]
     smallest = max(min(positive), largest / 10**_CDF_DECADES)
     # Start just below the smallest value, so that a line begins at its lowest point.
-    places = np.geomspace(0.98 * smallest, largest, _CDF_PLACES)
-    places[-1] = largest
+    positions = np.geomspace(0.98 * smallest, largest, _CDF_POSITIONS)
+    positions[-1] = largest
     lines: dict[str, list[float | None]] = {}
     for name, sample in values.items():
         ordered = np.sort(np.asarray(sample, dtype=np.float64))
         if not len(ordered):
-            lines[name] = [None] * len(places)
+            lines[name] = [None] * len(positions)
             continue
-        shares = np.searchsorted(ordered, places, side="right") / len(ordered)
+        shares = np.searchsorted(ordered, positions, side="right") / len(ordered)
         lines[name] = [float(share) for share in shares]
-    return Curves([float(place) for place in places], lines)
+    return Curves([float(place) for place in positions], lines)
 
 
 def ttfts(records: Sequence[RequestRecord]) -> list[float]:
@@ -153,7 +158,7 @@ def distribution_plot(title: str, records: Records, base: str | None) -> Plot:
         f"{count} requests per curve.",
         x=PlotAxis(label="TTFT", unit=Unit.SECONDS, logarithmic=True),
         y=PlotAxis(label="share of requests", unit=Unit.SHARE, logarithmic=None),
-        places=curves.places,
+        positions=curves.positions,
         series=curves.series(base),
     )
 
@@ -169,7 +174,7 @@ def length_plots(records: Records, base: str | None) -> list[Plot]:
                 reading="Lower is better. One point per half octave of lengths; gaps have too few requests.",
                 x=PlotAxis(label="prompt tokens", unit=Unit.COUNT, logarithmic=True, base=2),
                 y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=True),
-                places=curves.places,
+                positions=curves.positions,
                 series=curves.series(base),
             )
         )
@@ -185,7 +190,7 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
         reading="Lower is better. A line that keeps rising shows overload.",
         x=_TIME,
         y=PlotAxis(label="requests", unit=Unit.NUMBER),
-        places=curves.places,
+        positions=curves.positions,
         series=curves.series(base),
         marks=[(last_s, "last arrival")],
     )
@@ -200,6 +205,6 @@ def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
         reading="Lower is better. A line that keeps rising shows overload.",
         x=_TIME,
         y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
-        places=curves.places,
+        positions=curves.positions,
         series=curves.series(base),
     )

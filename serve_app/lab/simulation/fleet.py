@@ -64,7 +64,7 @@ class FleetSettings:
             unless they have another.
         engine: changes to every engine.
         by_pool: differences of individual pools.
-        tells_load: whether its engines have metrics and report their limits, see `ReplicaPlan`.
+        reports_load: whether its engines have metrics and report their limits, see `ReplicaPlan`.
     """
 
     profile: str
@@ -72,7 +72,7 @@ class FleetSettings:
     b_short_tokens: int = 8_192
     engine: EngineChanges = field(default_factory=EngineChanges)
     by_pool: Mapping[str, PoolChanges] = field(default_factory=dict)
-    tells_load: bool = True
+    reports_load: bool = True
 
     def __post_init__(self) -> None:
         names = tuple(self.replicas)
@@ -147,7 +147,7 @@ class FleetSettings:
                 pool=pool,
                 engine=engine,
                 step_time=step_time,
-                tells_load=self.tells_load,
+                reports_load=self.reports_load,
             )
             for pool, count in self.replicas.items()
             for engine, step_time in [self._engine_of(pool, isolated=isolated)]

@@ -35,14 +35,14 @@ class Figure:
     """A column of the table.
 
     Attributes:
-        of: returns its value in a row.
-        words: its name in a sentence.
+        value: returns its value in a row.
+        name: its name in a sentence.
     """
 
     heading: str
-    of: Callable[[Row], float | None]
+    value: Callable[[Row], float | None]
     decimals: int = 2
-    words: str = ""
+    name: str = ""
     lower_is_better: bool = True
 
 
@@ -184,7 +184,7 @@ def policies_table(rows: RowsByPolicy) -> ReportTable:
             [
                 name,
                 number_cell(len(group)),
-                *(interval_cell(_over_seeds(group, figure.of), figure.decimals) for figure in FIGURES),
+                *(interval_cell(_over_seeds(group, figure.value), figure.decimals) for figure in FIGURES),
             ]
             for name, group in rows.items()
         ],
@@ -398,9 +398,9 @@ def _verdict(base: str, differences: Mapping[str, Sequence[FigureDifference]], s
     if not differences:
         advice = "add a baseline with --policy"
         return [f"{base} was simulated without a baseline: {advice}."]
-    words = {figure.words for figure in FIGURES if figure.heading in _DECISIVE}
+    names = {figure.name for figure in FIGURES if figure.heading in _DECISIVE}
     return [
-        verdict_of(base, name, [one for one in found if one.figure in words], sample)
+        verdict_of(base, name, [one for one in found if one.figure in names], sample)
         for name, found in differences.items()
     ]
 
@@ -434,9 +434,9 @@ def _comparable(*policies: str) -> list[Figure]:
 def _difference(figure: Figure, base: Sequence[Row], other: Sequence[Row]) -> FigureDifference | None:
     unit = figure.heading.rpartition(" ")[2]
     return PairedFigure(
-        figure=figure.words,
-        base=[figure.of(row) for row in base],
-        other=[figure.of(row) for row in other],
+        figure=figure.name,
+        base=[figure.value(row) for row in base],
+        other=[figure.value(row) for row in other],
         lower_is_better=figure.lower_is_better,
         decimals=figure.decimals,
         unit=unit,

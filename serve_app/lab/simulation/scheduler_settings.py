@@ -42,7 +42,7 @@ def scheduler_settings(
         "backpressure": {"tpot_gate_s": None},
     }
     for path, value in changes.items():
-        plant(tree, _known(path), value)
+        set_path(tree, _known(path), value)
     # These follow from the arguments: the fleet defines the pools.
     for owned in ("policy", "model", *(f"routing.{name}" for name in _OF_THE_FLEET)):
         if owned in changes:
@@ -56,7 +56,7 @@ def scheduler_settings(
     return replace(settings, policy=policy, routing=routing)
 
 
-def plant(tree: dict[str, Any], path: str, value: object) -> None:
+def set_path(tree: dict[str, Any], path: str, value: object) -> None:
     """Set the value under a dotted path of nested mappings.
 
     Raises:

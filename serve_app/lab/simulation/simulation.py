@@ -118,7 +118,7 @@ class ReplicaPlan:
     """A replica to simulate.
 
     Attributes:
-        tells_load: whether it reports waiting and running requests, its batch size and its KV cache;
+        reports_load: whether it reports waiting and running requests, its batch size and its KV cache;
             otherwise it is like a server without metrics.
     """
 
@@ -126,12 +126,12 @@ class ReplicaPlan:
     pool: str
     engine: EngineModelSettings
     step_time: StepTimeModel
-    tells_load: bool = True
+    reports_load: bool = True
 
     @property
     def spec(self) -> ReplicaSpec:
         """The replica's registration."""
-        if not self.tells_load:
+        if not self.reports_load:
             return ReplicaSpec(
                 replica_id=self.replica_id,
                 pool=self.pool,
@@ -164,7 +164,7 @@ class SimulatedReplica:
         self.spec = plan.spec
         self.model = EngineModel(plan.engine, plan.step_time)
         self.draining = False
-        self._tells_load = plan.tells_load
+        self._tells_load = plan.reports_load
         self._timeline = timeline
         self._on_outcome = on_outcome
         self._received = 0
@@ -179,12 +179,12 @@ class SimulatedReplica:
         """Add a request that has reached the engine."""
         self._received += 1
         self.model.add(sequence, self._timeline.now)
-        self._go_on()
+        self._advance()
 
     def abort(self, sequence: EngineSequence) -> None:
         """Abort a request whose client has disconnected."""
         self.model.abort(sequence, self._timeline.now)
-        self._go_on()
+        self._advance()
 
     def report(self) -> ReplicaReport:
         """Return the current load report."""
@@ -202,7 +202,7 @@ class SimulatedReplica:
             draining=self.draining,
         )
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         now = self._timeline.now
         ends_at = self.model.ends_at
         if ends_at is None:
@@ -221,7 +221,7 @@ class SimulatedReplica:
         self._token_gaps_s += gaps * outcome.duration_s
         self._tpot.record(self._token_gaps_s, self._token_gaps, self._timeline.now)
         self._on_outcome(outcome)
-        self._go_on()
+        self._advance()
 
 
 @settings
@@ -287,7 +287,7 @@ class Simulation:
     records: list[RequestRecord] = field(init=False, default_factory=list)
     partitions: list[tuple[float, Partition]] = field(init=False, default_factory=list)
     _live: dict[str, SimulatedRequest] = field(init=False, default_factory=dict)
-    _to_come: int = field(init=False, default=0)
+    _pending_arrivals: int = field(init=False, default=0)
     _wake_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class Simulation:
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
         """Play all requests to their end and return their records."""
-        self._to_come = len(requests)
+        self._pending_arrivals = len(requests)
         arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
         self.timeline.at_each(Rank.ARRIVAL, arrivals)
         self.timeline.run()
@@ -310,7 +310,7 @@ class Simulation:
     @property
     def is_over(self) -> bool:
         """True if the last request has ended."""
-        return not self._to_come and not self._live
+        return not self._pending_arrivals and not self._live
 
     def live(self, request_id: str) -> SimulatedRequest:
         """Return a request that has arrived and not ended."""
@@ -359,7 +359,7 @@ class Simulation:
     # Requests
 
     def _arrive(self, simulated: SimulatedRequest) -> None:
-        self._to_come -= 1
+        self._pending_arrivals -= 1
         self._live[simulated.request.request_id] = simulated
         self.feed(ev.Arrived(simulated.request))
         if self.learner is not None:

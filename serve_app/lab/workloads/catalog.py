@@ -235,7 +235,7 @@ def _merged(settings: WorkloadSettings) -> Trace:
 
 def notes_on(trace: Trace) -> Iterator[str]:
     """Yield notes about the requests that are played: generated ones, skipped rows."""
-    if names := trace.without_file:
+    if names := trace.synthetic:
         files = "its file is missing" if len(names) == 1 else "their files are missing"
         yield (
             f"{' and '.join(names)}: {files}, so lengths and arrivals are generated from published "
@@ -290,7 +290,7 @@ def _generated(settings: WorkloadSettings) -> Trace:
     recipe = RECIPES[settings.trace]
     count = _count(settings, settings.rate_per_s or recipe.rate_per_s, otherwise=_DEFAULT_REQUESTS)
     trace = recipe.generate(settings.trace, count, settings.seed, settings.rate_per_s)
-    return replace(trace, without_file=(settings.trace,)) if settings.trace in _FILES else trace
+    return replace(trace, synthetic=(settings.trace,)) if settings.trace in _FILES else trace
 
 
 def _count(settings: WorkloadSettings, rate_per_s: float | None, otherwise: int) -> int:

@@ -52,7 +52,7 @@ class Trace:
     Attributes:
         source: the file, or the figures from which it was generated, with every later change.
         skipped: unreadable rows by reason; None for a generated trace.
-        without_file: names of published traces in it whose files are missing, so that their requests are
+        synthetic: names of published traces in it whose files are missing, so that their requests are
             generated.
     """
 
@@ -60,7 +60,7 @@ class Trace:
     source: str
     requests: tuple[TraceRequest, ...]
     skipped: Mapping[str, SkippedRows] | None = None
-    without_file: tuple[str, ...] = ()
+    synthetic: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.requests:
@@ -79,11 +79,9 @@ class Trace:
     @property
     def title(self) -> str:
         """Name for a caption, which states if generated lengths replace those of a file."""
-        if not self.without_file:
+        if not self.synthetic:
             return self.name
-        parts = (
-            "" if self.without_file == tuple(self.name.split("+")) else f" of {', '.join(self.without_file)}"
-        )
+        parts = "" if self.synthetic == tuple(self.name.split("+")) else f" of {', '.join(self.synthetic)}"
         return f"{self.name} (generated lengths{parts})"
 
     def provenance(self) -> dict[str, object]:
@@ -92,7 +90,7 @@ class Trace:
         return {
             "name": self.name,
             "source": self.source,
-            "generated_without_file": list(self.without_file),
+            "generated_without_file": list(self.synthetic),
             "requests": len(self.requests),
             "rate_per_s": self.rate_per_s,
             "prompt_tokens": sum(request.prompt_tokens for request in self.requests),
@@ -136,7 +134,7 @@ def merge(traces: Iterable[Trace], name: str) -> Trace:
         source=source,
         requests=tuple(requests),
         skipped=skipped,
-        without_file=tuple(missing for trace in merged for missing in trace.without_file),
+        synthetic=tuple(missing for trace in merged for missing in trace.synthetic),
     )
 
 

@@ -121,7 +121,7 @@ class _Replay:
                 pool=plan.pool,
                 engine=plan.engine,
                 step_time=plan.step_time,
-                tells_load=spec.max_num_seqs is not None,
+                reports_load=spec.max_num_seqs is not None,
                 stated=spec,
             )
             for plan, spec in zip(plans, fleet, strict=True)

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.errors import Outcome
-from serve_app.lab.bench.comparison import FEW_SLICES, AnswerPair, compare
+from serve_app.lab.bench.comparison import FEW_SLICES, RecordPair, compare
 
 
 def record(ttft_s: float, *, completed: bool = True) -> RequestRecord:
@@ -21,14 +21,14 @@ def record(ttft_s: float, *, completed: bool = True) -> RequestRecord:
     )
 
 
-def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[AnswerPair]:
+def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[RecordPair]:
     """Draw latencies that differ between slices; the other endpoint's are `factor` times the first one's."""
     pairs = []
     for number in range(slices):
         moment = rng.uniform(0.8, 1.2)
         for _ in range(members):
             base, other = (moment * rng.uniform(0.1, 0.3) for _ in range(2))
-            pairs.append(AnswerPair(number, record(base), record(factor * other)))
+            pairs.append(RecordPair(number, record(base), record(factor * other)))
     return pairs
 
 
@@ -59,7 +59,7 @@ def test_a_clear_difference_is_called_one_and_chance_is_not() -> None:
 def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
     """A tenfold difference between slices does not hide a difference of 1 % between endpoints."""
     pairs = [
-        AnswerPair(
+        RecordPair(
             number,
             record(0.1 * (number + 1) + 0.001 * place),
             record(0.1 * (number + 1) + 0.011 + 0.001 * place),
@@ -75,7 +75,7 @@ def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
 
 def test_latencies_are_of_requests_that_both_completed_and_errors_of_all() -> None:
     pairs = [
-        AnswerPair(number, record(0.1), record(0.1, completed=number % 2 == 0))
+        RecordPair(number, record(0.1), record(0.1, completed=number % 2 == 0))
         for number in range(FEW_SLICES)
     ]
     found = compare(pairs)
@@ -86,9 +86,9 @@ def test_latencies_are_of_requests_that_both_completed_and_errors_of_all() -> No
 
 
 def test_one_slice_has_no_interval_and_none_no_comparison() -> None:
-    one = compare([AnswerPair(0, record(0.1), record(0.2))]).latencies["ttft_s"]["p99"]
+    one = compare([RecordPair(0, record(0.1), record(0.2))]).latencies["ttft_s"]["p99"]
     assert (one.low, one.high, one.is_clear) == (None, None, False)
-    nothing = compare([AnswerPair(0, record(0.1), record(0.2, completed=False))])
+    nothing = compare([RecordPair(0, record(0.1), record(0.2, completed=False))])
     assert nothing.latencies == {}
     with pytest.raises(ValueError, match="nothing to compare"):
         compare([])

@@ -99,7 +99,7 @@ async def test_requests_over_the_cap_wait_are_counted_and_count_their_wait() -> 
 
     async with scripted(slow) as server:
         result = await drive(server.target, trace(0.0, 0.0, 0.0), max_in_flight=1)
-    assert result.client.held_back == 2
+    assert result.client.throttled == 2
     assert result.client.peak_in_flight == 1
     assert result.client.late == 2
     last = result.records[-1]

@@ -87,7 +87,7 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert plan("--rate", "300", "--stand-in", "4", "--seeds", "1", "--json", str(out)) == 0
+    assert plan("--rate", "300", "--max-simulated-replicas", "4", "--seeds", "1", "--json", str(out)) == 0
     captured = capsys.readouterr()
     assert "of its size, numbers scaled up" in captured.out
     assert "fewer than three seeds" in captured.err
@@ -96,7 +96,7 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     assert paged["simulated_share"] < 1 <= paged["headroom"]
     small = paged["verification"]["replicas"]["all"]
     assert paged["replicas"] > small
-    twice = document["stand_ins_at_twice_the_size"]["paged-homogeneous"]
+    twice = document["fleets_at_double_scale"]["paged-homogeneous"]
     assert twice["replicas"]["all"] == 2 * small
     assert twice["rate_per_s"] == pytest.approx(2 * paged["verification"]["rate_per_s"])
 
@@ -117,7 +117,7 @@ def test_limits_out_of_reach_are_reported(tmp_path: Path, capsys: pytest.Capture
         (["--profile", "abacus"], "no engine profile 'abacus'"),
         (["--costs", "nowhere.yaml"], "nowhere.yaml is not a table of GPU costs"),
         (["--set", "backpressure"], "--set takes PATH=VALUE"),
-        (["--stand-in", "2"], "a scaled-down fleet needs at least 4"),
+        (["--max-simulated-replicas", "2"], "max_simulated_replicas must be at least 4"),
         (["--arrivals", "tides"], "no arrivals 'tides'"),
     ],
 )

@@ -11,9 +11,9 @@ from serve_app.lab.planning.verification import (
     Verification,
     Verifier,
     at_full_size,
+    scale_share,
     smallest_count,
     smallest_fleet,
-    stand_in_share,
 )
 from tests.lab.planning.builders import demand
 
@@ -55,14 +55,14 @@ def test_each_pool_has_figures_of_its_own() -> None:
 
 
 def test_a_stand_in_has_its_share_of_the_rate_and_numbers_are_scaled_back() -> None:
-    assert stand_in_share(200, 25) == 0.125
-    assert stand_in_share(10, 25) == 1.0
+    assert scale_share(200, 25) == 0.125
+    assert scale_share(10, 25) == 1.0
     assert at_full_size(9, 0.125) == 72
     assert at_full_size(7, 0.3) == 24
     verifier = Verifier(demand(80.0), share=0.5)
     small = verifier.measure(ONE, {"all": 4}, [0])
     assert small.demand.rate_per_s == 40.0
-    large = verifier.at_twice_the_size(ONE, {"all": 4}, [0])
+    large = verifier.at_double_scale(ONE, {"all": 4}, [0])
     assert large.counts == {"all": 8}
     assert large.demand.rate_per_s == 80.0
     assert large.runs[0].requests == 2 * small.runs[0].requests

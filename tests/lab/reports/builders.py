@@ -4,7 +4,7 @@ from serve_app.lab.reports.document import (
     Cell,
     DifferenceTable,
     FigureDifference,
-    Look,
+    LineStyle,
     Origin,
     Plot,
     PlotAxis,
@@ -26,9 +26,9 @@ def plot(name: str = "ours") -> Plot:
         reading="The line that rises first is best.",
         x=PlotAxis(label="TTFT", unit=Unit.SECONDS, logarithmic=True),
         y=PlotAxis(label="share of requests", unit=Unit.SHARE),
-        places=[0.01, 0.1, 1.0, 10.0],
+        positions=[0.01, 0.1, 1.0, 10.0],
         series=[
-            Series(name="theirs", values=[0.0, 0.2, 0.6, 1.0], look=Look.BASELINE),
+            Series(name="theirs", values=[0.0, 0.2, 0.6, 1.0], style=LineStyle.BASELINE),
             Series(name=name, values=[0.1, 0.5, None, 1.0], colour=1),
         ],
     )

@@ -92,7 +92,7 @@ def test_a_plot_without_values_is_left_out() -> None:
     empty = [type(one)(name=one.name, values=[None] * 4) for one in plot().series]
     section = report().sections[0]
     bare = type(plot())(
-        title="Nothing", reading="", x=plot().x, y=plot().y, places=plot().places, series=empty
+        title="Nothing", reading="", x=plot().x, y=plot().y, positions=plot().positions, series=empty
     )
     page = report_as_html(report(sections=[type(section)(title="Empty", blocks=[bare])]))
     assert "<figure" not in page

@@ -19,9 +19,9 @@ def record(arrived_at: float, ttft_s: float, prompt_tokens: int = 100) -> Reques
 
 def test_a_distribution_is_the_share_at_most_so_large() -> None:
     curves = distributions({"a": [0.1, 0.2, 0.4, 0.8], "b": [0.05], "none": []})
-    for place, share in zip(curves.places, curves.lines["a"], strict=True):
+    for place, share in zip(curves.positions, curves.lines["a"], strict=True):
         assert share == sum(value <= place for value in (0.1, 0.2, 0.4, 0.8)) / 4
-    assert curves.places[-1] == 0.8
+    assert curves.positions[-1] == 0.8
     assert curves.lines["b"][0] == 0.0
     assert set(curves.lines["none"]) == {None}
 
@@ -29,14 +29,14 @@ def test_a_distribution_is_the_share_at_most_so_large() -> None:
 def test_values_of_zero_count_in_a_distribution() -> None:
     curves = distributions({"a": [0.0, 0.0, 1.0, 1.0]})
     assert (curves.lines["a"][0], curves.lines["a"][-1]) == (0.5, 1.0)
-    assert distributions({"a": [0.0]}).places == []
+    assert distributions({"a": [0.0]}).positions == []
 
 
 def test_figures_by_length_are_of_the_requests_of_that_length() -> None:
     short = [record(at, 0.1 * at, prompt_tokens=100) for at in range(10)]
     long = [record(at, 5.0, prompt_tokens=3_000) for at in range(50)]
     curves = by_length({"a": short + long, "b": short}, mean)
-    first, last = curves.places
+    first, last = curves.positions
     assert 64 < first < 128
     assert 2_048 < last < 4_096
     assert curves.lines["a"] == pytest.approx([0.45, 5.0])
@@ -50,7 +50,7 @@ def test_requests_wait_from_their_arrival_to_their_first_token() -> None:
     assert curves.lines["a"][150] == pytest.approx(2.0)
     assert set(curves.lines["none"]) == {0.0}
     # No request counts twice: the area under the line is the total wait.
-    width = 10.0 / len(curves.places)
+    width = 10.0 / len(curves.positions)
     assert sum(value or 0.0 for value in curves.lines["a"]) * width == pytest.approx(15.0)
 
 

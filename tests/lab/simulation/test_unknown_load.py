@@ -7,24 +7,24 @@ from serve_app.lab.simulation.workload import TraceChoice
 PROFILE = "llama31-8b-rtx4090-tp1"
 
 
-def fleet(*, tells_load: bool) -> FleetSettings:
+def fleet(*, reports_load: bool) -> FleetSettings:
     return FleetSettings(
         profile=PROFILE,
         replicas={ONE_POOL: 1},
         engine=EngineChanges(max_num_seqs=16),
-        tells_load=tells_load,
+        reports_load=reports_load,
     )
 
 
-def run(*, tells_load: bool) -> float:
+def run(*, reports_load: bool) -> float:
     """Return the goodput of an engine with a batch of 16 near saturation."""
     trace = TraceChoice(name="paper-mix", requests=400)
     result = simulate(
-        RunSettings(policy="ewsjf", fleet=fleet(tells_load=tells_load), trace=trace, rate_per_s=5.0)
+        RunSettings(policy="ewsjf", fleet=fleet(reports_load=reports_load), trace=trace, rate_per_s=5.0)
     )
     assert result.summary.completed == len(result.measured)
     return result.summary.goodput_per_s
 
 
 def test_an_engine_of_unknown_load_serves_nearly_as_well() -> None:
-    assert run(tells_load=False) > 0.9 * run(tells_load=True)
+    assert run(reports_load=False) > 0.9 * run(reports_load=True)

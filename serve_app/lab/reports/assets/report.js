@@ -19,7 +19,7 @@
     return number(value, digits);
   }
 
-  // Round places of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, or fewer.
+  // Round positions of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, or fewer.
   function powers(low, high, base) {
     const found = [];
     if (!(low > 0 && high > low)) return found;
@@ -68,7 +68,7 @@
       this.figure.querySelector(".whole").addEventListener("click", () => this.showWhole());
       this.drawing.addEventListener("keydown", (event) => this.onKey(event));
       this.drawing.addEventListener("focus", () => {
-        if (this.drawing.matches(":focus-visible")) this.moveTo(Math.floor(this.data.places.length / 2));
+        if (this.drawing.matches(":focus-visible")) this.moveTo(Math.floor(this.data.positions.length / 2));
       });
       // Before the plot's own listener, which then shows the whole range.
       this.drawing.addEventListener("dblclick", () => (this.zoomed = false), true);
@@ -89,13 +89,13 @@
     }
 
     columns() {
-      const { places, series } = this.data;
+      const { positions, series } = this.data;
       // A logarithmic axis has no place for zero.
       const fit = (value, axis) => (value !== null && this.logarithmic[axis] && value <= 0 ? null : value);
-      const kept = places.map((place, index) => index).filter((index) => fit(places[index], "x") !== null);
+      const kept = positions.map((place, index) => index).filter((index) => fit(positions[index], "x") !== null);
       this.kept = kept;
       return [
-        kept.map((index) => places[index]),
+        kept.map((index) => positions[index]),
         ...series.map((one) => kept.map((index) => fit(one.values[index], "y"))),
       ];
     }
@@ -130,7 +130,7 @@
 
     horizontal(low, high) {
       // Points at the edge would be cut off.
-      const hasPoints = this.data.series.some((one) => one.look === "points") && !this.isZoomed();
+      const hasPoints = this.data.series.some((one) => one.style === "points") && !this.isZoomed();
       const pad = hasPoints ? 0.03 : 0;
       if (low !== high && this.logarithmic.x) return [low / (high / low) ** pad, high * (high / low) ** pad];
       if (low !== high) return [low - pad * (high - low), high + pad * (high - low)];
@@ -174,10 +174,10 @@
 
     series(one, place) {
       const stroke = () => colour(this.swatches[place], "--colour");
-      const isPoints = one.look === "points";
+      const isPoints = one.style === "points";
       // A level is no row of measurements.
-      const isLevel = this.data.places.length > 1 && new Set(one.values).size === 1;
-      const dash = { dashed: [8, 5], baseline: [5, 4] }[one.look];
+      const isLevel = this.data.positions.length > 1 && new Set(one.values).size === 1;
+      const dash = { dashed: [8, 5], baseline: [5, 4] }[one.style];
       return {
         label: one.name,
         show: this.switches[place].checked,
@@ -185,10 +185,10 @@
         width: isPoints ? 0 : 2,
         dash,
         spanGaps: false,
-        paths: isPoints ? () => null : one.look === "step" ? uPlot.paths.stepped({ align: 1 }) : undefined,
+        paths: isPoints ? () => null : one.style === "step" ? uPlot.paths.stepped({ align: 1 }) : undefined,
         points: isPoints
           ? { show: true, size: 10, fill: stroke, stroke }
-          : { show: this.data.places.length < 40 && !isLevel, size: 6, fill: stroke, stroke },
+          : { show: this.data.positions.length < 40 && !isLevel, size: 6, fill: stroke, stroke },
       };
     }
 
@@ -220,8 +220,8 @@
     read(index) {
       const isThere = index !== null && index !== undefined;
       const place = isThere ? this.kept[index] : null;
-      const { x, y, series, places } = this.data;
-      this.readingAt.textContent = isThere ? `at ${x.label} ${written(places[place], x.unit)}:` : "";
+      const { x, y, series, positions } = this.data;
+      this.readingAt.textContent = isThere ? `at ${x.label} ${written(positions[place], x.unit)}:` : "";
       for (const [number, output] of this.outputs.entries()) {
         output.textContent = isThere ? written(series[number].values[place], y.unit) : "";
       }
