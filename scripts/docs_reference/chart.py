@@ -17,12 +17,12 @@ SCHEMA = CHART / "values.schema.json"
 _INTRODUCTION = """
 # Chart reference
 
-Values of the Helm chart in `configs/helm`. [Kubernetes](../kubernetes.md) tells how it is installed.
+Values of the Helm chart in `configs/helm`. [Kubernetes](../kubernetes.md) describes the installation.
 
-- `[]` stands for each entry of a list. A list that you give replaces the default one as a whole.
-- A key that is unknown, or a value of another type, is rejected by Helm before anything is made.
-- Below `application` stand the settings of the [configuration reference](configuration.md), as in a file
-  under `args`.
+- `[]` stands for each entry of a list. A given list replaces the whole default list.
+- Helm rejects unknown keys and values of another type before it creates anything.
+- `application` has the settings of the [configuration reference](configuration.md), as under `args` of a
+  configuration file.
 """
 
 Schema = dict[str, Any]

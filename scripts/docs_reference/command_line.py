@@ -13,10 +13,12 @@ from serve_app.cli import COMMANDS, CommandEntry
 _INTRODUCTION = """
 # Command line reference
 
-`python -m serve_app COMMAND` writes configurations, serves them, inspects a running application, and runs
-experiments. After an installation with pip the same commands are there as `ewsjf COMMAND`.
+`python -m serve_app COMMAND` writes and serves configurations, inspects running applications, and runs
+simulations and benchmarks. After an installation with pip, the same commands are available as
+`ewsjf COMMAND`.
 
-Exit statuses: 0 when it worked, 2 when the arguments or the input are wrong, 130 when interrupted.
+Exit status: 0 for success, 1 if the command failed or reports a problem (as `doctor` and `replay` do), 2 for
+invalid arguments or input, 130 if interrupted.
 """
 
 _DEFAULT_IN_HELP = re.compile(r"\s*\(default: %\(default\)[sg]\)")

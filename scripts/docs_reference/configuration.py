@@ -14,22 +14,22 @@ from docs_reference.settings_tree import Block, SettingEntry, blocks
 _INTRODUCTION = """
 # Configuration reference
 
-A configuration is a file for Ray Serve. The settings on this page stand under `args` of its application,
-whose `import_path` is `serve_app.app:build_app`; `configs/local.yaml` is a small example.
+A configuration is a file for Ray Serve. The settings on this page are under `args` of the application whose
+`import_path` is `serve_app.app:build_app`. A small example is `configs/local.yaml`.
 
 - A path such as `models[].pools[].replicas` names a setting: `[]` stands for each entry of a list, `.NAME`
   for any key of a mapping.
-- The parentheses give the type, the values that are allowed, and the default. `required` settings have none.
-- Advanced settings have a block of their own, `advanced`, inside the block that they belong to. Only files
-  have it: `--set`, the tuner and logs name a setting without it.
-- Where a text says None, write `null` in YAML.
-- Names end in their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
+- Parentheses show the type, the allowed values, and the default. `required` settings have no default.
+- Advanced settings are in a block `advanced` inside their block. Only files have this block: `--set`, the
+  tuner and logs name a setting without it.
+- None is `null` in YAML.
+- Names end with their unit: `_s` is seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes, `_ratio` a
   share between 0 and 1.
-- A key that is unknown or out of range is rejected when the file is read. The message has the full path and,
+- Unknown keys and values out of range are rejected when the file is read. The message has the full path and,
   for unknown keys, the nearest known one.
 """
 
-_ADVANCED = "Most installations never change these: the defaults suit them, or the tuner sets them."
+_ADVANCED = "Most installations never change these settings: the defaults fit, or the tuner sets them."
 
 _WORDS: Mapping[object, str] = {
     int: "whole number",
@@ -57,8 +57,8 @@ def _overview(found: list[Block]) -> str:
         for block in found
     )
     usual, advanced = _counts(found)
-    total = f"In all these are {usual} settings, and {advanced} advanced ones."
-    return total + "\n\n" + table(("Block", "What it sets", "Settings", "Advanced"), rows)
+    total = f"{usual} settings and {advanced} advanced settings in total."
+    return total + "\n\n" + table(("Block", "Purpose", "Settings", "Advanced"), rows)
 
 
 def _counts(found: list[Block]) -> tuple[int, int]:

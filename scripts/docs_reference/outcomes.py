@@ -12,14 +12,14 @@ from serve_app.serving.gateway.answer.responses import RequestRejected
 _INTRODUCTION = """
 # Outcomes and HTTP statuses
 
-Every request reaches exactly one outcome. It labels the metrics, stands in the gateway's log line, and picks
-the HTTP status.
+Every request has exactly one outcome. It is a label of metrics and a field of the gateway's log line, and it
+determines the HTTP status.
 
-Errors have OpenAI's shape: `error.message` says what happened, `error.type` and `error.code` are below. Once
-a streamed answer has begun, its status is 200, and an error comes as the last event of the stream.
+Errors have OpenAI's format: `error.message` is the reason, `error.type` and `error.code` are listed below.
+After a stream has begun, its status is 200, and an error is the last event of the stream.
 
-The endpoints of Anthropic's API answer in its shape: `error.type` is that of the last column, and there is no
-`error.code`. A queue that is full is 529 there, because 429 means the client's own limits.
+The endpoints of Anthropic's API use its format: `error.type` is in the last column, and there is no
+`error.code`. A full queue is 529 there, because 429 means the client's own limits.
 """
 
 # No standard status says that the client has gone; this one is nginx's, and only logs and metrics show it.
