@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, catalogue: Catalo
             print_result(_difference(document, root))
         else:
             document.path.write_text(document.after, encoding="utf-8")
-            print_result(f"{document.path.relative_to(root)}: written anew")
+            print_result(f"{document.path.relative_to(root)}: rewritten")
     if stale and args.check:
         warn(f"{len(stale)} documents differ from the rows: run experiments/tables")
         return 1

@@ -85,7 +85,7 @@ def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> N
             changed.column(heading)["scheduler.backpressure.target_waiting"] == found[side]["target_waiting"]
         )
     assert any(yaml.safe_load(text) == found["recommended"] for text in page.inside("code") if ":" in text)
-    classes = page.table("Classes of requests")
+    classes = page.table("Priority classes")
     for texts, values in zip(classes.texts[1:], classes.values[1:], strict=True):
         expected = found["classes"][sides[texts[1]]][texts[0]]
         assert values[2:] == [
@@ -130,7 +130,7 @@ def test_the_progress_bar_ends_with_the_candidates_that_were_tried(
     ("arguments", "message"),
     [
         (["--policy", "lifo"], "lifo"),
-        (["--set", "b_u"], "--set takes PATH=VALUE"),
+        (["--set", "b_u"], "--set must be PATH=VALUE"),
         (["--set", "isolation.speed=9"], "speed"),
         (["--only", "speed"], "cannot tune speed"),
         (["--seed", "-1"], "--seed must not be negative"),

@@ -61,5 +61,5 @@ def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | Non
 
 
 def test_a_proposal_of_another_optimiser_is_rejected() -> None:
-    with pytest.raises(ValueError, match="not made here"):
+    with pytest.raises(ValueError, match="not made by this optimiser"):
         TpeOptimiser(space()).tell(TpeOptimiser(space()).ask(), 1.0)

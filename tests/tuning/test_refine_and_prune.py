@@ -153,9 +153,9 @@ def test_a_single_huge_prompt_among_many_does_no_harm(kind: RefineAndPruneSettin
     [
         ([], "at least one prompt length"),
         (np.ones((2, 2), dtype=np.int64), "shape"),
-        ([100, 0, 7], "got one of 0"),
-        ([100, -3], "got one of -3"),
-        ([100, 2**53 + 1], "got one of 9007199254740993"),
+        ([100, 0, 7], "got 0"),
+        ([100, -3], "got -3"),
+        ([100, 2**53 + 1], "got 9007199254740993"),
         ([100, 2**70], "whole numbers"),
         ([1.5, 2.0], "whole numbers"),
         ([True, False], "whole numbers"),

@@ -159,8 +159,8 @@ def test_a_restart_in_the_middle_of_a_trial_is_a_step_taken_back() -> None:
     [
         ({"version": 7}, "format"),
         ({"incumbent": {"a": 0.0}}, "parameters"),
-        ({"incumbent": {**CURRENT, "a": 5.0}}, "beyond their bounds"),
-        ({"incumbent": {**CURRENT, "n": 2.5}}, "beyond their bounds"),
+        ({"incumbent": {**CURRENT, "a": 5.0}}, "out of bounds"),
+        ({"incumbent": {**CURRENT, "n": 2.5}}, "out of bounds"),
         ({"incumbent": {**CURRENT, "a": "x"}}, "'a'"),
         ({"configured": BEST}, "settings have changed"),
         ({"cool_down_s": -1.0}, "'cool_down_s'"),

@@ -91,7 +91,7 @@ def test_a_current_value_beyond_the_bounds_is_kept() -> None:
     ("values", "message"),
     [
         ({"a": 0.0, "b": 1.0}, "n must be a finite number"),
-        ({**CURRENT, "x": 1.0}, "no parameter x"),
+        ({**CURRENT, "x": 1.0}, "unknown parameter x"),
         ({**CURRENT, "a": float("nan")}, "a must be a finite number"),
         ({**CURRENT, "a": float("inf")}, "a must be a finite number"),
     ],
@@ -108,5 +108,5 @@ def test_parameters_that_contradict_themselves_are_rejected() -> None:
         Parameter(name="a", path="a", low=0.0, high=1.0, scale=Scale.LOG)
     with pytest.raises(ValueError, match="whole numbers"):
         Parameter(name="a", path="a", low=0.5, high=1.5, integer=True)
-    with pytest.raises(SettingsError, match="nothing to tune"):
+    with pytest.raises(SettingsError, match="at least one parameter"):
         SearchSpace([], {})

@@ -127,7 +127,7 @@ def test_hardly_any_time_leaves_the_settings_as_they_are() -> None:
     course = studied(bowl, seconds=1.0)
     assert len(course.results) == 4
     assert not course.finding.confident
-    assert course.finding.reason.startswith("time was up")
+    assert course.finding.reason.startswith("the time ended")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_no_page_is_asked_for_twice() -> None:
 
 
 def test_a_rejected_key_is_named() -> None:
-    with pytest.raises(EngineError, match=r"/v1/models answered 401: give the server's key as api_key"):
+    with pytest.raises(EngineError, match=r"/v1/models returned 401: give the server's key as api_key"):
         asyncio.run(identify(server({"/v1/models": 401})))
 
 
@@ -33,7 +33,7 @@ def test_what_is_no_list_of_models_is_shown(page: object) -> None:
 
 
 def test_a_server_without_a_list_of_models_is_no_server() -> None:
-    with pytest.raises(EngineError, match="/v1/models answered 404"):
+    with pytest.raises(EngineError, match="/v1/models returned 404"):
         asyncio.run(identify(server({})))
 
 

@@ -94,7 +94,7 @@ def test_the_interval_holds_the_difference_of_two_servers(
     printed = capsys.readouterr().out
     assert f"A {urls[0]}" in printed
     assert "| mean TTFT, ms" in printed
-    assert "24 requests to each in 6 slices" in printed
+    assert "24 requests to each in 6 alternating slices" in printed
 
 
 def test_the_interval_of_equal_servers_holds_zero(trace: str, tmp_path: Path) -> None:

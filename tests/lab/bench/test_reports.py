@@ -43,7 +43,7 @@ def test_the_figures_of_an_endpoint_are_those_of_the_json_output(url: str, tmp_p
             if size == "all":
                 # 120 requests suffice for an interval of every figure but the maximum.
                 assert ["±" in text for text in texts[2:]] == [True, True, True, True, False]
-    assert page.table("The whole run").column("value")["requests completed"] == 120
+    assert page.table("Whole run").column("value")["requests completed"] == 120
     assert page.table("TTFT of tenants").column("requests")["<i>search</i>"] == pytest.approx(90, abs=25)
     assert (
         f"100.0 % of 120 requests were completed; {100 * run['slo']['attainment_ratio']:.1f} %" in page.text

@@ -43,7 +43,7 @@ def test_it_writes_a_profile_and_the_errors_on_unseen_requests(
         "skipped": {"it is not JSON": 1, "it is not an object": 1},
     }
     written = capsys.readouterr()
-    assert "20 requests that were not fitted (of 60)" in written.out
+    assert "20 held-out requests (of 60)" in written.out
     assert "1 row skipped: it is not JSON" in written.err
 
 
@@ -61,14 +61,14 @@ def test_without_a_split_two_thirds_are_fitted_and_limits_come_from_a_profile(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "the engine's kv_tokens is not known: give --kv-tokens, or --profile NAME"),
-        (["--kv-tokens", "20000"], "max_model_len is not known: give --max-model-len"),
+        ([], "the engine's kv_tokens is unknown: give --kv-tokens, or --profile NAME"),
+        (["--kv-tokens", "20000"], "max_model_len is unknown: give --max-model-len"),
         (["--profile", "gpt"], "no engine profile 'gpt'"),
         ([*LIMITS, "--fit-first", "55"], "cannot fit 55 of 60 readable requests"),
-        ([*LIMITS, "--fit-first", "19"], "at least 20 are needed to fit"),
+        ([*LIMITS, "--fit-first", "19"], "at least 20 are needed for the fit"),
         (["--kv-tokens", "20000", "--max-model-len", "500"], "more than max_model_len 500: raise"),
         (["--kv-tokens", "3000", "--max-model-len", "4096"], "does not fit into the KV cache"),
-        ([*LIMITS, "--json", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
+        ([*LIMITS, "--json", "/nowhere/at/all.json"], "directory /nowhere/at does not exist"),
     ],
 )
 def test_invalid_input_is_rejected_in_one_line(

@@ -53,7 +53,7 @@ def test_a_row_that_cannot_be_read_is_counted_with_its_reason(tmp_path: Path, li
 def test_a_file_without_one_readable_row_is_rejected_with_its_reasons(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("{\n[]\n")
-    with pytest.raises(CalibrationError, match=r"no readable request: it is not JSON, it is not an object"):
+    with pytest.raises(CalibrationError, match=r"no valid request: it is not JSON, it is not an object"):
         read_measurements(path)
     path.write_text("")
     with pytest.raises(CalibrationError, match="the file is empty"):
@@ -82,7 +82,7 @@ def test_a_load_test_of_an_engine_gives_its_profile(
     assert main(["calibrate", "--measurements", str(records), "--out", str(out), *limits]) == 0
     assert load_profile(str(out)).step_time.decode_base_s > 0
     shown = capsys.readouterr()
-    assert "13 requests that were not fitted (of 40)" in shown.out
+    assert "13 held-out requests (of 40)" in shown.out
     assert "the timestamps are a client's" in shown.err
 
 
@@ -117,5 +117,5 @@ def test_a_profile_is_fitted_to_one_replica(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"of 2 replicas.*--replica: s1 \(2 requests\), l1 \(1"):
         read_measurements(path)
     assert len(read_measurements(path, "s1").requests) == 2
-    with pytest.raises(CalibrationError, match=r"no requests of replica 's9', but of s1"):
+    with pytest.raises(CalibrationError, match=r"no requests of replica 's9', only of s1"):
         read_measurements(path, "s9")

@@ -89,7 +89,7 @@ def test_a_large_fleet_is_simulated_as_a_stand_in_and_that_is_checked(
     out = tmp_path / "plan.json"
     assert plan("--rate", "300", "--max-simulated-replicas", "4", "--seeds", "1", "--json", str(out)) == 0
     captured = capsys.readouterr()
-    assert "of its size, numbers scaled up" in captured.out
+    assert "of its size, results scaled up" in captured.out
     assert "fewer than three seeds" in captured.err
     document = json.loads(out.read_text())
     paged = next(one for one in document["fleets"] if one["name"] == "paged-homogeneous")
@@ -108,7 +108,7 @@ def test_limits_out_of_reach_are_reported(tmp_path: Path, capsys: pytest.Capture
     for text in (captured.out, page.text):
         assert "No single pool with paged KV meets the limits" in text
     for text in (captured.err, page.text):
-        assert "the worst-case fleet meets the limits at no size that was tried" in text
+        assert "the worst-case fleet meets the limits at none of the simulated sizes" in text
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_limits_out_of_reach_are_reported(tmp_path: Path, capsys: pytest.Capture
     [
         (["--profile", "abacus"], "no engine profile 'abacus'"),
         (["--costs", "nowhere.yaml"], "nowhere.yaml is not a table of GPU costs"),
-        (["--set", "backpressure"], "--set takes PATH=VALUE"),
+        (["--set", "backpressure"], "--set must be PATH=VALUE"),
         (["--max-simulated-replicas", "2"], "max_simulated_replicas must be at least 4"),
-        (["--arrivals", "tides"], "no arrivals 'tides'"),
+        (["--arrivals", "tides"], "unknown arrivals 'tides'"),
     ],
 )
 def test_invalid_arguments_end_with_one_line(

@@ -58,7 +58,7 @@ def test_engines_of_vllm_have_the_limits_and_the_gpus_of_the_plan(tmp_path: Path
         configuration(sized(SPLIT, short=5, long=2), demand(10.0, tpot_s=0.05), COSTS, "org/some-model")
     )
     assert check_file(path, on_this_machine=False).mistakes == []
-    assert "$25.85 an hour, 13 GPUs" in path.read_text()
+    assert "$25.85 per hour, 13 GPUs" in path.read_text()
     model = load_settings(path).models[0]
     short, long = model.pools
     assert (model.name, short.replicas, long.replicas) == ("some-model", 5, 2)

@@ -110,7 +110,7 @@ def test_two_pools_are_named_with_their_sizes(tmp_path: Path) -> None:
             ("--load", "0.5", "--max-model-len", "2000"),
             ("exceed all context limits and were excluded",),
         ),
-        (("--load", "3", "--queue-timeout-s", "0.2"), ("not the same work: fcfs, seed 0: only", "expired")),
+        (("--load", "3", "--queue-timeout-s", "0.2"), ("unequal work: fcfs, seed 0: only", "expired")),
     ],
 )
 def test_what_was_left_out_and_unequal_work_are_said(
@@ -126,8 +126,8 @@ def test_what_was_left_out_and_unequal_work_are_said(
     [
         (["--policy", "lifo"], "no policy 'lifo'"),
         (["--profile", "abacus"], "no engine profile 'abacus'"),
-        (["--policy", "fcfs", "--set", "backpressure.target_waiting"], "--set takes PATH=VALUE"),
-        (["--policy", "fcfs", "--arrivals", "tides"], "no arrivals 'tides'"),
+        (["--policy", "fcfs", "--set", "backpressure.target_waiting"], "--set must be PATH=VALUE"),
+        (["--policy", "fcfs", "--arrivals", "tides"], "unknown arrivals 'tides'"),
         (["--policy", "fcfs", "--first-seed", "-1"], "--first-seed must not be negative"),
         (["--policy", "fcfs", "--warm-up", "1.5"], "warm_up_ratio"),
     ],
@@ -244,11 +244,11 @@ def test_pools_may_have_contexts_and_profiles_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--trace x --pools short", "write NAME:N or NAME:N:CONTEXT, got 'short'"),
-        ("--trace x --pools short:3:many", "write NAME:N or NAME:N:CONTEXT, got 'short:3:many'"),
-        ("--trace x --pools short:0,long:1", "at least one replica and token, got 'short:0'"),
-        ("--trace x --pools a:1,a:2", "a name of its own, got 'a:1,a:2'"),
-        ("--trace x --pools :1", "each pool needs a name of its own"),
+        ("--trace x --pools short", "must be NAME:N or NAME:N:CONTEXT, got 'short'"),
+        ("--trace x --pools short:3:many", "must be NAME:N or NAME:N:CONTEXT, got 'short:3:many'"),
+        ("--trace x --pools short:0,long:1", "must be at least 1, got 'short:0'"),
+        ("--trace x --pools a:1,a:2", "a unique name, got 'a:1,a:2'"),
+        ("--trace x --pools :1", "each pool needs a unique name"),
         ("--trace x --pools short:1,long:1 --replicas 2", "not allowed with argument"),
         ("--trace x --load 0.9 --rate 3", "not allowed with argument"),
         ("--load 0.9", "required: --trace"),

@@ -126,7 +126,7 @@ def test_what_one_command_learns_the_next_can_use(tmp_path: Path, capsys: pytest
     assert fcfs["partitions"] == []
     assert ewsjf["partitions"][-1]["queues"][0]["min"] == read_partition(saved).intervals[0].min_tokens
     assert ewsjf["settings"]["partition"]["settings"]["window"] == 500
-    assert f"{saved}: the queues of ewsjf, seed 0" in capsys.readouterr().out
+    assert f"{saved}: length queues of ewsjf, seed 0" in capsys.readouterr().out
 
     assert main([*plain, "--policy", "ewsjf", "--partition", str(saved)]) == 0
     (fixed,) = json.loads(out.read_text())["runs"]

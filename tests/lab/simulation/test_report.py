@@ -109,7 +109,7 @@ def test_a_place_where_no_report_can_be_is_rejected_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for place, message in ((tmp_path, "must name a file"), (tmp_path / "file" / "r.html", "is a file, so")):
+    for place, message in ((tmp_path, "must name a file"), (tmp_path / "file" / "r.html", "is a file")):
         with pytest.raises(SystemExit) as ended:
             main([*SIMULATE, "--report", str(place)])
         assert ended.value.code == 2

@@ -167,4 +167,4 @@ def test_the_process_beside_a_gateway_answers_with_the_same_or_with_an_error() -
 
     recording = recorded(count=40)
     assert run(encode_recording(recording)) == what_if(recording)
-    assert "no recording" in str(run("{")["error"])
+    assert "not a recording" in str(run("{")["error"])
