@@ -1,4 +1,4 @@
-{{/* The name of everything that the release makes. KubeRay appends to it, and names end at 63 characters. */}}
+{{/* Base name of all objects of the release. KubeRay appends to it, and names have at most 63 characters. */}}
 {{- define "ewsjf.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $both := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
@@ -13,7 +13,7 @@ app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* What pods are chosen by. KubeRay gives pods `app.kubernetes.io` labels of its own, so these are others. */}}
+{{/* Selector labels of pods. KubeRay sets its own `app.kubernetes.io` labels, so these are different. */}}
 {{- define "ewsjf.selector" -}}
 ewsjf/release: {{ .Release.Name }}
 {{- end -}}
@@ -22,7 +22,7 @@ ewsjf/release: {{ .Release.Name }}
 {{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
 {{- end -}}
 
-{{/* Empty where KubeRay is to choose. */}}
+{{/* Service account; empty to let KubeRay choose. */}}
 {{- define "ewsjf.serviceAccount" -}}
 {{ .Values.serviceAccountName | default (.Values.discoverEndpoints | ternary (include "ewsjf.fullname" .) "") }}
 {{- end -}}
@@ -31,14 +31,14 @@ ewsjf/release: {{ .Release.Name }}
 {{ include "ewsjf.fullname" . }}-redis
 {{- end -}}
 
-{{/* Seconds that gateways let open answers go on; the application's own default where it says nothing. */}}
+{{/* Drain timeout of gateways in seconds; the application's default if it is not set. */}}
 {{- define "ewsjf.gatewayDrain" -}}
 {{ dig "gateways" "drain_timeout_s" 600.0 .Values.application | ceil | int }}
 {{- end -}}
 
 {{/*
-How long Ray lets a node drain after SIGTERM: the longest drain of anything on it, and half a minute for an engine to end.
-Ray's own 30 s would cut what the application still lets go on.
+Drain time of a node after SIGTERM, in seconds: the longest drain timeout of gateways and pools, and 30 s for engines to stop.
+Ray's default of 30 s would abort requests that the application still completes.
 */}}
 {{- define "ewsjf.nodeDrain" -}}
 {{- $longest := include "ewsjf.gatewayDrain" . | int -}}
@@ -50,7 +50,7 @@ Ray's own 30 s would cut what the application still lets go on.
 {{ add $longest 30 }}
 {{- end -}}
 
-{{/* The environment of `ray start` on every node: serve_app/cli/serve/serve.env, and Ray's own limit for drains. */}}
+{{/* Environment of `ray start` on every node: serve_app/cli/serve/serve.env, and Ray's drain limit. */}}
 {{- define "ewsjf.environment" -}}
 - {name: RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S, value: "2"}
 - {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
@@ -74,7 +74,7 @@ Ray's own 30 s would cut what the application still lets go on.
 {{- end }}
 {{- end -}}
 
-{{/* What pods of the head and of every group have in common. Takes `root` and `group`. */}}
+{{/* Common part of the pods of the head and of all groups. Takes `root` and `group`. */}}
 {{- define "ewsjf.pod" -}}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
@@ -92,7 +92,7 @@ serviceAccountName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* What the Ray containers have in common. Takes `root` and `group`. */}}
+{{/* Common part of the Ray containers. Takes `root` and `group`. */}}
 {{- define "ewsjf.container" -}}
 name: ray
 image: {{ include "ewsjf.image" .root }}
@@ -106,7 +106,7 @@ volumeMounts: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Fails where no node can hold a replica, which would wait for ever. */}}
+{{/* Fails if no node can hold a replica, which would wait forever. */}}
 {{- define "ewsjf.checkPools" -}}
 {{- range $model := .Values.application.models -}}
 {{- range $pool := $model.pools -}}
