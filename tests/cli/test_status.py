@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.cli import main, status
 from serve_app.cli.serve.instance import Instance
-from serve_app.cli.status import StatusError, api_key_for, ask
+from serve_app.cli.status import StatusError, api_key_for, get_document
 from tests.cli.pages import answering
 
 STATUS: dict[str, Any] = {
@@ -168,11 +168,11 @@ def test_a_key_without_admin_is_rejected_with_the_remedy(
 
 def test_an_address_without_a_gateway_is_rejected(url: str) -> None:
     with pytest.raises(StatusError, match="not a gateway of this project"):
-        ask(f"{url}/other", "/debug/status", "k1")
+        get_document(f"{url}/other", "/debug/status", "k1")
     with pytest.raises(StatusError, match="http://"):
-        ask("file:///etc/passwd", "/x", None)
+        get_document("file:///etc/passwd", "/x", None)
     with pytest.raises(StatusError, match="does not respond"):
-        ask("http://127.0.0.1:9", "/debug/status", None)
+        get_document("http://127.0.0.1:9", "/debug/status", None)
 
 
 def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from serve_app.cli import COMMANDS
-from serve_app.cli.serve.instance import publish
+from serve_app.cli.serve.instance import register
 from serve_app.settings.application import GatewayDeploymentSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_the_health_check_asks_whether_the_application_is_ready(tmp_path: Path) 
     thread.start()
     folder = tmp_path / f"ewsjf-{os.getuid()}" / "8000"
     folder.mkdir(parents=True)
-    publish(f"http://127.0.0.1:{server.server_port}", tmp_path / "config.yaml", folder)
+    register(f"http://127.0.0.1:{server.server_port}", tmp_path / "config.yaml", folder)
     try:
         assert check() == 0
         Application.status = 503

@@ -134,7 +134,7 @@ def test_pools_may_have_the_same_context_and_then_the_first_is_home_of_all_that_
             ({}, {"advanced": {"boundary_tokens": 9_000}}, {}),
             "pools[1].boundary_tokens of 9,000 exceeds the context of pool middle (max_model_len 8,192)",
         ),
-        (({}, {"advanced": {"boundary_tokens": 1_000}}, {}), "the boundaries between pools must rise"),
+        (({}, {"advanced": {"boundary_tokens": 1_000}}, {}), "the boundaries between pools must increase"),
         (({}, {"advanced": {"cost": 0}}, {}), "cost must be a positive number, got 0"),
     ],
 )

@@ -142,6 +142,6 @@ def test_a_restart_keeps_the_step_times_and_measures_their_error_anew() -> None:
     assert again.engines(REPLICAS) == made.engines(REPLICAS)
     assert again.source() == "fitted to the engines (before a restart)"
     assert "is measured after 10 more" in again.obstacle
-    with pytest.raises(ValueError, match="broken step times"):
+    with pytest.raises(ValueError, match="invalid step times"):
         again.restore({"only": {"latency_s": 0.1}})
     assert again.engines(REPLICAS) == made.engines(REPLICAS)

@@ -83,7 +83,7 @@ def test_a_load_test_of_an_engine_gives_its_profile(
     assert load_profile(str(out)).step_time.decode_base_s > 0
     shown = capsys.readouterr()
     assert "13 held-out requests (of 40)" in shown.out
-    assert "the timestamps are a client's" in shown.err
+    assert "the timestamps are those of a client" in shown.err
 
 
 def test_the_wait_in_our_own_queue_is_left_out(tmp_path: Path) -> None:
