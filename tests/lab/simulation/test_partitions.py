@@ -133,5 +133,5 @@ def test_what_one_command_learns_the_next_can_use(tmp_path: Path, capsys: pytest
     assert [change["at_s"] for change in fixed["partitions"]] == [0.0]
 
     assert main([*plain, "--policy", "ewsjf", "--partition", "prior", "--save-partition", str(saved)]) == 0
-    assert "no run learned queues" in capsys.readouterr().err
+    assert "no run learned length queues" in capsys.readouterr().err
     assert main([*plain, "--policy", "ewsjf", "--partition", str(tmp_path / "none.yaml")]) == 2

@@ -56,14 +56,14 @@ def test_a_trace_is_downloaded_once(script: ModuleType, address: str, tmp_path: 
     trace = script.PublicTrace(f"{address}/trace.csv", "CC-BY 4.0", len(CONTENT), checksum)
     assert "44 bytes" in script.ensure(trace, tmp_path, force=False)
     assert (tmp_path / "trace.csv").read_bytes() == CONTENT
-    assert script.ensure(trace, tmp_path, force=False).endswith("is there")
+    assert script.ensure(trace, tmp_path, force=False).endswith("exists")
     assert "44 bytes" in script.ensure(trace, tmp_path, force=True)
 
 
 @pytest.mark.parametrize(
     ("place", "size", "checksum", "message"),
     [
-        ("missing.csv", None, None, "answers 404"),
+        ("missing.csv", None, None, "returned 404"),
         ("broken.csv", None, None, "broke off after 44 of 54 bytes"),
         ("trace.csv", 45, None, "has 44 bytes, expected 45"),
         ("trace.csv", 44, "0" * 64, "has SHA-256"),
