@@ -33,7 +33,15 @@ CONTENTS = {
         "kubernetes",
         "security",
     ),
-    "Understand it": ("architecture", "scheduling", "routing", "queueing", "claims", "glossary"),
+    "Understand it": (
+        "architecture",
+        "scheduling",
+        "routing",
+        "queueing",
+        "backpressure",
+        "claims",
+        "glossary",
+    ),
     "Results": (
         "results",
         "results-scheduling",
