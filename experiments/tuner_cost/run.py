@@ -20,7 +20,7 @@ from experiments.common.provenance import generated
 from serve_app.cli.command import progress_bar
 from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.metrics.summary import percentile
-from serve_app.core.settings_base import as_written, settings
+from serve_app.core.settings_base import as_config, settings
 from serve_app.lab.bench.connection import BenchError
 from serve_app.lab.bench.load import BodySettings
 from serve_app.lab.workloads.catalog import WorkloadSettings, resolve
@@ -162,7 +162,7 @@ def model(core_share: float) -> dict[str, Any]:
         "name": _MODEL,
         "pools": [pool],
         "scheduler": {"policy": "ewsjf"},
-        "tuner": as_written(TunerSettings, tuner),
+        "tuner": as_config(TunerSettings, tuner),
     }
 
 

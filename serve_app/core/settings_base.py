@@ -253,7 +253,7 @@ def plain(value: object) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def as_config(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as a file contains them: advanced ones under `advanced` in their block.
 
     Args:
@@ -269,7 +269,7 @@ def as_written(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise SettingsError(f"{cls.__name__} has no setting {name} in files")
         block = block_of(known[name].kind)
-        given = as_written(block, value) if block is not None and isinstance(value, Mapping) else value
+        given = as_config(block, value) if block is not None and isinstance(value, Mapping) else value
         (advanced if known[name].is_advanced else usual)[name] = given
     return usual | ({ADVANCED.value: advanced} if advanced else {})
 

@@ -37,7 +37,7 @@ from serve_app.core import SchedulerSettings
 from serve_app.core.policies import make_policy
 from serve_app.core.policies.ewsjf import EwsjfPaper
 from serve_app.core.settings import WeightOverrides
-from serve_app.core.settings_base import ADVANCED, as_written
+from serve_app.core.settings_base import ADVANCED, as_config
 from serve_app.errors import SettingsError
 from serve_app.tuning.refine_and_prune import RefineAndPruneSettings
 
@@ -435,7 +435,7 @@ def as_model_settings(space: SearchSpace, values: Values) -> dict[str, Any]:
         if not parameter.is_queue_parameter:
             _plant(scheduler, parameter.path, values[parameter.name])
     tuner = {"tuner": {ADVANCED.value: queues}} if queues else {}
-    return {"scheduler": as_written(SchedulerSettings, scheduler)} | tuner
+    return {"scheduler": as_config(SchedulerSettings, scheduler)} | tuner
 
 
 def _plant(tree: dict[str, Any], path: str, value: object) -> None:

@@ -16,7 +16,7 @@ from serve_app.core.settings_base import (
     POSITIVE_SHARE,
     SHARE,
     Range,
-    as_written,
+    as_config,
     at_least,
     between,
     block_of,
@@ -163,7 +163,7 @@ def test_an_internal_setting_is_given_in_python_alone() -> None:
     with pytest.raises(SettingsError, match="valve: unknown key"):
         read(Pump, {"valve": 3}, as_file=True)
     with pytest.raises(SettingsError, match="Pump has no setting valve"):
-        as_written(Pump, {"valve": 3})
+        as_config(Pump, {"valve": 3})
 
 
 def test_a_class_describes_its_settings() -> None:
@@ -178,10 +178,10 @@ def test_a_class_describes_its_settings() -> None:
 
 def test_values_are_written_with_the_advanced_ones_apart() -> None:
     values = {"beds": 2, "spare": {"rate": 1.0}, "pump": {"rate": 3.0, "pressure": 4.0}}
-    assert as_written(Garden, values) == {
+    assert as_config(Garden, values) == {
         "beds": 2,
         "pump": {"rate": 3.0, "advanced": {"pressure": 4.0}},
         "advanced": {"spare": {"rate": 1.0}},
     }
     with pytest.raises(SettingsError, match="Pump has no setting speed"):
-        as_written(Garden, {"pump": {"speed": 1}})
+        as_config(Garden, {"pump": {"speed": 1}})

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from serve_app.core import SchedulerSettings
-from serve_app.core.settings_base import as_written
+from serve_app.core.settings_base import as_config
 from serve_app.engines.model.profiles import load_profile
 from serve_app.lab.planning.fleets import CostTable
 from serve_app.lab.planning.plan import PlanResult, SizedFleet
@@ -66,7 +66,7 @@ def _model(one: SizedFleet, demand: Workload, costs: CostTable, model: str | Non
     return {
         "name": "planned" if model is None else model.rstrip("/").rpartition("/")[2],
         "pools": [_pool(one, plan, costs, model) for plan in plans],
-        "scheduler": as_written(SchedulerSettings, scheduler),
+        "scheduler": as_config(SchedulerSettings, scheduler),
     }
 
 
