@@ -60,7 +60,7 @@ def test_when_its_replica_stays_away_it_is_rejected_and_dispatched_nowhere_else(
     commands = driver.feed(Woke(), after_s=0.5)
     assert concluded(commands) == [("waits", "rejected_unknown_response")]
     rejection = the_conclusion(commands)
-    assert "stored on replica s1, which is lost: send the whole conversation" in rejection.message
+    assert "stored on replica s1, which is no longer available: send the" in rejection.message
     assert rejection.retry_after_s is None
 
 
@@ -111,7 +111,7 @@ def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can
     driver.join("old", "removed", adapters=("sql",))
     end = the_conclusion(driver.arrive("r", bound_to="old"))
     assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
-    assert "which is lost" in end.message
+    assert "which is no longer available" in end.message
     # Its adapters no longer belong to the application: the request waits as for an unlisted adapter.
     assert driver.arrive("adapted", adapter="sql") == []
     assert driver.scheduler.find("adapted") is not None

@@ -26,8 +26,8 @@ _SLOT_S = 0.5
 # Reserved work counts for more than its estimate, so that reservations alone do not reach the limit. Errors
 # of the estimate then delay newcomers instead of clients with a reservation.
 _WEIGHT = 1.25
-# Least share of Retry-After before a reservation can be claimed. Without it, the later requests of a burst of
-# similar ones would claim the reservations of the earlier ones.
+# Minimum share of Retry-After before a claim. Without it, the later requests of a burst of similar ones would
+# claim the reservations of the earlier ones.
 _MIN_WAIT_SHARE = 0.5
 # Weight of one reservation in the claim rate: an average over about the last thirty.
 _CLAIM_WEIGHT = 1 / 32

@@ -175,7 +175,7 @@ class CapacityReservations:
         self._ledger.reserve(self._by_pool.pop(pool).replica, 0, now)
 
 
-# Class floors: the least share of dispatches of a lower class while it has queued requests.
+# Class floors: the minimum share of dispatches of a lower class while it has queued requests.
 #
 # Higher classes are dispatched first. But of the dispatches made while a lower class waits, it gets its floor
 # share. Credit for them accumulates up to a small bound.
@@ -187,7 +187,7 @@ _SAVED_DISPATCHES = 2.0
 
 @settings(block="class_floors")
 class ClassFloorSettings:
-    """Least shares of the dispatches while a class has queued requests."""
+    """Minimum shares of the dispatches while a class has queued requests."""
 
     # Share of the default class. A tenth prevents timeouts behind a flood of interactive requests.
     default_share: Annotated[float, between(0, 0.5)] = 0.1

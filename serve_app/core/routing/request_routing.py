@@ -138,8 +138,8 @@ def _unknown_adapter(adapter: str) -> Conclusion:
 def _lost_response(replica_id: str) -> Conclusion:
     return Conclusion(
         Outcome.REJECTED_UNKNOWN_RESPONSE,
-        f"the response that this request refers to was stored on replica {replica_id}, which is lost: send "
-        "the whole conversation",
+        f"the response that this request refers to was stored on replica {replica_id}, which is no longer "
+        "available: send the whole conversation",
     )
 
 

@@ -161,7 +161,7 @@ async def test_a_replica_that_stays_away_is_not_waited_for_beyond_the_grace() ->
         assert answer.status_code == 404
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("response_not_found", "previous_response_id")
-        assert f"stored on replica {lost.spec.replica_id}, which is lost" in error["message"]
+        assert f"stored on replica {lost.spec.replica_id}, which is no longer available" in error["message"]
 
 
 async def test_work_in_the_background_counts_until_it_ends(fleet: Fleet) -> None:

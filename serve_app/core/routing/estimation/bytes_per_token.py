@@ -41,7 +41,7 @@ _COLD_START = {
     TextCategory.NUMERIC: 1.15,
     TextCategory.MIXED: 2.3,
 }
-# Least deviation, as a share of the mean: after many similar requests the next one may still differ.
+# Minimum deviation, as a share of the mean: after many similar requests the next one may still differ.
 _MIN_DEVIATION_RATIO = 0.03
 # The lower bound of the tokens assumes this many times the mean bytes per token. It decides which requests
 # are rejected as too long, so it is wide: an engine rejects wrongly admitted ones by an exact count.
