@@ -12,11 +12,16 @@ from tests.docs.marks import BlockError
 from tests.docs.sentences import MAX_WORDS, sentences, words
 
 README_LINES = 130
+PAGE_LINES = 260
+MAX_COLUMNS = 6
 
 DOCUMENTS = documents.documents()
 # An entry about an old release may name what no longer exists.
 NAMING = [document for document in DOCUMENTS if document != "CHANGELOG.md"]
 WRITTEN = [document for document in DOCUMENTS if not documents.is_generated(document)]
+# Pages that are read from top to bottom. References and tables of experiments are looked up.
+READ = [document for document in WRITTEN if re.fullmatch(r"README\.md|docs/[^/]+\.md", document)]
+_TABLE_RULE = re.compile(r"^\|(?: *:?-+:? *\|)+$", re.MULTILINE)
 
 
 def _report(findings: list[str]) -> None:
@@ -40,6 +45,20 @@ def test_sentences_are_short(document: str) -> None:
 def test_the_readme_is_a_tour() -> None:
     lines = len((ROOT / "README.md").read_text().splitlines())
     assert lines <= README_LINES, f"README.md has {lines} lines (at most {README_LINES})"
+
+
+@pytest.mark.parametrize("document", READ)
+def test_pages_are_short_and_tables_fit(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    lines = len(text.splitlines())
+    assert lines <= PAGE_LINES, f"{document} has {lines} lines (at most {PAGE_LINES}): divide it"
+    _report(
+        [
+            f"{document}:{text.count(chr(10), 0, rule.start())}: a table of {columns} columns"
+            for rule in _TABLE_RULE.finditer(text)
+            if (columns := rule[0].count("|") - 1) > MAX_COLUMNS
+        ]
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
