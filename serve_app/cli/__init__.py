@@ -97,7 +97,7 @@ def _parser(loaded: Container[str] = ()) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=program(),
         description=serve_app.__doc__.partition("\n")[0] if serve_app.__doc__ else None,
-        epilog=f"example:\n  {program()} bench --help",
+        epilog=f"example:\n  {program()} serve\n  {program()} bench --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=serve_app.__version__)

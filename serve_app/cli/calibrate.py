@@ -51,10 +51,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits of the engine", "default: those of --profile")
     limits.add_argument("--profile", metavar="NAME", help="profile that provides the limits")
-    limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS")
-    limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS")
-    limits.add_argument("--max-num-seqs", type=positive_int, metavar="N")
-    limits.add_argument("--max-num-batched-tokens", type=positive_int, metavar="TOKENS")
+    limits.add_argument("--kv-tokens", type=positive_int, metavar="TOKENS", help="capacity of the KV cache")
+    limits.add_argument("--max-model-len", type=positive_int, metavar="TOKENS", help="context limit")
+    limits.add_argument("--max-num-seqs", type=positive_int, metavar="N", help="maximum batch size")
+    limits.add_argument(
+        "--max-num-batched-tokens", type=positive_int, metavar="TOKENS", help="token budget per iteration"
+    )
     limits.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs per engine")
 
 

@@ -113,10 +113,10 @@ def _add_permissions(group: "argparse._ArgumentGroup") -> None:
     )
     for limit, text in _LIMITS.items():
         group.add_argument(
-            f"--{limit.replace('_', '-')}", type=positive_int, help=f"maximum {text} (default: no limit)"
+            f"--{limit.replace('_', '-')}", type=positive_int, help=f"limit of {text} (default: no limit)"
         )
     group.add_argument(
-        "--expires-in-days", type=positive_float, metavar="DAYS", help="lifetime (default: unlimited)"
+        "--expires-in-days", type=positive_float, metavar="DAYS", help="lifetime in days (default: unlimited)"
     )
     group.add_argument("--admin", action="store_true", help="may use the debug and admin endpoints")
     group.add_argument(

@@ -95,7 +95,9 @@ def _configure_search(group: "argparse._ArgumentGroup") -> None:
         default=_STUDY.trials,
         help="maximum number of candidates (default: %(default)s)",
     )
-    group.add_argument("--seconds", type=positive_float, help="time limit, including the confirmation")
+    group.add_argument(
+        "--seconds", type=positive_float, help="time limit in seconds, including the confirmation"
+    )
     group.add_argument(
         "--seed", type=int, default=0, help="seed of windows and proposals (default: %(default)s)"
     )

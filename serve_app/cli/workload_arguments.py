@@ -265,9 +265,16 @@ def _configure_fleet(group: "argparse._ArgumentGroup") -> None:
         "kv-tokens",
         "max-model-len",
     ):
-        group.add_argument(f"--{name}", type=positive_int, help="of each engine (default: the profile's)")
+        group.add_argument(
+            f"--{name}",
+            type=positive_int,
+            help=f"{name.replace('-', '_')} of each engine (default: the profile's)",
+        )
     group.add_argument(
-        "--scheduling-policy", type=SchedulingPolicy, choices=list(SchedulingPolicy), help="of each engine"
+        "--scheduling-policy",
+        type=SchedulingPolicy,
+        choices=list(SchedulingPolicy),
+        help="of each engine's own queue",
     )
 
 
