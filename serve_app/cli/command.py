@@ -81,12 +81,12 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def arguments_as_json(args: argparse.Namespace, *, leave_out: Collection[str] = ()) -> dict[str, object]:
+def arguments_as_json(args: argparse.Namespace, *, omit: Collection[str] = ()) -> dict[str, object]:
     """Return a command's arguments for provenance. Paths and infinity become text, for JSON."""
     return {
         name: _plain(value)
         for name, value in vars(args).items()
-        if name not in {"command", "words"} and name not in leave_out
+        if name not in {"command", "words"} and name not in omit
     }
 
 

@@ -138,9 +138,9 @@ def _heading(result: RunResult) -> str:
 
 def _warnings(results: list[RunResult], rows: Sequence[Row]) -> Iterator[str]:
     dropped = {(one.settings.seed, one.workload.dropped, one.workload.clipped) for one in results}
-    for seed, left_out, clipped in sorted(dropped):
-        if left_out:
-            yield f"seed {seed}: {left_out:,} requests exceed all context limits and were excluded"
+    for seed, excluded, clipped in sorted(dropped):
+        if excluded:
+            yield f"seed {seed}: {excluded:,} requests exceed all context limits and were excluded"
         if clipped:
             yield f"seed {seed}: {clipped:,} responses are cut at the engine's context limit"
     for line in unequal_work(rows):
@@ -157,7 +157,7 @@ def _save_partition(path: Path, results: Sequence[RunResult]) -> None:
 
 
 def _provenance(args: argparse.Namespace, results: list[RunResult]) -> dict[str, object]:
-    given = arguments_as_json(args, leave_out={"jobs"})
+    given = arguments_as_json(args, omit={"jobs"})
     seeds = sorted({result.settings.seed for result in results})
     return provenance(results[0].workload.trace, given, seeds)
 

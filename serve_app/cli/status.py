@@ -229,7 +229,7 @@ def _format_or_dash(figure: float | None, form: str = "") -> str:
 
 
 def _sub_queues(queue: Document, most: int) -> str:
-    left_out = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_omitted"]
+    omitted = max(0, len(queue["sub_queues"]) - most) + queue["sub_queues_omitted"]
     title = f"sub-queues, by queue time of the head; policy {queue['policy']}"
     rows = [
         (
@@ -244,7 +244,7 @@ def _sub_queues(queue: Document, most: int) -> str:
         for sub_queue in queue["sub_queues"][:most]
     ]
     head = ("class", "tenant", "length queue", "why", "waiting", "head queue time", "score")
-    return _titled(title + (f"; {left_out} more" if left_out else ""), head, rows, text_columns=4)
+    return _titled(title + (f"; {omitted} more" if omitted else ""), head, rows, text_columns=4)
 
 
 def _tenants(served: Mapping[str, Mapping[str, float]]) -> str:

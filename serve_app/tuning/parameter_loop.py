@@ -40,10 +40,10 @@ _RECENT = 50_000
 """Outcomes that slices are judged by: two slices at 400 requests/s."""
 _SHOWN = 12
 _STUDIES_KEPT = 50
-_MOST_DOUBLINGS = 2
+_MAX_DOUBLINGS = 2
 """Maximum doublings of the search interval after searches without a result. A search takes a CPU minute."""
 _FORECAST_EVERY_S, _FORECAST_REQUESTS = 60.0, 200
-_USUAL_QUEUES = RefineAndPruneSettings()
+_DEFAULT_QUEUES = RefineAndPruneSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class ParameterLoop:
         configured: SchedulerSettings,
         settings: ParameterTuningSettings,
         now: float,
-        queues: RefineAndPruneSettings = _USUAL_QUEUES,
+        queues: RefineAndPruneSettings = _DEFAULT_QUEUES,
     ) -> None:
         self._settings, self._queues = settings, queues
         self._studies: deque[dict[str, Any]] = deque(maxlen=_STUDIES_KEPT)
@@ -226,7 +226,7 @@ class ParameterLoop:
         """Propose a search's candidate, and delay the next search if several had no result."""
         if finding is not None:
             self._fruitless = 0 if finding.confident else self._fruitless + 1
-        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MOST_DOUBLINGS)
+        self._next_search_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MAX_DOUBLINGS)
         if finding is None:
             return []
         found = finding.confirmation

@@ -48,7 +48,7 @@ Values = npt.NDArray[np.float64]
 """Lengths or their logarithms, in ascending order."""
 
 # Below this, integers are exact as floating-point numbers, which k-means needs.
-_LONGEST_TOKENS = 2**53
+_MAX_TOKENS = 2**53
 # Decimal places of the midpoints between centres. Threads add in any order, and a rounding error must not
 # move a length that is exactly at a midpoint to the other side.
 _PLACES = 6
@@ -119,7 +119,7 @@ def _checked(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Lengths:
     if not np.issubdtype(given.dtype, np.integer):
         raise LengthsError(f"prompt lengths must be whole numbers, got {given.dtype}: {given[:3].tolist()}")
     shortest, longest = int(given.min()), int(given.max())
-    if shortest < 1 or longest > _LONGEST_TOKENS:
+    if shortest < 1 or longest > _MAX_TOKENS:
         wrong = shortest if shortest < 1 else longest
         raise LengthsError(f"a prompt must have 1 to 2**53 tokens, got {wrong}")
     return np.sort(given.astype(np.int64))

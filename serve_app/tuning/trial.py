@@ -51,9 +51,9 @@ _GAIN_RISK, _HARM_RISK = 0.1, 0.5
 _EFFECT_VARIANCE = 4.0
 """g: steps worth a trial change the reward by about two standard deviations of a pair. Smaller effects need
 more pairs at any g; with a smaller g, a large harm needs three pairs, not two."""
-_LEAST_SCATTER = 0.005
+_MIN_SCATTER = 0.005
 """Assumed minimum of the standard deviation: half a point of reward in a slice is a request or two."""
-_MOST_VOID = 3
+_MAX_VOID = 3
 """Void pairs after which the trial is abandoned."""
 
 RewardOf = Callable[[float, float], Reward]
@@ -73,14 +73,14 @@ def evidence(differences: Sequence[float]) -> float:
     count = len(differences)
     if count < 2:
         return 1.0
-    scatter = max(statistics.stdev(differences), _LEAST_SCATTER)
+    scatter = max(statistics.stdev(differences), _MIN_SCATTER)
     t_squared = count * (statistics.fmean(differences) / scatter) ** 2
     freedom, shrinking = count - 1, 1 + count * _EFFECT_VARIANCE
     ratio = (1 + t_squared / freedom) / (1 + t_squared / (freedom * shrinking))
     of_t = ratio ** (count / 2) / math.sqrt(shrinking)
     # Negligible differences have no sign.
-    better = sum(each > _LEAST_SCATTER for each in differences)
-    worse = sum(each < -_LEAST_SCATTER for each in differences)
+    better = sum(each > _MIN_SCATTER for each in differences)
+    worse = sum(each < -_MIN_SCATTER for each in differences)
     signs = better + worse
     of_signs = 2**signs / ((signs + 1) * math.comb(signs, better))
     return float(of_t + of_signs) / 2
@@ -170,7 +170,7 @@ class Trial:
         elif theirs is not None:
             reason = f"no reward with the step: {step.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.HARM, reason
-        elif self._judged - len(self.differences) > _MOST_VOID:
+        elif self._judged - len(self.differences) > _MAX_VOID:
             reason = f"too many pairs without a reward: {base.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.INCONCLUSIVE, reason
         return True

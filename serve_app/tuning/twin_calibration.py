@@ -39,11 +39,11 @@ _UNKNOWN = FittedEngine(
 )
 _BLOCK = 16
 """Tokens per block of the KV cache, as in vLLM on GPUs."""
-_USUAL_BUDGET = 2_048
+_DEFAULT_BUDGET = 2_048
 """`max_num_batched_tokens` of an engine that does not report it: the smaller of vLLM's usual defaults."""
-_MOST_DOUBLINGS = 4
+_MAX_DOUBLINGS = 4
 # Defaults for a server that reports neither.
-_USUAL_KV_TOKENS, _USUAL_NUM_SEQS = 100_000, 256
+_DEFAULT_KV_TOKENS, _DEFAULT_NUM_SEQS = 100_000, 256
 
 
 @settings
@@ -152,7 +152,7 @@ class TwinCalibration:
                 self._fits += 1
         # Engines that no step times describe are checked less and less often, because each fit takes CPU
         # seconds.
-        self._next_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MOST_DOUBLINGS)
+        self._next_at = now + self._settings.every_s * 2.0 ** min(self._fruitless, _MAX_DOUBLINGS)
 
     def engines(self, replicas: Sequence[ReplicaSpec]) -> tuple[ReplicaPlan, ...] | None:
         """Return simulated replicas like the connected ones; None while their step times are not known."""
@@ -210,11 +210,11 @@ class TwinCalibration:
 
     def _plan(self, spec: ReplicaSpec, step_time: StepTimeModel) -> ReplicaPlan:
         known, chunk = self._profile, spec.long_prefill_token_threshold
-        budget = spec.max_num_batched_tokens or (known.max_num_batched_tokens if known else _USUAL_BUDGET)
+        budget = spec.max_num_batched_tokens or (known.max_num_batched_tokens if known else _DEFAULT_BUDGET)
         if chunk is None:
             chunk = known.step_time.chunk_tokens() if known else 0
-        kv_tokens = _USUAL_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
-        max_num_seqs = _USUAL_NUM_SEQS if spec.max_num_seqs is None else spec.max_num_seqs
+        kv_tokens = _DEFAULT_KV_TOKENS if spec.kv_tokens is None else spec.kv_tokens
+        max_num_seqs = _DEFAULT_NUM_SEQS if spec.max_num_seqs is None else spec.max_num_seqs
         engine = EngineModelSettings(
             kv_tokens=kv_tokens,
             # A server may report a context that its cache cannot hold.

@@ -34,7 +34,7 @@ VOCABULARY = 32_000
 _TOKEN = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|[^\w\s]{1,3}|\s+|.", re.DOTALL)
 
 # Minimum probability of the generated token, and share of the remainder for each further alternative.
-_LEAST_PROBABILITY = 0.4
+_MIN_PROBABILITY = 0.4
 _SHARE = 0.5
 
 
@@ -245,7 +245,7 @@ def ranked(seed: int, index: int, token: str, count: int) -> list[tuple[str, flo
         count: number of entries, at least 1.
     """
     rng = random.Random(f"{seed}:{index}")  # noqa: S311 - a placeholder, not a secret
-    probability = rng.uniform(_LEAST_PROBABILITY, 1.0)
+    probability = rng.uniform(_MIN_PROBABILITY, 1.0)
     named = [(token, round(math.log(probability), 6))]
     left = 1.0 - probability
     others = [f" {word}" for word in rng.sample(_WORDS, min(count, len(_WORDS))) if f" {word}" != token]

@@ -398,13 +398,13 @@ class Batcher:
 
     def _apply_schedule(self, batch: Batch, taken: dict[EngineSequence, tuple[int, int]]) -> None:
         """Compute what `_schedule_in_order` has scheduled. The other sequences skip the step."""
-        left_out = [sequence for sequence in self.decoding.members() if sequence not in taken]
+        skipped = [sequence for sequence in self.decoding.members() if sequence not in taken]
         self._decode_all(batch)
-        for sequence in left_out:
+        for sequence in skipped:
             batch.context_tokens -= self.decoding.computed_tokens(sequence)
             self.decoding.skip_step(sequence)
-        batch.sequences -= len(left_out)
-        batch.has_skipped = bool(left_out)
+        batch.sequences -= len(skipped)
+        batch.has_skipped = bool(skipped)
         for sequence, (tokens, blocks) in taken.items():
             if sequence.state is SequenceState.PREFILLING:
                 self._prefill(batch, sequence, tokens, blocks)

@@ -97,7 +97,7 @@ PARTS = 10
 """Number of parts of a run."""
 
 # With fewer requests per part, there is hardly a figure to resample.
-_LEAST_IN_A_PART = 5
+_MIN_PER_PART = 5
 _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -123,7 +123,7 @@ def latency_intervals(
 
 def _parts(timed: Sequence[tuple[float, float]]) -> list[Figures]:
     """Return the values of each part of the run as rows; a single part if there are too few."""
-    if len(timed) < PARTS * _LEAST_IN_A_PART:
+    if len(timed) < PARTS * _MIN_PER_PART:
         return [np.array([[value for _, value in timed]])]
     first = min(at for at, _ in timed)
     width = (max(at for at, _ in timed) - first) / PARTS
@@ -146,7 +146,7 @@ _LATENCIES: Mapping[str, Callable[[RequestRecord], float | None]] = {
     "queue_wait_s": lambda record: record.queue_wait_s,
 }
 _NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end", "queue_wait_s": "queue time"}
-_MOST_TENANTS = 20
+_MAX_TENANTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ def _whole(summary: Summary) -> ReportTable:
 
 
 def _tenants(summary: Summary) -> ReportTable:
-    names = sorted(summary.tenants, key=lambda name: -summary.tenants[name].requests)[:_MOST_TENANTS]
+    names = sorted(summary.tenants, key=lambda name: -summary.tenants[name].requests)[:_MAX_TENANTS]
     return ReportTable(
         caption=f"TTFT of tenants in milliseconds: {len(names)} of {len(summary.tenants):,}, those with the "
         "most requests",

@@ -128,7 +128,7 @@ class PlanResult:
 
 
 # A pool with a smaller share of the requests does not justify its reserve.
-_LEAST_SHARE = 0.002
+_MIN_SHARE = 0.002
 # Token budgets per iteration to try besides the profile's: a smaller one protects TPOT, a larger one shortens
 # prefills.
 _BATCHED_TOKENS = (1_024, 8_192)
@@ -186,7 +186,7 @@ class Planner:
         """Choose each pool separately, because pools are independent in the model, which has no spill."""
         options, mix = self._options, self._mix
         parts = mix.split(boundary)
-        if min(len(part) for part in parts) < _LEAST_SHARE * len(mix):
+        if min(len(part) for part in parts) < _MIN_SHARE * len(mix):
             return None
         longest = int(mix.totals.max())
         chosen = []
@@ -334,9 +334,9 @@ def _distinct(names: Iterable[str]) -> list[str]:
 # Number of requests from which the model takes lengths if the number is not given.
 _MODEL_REQUESTS = 20_000
 # Minimum duration of a run, in seconds and in longest outputs, and its minimum number of requests.
-_LEAST_S = 60.0
-_LONGEST_ANSWERS = 3
-_LEAST_REQUESTS = 4_000
+_MIN_DURATION_S = 60.0
+_LONGEST_OUTPUTS = 3
+_MIN_REQUESTS = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +428,6 @@ def _with_requests(demand: Workload, share: float, mix: LengthMix, undivided: Ca
     (count,) = undivided.counts.values()
     point = model.at_rate(demand.rate_per_s / count)
     iteration_s = (demand.slo.tpot_s or 0.1) if point is None else point.iteration_s
-    lasts_s = max(_LEAST_S, _LONGEST_ANSWERS * float(mix.outputs.max()) * iteration_s)
-    requests = max(_LEAST_REQUESTS, math.ceil(share * demand.rate_per_s * lasts_s))
+    lasts_s = max(_MIN_DURATION_S, _LONGEST_OUTPUTS * float(mix.outputs.max()) * iteration_s)
+    requests = max(_MIN_REQUESTS, math.ceil(share * demand.rate_per_s * lasts_s))
     return replace(demand, trace=replace(demand.trace, requests=requests))

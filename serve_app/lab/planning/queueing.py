@@ -186,11 +186,11 @@ _Floats = NDArray[np.float64]
 _BINS = 1_024
 _PLACES: _Floats = np.arange(_BINS, dtype=np.float64)
 # Longer iterations do not count as an operating point.
-_LONGEST_ITERATION_S = 5.0
+_MAX_ITERATION_S = 5.0
 # Relative tolerance. Solutions are no finer than the grid.
 _TOLERANCE = 1e-4
 # Maximum steps towards a solution. One that needs more is at the limit of the engine's capacity.
-_MOST_STEPS = 80
+_MAX_STEPS = 80
 # Share of the KV cache that sequences may fill. The rest accounts for rounding to blocks.
 _KV_FILL = 0.97
 
@@ -316,7 +316,7 @@ class PoolModel:
         """
         before, seconds = 0.0, self._expected_step_s(rate_per_s, 0.0)
         excess_before = seconds
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             excess = self._expected_step_s(rate_per_s, seconds) - seconds
             if excess < -_TOLERANCE * seconds:
                 seconds = (before + seconds) / 2
@@ -326,7 +326,7 @@ class PoolModel:
             slope = (excess - excess_before) / (seconds - before)
             before, excess_before = seconds, excess
             seconds += excess if slope > -1e-3 else excess / -slope
-            if seconds > _LONGEST_ITERATION_S:
+            if seconds > _MAX_ITERATION_S:
                 return None
         return None
 

@@ -133,7 +133,7 @@ def _check_share(share: float) -> None:
 
 
 # Limits that this many replicas do not meet are not achievable with the engine.
-_MOST_REPLICAS = 1_000_000
+_MAX_REPLICAS = 1_000_000
 # A replica below this share of its capacity is practically idle, so more replicas change nothing.
 _IDLE = 1e-3
 _NO_LIMITS = Slo(ttft_s=None, tpot_s=None)
@@ -188,7 +188,7 @@ def smallest_pool(model: PoolModel, rate_per_s: float, slo: Slo) -> Performance 
     low = max(0, math.ceil(rate_per_s / (UTILISATION_CAP * model.capacity_per_s) - 1e-9) - 1)
     high = low + 1
     while not meets(high):
-        if high > _MOST_REPLICAS or rate_per_s / high < _IDLE * model.capacity_per_s:
+        if high > _MAX_REPLICAS or rate_per_s / high < _IDLE * model.capacity_per_s:
             return None
         low, high = high, 2 * high
     while high - low > 1:

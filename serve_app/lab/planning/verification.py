@@ -292,7 +292,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 # Limit as a multiple of the first guess: a fleet that still misses its limits does so for another reason.
-_MOST_OF_GUESS = 4
+_MAX_OVER_GUESS = 4
 # First step of the gallop, as a share of the pool.
 _STEP = 0.1
 
@@ -341,7 +341,7 @@ def _settle(
 
     if len(plan.pools) == 1:
         (pool,) = plan.pools
-        most = _MOST_OF_GUESS * guess[pool]
+        most = _MAX_OVER_GUESS * guess[pool]
         found = smallest_count(lambda count: meets({pool: count}), guess[pool], most=most)
         return None if found is None else {pool: found}
     counts: Counts | None = dict(guess)
@@ -371,7 +371,7 @@ def _shrunk(meets: Callable[[Counts], bool], counts: Counts, order: Sequence[str
 def _grown(counts: Counts, last: Verification, guess: Counts) -> Counts | None:
     """Add replicas to the pool that misses its limits by most; None beyond the multiple of the guess."""
     pool = max(counts, key=lambda name: max(_excess(run, name, last.demand.slo) for run in last.runs))
-    if counts[pool] >= _MOST_OF_GUESS * guess[pool] + 1:
+    if counts[pool] >= _MAX_OVER_GUESS * guess[pool] + 1:
         return None
     stride = _stride(counts[pool])
     # With all seeds the fleet is nearly large enough.

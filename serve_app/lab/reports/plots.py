@@ -20,8 +20,8 @@ _CDF_DECADES = 5.0
 _TIME_BINS = 200
 # Bins of lengths per octave, and the minimum number of requests for a mean and a P95.
 _OCTAVE_PARTS = 2
-_LEAST_FOR_MEAN = 5
-_LEAST_FOR_P95 = 40
+_MIN_FOR_MEAN = 5
+_MIN_FOR_P95 = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ def ttfts(records: Sequence[RequestRecord]) -> list[float]:
 
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean, or None for too few values."""
-    return float(np.mean(values)) if len(values) >= _LEAST_FOR_MEAN else None
+    return float(np.mean(values)) if len(values) >= _MIN_FOR_MEAN else None
 
 
 def p95(values: Sequence[float]) -> float | None:
     """Return the 95th percentile, or None for too few values."""
-    return float(np.quantile(values, 0.95)) if len(values) >= _LEAST_FOR_P95 else None
+    return float(np.quantile(values, 0.95)) if len(values) >= _MIN_FOR_P95 else None
 
 
 def by_length(records: Records, figure: Callable[[Sequence[float]], float | None]) -> Curves:
@@ -140,7 +140,7 @@ def _occupied(spans: Floats, edges: Floats) -> list[float | None]:
 
 
 # Minimum requests per bin of time for a meaningful mean, and minimum and maximum number of bins.
-_IN_A_BIN, _FEWEST_BINS, _MOST_BINS = 20, 6, 80
+_PER_BIN, _MIN_BINS, _MAX_BINS = 20, 6, 80
 _TIME = PlotAxis(label="time", unit=Unit.SECONDS, logarithmic=None)
 
 
@@ -199,7 +199,7 @@ def waiting_plot(title: str, records: Records, base: str | None) -> Plot:
 def ttft_over_time_plot(records: Records, base: str | None) -> Plot:
     """Return a plot of the mean TTFT by arrival time. All records are on one clock from 0."""
     most = max(map(len, records.values()), default=0)
-    curves = over_time(records, max(_FEWEST_BINS, min(_MOST_BINS, most // _IN_A_BIN)))
+    curves = over_time(records, max(_MIN_BINS, min(_MAX_BINS, most // _PER_BIN)))
     return Plot(
         title="Mean TTFT by time of arrival",
         reading="Lower is better. A line that keeps rising shows overload.",

@@ -151,7 +151,7 @@ RowsByPolicy = Mapping[str, Sequence[Row]]
 """Runs as JSON by policy name."""
 
 _PERCENTILES = ("p50", "p95", "p99", "max")
-_MOST_TENANTS = 20
+_MAX_TENANTS = 20
 
 
 def tables(rows: RowsByPolicy) -> Iterator[ReportTable]:
@@ -247,7 +247,7 @@ def _tenants(rows: RowsByPolicy) -> ReportTable | None:
     first = next(iter(rows.values()))[0]["metrics"]["tenants"]
     if len(first) < 2:
         return None
-    names = sorted(first, key=lambda name: -first[name]["requests"])[:_MOST_TENANTS]
+    names = sorted(first, key=lambda name: -first[name]["requests"])[:_MAX_TENANTS]
     return ReportTable(
         caption=f"Mean TTFT of tenants in seconds, means over seeds ± 95 % interval: {len(names)} of "
         f"{len(first):,}, those with the most requests",
@@ -380,8 +380,8 @@ def _facts(result: RunResult, policies: Sequence[str], sample: Sample) -> Iterat
     yield "fleet", f"{settings.fleet.profile}: {pools} ({settings.fleet.gpus:,} GPUs)"
     yield "short prompts", f"at most {settings.short_at_tokens:,} tokens; all others are long"
     yield "goodput", f"requests within all of these limits, per second: {_limits(settings.slo)}"
-    left_out = f"{100 * settings.warm_up_ratio:g} %"
-    yield "measured", f"{sample.text}; the first {left_out} of the requests of each run are excluded"
+    excluded = f"{100 * settings.warm_up_ratio:g} %"
+    yield "measured", f"{sample.text}; the first {excluded} of the requests of each run are excluded"
 
 
 def _limits(slo: Slo) -> str:

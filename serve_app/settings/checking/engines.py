@@ -26,7 +26,7 @@ from serve_app.settings.application import AppSettings, PoolSettings
 # Defaults of vLLM 0.32 and 0.33: share of the memory, and tokens and sequences of a batch by GPU.
 _MEMORY_UTILIZATION = 0.92
 _HUGE_GIB, _LARGE_GIB = 160, 70
-_HUGE_BATCH, _LARGE_BATCH, _USUAL_BATCH = (16_384, 1_024), (8_192, 1_024), (2_048, 256)
+_HUGE_BATCH, _LARGE_BATCH, _DEFAULT_BATCH = (16_384, 1_024), (8_192, 1_024), (2_048, 256)
 
 _WEIGHT_BYTES: Mapping[str, float] = {
     **dict.fromkeys(("bfloat16", "float16", "half"), 2.0),
@@ -100,7 +100,7 @@ def _batch(name: str, gpu: Gpu) -> tuple[int, int]:
         return _HUGE_BATCH
     if gpu.memory_gib >= _LARGE_GIB and name != "a100":
         return _LARGE_BATCH
-    return _USUAL_BATCH
+    return _DEFAULT_BATCH
 
 
 # -- capacity of engines, compared with the context and sequences that a configuration requires --------------

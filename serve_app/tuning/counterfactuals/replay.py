@@ -176,7 +176,7 @@ class ChangedRecording:
         kind: class, replica, policy, long_prefills, tenant or own_requests.
         value: the class, pool, policy or tenant.
         label: description for a person.
-        left_out: client ids of the omitted requests.
+        omitted: client ids of the omitted requests.
         example: the scheduler's id of one of them; empty if there are none.
     """
 
@@ -184,7 +184,7 @@ class ChangedRecording:
     value: str
     label: str
     recording: Recording
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     example: str = ""
 
 
@@ -290,7 +290,7 @@ def without(recording: Recording, others: list[RecordedRequest], kind: str, labe
         value=others[0].submission.tenant if kind == "tenant" else "",
         label=label,
         recording=replace(recording, requests=kept),
-        left_out=tuple(each.client_id for each in others),
+        omitted=tuple(each.client_id for each in others),
         example=others[0].request_id,
     )
 

@@ -42,9 +42,9 @@ from serve_app.tuning.counterfactuals.replay import (
 from serve_app.tuning.engine_fit import EngineFitTask, Engines, engines_of_json, fit_engines
 from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibration
 
-LEAST_COMPARABLE = 12
+MIN_COMPARABLE = 12
 """Minimum number of comparable requests for an error bar, without which there is no estimate."""
-_MOST_COMPARABLE = 40
+_MAX_COMPARABLE = 40
 _SHARE = 0.9
 # Waits that differ by less are considered alike.
 _ALIKE_S = 0.1
@@ -129,13 +129,13 @@ class ErrorBars:
         They are of the same class if there are enough.
         """
         alike = [each for each in self._residuals if each.priority is priority]
-        if len(alike) < LEAST_COMPARABLE:
+        if len(alike) < MIN_COMPARABLE:
             alike = list(self._residuals)
 
         def distance(each: Residual) -> float:
             return abs(math.log((each.replayed_s + _ALIKE_S) / (replayed_s + _ALIKE_S)))
 
-        most = min(_MOST_COMPARABLE, max(LEAST_COMPARABLE, len(alike) // 3))
+        most = min(_MAX_COMPARABLE, max(MIN_COMPARABLE, len(alike) // 3))
         near = sorted(alike, key=distance)[:most]
         return _quantile([abs(each.error_s) for each in near])
 
@@ -250,7 +250,7 @@ class UnchangedReplay:
         """Return the errors of times to first token; None without one, or with too few others."""
         own = next((each for each in self._ttfts if each.request_id == subject.request_id), None)
         others = [each for each in self._ttfts if each is not own]
-        return None if own is None or len(others) < LEAST_COMPARABLE else ErrorBars(others, own)
+        return None if own is None or len(others) < MIN_COMPARABLE else ErrorBars(others, own)
 
 
 class ChangedReplay:
@@ -361,11 +361,11 @@ def unchanged(recording: Recording) -> UnchangedReplay:
             "responses, or have at least 20 streamed responses in the recorded minutes"
         )
     best = min(found, key=lambda each: each.waits(subject).median_error_s)
-    if (comparable := best.waits(subject).comparable) < LEAST_COMPARABLE:
+    if (comparable := best.waits(subject).comparable) < MIN_COMPARABLE:
         raise RecordingError(
             f"only {comparable} other requests were recorded in these minutes, but an estimate of the "
             "replay's "
-            f"error needs at least {LEAST_COMPARABLE}"
+            f"error needs at least {MIN_COMPARABLE}"
         )
     return best
 
@@ -379,7 +379,7 @@ def _change_document(
         "kind": change.kind,
         "value": change.value,
         "label": change.label,
-        "left_out": list(change.left_out),
+        "omitted": list(change.omitted),
         "example": change.example,
         "note": "",
         "wait": None,

@@ -54,7 +54,7 @@ def really(change: ChangedRecording, seed: int, asked: str) -> Production:
         case "policy":
             return produce(requests, policy=change.value)
         case _:
-            gone = {client_id.removeprefix("client-") for client_id in change.left_out}
+            gone = {client_id.removeprefix("client-") for client_id in change.omitted}
             return produce([each for each in requests if each.request.request_id not in gone])
 
 
