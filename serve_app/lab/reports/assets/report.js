@@ -1,5 +1,5 @@
 "use strict";
-// Draws the plots of a report. Tables, verdict and pictures of intervals are there without it.
+// Draws the plots of a report. Tables, verdict and interval pictures do not need JavaScript.
 (() => {
   const HEIGHT = 300;
   const ZOOM = 0.7;
@@ -19,7 +19,7 @@
     return number(value, digits);
   }
 
-  // Round positions of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, or fewer.
+  // Ticks of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, or fewer.
   function powers(low, high, base) {
     const found = [];
     if (!(low > 0 && high > low)) return found;
@@ -34,7 +34,7 @@
     return found.length > 1 ? found : [low, (low + high) / 2, high].map((value) => Number(value.toPrecision(3)));
   }
 
-  // Colours are asked for at each drawing, so that a change of scheme and a printer get theirs.
+  // Colours are read at each drawing, because the colour scheme and printing change them.
   const colour = (element, name) => getComputedStyle(element).getPropertyValue(name).trim();
 
   class ReportPlot {
@@ -70,7 +70,7 @@
       this.drawing.addEventListener("focus", () => {
         if (this.drawing.matches(":focus-visible")) this.moveTo(Math.floor(this.data.positions.length / 2));
       });
-      // Before the plot's own listener, which then shows the whole range.
+      // Runs before the plot's own listener, which then shows the full range.
       this.drawing.addEventListener("dblclick", () => (this.zoomed = false), true);
       new ResizeObserver(() => this.fit()).observe(this.drawing);
     }
@@ -90,7 +90,7 @@
 
     columns() {
       const { positions, series } = this.data;
-      // A logarithmic axis has no place for zero.
+      // A logarithmic axis cannot show zero.
       const fit = (value, axis) => (value !== null && this.logarithmic[axis] && value <= 0 ? null : value);
       const kept = positions.map((place, index) => index).filter((index) => fit(positions[index], "x") !== null);
       this.kept = kept;
@@ -129,7 +129,7 @@
     }
 
     horizontal(low, high) {
-      // Points at the edge would be cut off.
+      // Points at the edge would be clipped.
       const hasPoints = this.data.series.some((one) => one.style === "points") && !this.isZoomed();
       const pad = hasPoints ? 0.03 : 0;
       if (low !== high && this.logarithmic.x) return [low / (high / low) ** pad, high * (high / low) ** pad];
@@ -138,13 +138,13 @@
     }
 
     vertical(low, high) {
-      // Nothing is shown, or nothing that has a place on this axis.
+      // No visible value can be shown on this axis.
       const isFit = Number.isFinite(low) && Number.isFinite(high) && (low > 0 || !this.logarithmic.y);
       if (!isFit || low === null) return [this.logarithmic.y ? 1 : 0, 10];
       if (this.logarithmic.y) return [low / 1.15, high * 1.15];
       if (this.data.y.unit === "share" && low >= 0 && high > 0.5 && high <= 1 && !this.isZoomed()) return [0, 1.01];
       const pad = 0.05 * (high - low || Math.abs(high) || 1);
-      // Lengths of time and counts begin at zero, unless a reader looks closer.
+      // Durations and counts begin at zero unless the reader zooms in.
       return [low >= 0 && this.data.y.fromZero && !this.isZoomed() ? 0 : low - pad, high + pad];
     }
 
@@ -175,7 +175,7 @@
     series(one, place) {
       const stroke = () => colour(this.swatches[place], "--colour");
       const isPoints = one.style === "points";
-      // A level is no row of measurements.
+      // A constant line has no points, because it is not a series of measurements.
       const isLevel = this.data.positions.length > 1 && new Set(one.values).size === 1;
       const dash = { dashed: [8, 5], baseline: [5, 4] }[one.style];
       return {
@@ -201,7 +201,7 @@
       for (const one of this.data.marks) {
         const right = bbox.left + bbox.width;
         let x = Math.round(plot.valToPos(one.at, "x", true));
-        // The last place may be the middle of what ends at the mark.
+        // The last position may be the middle of a bin that ends at the mark.
         if (x > right && x < right + 0.02 * bbox.width) x = right;
         if (x < bbox.left || x > right) continue;
         ctx.beginPath();
@@ -283,7 +283,7 @@
     }
   }
 
-  // A series has the same name in all plots of a section: what is switched off in one is off in all.
+  // A series has the same name in all plots of a section, so hiding it in one hides it in all.
   function showEverywhere(name, isShown, section) {
     for (const plot of plots) if (section.contains(plot.figure)) plot.show(name, isShown);
   }
