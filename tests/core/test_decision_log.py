@@ -139,4 +139,4 @@ def test_a_log_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tm
     assert "cannot read" in capsys.readouterr().err
     (tmp_path / "empty").touch()
     assert cli.main(["replay", str(tmp_path / "empty")]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err

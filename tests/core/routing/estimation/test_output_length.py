@@ -168,9 +168,9 @@ def test_weights_that_are_scaled_down_in_time_change_no_forecast(monkeypatch: py
     # The weight of the next observation exceeds 1.1 every 96 observations.
     for number in range(400):
         tokens, was_cut = 10.0 + number * 7 % 900, number % 3 == 0
-        monkeypatch.setattr(output_length, "_LARGEST_SCALE", 1.1)
+        monkeypatch.setattr(output_length, "_MAX_SCALE", 1.1)
         scaled.observe(bucket_of(tokens), was_cut=was_cut)
-        monkeypatch.setattr(output_length, "_LARGEST_SCALE", 1e12)
+        monkeypatch.setattr(output_length, "_MAX_SCALE", 1e12)
         whole.observe(bucket_of(tokens), was_cut=was_cut)
     assert scaled.state()["scale"] != whole.state()["scale"]
     assert scaled.quantile() == whole.quantile()
