@@ -180,10 +180,10 @@ class Scheduler:
         """Return all requests of one gateway, queued and running."""
         return self._requests.of_gateway(gateway_id)
 
-    def queue_snapshot(self, now: float, most: int = MAX_SUB_QUEUES) -> QueueSnapshot:
-        """Return a snapshot of the queue for operators, with at most `most` sub-queues."""
+    def queue_snapshot(self, now: float, limit: int = MAX_SUB_QUEUES) -> QueueSnapshot:
+        """Return a snapshot of the queue for operators, with at most `limit` sub-queues."""
         parts = self.queue, self.dispatcher, self._policy, self.router.b_short_tokens
-        return take_queue_snapshot(*parts, now, most)
+        return take_queue_snapshot(*parts, now, limit)
 
     def __len__(self) -> int:
         """Return the number of queued and running requests."""

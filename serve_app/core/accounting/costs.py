@@ -15,10 +15,10 @@ OTHERS = "other"
 
 
 class TenantTotals:
-    """Seconds by pool, class and tenant: at most `most` sums, and those of `OTHERS`."""
+    """Seconds by pool, class and tenant: at most `max_sums` sums, and those of `OTHERS`."""
 
-    def __init__(self, most: int = _MAX_TENANTS) -> None:
-        self._most = most
+    def __init__(self, max_sums: int = _MAX_TENANTS) -> None:
+        self._max_sums = max_sums
         self._seconds: dict[tuple[str, PriorityClass, str], float] = {}
 
     def add(self, pool: str, request: Request, seconds: float) -> None:
@@ -27,7 +27,7 @@ class TenantTotals:
             return
         key = pool, request.priority, request.tenant
         known = self._seconds
-        if key not in known and len(known) >= self._most:
+        if key not in known and len(known) >= self._max_sums:
             key = pool, request.priority, OTHERS
         known[key] = known.get(key, 0.0) + seconds
 

@@ -86,11 +86,11 @@ def take_queue_snapshot(
     policy: OrderingPolicy,
     b_short_tokens: int,
     now: float,
-    most: int,
+    limit: int,
 ) -> QueueSnapshot:
-    """Take a snapshot at `now` with at most `most` sub-queues. Changes no state."""
+    """Take a snapshot at `now` with at most `limit` sub-queues. Changes no state."""
     heads = list(queue.sub_queue_heads())
-    longest = heapq.nsmallest(most, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
+    longest = heapq.nsmallest(limit, heads, key=lambda sub_queue: sub_queue[0].request.arrived_at)
     return QueueSnapshot(
         length_queues=tuple(_length_queues(heads, dispatcher, policy, now)),
         sub_queues=tuple(_view(head, waiting, dispatcher, policy, now) for head, waiting in longest),

@@ -249,9 +249,9 @@ class FairShares:
         return self._settings.quantum_requests * self._mean_cost
 
     def _equals(self, bound: float) -> list[_Tenant]:
-        most = min(_MAX_EQUALS, len(self._waiting))
+        limit = min(_MAX_EQUALS, len(self._waiting))
         count = 1
-        while count < most and self._waiting[count].counter < bound:
+        while count < limit and self._waiting[count].counter < bound:
             count += 1
         return self._waiting[:count]
 

@@ -138,7 +138,7 @@ def test_one_that_an_earlier_scheduler_sent_shares_from_now_on() -> None:
 
 @pytest.mark.parametrize("tenants", [3, 100])
 def test_further_tenants_are_summed_together(tenants: int) -> None:
-    totals = TenantTotals(most=2)
+    totals = TenantTotals(max_sums=2)
     for number in range(tenants):
         totals.add("short", request(f"r{number}", tenant=f"t{number}"), 1.0)
 
