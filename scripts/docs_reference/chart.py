@@ -1,4 +1,4 @@
-"""The values of the Helm chart: their schema, which holds the application's settings, and the page."""
+"""Values of the Helm chart: their schema, including the application's settings, and their reference."""
 
 import json
 import re
@@ -29,7 +29,7 @@ Schema = dict[str, Any]
 
 
 def values_schema() -> str:
-    """The chart's schema as it stands in its file, with the application's settings as the code has them."""
+    """Return the schema of the chart's file, with the application's settings updated from the code."""
     schema: Schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     properties = schema["properties"]
     about = properties["application"]["description"]
@@ -38,7 +38,7 @@ def values_schema() -> str:
 
 
 def application_schema(found: Iterator[Block]) -> Schema:
-    """The names that an application's arguments may have, and where.
+    """Return the schema of an application's arguments: names and structure.
 
     Values are not looked at: that is the work of `check`, which explains what is wrong with one.
     """
@@ -58,7 +58,7 @@ def _block() -> Schema:
 
 
 def _place(root: Schema, path: str) -> Schema:
-    """The schema of one path, made with all that leads to it."""
+    """Return the schema at a path, creating its parents."""
     here = root
     for step in filter(None, path.split(".")):
         name, brackets = re.fullmatch(r"(\w+)((?:\[\])*)", step).groups()  # type: ignore[union-attr]
@@ -75,7 +75,7 @@ def _place(root: Schema, path: str) -> Schema:
 
 
 def chart_page() -> str:
-    """The reference of the chart's values."""
+    """Return the reference of the chart's values."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     rows = (

@@ -1,4 +1,4 @@
-"""The reference of the command line, read from the parsers themselves and not from their printed help.
+"""Command line reference, read from the parsers instead of their printed help.
 
 Printed help is wrapped to the width of a terminal, so it would differ from one machine to the next.
 """
@@ -25,7 +25,7 @@ _DEFAULT_IN_HELP = re.compile(r"\s*\(default: %\(default\)[sg]\)")
 
 
 def command_line_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = ((f"[{code(each.name)}](#{each.name})", sentence(each.summary)) for each in COMMANDS)
     return document(_INTRODUCTION, table(("Command", "What it does"), rows), *map(_section, COMMANDS))
 
@@ -44,7 +44,7 @@ def _section(entry: CommandEntry) -> str:
 
 
 def _example(epilog: str) -> Iterable[str]:
-    """The example as a block that can be copied, and what the epilog says after it."""
+    """Yield the example as a block to copy, and the rest of the epilog."""
     example, _, rest = epilog.removeprefix("example:\n").partition("\n\n")
     lines = [line.removeprefix("  ") for line in example.splitlines()]
     shown = (line if line.startswith(" ") else f"$ {line}" for line in lines)
@@ -67,7 +67,7 @@ def _placeholder(action: argparse.Action) -> str:
 
 
 def _default(action: argparse.Action) -> str:
-    """Its default; switches are off, and None means what the help says in parentheses."""
+    """Return the default; empty for switches, and for None, which the help explains."""
     if action.required:
         return "required"
     if action.nargs == 0 or action.default in (None, []):

@@ -1,4 +1,4 @@
-"""The configuration reference: every setting with its full path, type, default and reason."""
+"""Configuration reference: every setting with its full path, type, default and reason."""
 
 import enum
 import json
@@ -42,7 +42,7 @@ _WORDS: Mapping[object, str] = {
 
 
 def configuration_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = list(blocks())
     return document(_INTRODUCTION, "## All blocks", _overview(found), *map(_section, found))
 
@@ -62,7 +62,7 @@ def _overview(found: list[Block]) -> str:
 
 
 def _counts(found: list[Block]) -> tuple[int, int]:
-    """How many settings blocks have, blocks inside them left out, and how many advanced ones."""
+    """Return the number of usual and of advanced settings of a block, without nested blocks."""
     marks = [
         ".advanced." in f".{setting.path}"
         for block in found
@@ -113,7 +113,7 @@ def _default(setting: SettingEntry) -> str:
 
 
 def _type(kind: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind):
         case None:
@@ -146,7 +146,7 @@ def _one_of(values: Any) -> str:
 
 
 def _value(value: object) -> str:
-    """A value as one would write it in YAML."""
+    """Format a value as in YAML."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, str):

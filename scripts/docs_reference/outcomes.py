@@ -1,4 +1,4 @@
-"""The reference of outcomes: how a request can end, and what its client is answered."""
+"""Reference of outcomes: the possible ends of a request, with their HTTP responses."""
 
 import json
 from http import HTTPStatus
@@ -27,13 +27,13 @@ _UNOFFICIAL = {499: "Client Closed Request"}
 
 
 def outcomes_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     heads = ("Outcome", "HTTP status", "`error.type`", "`error.code`", "Anthropic's")
     return document(_INTRODUCTION, *_phases(heads))
 
 
 def _phases(heads: tuple[str, ...]) -> list[str]:
-    """A table for each phase of a request's life, as the comments in the enumeration name them."""
+    """Yield a table per phase of a request, named by the comments of the enumeration."""
     starts = field_comments(Outcome)
     parts: list[str] = []
     rows: list[tuple[str, ...]] = []

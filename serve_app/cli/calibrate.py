@@ -172,9 +172,9 @@ def _source(path: Path, accuracy: dict[str, Accuracy], fit_first: int, total: in
 def _table(accuracy: dict[str, Accuracy]) -> str:
     rows = []
     for metric, found in accuracy.items():
-        ours, errors = asdict(found.played), asdict(found.errors)
+        replayed, errors = asdict(found.played), asdict(found.errors)
         for name, value in asdict(found.measured).items():
-            rows.append((metric, name, f"{value:.4f}", f"{ours[name]:.4f}", f"{errors[name]:+.2%}"))
+            rows.append((metric, name, f"{value:.4f}", f"{replayed[name]:.4f}", f"{errors[name]:+.2%}"))
     return table_text(("", "", "measured s", "replayed s", "error"), rows, text_columns=2, key_columns=2)
 
 

@@ -155,11 +155,11 @@ class ResourceSettings:
 
     def _replica_resources(self) -> dict[str, float]:
         """Return the Ray resources of the replica's own process."""
-        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
+        required = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
         if self.accelerator_type is not None:
             # Ray's convention for a resource that only selects the node type.
-            asked[f"accelerator_type:{self.accelerator_type}"] = 0.001
-        return asked
+            required[f"accelerator_type:{self.accelerator_type}"] = 0.001
+        return required
 
 
 @settings
@@ -230,8 +230,8 @@ class PoolSettings:
     @property
     def num_cpus(self) -> float:
         """CPU cores reserved per Serve replica. A watcher of endpoints needs next to none."""
-        asked = self.resources.num_cpus
-        return asked if self.engine.remote is None else min(asked, _WATCHER_CPUS)
+        required = self.resources.num_cpus
+        return required if self.engine.remote is None else min(required, _WATCHER_CPUS)
 
 
 # -- settings of a whole application -----------------------------------------------------------------------

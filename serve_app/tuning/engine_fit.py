@@ -207,12 +207,12 @@ def _error(runs: Sequence[_PoolRun], known: Engines) -> TwinError | None:
         with_latency([each.run.played(known[each.pool].step_time)], known[each.pool].latency_s)
         for each in compared
     ]
-    ours = with_latency(played, 0.0)
-    theirs = measured([request for each in compared for request in each.run.fitted])
+    simulated = with_latency(played, 0.0)
+    observed = measured([request for each in compared for request in each.run.fitted])
     return TwinError(
-        ttft_ratio=float(ours.ttft_s.mean() / theirs.ttft_s.mean()) - 1.0,
-        tpot_ratio=float(ours.tpot_s.mean() / theirs.tpot_s.mean()) - 1.0,
-        requests=len(theirs.ttft_s),
+        ttft_ratio=float(simulated.ttft_s.mean() / observed.ttft_s.mean()) - 1.0,
+        tpot_ratio=float(simulated.tpot_s.mean() / observed.tpot_s.mean()) - 1.0,
+        requests=len(observed.ttft_s),
     )
 
 

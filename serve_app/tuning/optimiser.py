@@ -60,7 +60,7 @@ class TpeOptimiser:
         self._losses: list[float] = []
 
     def __repr__(self) -> str:
-        return f"<TpeOptimiser asked={len(self._proposals)}>"
+        return f"<TpeOptimiser proposals={len(self._proposals)}>"
 
     def ask(self) -> Proposal:
         """Return the incumbent values first, then the anchors, then proposals of the estimator."""

@@ -163,11 +163,11 @@ class Trial:
             for number in sorted((first, first + 1), key=_is_step_slice, reverse=True)
         )
         self._judged += 1
-        mine, theirs = finite(step.value), finite(base.value)
-        if mine is not None and theirs is not None:
-            self.differences.append(mine - theirs)
+        step_reward, base_reward = finite(step.value), finite(base.value)
+        if step_reward is not None and base_reward is not None:
+            self.differences.append(step_reward - base_reward)
             self._conclude(verdict_of(self.differences, self.pairs))
-        elif theirs is not None:
+        elif base_reward is not None:
             reason = f"no reward with the step: {step.reason or 'not finite'}"
             self.verdict, self.reason = Verdict.HARM, reason
         elif self._judged - len(self.differences) > _MAX_VOID:

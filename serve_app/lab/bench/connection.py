@@ -81,7 +81,7 @@ class ResponseParser:
     """A response while it arrives.
 
     Args:
-        stream: whether the request asked for a stream.
+        stream: whether the request is for a stream.
         on_end: called once, at the end of the response, completed or not.
 
     Attributes:

@@ -310,11 +310,14 @@ class _Residuals:
         played = with_latency([run.played(fitted.step_time) for run in self._runs], fitted.latency_s)
         self._on_replay()
         parts = [self._regularisation * position]
-        for ours, theirs, floor in zip(_of(played), _of(self._measured), self._floors, strict=True):
-            parts.append(np.log((ours + floor) / (theirs + floor)))
-            quantiles = np.percentile(ours, _QUANTILES) + floor, np.percentile(theirs, _QUANTILES) + floor
+        for simulated, observed, floor in zip(_of(played), _of(self._measured), self._floors, strict=True):
+            parts.append(np.log((simulated + floor) / (observed + floor)))
+            quantiles = (
+                np.percentile(simulated, _QUANTILES) + floor,
+                np.percentile(observed, _QUANTILES) + floor,
+            )
             parts.append(np.log(quantiles[0] / quantiles[1]))
-            parts.append(np.array([_MEAN_WEIGHT * np.log(ours.mean() / theirs.mean())]))
+            parts.append(np.array([_MEAN_WEIGHT * np.log(simulated.mean() / observed.mean())]))
         return np.concatenate(parts)
 
     def total(self, position: Floats) -> float:

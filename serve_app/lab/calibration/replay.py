@@ -136,17 +136,17 @@ class Accuracy:
     @property
     def errors(self) -> Statistics:
         """Relative errors, positive if the model is too slow."""
-        ours, theirs = asdict(self.played), asdict(self.measured)
-        return Statistics(**{name: ours[name] / theirs[name] - 1.0 for name in ours})
+        simulated, observed = asdict(self.played), asdict(self.measured)
+        return Statistics(**{name: simulated[name] / observed[name] - 1.0 for name in simulated})
 
 
 def compare(played: Timings, measured: Timings) -> dict[str, Accuracy]:
     """Return the accuracy of each metric by name, without metrics that no request has."""
     found = {}
     for metric in METRICS:
-        ours, theirs = getattr(played, metric), getattr(measured, metric)
-        if len(theirs):
-            found[metric] = Accuracy(_statistics(theirs), _statistics(ours))
+        simulated, observed = getattr(played, metric), getattr(measured, metric)
+        if len(observed):
+            found[metric] = Accuracy(_statistics(observed), _statistics(simulated))
     return found
 
 

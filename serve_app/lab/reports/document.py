@@ -91,9 +91,9 @@ class PairedFigure:
     def difference(self) -> FigureDifference | None:
         """Return the difference over the seeds with both values, or None without any."""
         pairs = [
-            (mine, theirs)
-            for theirs, mine in zip(self.base, self.other, strict=True)
-            if mine is not None and theirs is not None
+            (other, base)
+            for base, other in zip(self.base, self.other, strict=True)
+            if other is not None and base is not None
         ]
         if not pairs:
             return None

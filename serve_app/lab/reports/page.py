@@ -287,7 +287,7 @@ def _head(report: ResultReport) -> Iterable[str]:
         yield from (f"<li>{_prose(note)}</li>" for note in report.notes)
         yield "</ul>"
     yield "</section>"
-    yield '<section aria-labelledby="asked"><h2 id="asked">Setup</h2>'
+    yield '<section aria-labelledby="setup"><h2 id="setup">Setup</h2>'
     yield _pairs(report.facts)
     yield "</section>"
 

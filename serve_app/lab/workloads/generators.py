@@ -99,8 +99,8 @@ class MixedLengths:
         chosen = rng.choice(len(self.parts), count, p=[share for share, _ in self.parts])
         drawn = np.empty(count, dtype=np.int64)
         for index, (_, lengths) in enumerate(self.parts):
-            mine = chosen == index
-            drawn[mine] = lengths.sample(int(mine.sum()), rng)
+            of_part = chosen == index
+            drawn[of_part] = lengths.sample(int(of_part.sum()), rng)
         return drawn
 
 

@@ -266,9 +266,9 @@ def _without_others(recording: Recording) -> Iterator[ChangedRecording]:
             others[each.submission.tenant] += each.prompt_tokens + each.expected_output_tokens
     if others:
         most = others.most_common(1)[0][0]
-        theirs = [each for each in concurrent if each.submission.tenant == most]
+        of_tenant = [each for each in concurrent if each.submission.tenant == most]
         yield without(
-            recording, theirs, "tenant", f"without {_counted(len(theirs), 'request')} of tenant {most}"
+            recording, of_tenant, "tenant", f"without {_counted(len(of_tenant), 'request')} of tenant {most}"
         )
         own = [each for each in concurrent if each.submission.tenant == tenant]
         if own:
