@@ -62,7 +62,7 @@ def _overview(found: list[Block]) -> str:
 
 
 def _counts(found: list[Block]) -> tuple[int, int]:
-    """Return the number of usual and of advanced settings of a block, without nested blocks."""
+    """Return the numbers of usual and of advanced settings in these blocks."""
     marks = [
         ".advanced." in f".{setting.path}"
         for block in found
