@@ -214,6 +214,6 @@ def the_conclusion(commands: Sequence[Command]) -> Conclusion:
 
 def retry_after_s(commands: Sequence[Command]) -> float:
     """Return the `Retry-After` of the only rejected request."""
-    told = the_conclusion(commands).retry_after_s
-    assert told is not None
-    return told
+    delay_s = the_conclusion(commands).retry_after_s
+    assert delay_s is not None
+    return delay_s

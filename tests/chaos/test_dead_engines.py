@@ -70,9 +70,9 @@ async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal)
     assert ends[429] > 30, ends
     rejected = [answer for answer in answers if answer.status_code == 429]
     assert {code_of(answer) for answer in rejected} == {"deadline_unmeetable"}
-    told = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in rejected)
+    delays_s = sorted(float(answer.headers["retry-after-ms"]) / 1_000 for answer in rejected)
     # The retries follow one another and end within about ten seconds.
-    assert told[0] < told[len(told) // 2] < told[-1] < 30
+    assert delays_s[0] < delays_s[len(delays_s) // 2] < delays_s[-1] < 30
 
 
 async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_stood_still(

@@ -128,7 +128,7 @@ async def slow(relay: Relay) -> None:
 
 async def test_a_bad_network_to_a_replica_is_reported_or_recovered() -> None:
     """Started streams end with an error event, silent ones with 504; the rest is dispatched elsewhere."""
-    told = {
+    allowed_ends = {
         slow: set[str](),
         rejecting: {BROKEN},
         cut_once: {BROKEN},
@@ -155,7 +155,7 @@ async def test_a_bad_network_to_a_replica_is_reported_or_recovered() -> None:
             await serves_again(fleet, engines[0])
 
     async with asyncio.timeout(2 * PATIENCE_S):
-        await asyncio.gather(*(played(fault, also) for fault, also in told.items()))
+        await asyncio.gather(*(played(fault, also) for fault, also in allowed_ends.items()))
 
 
 async def serves_again(fleet: Fleet, engine: MarkedEngine) -> None:

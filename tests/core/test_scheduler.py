@@ -182,7 +182,7 @@ def test_a_full_queue_rejects_with_a_retry_after() -> None:
 
 
 def test_retry_after_follows_the_measured_drain_rate() -> None:
-    def told_s(finished_per_s: float) -> float:
+    def retry_after_s_at(finished_per_s: float) -> float:
         # Without growth by pace, three requests fill the replica at any pace.
         driver = one_replica("s1", max_waiting=1, backpressure=BackpressureSettings(lag_factor=0.0))
         fill(driver)
@@ -197,7 +197,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
         assert concluded(rejected) == [("one too many", "rejected_queue_full")]
         return retry_after_s(rejected)
 
-    assert told_s(0.5) == pytest.approx(10 * told_s(5.0), rel=0.4)
+    assert retry_after_s_at(0.5) == pytest.approx(10 * retry_after_s_at(5.0), rel=0.4)
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:

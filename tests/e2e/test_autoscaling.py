@@ -47,8 +47,8 @@ async def test_pools_grow_apart_and_one_that_stands_still_starts_for_its_first_r
             # The long pool has had no request, so it has had no replica.
             await ask(http, 100, prompt="word " * 5_000)
             assert len(app.replicas("long")) == 1
-            told = await scaling_once_ready(http, app.application.admin_headers())
-            assert 0 < told["start_s"] < 60
+            scaling = await scaling_once_ready(http, app.application.admin_headers())
+            assert 0 < scaling["start_s"] < 60
             page = (await http.get("/metrics")).text
             assert 'ewsjf_desired_replicas{model="demo",pool="long"} 1.0' in page
             await replicas(app, "long", 0, within_s=60)
@@ -75,9 +75,9 @@ async def scaling_once_ready(http: httpx.AsyncClient, admin: dict[str, str]) -> 
     async with asyncio.timeout(6):
         while True:
             (model,) = (await http.get("/debug/scaling", headers=admin)).json()["models"]
-            told: dict[str, Any] = model["pools"]["long"]
-            if told["ready"] == 1:
-                return told
+            scaling: dict[str, Any] = model["pools"]["long"]
+            if scaling["ready"] == 1:
+                return scaling
             await asyncio.sleep(0.1)
 
 

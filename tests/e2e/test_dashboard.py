@@ -32,12 +32,12 @@ def test_figures_flow_through_the_front_end_and_outlive_their_scheduler(app: Ser
         assert before["length_queues"]
         (scheduler,) = app.replicas("scheduler")
         scheduler.kill()
-        told = [next(shown)]
-        while "error" in told[-1] or told[-1]["incarnation"] == before["incarnation"]:
-            told.append(next(shown))
-            assert len(told) < 60
-        assert told[-1]["incarnation"] > before["incarnation"]
+        snapshots = [next(shown)]
+        while "error" in snapshots[-1] or snapshots[-1]["incarnation"] == before["incarnation"]:
+            snapshots.append(next(shown))
+            assert len(snapshots) < 60
+        assert snapshots[-1]["incarnation"] > before["incarnation"]
         # The new scheduler has all replicas again within seconds.
-        while sum(pool["ready"] for pool in told[-1]["pools"]) < 3:
-            told.append(next(shown))
-            assert len(told) < 90
+        while sum(pool["ready"] for pool in snapshots[-1]["pools"]) < 3:
+            snapshots.append(next(shown))
+            assert len(snapshots) < 90

@@ -26,7 +26,7 @@ MODEL = {
 }
 
 
-def told(application: Application, count: int) -> list[dict[str, Any]]:
+def concluded_requests(application: Application, count: int) -> list[dict[str, Any]]:
     """Return the documents of concluded requests in the gateway's log."""
     deadline = time.monotonic() + 20
     while True:
@@ -62,7 +62,7 @@ def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
             url = application.url + CHAT
             assert httpx.post(url, json=asked, headers=headers, timeout=60).status_code == 200
             assert httpx.post(url, json=asked, timeout=60).status_code == 401
-            served, unknown = told(application, 2)
+            served, unknown = concluded_requests(application, 2)
             wait_for(collector, 5)
             raw = "\n".join(application.log_lines("gateway"))
     assert served["message"] == "concluded"
@@ -79,4 +79,4 @@ def test_a_line_of_json_names_the_caller_and_the_trace() -> None:
     assert "forwarded_for" not in unknown
     assert "s3cret" not in raw
     assert {each.trace_id for each in collector.spans} >= {TRACE}
-    assert collector.only("chat demo").told["ewsjf.tenant"] == "acme"
+    assert collector.only("chat demo").attributes["ewsjf.tenant"] == "acme"

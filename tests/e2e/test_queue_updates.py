@@ -70,15 +70,15 @@ async def test_waiting_streams_get_their_position_and_all_are_served(app: Served
     async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
         heard = await asyncio.gather(*(listen(http, number) for number in range(STREAMS)))
     assert {(one.status, one.tokens, one.ends, one.after_answer) for one in heard} == {(200, TOKENS, 1, 0)}
-    told = [one for one in heard if one.positions]
-    assert len(told) >= STREAMS / 10
-    for one in told:
+    updated = [one for one in heard if one.positions]
+    assert len(updated) >= STREAMS / 10
+    for one in updated:
         assert min(one.positions) >= 1
         assert max(one.positions) <= STREAMS
         assert one.states[-1] == "started"
         assert set(one.states) <= {"waiting", "started"}
     # The position of a single stream may rise: a shorter prompt that arrives later may go first.
-    moved = [one.positions for one in told if len(one.positions) >= 2]
+    moved = [one.positions for one in updated if len(one.positions) >= 2]
     assert sum(positions[-1] for positions in moved) < sum(positions[0] for positions in moved)
     assert app.metric("ewsjf_queue_estimates_total", estimate="first") > before
 

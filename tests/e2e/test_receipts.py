@@ -90,12 +90,12 @@ def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
     assert receipt["outcome"] == "completed"
     assert receipt["class"] in CLASSES
     assert abs(wait_ms - float(answer.headers["x-queue-wait-ms"])) <= 0.1
-    told = json.loads(answer.headers["x-ewsjf-receipt"])
-    assert abs(told["wait_ms"] - wait_ms) < 0.01
+    summary = json.loads(answer.headers["x-ewsjf-receipt"])
+    assert abs(summary["wait_ms"] - wait_ms) < 0.01
     if queue["causes"]:
         total_ms = sum(each["ms"] for each in queue["causes"])
         assert abs(total_ms - wait_ms) < 0.01
-        assert abs(sum(told["causes_ms"].values()) - wait_ms) < 0.01
+        assert abs(sum(summary["causes_ms"].values()) - wait_ms) < 0.01
         assert all(each["ms"] > 0 and each["meaning"] for each in queue["causes"])
     else:
         assert wait_ms <= 1

@@ -57,17 +57,17 @@ async def test_a_higher_class_would_have_helped_and_does(app: Served) -> None:
         recording = await http.get(f"/debug/requests/first-{last}/recording", headers=admin)
 
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert receipt["class"] == told["class"] == "batch"
-    assert told["recorded"]["wait_ms"] == pytest.approx(waits[last], abs=1.0)
-    assert told["replay"]["requests"] >= REQUESTS
+    result = answer.json()
+    assert receipt["class"] == result["class"] == "batch"
+    assert result["recorded"]["wait_ms"] == pytest.approx(waits[last], abs=1.0)
+    assert result["replay"]["requests"] >= REQUESTS
     assert "word" not in recording.text
     assert "tenant-" not in recording.text
-    (higher,) = [each for each in told["changes"] if each["value"] == "interactive"]
+    (higher,) = [each for each in result["changes"] if each["value"] == "interactive"]
     assert higher["wait"]["low_ms"] <= higher["wait"]["ms"] <= higher["wait"]["high_ms"]
     assert higher["wait"]["ms"] < waits[last] / 2
     # Admins know the other tenants, though the recording does not contain them.
-    (other,) = [each for each in told["changes"] if each["kind"] == "tenant"]
+    (other,) = [each for each in result["changes"] if each["kind"] == "tenant"]
     assert other["value"] in {"tenant-0", "tenant-1", "tenant-2"} - {receipt["tenant"]}
     assert other["label"].endswith(f" of tenant {other['value']}")
 

@@ -132,10 +132,10 @@ class WaitsMachine(SchedulerMachine):
             return
         spent = self.slow.spent.get(request_id, Counter()).copy()
         left = now - self.slow.since[request_id]
-        told = Counter(waited.causes)
-        told.subtract(spent)
+        rest = Counter(waited.causes)
+        rest.subtract(spent)
         # What is open at the end has one cause, that of the current state.
-        assert {cause: ns for cause, ns in told.items() if ns} in ([{}] if not left else _open(left))
+        assert {cause: ns for cause, ns in rest.items() if ns} in ([{}] if not left else _open(left))
         assert waited.ahead == dict(self.slow.ahead.get(request_id, Counter()))
 
 

@@ -92,7 +92,7 @@ def test_serve_takes_the_settings_and_makes_the_policies() -> None:
 def gateways(*cores: float | None, target: int = 1) -> int:
     """Return the target for gateways with this CPU use; None is a gateway that has not reported yet."""
     names = [f"g{number}" for number in range(len(cores))]
-    told = {
+    reported = {
         name: [SimpleNamespace(timestamp=at, value=used + (at - 5) / 10) for at in range(11)]
         for name, used in zip(names, cores, strict=True)
         if used is not None
@@ -100,7 +100,7 @@ def gateways(*cores: float | None, target: int = 1) -> int:
     # Serve still has the metrics of a stopped gateway.
     gone = {"gone": [SimpleNamespace(timestamp=1.0, value=50.0)]}
     context = Context(
-        running_replicas=names, target_num_replicas=target, raw_metrics={CPU_CORES: {**told, **gone}}
+        running_replicas=names, target_num_replicas=target, raw_metrics={CPU_CORES: {**reported, **gone}}
     )
     return GatewayPolicy()(context)[0]
 

@@ -108,8 +108,8 @@ def test_an_unknown_key_deep_in_a_model_is_rejected_by_its_full_name() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    told = rejection(gateway={"log_request": True}, advanced={"channel": {"zzz": 1}}, state_uri=4)
-    assert len(told.splitlines()) == 3
+    message = rejection(gateway={"log_request": True}, advanced={"channel": {"zzz": 1}}, state_uri=4)
+    assert len(message.splitlines()) == 3
 
 
 def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:

@@ -230,15 +230,15 @@ def test_a_healthy_application_has_no_findings(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"{url}: no problems found\n"
 
 
-@pytest.mark.parametrize(("change", "told"), FINDINGS.values(), ids=FINDINGS)
+@pytest.mark.parametrize(("change", "expected"), FINDINGS.values(), ids=FINDINGS)
 def test_each_problem_is_reported_separately_with_a_next_step(
-    change: Change, told: str, capsys: pytest.CaptureFixture[str]
+    change: Change, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(change) as url:
         assert main(["doctor", "--url", url]) == 1
     finding, step = capsys.readouterr().out.splitlines()
     assert finding.startswith("1. ")
-    assert told in finding
+    assert expected in finding
     assert step.startswith("   next: ")
 
 
@@ -271,9 +271,9 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     starting = instance(silent, tmp_path)
     monkeypatch.setattr(command, "running_instances", lambda: iter([other, starting]))
     assert main(["doctor", "--url", silent]) == 1
-    told = capsys.readouterr().out
-    assert "the application of a.yaml is starting or stopping there" in told
-    assert str(tmp_path) in told
+    output = capsys.readouterr().out
+    assert "the application of a.yaml is starting or stopping there" in output
+    assert str(tmp_path) in output
 
 
 def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,9 +303,9 @@ def test_a_missing_replica_of_a_local_application_has_its_engines_last_error(
         mine = instance(url, tmp_path, str(PACKAGED_CONFIG))
         monkeypatch.setattr(command, "running_instances", lambda: iter([mine]))
         assert main(["doctor", "--url", url]) == 1
-    told = capsys.readouterr().out
-    assert "first error of its engine: ValueError: weights are missing" in told
-    assert str(tmp_path) in told
+    output = capsys.readouterr().out
+    assert "first error of its engine: ValueError: weights are missing" in output
+    assert str(tmp_path) in output
 
 
 def test_the_one_application_of_this_machine_needs_no_url(
@@ -354,12 +354,12 @@ async def test_a_real_gateway_and_scheduler_are_understood(
 
         assert await asked("--api-key", "k1") == (0, f"{url}: no problems found\n")
         assert scheduler.status()["pools"] == ["short", "long"]
-        found, told = await asked()
+        found, output = await asked()
         assert found == 1
-        assert "returned 401" in told
+        assert "returned 401" in output
         scheduler.stop("superseded")
-        _, told = await asked("--api-key", "k1")
-        assert "its scheduler has ended: superseded" in told
+        _, output = await asked("--api-key", "k1")
+        assert "its scheduler has ended: superseded" in output
         dispatcher.ports.clear()
-        _, told = await asked("--api-key", "k1")
-        assert told.startswith("1. down: model demo has no replica")
+        _, output = await asked("--api-key", "k1")
+        assert output.startswith("1. down: model demo has no replica")

@@ -98,11 +98,11 @@ def test_gpus_are_divided_among_pools(
     gpus = sum(pool.resources.num_gpus * (pool.replicas or 1) for pool in model.pools)
     assert gpus == int(options[1])
     assert [(pool.engine.max_model_len, pool.replicas) for pool in model.pools] == pools
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     # Test machines have fewer GPUs, or none at all.
-    if "does not meet" in told.out:
-        assert f"{path}:" in told.err
-        assert told.out.splitlines()[-1].startswith("next, once they are met: ")
+    if "does not meet" in output.out:
+        assert f"{path}:" in output.err
+        assert output.out.splitlines()[-1].startswith("next, once they are met: ")
 
 
 def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -> None:

@@ -82,7 +82,7 @@ WAITING: dict[str, Any] = {
     "tokens": {**RECEIPT["tokens"], "prompt": None, "cached": None, "output": None},
 }
 RECORDING = produce(burst(40, 0)).recording("r35")
-TOLD = what_if(RECORDING)
+WHAT_IF = what_if(RECORDING)
 LINE = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}
 
 
@@ -98,7 +98,7 @@ async def ask(*args: str, lines: int = 1) -> int:
     async def receipt(request_id: str) -> dict[str, Any]:
         if request_id == "gw-2":
             return WAITING
-        return RECEIPT if request_id in ("gw-1", "a/b c", example_of_tenant(TOLD)) else {}
+        return RECEIPT if request_id in ("gw-1", "a/b c", example_of_tenant(WHAT_IF)) else {}
 
     async def recording(request_id: str) -> str:
         return encode_recording(RECORDING) if request_id == "client-r35" else ""
@@ -124,26 +124,26 @@ async def ask(*args: str, lines: int = 1) -> int:
 async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", request_id, "--api-key", "k1") == 0
 
-    told = capsys.readouterr().out
-    assert "gw-1: completed, batch of tenant acme" in told
-    assert "4,000.8 ms" in told
-    assert "75%" in told
-    assert "12 (higher class)" in told
-    assert "of this: engine queue (estimated)" in told
-    assert "during the wait: at least 12 interactive of tenant rival, 2 of other tenants" in told
-    assert "predicted wait: 2,500.0 ms, actual: 3,000.0 ms" in told
-    assert told.index("a higher class got") < told.index("no engine accepted more")
+    output = capsys.readouterr().out
+    assert "gw-1: completed, batch of tenant acme" in output
+    assert "4,000.8 ms" in output
+    assert "75%" in output
+    assert "12 (higher class)" in output
+    assert "of this: engine queue (estimated)" in output
+    assert "during the wait: at least 12 interactive of tenant rival, 2 of other tenants" in output
+    assert "predicted wait: 2,500.0 ms, actual: 3,000.0 ms" in output
+    assert output.index("a higher class got") < output.index("no engine accepted more")
 
 
 async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "gw-2", "--api-key", "k1") == 0
 
-    told = capsys.readouterr().out
-    assert "gw-2: waiting now, batch of tenant acme" in told
-    assert "position 3 of 12 for pool short (no engine accepted more requests)" in told
-    assert "expected to start in 400 ms (80 % interval: 150 to 1,900 ms); queue timeout" in told
-    assert "queue timeout in 57,000 ms" in told
-    assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in told
+    output = capsys.readouterr().out
+    assert "gw-2: waiting now, batch of tenant acme" in output
+    assert "position 3 of 12 for pool short (no engine accepted more requests)" in output
+    assert "expected to start in 400 ms (80 % interval: 150 to 1,900 ms); queue timeout" in output
+    assert "queue timeout in 57,000 ms" in output
+    assert "predicted wait: 2,500.0 ms, so far: 3,000.0 ms" in output
 
 
 async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,14 +154,14 @@ async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
-    told = capsys.readouterr().out
-    assert "one more replica in pool only" in told
-    assert "no change would have reduced the wait" in told
+    output = capsys.readouterr().out
+    assert "one more replica in pool only" in output
+    assert "no change would have reduced the wait" in output
     # Admins may see whose requests they are.
-    assert " of tenant acme " in told
+    assert " of tenant acme " in output
 
     assert await ask("explain", "client-r35", "--what-if", "--json", "--api-key", "k1") == 0
-    assert json.loads(capsys.readouterr().out) == with_tenant_name(TOLD, "acme")
+    assert json.loads(capsys.readouterr().out) == with_tenant_name(WHAT_IF, "acme")
 
     assert await ask("explain", "unknown", "--what-if", "--api-key", "k1") != 0
     assert "no receipt of 'unknown'" in capsys.readouterr().err

@@ -35,17 +35,17 @@ def test_each_deployment_is_reported_once(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_way_in_has_all_that_one_needs(capsys: pytest.CaptureFixture[str]) -> None:
     Console().ready(INFO)
-    told = capsys.readouterr().err
-    assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in told
-    assert "models     demo, alias" in told
-    assert "dashboard  http://127.0.0.1:8000/dashboard   (key: /tmp/instance/admin-key)" in told
-    assert "-H 'authorization: Bearer YOUR_KEY'" in told
-    assert '"model": "demo"' in told
-    assert "logs       /tmp/logs" in told
-    assert "output     /tmp/serve.log" in told
-    assert "in-flight requests have 600 s to complete" in told
-    assert "http://127.0.0.1:8265   (token: ray get-auth-token)" in told
-    assert "\x1b" not in told
+    output = capsys.readouterr().err
+    assert "address    http://127.0.0.1:8000/v1   (listening on http://0.0.0.0:8000)" in output
+    assert "models     demo, alias" in output
+    assert "dashboard  http://127.0.0.1:8000/dashboard   (key: /tmp/instance/admin-key)" in output
+    assert "-H 'authorization: Bearer YOUR_KEY'" in output
+    assert '"model": "demo"' in output
+    assert "logs       /tmp/logs" in output
+    assert "output     /tmp/serve.log" in output
+    assert "in-flight requests have 600 s to complete" in output
+    assert "http://127.0.0.1:8265   (token: ray get-auth-token)" in output
+    assert "\x1b" not in output
 
 
 def test_a_pending_answer_is_reported_periodically(

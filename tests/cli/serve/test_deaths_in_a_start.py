@@ -39,7 +39,7 @@ Tell = Callable[[DeploymentStatus, str], None]
 def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Return a function that sets Serve's status of the application's only deployment."""
 
-    def told(status: DeploymentStatus, message: str = "") -> None:
+    def set_status(status: DeploymentStatus, message: str = "") -> None:
         trigger = DeploymentStatusTrigger.UNSPECIFIED
         deployment = DeploymentStatusOverview(status, trigger, {}, message)
         of_application = {
@@ -49,7 +49,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
         found = ApplicationStatusOverview(of_application, "", 0.0, {"short-demo": deployment})
         monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"app": found}))
 
-    return told
+    return set_status
 
 
 @pytest.fixture

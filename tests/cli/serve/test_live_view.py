@@ -82,9 +82,9 @@ def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[flo
     for _ in range(5):
         clock[0] += 2.0
         page.counts["failed"] += 1
-        told = view.text()
+        shown = view.text()
     # The rejections are older than the window of the rates.
-    assert "0.5 requests/s, 0.5 failed/s, 1019 total" in told
+    assert "0.5 requests/s, 0.5 failed/s, 1019 total" in shown
 
 
 def test_pools_show_which_replicas_do_not_work(page: Page) -> None:

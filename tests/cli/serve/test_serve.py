@@ -179,12 +179,12 @@ def test_an_engine_that_cannot_start_ends_the_start_with_its_reason(tmp_path: Pa
     # The gateway runs and reports that no engine does.
     assert 503 in statuses
     assert 200 not in statuses
-    told = " ".join(opened.output.split())
+    output = " ".join(opened.output.split())
     assert (
         "only-demo did not start: no endpoint can be used: http://127.0.0.1:9/v1/models gave no answer"
-        in told
+        in output
     )
-    assert "Traceback" not in told
+    assert "Traceback" not in output
     assert opened.processes_left() == []
     assert listening((port,)) == []
 

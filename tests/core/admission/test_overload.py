@@ -85,8 +85,8 @@ def test_at_twice_the_capacity_retries_are_admitted_and_deadlines_are_met(
     assert played.retries_accepted_ratio >= admitted, played
     assert played.count(Outcome.EXPIRED) <= expired * len(played.accepted), played
     assert played.simulation.scheduler.admission.predictor.errors.mean_absolute_s < DEADLINE_S / 5, played
-    told = [attempt.retry_after_s for attempt in played.attempts if attempt.retry_after_s is not None]
-    assert 0 < min(told) <= max(told) <= 60.0
+    delays_s = [attempt.retry_after_s for attempt in played.attempts if attempt.retry_after_s is not None]
+    assert 0 < min(delays_s) <= max(delays_s) <= 60.0
     assert len(played.simulation.scheduler) == 0
     assert len(played.simulation.scheduler.admission.retry_reservations) == 0
 

@@ -38,12 +38,12 @@ def test_a_limit_allows_a_request_when_the_queue_has_drained_to_it(reservations:
 
 
 def test_requests_rejected_later_get_a_later_retry_after(reservations: RetryReservations) -> None:
-    queue, told = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
+    queue, delays_s = QueueLimit(level=90.0, drain_per_s=10.0, limit=50.0), []
     for number in range(5):
-        told.append(reservations.admissible_in_s(queue, tokens, 0.0))
-        reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, told[-1], 0.0)
-    assert told == sorted(told)
-    assert all(later - earlier >= 2.0 for earlier, later in itertools.pairwise(told[1:]))
+        delays_s.append(reservations.admissible_in_s(queue, tokens, 0.0))
+        reservations.reserve(request(f"r{number}", prompt_tokens=number + 1), 20, delays_s[-1], 0.0)
+    assert delays_s == sorted(delays_s)
+    assert all(later - earlier >= 2.0 for earlier, later in itertools.pairwise(delays_s[1:]))
 
 
 def test_a_newcomer_takes_only_capacity_that_is_free_before_the_reserved_work_is_due(
@@ -80,14 +80,14 @@ def test_the_requests_of_one_burst_do_not_claim_the_reservations_of_each_other(
     reservations: RetryReservations,
 ) -> None:
     """The requests are alike, and the first one's `Retry-After` is within the tolerance for early returns."""
-    queue, told = QueueLimit(level=50.5, drain_per_s=10.0, limit=50.0), []
+    queue, delays_s = QueueLimit(level=50.5, drain_per_s=10.0, limit=50.0), []
     for _ in range(5):
         assert not reservations.claim(request(), 0.0)
-        told.append(reservations.admissible_in_s(queue, tokens, 0.0))
-        reservations.reserve(request(), 20, told[-1], 0.0)
-    assert told[0] < 0.1
-    assert told[-1] > 3.0
-    assert reservations.claim(request(), told[0])
+        delays_s.append(reservations.admissible_in_s(queue, tokens, 0.0))
+        reservations.reserve(request(), 20, delays_s[-1], 0.0)
+    assert delays_s[0] < 0.1
+    assert delays_s[-1] > 3.0
+    assert reservations.claim(request(), delays_s[0])
 
 
 def test_an_unclaimed_reservation_is_dropped_and_lowers_the_weight_of_others(

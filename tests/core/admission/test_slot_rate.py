@@ -31,14 +31,14 @@ def cold(*pools: str, spill: bool = True, **limits: Any) -> ManualDriver:
 
 def burst(driver: ManualDriver, count: int, **fields: object) -> list[float]:
     """Return the `Retry-After` of each rejection among simultaneous requests."""
-    told = []
+    delays_s = []
     for number in range(count):
         usual = {"max_output_tokens": OUTPUT, "prompt_tokens": 1, "expires_at": driver.now + TIMEOUT_S}
         commands = driver.arrive(f"b{number}", **{**usual, **fields})
         if ends := concluded(commands):
             assert ends == [(f"b{number}", "rejected_deadline_unmeetable")]
-            told.append(retry_after_s(commands))
-    return told
+            delays_s.append(retry_after_s(commands))
+    return delays_s
 
 
 def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_once() -> None:
@@ -46,10 +46,10 @@ def test_requests_that_cannot_get_a_slot_before_their_deadline_are_rejected_at_o
 
 
 def test_each_retry_after_is_when_earlier_requests_have_ended() -> None:
-    told = burst(cold(), 100)
+    delays_s = burst(cold(), 100)
     # The retries follow one another at the pace of the slots.
-    assert told[-1] == pytest.approx(len(told) / PER_S, rel=0.4)
-    assert told[0] < 1.0 < told[len(told) // 2] < told[-1]
+    assert delays_s[-1] == pytest.approx(len(delays_s) / PER_S, rel=0.4)
+    assert delays_s[0] < 1.0 < delays_s[len(delays_s) // 2] < delays_s[-1]
 
 
 @pytest.mark.parametrize("count", [1, SLOTS, SLOTS + BEYOND_BATCH + int(TIMEOUT_S * PER_S) - 1])

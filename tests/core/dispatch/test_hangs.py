@@ -38,9 +38,9 @@ def let_hang(driver: ManualDriver) -> list[Command]:
 
 def test_an_engine_with_requests_and_no_progress_gets_nothing_more_and_is_reported_once() -> None:
     driver = watched()
-    told = [each for each in let_hang(driver) if isinstance(each, EngineSilent)]
-    assert [each.replica_id for each in told] == ["e"]
-    assert told[0].silent_s == pytest.approx(61.0)
+    silent = [each for each in let_hang(driver) if isinstance(each, EngineSilent)]
+    assert [each.replica_id for each in silent] == ["e"]
+    assert silent[0].silent_s == pytest.approx(61.0)
     assert dispatched(driver.arrive("c")) == []
 
 

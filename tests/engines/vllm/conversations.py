@@ -38,7 +38,7 @@ class AgentTurn:
         return [block["type"] for block in self.content]
 
 
-def told(about: str) -> str:
+def unique_text(about: str) -> str:
     """Return a text that no other conversation contains."""
     words = random.Random(about)
     return f"{about}: " + " ".join("".join(words.choices(string.ascii_lowercase, k=5)) for _ in range(60))
@@ -46,7 +46,7 @@ def told(about: str) -> str:
 
 async def converse(client: anthropic.AsyncAnthropic, task: str) -> list[AgentTurn]:
     """Return a conversation's turns: tool results are sent back, and a user replies to text."""
-    messages: list[Any] = [{"role": "user", "content": told(task)}]
+    messages: list[Any] = [{"role": "user", "content": unique_text(task)}]
     turns: list[AgentTurn] = []
     for number in range(TURNS):
         events: list[str] = []
@@ -84,8 +84,12 @@ def _turn(message: Any, events: list[str]) -> AgentTurn:
 
 def _reply(message: Any, about: str) -> dict[str, Any]:
     results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": told(f"{about} {block.input['city']}")}
+        {
+            "type": "tool_result",
+            "tool_use_id": block.id,
+            "content": unique_text(f"{about} {block.input['city']}"),
+        }
         for block in message.content
         if block.type == "tool_use"
     ]
-    return {"role": "user", "content": results or told(f"Go on with {about}")}
+    return {"role": "user", "content": results or unique_text(f"Go on with {about}")}

@@ -285,10 +285,10 @@ class TestTinyEngine:
             found = (await front.http.get(f"{path}/{queued['id']}")).json()
             assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 20)
             streamed = await front.http.post(path, json={**asked, "background": True, "stream": True})
-            told = typed_events(streamed)
-            response_id = told[0]["response"]["id"]
+            events_before = typed_events(streamed)
+            response_id = events_before[0]["response"]["id"]
             replayed = await front.http.get(f"{path}/{response_id}?stream=true&starting_after=1")
-            assert typed_events(replayed) == told[2:]
+            assert typed_events(replayed) == events_before[2:]
 
     async def test_a_full_kv_cache_costs_time_and_nothing_else(self, tiny: Running) -> None:
         """Sequences are preempted and computed again, which clients must not notice."""

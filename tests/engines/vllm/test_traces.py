@@ -44,5 +44,9 @@ async def test_the_span_of_the_engine_stands_below_ours_and_none_without(
     engines = collector.only_of(TRACE, "llm_request")
     assert (ours.parent_id, forward.parent_id, engines.parent_id) == (PARENT, ours.id, forward.id)
     assert engines.is_within(forward)
-    assert engines.told["gen_ai.usage.completion_tokens"] == ours.told["gen_ai.usage.output_tokens"] == 4
-    assert engines.told["gen_ai.usage.prompt_tokens"] == ours.told["gen_ai.usage.input_tokens"]
+    assert (
+        engines.attributes["gen_ai.usage.completion_tokens"]
+        == ours.attributes["gen_ai.usage.output_tokens"]
+        == 4
+    )
+    assert engines.attributes["gen_ai.usage.prompt_tokens"] == ours.attributes["gen_ai.usage.input_tokens"]

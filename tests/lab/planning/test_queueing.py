@@ -211,10 +211,10 @@ def test_without_max_tokens_a_high_quantile_of_answers_counts_as_the_answer() ->
         TraceRequest(arrival_s=0.0, prompt_tokens=100, output_tokens=output) for output in range(1, 101)
     )
     trace = Trace(name="t", source="test", requests=requests)
-    told, untold = (LengthMix.of(trace, output_known=known) for known in (True, False))
-    assert len(told.split(150)[0]) == 50
-    assert untold.allowed_outputs == 100
-    assert len(untold.split(199)[0]) == 0
-    short, long = untold.split(200)
+    with_outputs, without_outputs = (LengthMix.of(trace, output_known=known) for known in (True, False))
+    assert len(with_outputs.split(150)[0]) == 50
+    assert without_outputs.allowed_outputs == 100
+    assert len(without_outputs.split(199)[0]) == 0
+    short, long = without_outputs.split(200)
     assert (len(short), len(long)) == (100, 0)
     assert short.allowed_outputs == 100

@@ -126,10 +126,12 @@ def test_noise_is_log_normal_around_the_truth() -> None:
 
 
 def test_known_output_lengths_are_disclosed_and_unknown_ones_are_not() -> None:
-    told = decisions_of(settings(disclosure=Disclosure(output_known=True)))
-    untold = decisions_of(settings())
-    stated = [one.event.request.spec.max_output_tokens for one in told if hasattr(one.event, "request")]
-    silent = [one.event.request.spec.max_output_tokens for one in untold if hasattr(one.event, "request")]
+    disclosed = decisions_of(settings(disclosure=Disclosure(output_known=True)))
+    undisclosed = decisions_of(settings())
+    stated = [one.event.request.spec.max_output_tokens for one in disclosed if hasattr(one.event, "request")]
+    silent = [
+        one.event.request.spec.max_output_tokens for one in undisclosed if hasattr(one.event, "request")
+    ]
     assert len(stated) == len(silent) == 300
     assert all(isinstance(limit, int) for limit in stated)
     assert set(silent) == {None}

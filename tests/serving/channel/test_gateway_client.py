@@ -157,13 +157,13 @@ async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(world: Sim
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
-    told = world.live._gateways.book["r1"].granted
-    assert told is not None
+    granted_message = world.live._gateways.book["r1"].granted
+    assert granted_message is not None
     world.kill()
     await until(lambda: not gateway.is_connected)
     task = asyncio.get_running_loop().create_task(gateway.put_back("r1", "s1", DispatchFailure.LOST))
     await asyncio.sleep(0)
-    gateway.on_message(told)
+    gateway.on_message(granted_message)
     await asyncio.sleep(0.05)
     assert not task.done()
     assert gateway._pending["r1"].waits

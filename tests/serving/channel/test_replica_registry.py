@@ -64,19 +64,19 @@ async def test_a_table_never_follows_a_grant_that_refers_to_it(world: Simulation
     gateway = await world.gateway()
     waiting = asyncio.create_task(granted(gateway, "r1"))
     await until(lambda: len(world.live.core.queue) == 1)
-    told: list[str] = []
+    sent: list[str] = []
     session = next(iter(world.live._gateways._gateways.values()))
     assert session.link is not None
     send = session.link.send
 
     def noted(message: Any) -> None:
-        told.append(type(message).__name__)
+        sent.append(type(message).__name__)
         send(message)
 
     session.link.send = noted  # type: ignore[method-assign, assignment]
     # In one turn of the loop, the replica registers and reports, and the request is granted.
     join(world.live._replicas, 0)
-    assert told[:2] == ["ReplicaTable", "Granted"]
+    assert sent[:2] == ["ReplicaTable", "Granted"]
     assert (await waiting).address.replica_id == "s0"
 
 

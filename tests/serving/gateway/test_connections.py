@@ -69,8 +69,8 @@ async def test_every_answer_has_the_id_of_its_request(stage: Stage) -> None:
     for path in ("/v1/models", "/health", "/nowhere"):
         for given in ("mine", ""):
             answer = await stage.http.get(path, headers={"x-request-id": given} if given else {})
-            (told,) = answer.headers.get_list("x-request-id")
-            assert told == given if given else told.startswith("gw")
+            (returned_id,) = answer.headers.get_list("x-request-id")
+            assert returned_id == given if given else returned_id.startswith("gw")
 
 
 async def test_head_is_answered_without_a_body(stage: Stage) -> None:

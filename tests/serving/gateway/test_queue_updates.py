@@ -89,10 +89,10 @@ async def test_named_events_have_the_same_content() -> None:
         _, text = await reading
     events = [event.splitlines() for event in text.split("\n\n") if event.startswith("event: ")]
     assert [name for name, _ in events] == ["event: ewsjf.queue"] * 2
-    told = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    received = [json.loads(data.removeprefix("data: ")) for _, data in events]
     waiting = {"state": "waiting", "position": 3}
-    assert told[0] == {**waiting, "expected_start_s": 2.4, "earliest_s": 1.1, "latest_s": 4.0}
-    assert told[1] == {"state": "started"}
+    assert received[0] == {**waiting, "expected_start_s": 2.4, "earliest_s": 1.1, "latest_s": 4.0}
+    assert received[1] == {"state": "started"}
 
 
 async def test_a_request_served_at_once_gets_no_updates_and_costs_the_scheduler_nothing(stage: Stage) -> None:
@@ -238,8 +238,8 @@ async def test_openais_sdk_reads_a_commented_stream_without_noticing() -> None:
         await tell(stage, 1, 2.4, 1.1, 4.0)
         stage.dispatcher.gate.set()
         chunks = await reading
-    told = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert told == ["w0 ", "w1 ", "w2 "]
+    received = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert received == ["w0 ", "w1 ", "w2 "]
 
 
 async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:

@@ -115,8 +115,8 @@ async def test_what_a_gateway_rejects_by_itself_is_said_to_have_no_receipt(
     answer = await asked(http, "mine", model="unheard-of")
 
     assert answer.status_code == 404
-    told = await receipt(http, "mine")
-    assert "no scheduler was asked: a body, key or model that is not allowed" in told["error"]["message"]
+    summary = await receipt(http, "mine")
+    assert "no scheduler was asked: a body, key or model that is not allowed" in summary["error"]["message"]
 
 
 TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_ms": 4.0}
@@ -212,9 +212,9 @@ async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
 ) -> None:
     answer = await asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
 
-    told = json.loads(answer.headers["x-ewsjf-receipt"])
-    assert told["stages_ms"] == stages(await receipt(http, "mine"))
-    assert set(told["stages_ms"]) == {"gateway", "channel", "queue", "engine"}
+    summary = json.loads(answer.headers["x-ewsjf-receipt"])
+    assert summary["stages_ms"] == stages(await receipt(http, "mine"))
+    assert set(summary["stages_ms"]) == {"gateway", "channel", "queue", "engine"}
 
 
 async def test_a_stream_ends_with_a_comment_with_all_stages(
@@ -224,11 +224,11 @@ async def test_a_stream_ends_with_a_comment_with_all_stages(
 
     *_, done, comment, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
-    told = json.loads(comment.removeprefix(": ewsjf-receipt "))
-    assert told["stages_ms"] == stages(await receipt(http, "mine"))
-    assert set(told["stages_ms"]) == {"gateway", "channel", "queue", "until_first_token", "generation"}
+    summary = json.loads(comment.removeprefix(": ewsjf-receipt "))
+    assert summary["stages_ms"] == stages(await receipt(http, "mine"))
+    assert set(summary["stages_ms"]) == {"gateway", "channel", "queue", "until_first_token", "generation"}
     in_header = json.loads(answer.headers["x-ewsjf-receipt"])["stages_ms"]
-    assert in_header.items() <= told["stages_ms"].items()
+    assert in_header.items() <= summary["stages_ms"].items()
     assert "ewsjf-receipt" not in (await asked(http, stream=True)).text
 
 

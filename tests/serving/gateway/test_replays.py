@@ -16,7 +16,7 @@ from tests.serving.gateway.builders import MODEL, Answers, looked_into
 from tests.tuning.counterfactuals.production import burst, produce
 
 RECORDING = produce(burst(40, 0)).recording("r35")
-TOLD = what_if(RECORDING)
+WHAT_IF = what_if(RECORDING)
 
 
 @asynccontextmanager
@@ -27,7 +27,7 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
         return recording if request_id == "mine/1" else ""
 
     async def receipt(request_id: str) -> dict[str, Any]:
-        if request_id == example_of_tenant(TOLD):
+        if request_id == example_of_tenant(WHAT_IF):
             return {"request_id": request_id, "tenant": "rival"}
         return {"request_id": request_id} if request_id == "runs" else {}
 
@@ -48,7 +48,7 @@ async def test_a_gateway_replays_the_recording_and_still_answers_others() -> Non
                 assert second.status_code == 429
                 assert int(second.headers["retry-after"]) >= 1
             await asyncio.sleep(0.05)
-        assert (await asked).json() == with_tenant_name(TOLD, "rival")
+        assert (await asked).json() == with_tenant_name(WHAT_IF, "rival")
         document = await http.get("mine%2F1/recording")
         assert document.text == encode_recording(RECORDING)
 

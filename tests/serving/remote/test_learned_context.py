@@ -39,15 +39,15 @@ async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
         assert (short.status_code, short.headers["x-pool"]) == (200, "short")
         replica = fleet.world.live.status()["replicas"][fleet.watcher.described()[0]["replica"]]
     assert (len(small.bodies), len(large.bodies)) == (2, 2)
-    told = [record.getMessage() for record in caplog.records if "context_learned" in record.getMessage()]
+    log_lines = [record.getMessage() for record in caplog.records if "context_learned" in record.getMessage()]
     assert replica["max_model_len"] is None
     if stated is not None:
         assert replica["learned_context_tokens"] == CONTEXT
-        assert len(told) == 1
+        assert len(log_lines) == 1
     else:
         # The long pool's engine counted seven tokens.
         assert 0 < replica["learned_context_tokens"] < 10_000
-        assert 1 <= len(told) <= 2
+        assert 1 <= len(log_lines) <= 2
 
 
 async def test_with_one_pool_the_client_gets_the_engines_own_message() -> None:

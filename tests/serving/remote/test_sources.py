@@ -25,16 +25,18 @@ from serve_app.serving.remote.sources import (
 )
 from tests.serving.channel.harness import until
 
-Told = list[set[str]]
+FoundUrls = list[set[str]]
 
 
 @contextlib.asynccontextmanager
-async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIterator[Told]:
+async def followed(source: EndpointSource, refresh_s: float = 0.05) -> AsyncIterator[FoundUrls]:
     """Follow a source; yield the list of its results."""
-    told: Told = []
-    task = asyncio.create_task(source.follow(lambda urls: told.append({str(url) for url in urls}), refresh_s))
+    found_urls: FoundUrls = []
+    task = asyncio.create_task(
+        source.follow(lambda urls: found_urls.append({str(url) for url in urls}), refresh_s)
+    )
     try:
-        yield told
+        yield found_urls
         assert not task.done() or source.is_fixed
     finally:
         task.cancel()
@@ -55,9 +57,9 @@ def test_a_source_of_no_known_form_is_rejected_with_its_text(text: str) -> None:
 
 
 async def test_a_url_is_reported_once() -> None:
-    async with followed(source_of("http://a:8000/v1")) as told:
-        await until(lambda: bool(told))
-        assert told == [{"http://a:8000"}]
+    async with followed(source_of("http://a:8000/v1")) as found_urls:
+        await until(lambda: bool(found_urls))
+        assert found_urls == [{"http://a:8000"}]
 
 
 async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,17 +72,17 @@ async def test_each_address_of_a_name_is_an_endpoint(monkeypatch: pytest.MonkeyP
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
-    async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as told:
-        await until(lambda: len(told) == 1)
-        assert told[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
+    async with followed(AddressSource(EndpointUrl.parse("https://engines.test:8443/v1"))) as found_urls:
+        await until(lambda: len(found_urls) == 1)
+        assert found_urls[-1] == {"https://10.0.0.1:8443", "https://10.0.0.2:8443"}
         # A failing DNS zone removes no endpoint.
         gone = list(addresses)
         addresses.clear()
         await asyncio.sleep(0.2)
-        assert len(told) == 1
+        assert len(found_urls) == 1
         addresses.extend([gone[0], "fd00::7"])
-        await until(lambda: len(told) == 2)
-        assert told[-1] == {"https://10.0.0.1:8443", "https://[fd00::7]:8443"}
+        await until(lambda: len(found_urls) == 2)
+        assert found_urls[-1] == {"https://10.0.0.1:8443", "https://[fd00::7]:8443"}
 
 
 async def test_the_certificate_of_a_resolved_address_must_be_of_the_name() -> None:
@@ -118,15 +120,15 @@ async def test_srv_records_state_hosts_and_ports() -> None:
         resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
         server.records = ["0 1 8001 gpu-1.test.", "0 1 8002 gpu-2.test."]
         url = EndpointUrl.parse("http://_vllm._tcp.test")
-        async with followed(ServiceRecordSource(url, resolver=resolver)) as told:
-            await until(lambda: len(told) == 1)
-            assert told[-1] == {"http://gpu-1.test:8001", "http://gpu-2.test:8002"}
+        async with followed(ServiceRecordSource(url, resolver=resolver)) as found_urls:
+            await until(lambda: len(found_urls) == 1)
+            assert found_urls[-1] == {"http://gpu-1.test:8001", "http://gpu-2.test:8002"}
             server.records = []
             await asyncio.sleep(0.2)
-            assert len(told) == 1
+            assert len(found_urls) == 1
             server.records = ["0 1 8001 gpu-1.test."]
-            await until(lambda: len(told) == 2)
-            assert told[-1] == {"http://gpu-1.test:8001"}
+            await until(lambda: len(found_urls) == 2)
+            assert found_urls[-1] == {"http://gpu-1.test:8001"}
     finally:
         transport.close()
 
@@ -227,20 +229,20 @@ def source_at(text: str, server: ApiServer) -> KubernetesSource:
 async def test_the_endpoints_of_a_service_are_followed(api: tuple[ApiServerDouble, ApiServer]) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1", "10.0.0.2"))
-    async with followed(source_at("http://vllm.prod/v1", server)) as told:
+    async with followed(source_at("http://vllm.prod/v1", server)) as found_urls:
         await until(lambda: double.watched)
-        assert told == [{"http://10.0.0.1:8000", "http://10.0.0.2:8000"}]
+        assert found_urls == [{"http://10.0.0.1:8000", "http://10.0.0.2:8000"}]
         double.put(slice_of("b", "10.0.0.3", port=8001), "ADDED")
-        await until(lambda: len(told) == 2)
-        assert "http://10.0.0.3:8001" in told[-1]
+        await until(lambda: len(found_urls) == 2)
+        assert "http://10.0.0.3:8001" in found_urls[-1]
         # A terminating endpoint and one that is not ready get no new requests.
         double.put(slice_of("a", "10.0.0.1", ready=True, terminating=True))
         double.put(slice_of("b", "10.0.0.3", ready=False))
-        await until(lambda: told[-1] == set())
+        await until(lambda: found_urls[-1] == set())
         double.put(slice_of("a", "10.0.0.9"))
-        await until(lambda: told[-1] == {"http://10.0.0.9:8000"})
+        await until(lambda: found_urls[-1] == {"http://10.0.0.9:8000"})
         double.put(slice_of("a", "10.0.0.9"), "DELETED")
-        await until(lambda: told[-1] == set())
+        await until(lambda: found_urls[-1] == set())
     assert double.paths == {"/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"}
     assert all(asked["labelSelector"] == "kubernetes.io/service-name=vllm" for asked in double.asked)
 
@@ -255,13 +257,13 @@ async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
     double, server = api
     double.put(pod("a", "10.0.0.1", "True"))
     double.put(pod("starts", None, "False"))
-    async with followed(source_at("http://prod:9000?selector=app=vllm,tier=gpu", server)) as told:
+    async with followed(source_at("http://prod:9000?selector=app=vllm,tier=gpu", server)) as found_urls:
         await until(lambda: double.watched)
-        assert told == [{"http://10.0.0.1:9000"}]
+        assert found_urls == [{"http://10.0.0.1:9000"}]
         double.put(pod("starts", "10.0.0.2", "True"))
-        await until(lambda: len(told) == 2)
+        await until(lambda: len(found_urls) == 2)
         double.put(pod("a", "10.0.0.1", "True", deletionTimestamp="2026-01-01T00:00:00Z"))
-        await until(lambda: told[-1] == {"http://10.0.0.2:9000"})
+        await until(lambda: found_urls[-1] == {"http://10.0.0.2:9000"})
     assert double.paths == {"/api/v1/namespaces/prod/pods"}
     assert double.asked[0]["labelSelector"] == "app=vllm,tier=gpu"
 
@@ -269,16 +271,16 @@ async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
 async def test_a_watch_that_ends_goes_on_from_where_it_was(api: tuple[ApiServerDouble, ApiServer]) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
-    async with followed(source_at("http://vllm", server)) as told:
+    async with followed(source_at("http://vllm", server)) as found_urls:
         await until(lambda: double.watched)
         double.put({"metadata": {"name": "-"}}, "BOOKMARK")
         version = str(double.version)
         asked = len(double.asked)
-        await until(lambda: len(told) == 1)
+        await until(lambda: len(found_urls) == 1)
         double.end_watches()
         await until(lambda: len(double.asked) > asked and double.watched)
         assert double.asked[-1]["resourceVersion"] == version
-        assert len(told) == 1
+        assert len(found_urls) == 1
         # Kubernetes rotates tokens while the process runs.
         (double.folder / "token").write_text("second")
         double.end_watches()
@@ -291,7 +293,7 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
 ) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
-    async with followed(source_at("http://vllm:7000", server)) as told:
+    async with followed(source_at("http://vllm:7000", server)) as found_urls:
         await until(lambda: double.watched)
         double.objects["b"] = slice_of("b", "10.0.0.2")
         double.version += 10
@@ -300,7 +302,7 @@ async def test_a_version_that_is_too_old_begins_with_a_list_again(
             double.say({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
         else:
             double.end_watches()
-        await until(lambda: told[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
+        await until(lambda: found_urls[-1] == {"http://10.0.0.1:7000", "http://10.0.0.2:7000"})
 
 
 async def test_an_api_server_that_rejects_takes_nothing_away(
@@ -308,12 +310,12 @@ async def test_an_api_server_that_rejects_takes_nothing_away(
 ) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
-    async with followed(source_at("http://vllm", server)) as told:
+    async with followed(source_at("http://vllm", server)) as found_urls:
         await until(lambda: double.watched)
         double.rejects = 3
         double.end_watches()
         await until(lambda: not double.rejects and double.watched)
-        assert all(each == {"http://10.0.0.1:8000"} for each in told)
+        assert all(each == {"http://10.0.0.1:8000"} for each in found_urls)
     assert caplog.text.count("answered 403") == 1  # repeated reasons are logged once
 
 
@@ -323,6 +325,6 @@ async def test_outside_of_a_pod_the_reason_is_logged(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     source: EndpointSource = source_of("kubernetes+http://vllm.prod:8000")
     logged: Callable[[], bool] = lambda: "does not run in a pod" in caplog.text  # noqa: E731
-    async with followed(source) as told:
+    async with followed(source) as found_urls:
         await until(logged)
-        assert told == []
+        assert found_urls == []

@@ -61,9 +61,9 @@ async def test_positions_are_sent_and_fall_while_others_are_served(world: Simula
     await world.replica(seats=64)
     for task in waiting[3:]:
         await end(gateway, task)
-    told = {name: list(outlooks) for name, outlooks in heard.items()}
+    before = {name: list(outlooks) for name, outlooks in heard.items()}
     await asyncio.sleep(0.4)
-    assert heard == told
+    assert heard == before
 
 
 async def test_a_request_without_a_subscription_gets_no_updates(world: Simulation) -> None:
@@ -82,9 +82,9 @@ async def test_only_its_own_gateway_gets_updates_of_a_request(world: Simulation)
     # Another gateway may subscribe, but receives nothing.
     assert others._link is not None
     others._link.send(Watch("r1"))
-    told = len(heard["r1"])
+    before = len(heard["r1"])
     await asyncio.sleep(0.3)
-    assert len(heard["r1"]) == told
+    assert len(heard["r1"]) == before
     first.cancel()
     second.cancel()
 

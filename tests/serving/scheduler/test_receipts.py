@@ -39,7 +39,7 @@ class Desk:
 
     def end(self, request_id: str, times: RequestTimes | None = None, *, after_s: float = 0.0) -> None:
         if (record := self._told.get(request_id)) is not None:
-            record.usage, record.times = USAGE, times or told()
+            record.usage, record.times = USAGE, times or request_times()
         event = ev.Finished(request_id, Outcome.COMPLETED, USAGE)
         self._note(event, self.driver.feed(event, after_s=after_s))
 
@@ -61,7 +61,7 @@ class Desk:
         self.history.on_entry(entry)
 
 
-def told(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
+def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -> RequestTimes:
     return RequestTimes("/v1/chat/completions", 0.001, grant_s, first_token_s, 1.5)
 
 
@@ -71,7 +71,7 @@ def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | Non
     fill(desk.driver)
     desk.arrive("waits", "mine")
     desk.end("f0", after_s=2.0)
-    desk.end("waits", told(first_token_s=first_token_s, grant_s=2.25))
+    desk.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
 
     document = desk.document("mine")
     stages = {each["stage"]: each["ms"] for each in document["stages"]}

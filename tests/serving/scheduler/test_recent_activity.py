@@ -53,9 +53,13 @@ def conclude(
     activity: RecentActivity, priority: PriorityClass, tenant: str, outcome: Outcome, usage: Usage | None
 ) -> None:
     end = entry(activity, Woke())
-    told = GatewayRequest(GatewaySession("g1"), request(tenant=tenant, priority=priority).submission, 1)
-    told.usage = usage
-    end.concluded.append((Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(outcome)), told))
+    gateway_request = GatewayRequest(
+        GatewaySession("g1"), request(tenant=tenant, priority=priority).submission, 1
+    )
+    gateway_request.usage = usage
+    end.concluded.append(
+        (Conclude(request_id="r1", gateway_id="g1", conclusion=Conclusion(outcome)), gateway_request)
+    )
     activity.on_entry(end)
 
 
@@ -84,12 +88,12 @@ def test_quantiles_are_at_most_a_tenth_too_high(clock: Clock) -> None:
     times = sorted(rng.lognormvariate(-1, 1) for _ in range(2_000))
     for ttft_s in times:
         first_token(activity, INTERACTIVE, ttft_s)
-    told = activity.document()["last_minute"]["interactive"]
-    assert told["first_tokens"] == 2_000
+    gateway_request = activity.document()["last_minute"]["interactive"]
+    assert gateway_request["first_tokens"] == 2_000
     for share in (50, 95, 99):
         exact = times[2_000 * share // 100 - 1]
-        assert exact <= told[f"ttft_p{share}_s"] * 1.000_01
-        assert told[f"ttft_p{share}_s"] <= exact * 1.101
+        assert exact <= gateway_request[f"ttft_p{share}_s"] * 1.000_01
+        assert gateway_request[f"ttft_p{share}_s"] <= exact * 1.101
 
 
 def test_times_below_a_millisecond_are_shown_as_one(clock: Clock) -> None:

@@ -36,13 +36,13 @@ def warned(*pools: dict[str, Any], card: str | None = "h100") -> list[str]:
 
 
 def test_a_context_beyond_the_cache_is_reported_with_what_would_hold_it() -> None:
-    (told,) = warned(pool(max_model_len=131_072, gpu_memory_utilization=0.9, max_num_batched_tokens=2_048))
-    assert told.startswith("models[0].pools[0].engine.vllm.args.max_model_len: a context of 131,072 tokens")
-    assert "about 2" in told
-    assert "set tensor_parallel_size to 4" in told
-    assert "fp8" not in told, "58,000 tokens are too few as well"
-    (told,) = warned(pool(max_model_len=30_000))
-    assert "set kv_cache_dtype to fp8" in told
+    (output,) = warned(pool(max_model_len=131_072, gpu_memory_utilization=0.9, max_num_batched_tokens=2_048))
+    assert output.startswith("models[0].pools[0].engine.vllm.args.max_model_len: a context of 131,072 tokens")
+    assert "about 2" in output
+    assert "set tensor_parallel_size to 4" in output
+    assert "fp8" not in output, "58,000 tokens are too few as well"
+    (output,) = warned(pool(max_model_len=30_000))
+    assert "set kv_cache_dtype to fp8" in output
     assert warned(pool(max_model_len=30_000, kv_cache_dtype="fp8")) == []
 
 
@@ -53,17 +53,19 @@ def test_without_a_limit_the_context_is_the_models_own() -> None:
 
 
 def test_weights_that_do_not_fit_are_reported_with_the_sum() -> None:
-    (told,) = warned(pool(gpus=1, max_model_len=8_192))
-    assert told.startswith("models[0].pools[0].engine.vllm.args: on 1 x h100 weights and KV cache do not fit")
-    assert "141.1 GB" in told
+    (output,) = warned(pool(gpus=1, max_model_len=8_192))
+    assert output.startswith(
+        "models[0].pools[0].engine.vllm.args: on 1 x h100 weights and KV cache do not fit"
+    )
+    assert "141.1 GB" in output
 
 
 def test_more_sequences_than_the_cache_carries_are_reported() -> None:
-    (told,) = warned(pool(max_model_len=8_192, max_num_seqs=256))
-    assert told.startswith(
+    (output,) = warned(pool(max_model_len=8_192, max_num_seqs=256))
+    assert output.startswith(
         "models[0].pools[0].engine.vllm.args.max_num_seqs: 256 sequences of typically 1,400"
     )
-    assert "lower it to 2" in told
+    assert "lower it to 2" in output
     assert warned(pool(max_model_len=8_192, max_num_seqs=16)) == []
     # Requests limited to 64 tokens need less.
     assert warned(pool(max_model_len=64, max_num_seqs=256)) == []
@@ -71,8 +73,8 @@ def test_more_sequences_than_the_cache_carries_are_reported() -> None:
 
 def test_engines_that_share_a_card_must_not_claim_more_than_their_fraction() -> None:
     half: dict[str, Any] = {"model": SMALL, "gpus": 0.5, "max_model_len": 8_192}
-    (told,) = warned(pool(**half, gpu_memory_utilization=0.6))
-    assert told.startswith("models[0].pools[0].resources.num_gpus: an engine with 0.5 of a GPU")
+    (output,) = warned(pool(**half, gpu_memory_utilization=0.6))
+    assert output.startswith("models[0].pools[0].resources.num_gpus: an engine with 0.5 of a GPU")
     assert warned(pool(**half, gpu_memory_utilization=0.5)) == []
     assert warned(pool(**half, kv_cache_memory_bytes=10_000_000_000)) == []
     assert "69%" in warned(pool(**half, kv_cache_memory_bytes=40_000_000_000))[0]
@@ -119,9 +121,11 @@ def test_the_command_warns_with_a_line_and_does_not_fail(
     path = config(tmp_path, context=600_000)
     line = path.read_text().splitlines().index("                    max_model_len: 600000") + 1
     assert main(["check", "--elsewhere", "--gpu", "H100", str(path)]) == 0
-    told = capsys.readouterr()
-    assert told.err.startswith(f"{path}:{line}: warning: models[0].pools[1].engine.vllm.args.max_model_len: ")
-    assert told.out == f"{path} is valid, with warnings\n"
+    output = capsys.readouterr()
+    assert output.err.startswith(
+        f"{path}:{line}: warning: models[0].pools[1].engine.vllm.args.max_model_len: "
+    )
+    assert output.out == f"{path} is valid, with warnings\n"
     assert main(["check", "--elsewhere", str(path)]) == 0
     assert capsys.readouterr() == (f"{path} is valid\n", "")
 
@@ -155,6 +159,6 @@ def test_the_start_warns_before_anything_else(tmp_path: Path, capsys: pytest.Cap
     # Another mistake in the file rejects the start on any machine, so nothing is started.
     path.write_text(asked.replace("http_options:", "http_option:"))
     assert main(["serve", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert "warning: models[0].pools[1].engine.vllm.args.max_model_len: a context of 600,000 tokens" in told
-    assert "http_option is unknown" in told
+    output = capsys.readouterr().err
+    assert "warning: models[0].pools[1].engine.vllm.args.max_model_len: a context of 600,000 tokens" in output
+    assert "http_option is unknown" in output

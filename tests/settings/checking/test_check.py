@@ -22,8 +22,8 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
         path = tmp_path / "config.yaml"
         path.write_text(text)
         status = main(["check", str(path)])
-        told = capsys.readouterr()
-        return status, (told.out + told.err).replace(str(path), "CONFIG").splitlines()
+        output = capsys.readouterr()
+        return status, (output.out + output.err).replace(str(path), "CONFIG").splitlines()
 
     return run
 
@@ -58,18 +58,18 @@ def test_every_mistake_has_its_line(check: Check) -> None:
         aliases="alias",
         b_short_tokens="b_shrot_tokens",
     )
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert told[0] == (
+    assert lines[0] == (
         f"CONFIG:{line_of(text, 'applicatoins_note')}: applicatoins_note is unknown to Ray Serve: "
         "did you mean applications?"
     )
-    assert told[1].startswith(f"CONFIG:{line_of(text, 'alias')}: models[0].alias")
-    assert told[2].startswith(
+    assert lines[1].startswith(f"CONFIG:{line_of(text, 'alias')}: models[0].alias")
+    assert lines[2].startswith(
         f"CONFIG:{line_of(text, 'b_shrot_tokens')}: models[0].scheduler.routing.b_shrot_tokens"
     )
-    assert "did you mean aliases?" in told[1]
-    assert len(told) == 3
+    assert "did you mean aliases?" in lines[1]
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_every_mistake_has_its_line(check: Check) -> None:
 )
 def test_a_store_whose_client_is_missing_is_named(check: Check, uri: str, says: str) -> None:
     text = local(**{"# state_uri__/var/lib/ewsjf": f"state_uri: {uri}"})
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in told), told
+    assert any(f"state_uri {uri} cannot be used here" in line and says in line for line in lines), lines
     assert check(text.replace(uri, "s3://bucket/ewsjf"))[0] == 0
 
 
@@ -88,16 +88,18 @@ def test_traces_need_their_package(check: Check, monkeypatch: pytest.MonkeyPatch
     assert check(text)[0] == 0
     # Makes the import fail.
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert any("gateway.tracing is true" in line and "'ewsjf-serve[tracing]'" in line for line in told), told
+    assert any("gateway.tracing is true" in line and "'ewsjf-serve[tracing]'" in line for line in lines), (
+        lines
+    )
 
 
 def test_a_misspelt_profile_names_the_nearest_one(check: Check) -> None:
     text = local(profile__laptop="profile: labtop")
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert told == [
+    assert lines == [
         (
             f"CONFIG:{line_of(text, 'labtop') - 2}: models[0].pools[0].engine: no engine profile 'labtop': "
             "did you mean laptop? A path of a YAML file is also accepted"
@@ -109,22 +111,22 @@ def test_a_port_in_use_is_reported_with_its_holder_and_setting(check: Check) -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         text = LOCAL.replace("port: 8000", f"port: {port}")
-        status, told = check(text)
+        status, lines = check(text)
     assert status == 2
-    assert told[0].startswith(f"CONFIG:{line_of(text, 'port:')}: http_options.port {port} is in use by ")
+    assert lines[0].startswith(f"CONFIG:{line_of(text, 'port:')}: http_options.port {port} is in use by ")
 
 
 def test_a_host_that_is_not_of_this_machine(check: Check) -> None:
-    status, told = check(LOCAL.replace("host: 127.0.0.1", "host: 192.0.2.1"))
+    status, lines = check(LOCAL.replace("host: 127.0.0.1", "host: 192.0.2.1"))
     assert status == 2
-    assert any("http_options.host '192.0.2.1'" in line for line in told)
+    assert any("http_options.host '192.0.2.1'" in line for line in lines)
 
 
 def test_an_address_that_others_reach_asks_for_keys(check: Check) -> None:
     open_to_all = LOCAL.replace("host: 127.0.0.1", "host: 0.0.0.0")
-    status, told = check(open_to_all)
+    status, lines = check(open_to_all)
     assert status == 2
-    (line,) = told
+    (line,) = lines
     assert line.startswith(f"CONFIG:{line_of(open_to_all, 'host: 0')}: http_options.host 0.0.0.0 lets in")
     assert "gateway.keys" in line
     assert "gateway.insecure" in line
@@ -132,9 +134,9 @@ def test_an_address_that_others_reach_asks_for_keys(check: Check) -> None:
 
 
 def test_more_cores_than_there_are(check: Check) -> None:
-    status, told = check(local(gateways__="gateways: {num_cpus: 4000} #"))
+    status, lines = check(local(gateways__="gateways: {num_cpus: 4000} #"))
     assert status == 2
-    assert "reserve 4000" in told[0]
+    assert "reserve 4000" in lines[0]
 
 
 def test_a_model_folder_that_is_not_there(check: Check) -> None:
@@ -143,9 +145,9 @@ def test_a_model_folder_that_is_not_there(check: Check) -> None:
         "emulated: {profile: laptop, max_model_len: 2048, advanced: {long_prefill_token_threshold: 192}}",
         "vllm: {model: ./nothere, args: {max_model_len: 2048}, env: {VLLM_CPU_KVCACHE_SPACE: '1'}}",
     )
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert f"CONFIG:{line_of(text, 'nothere')}: models[0].pools[0].engine.vllm.model: folder " in told[0]
+    assert f"CONFIG:{line_of(text, 'nothere')}: models[0].pools[0].engine.vllm.model: folder " in lines[0]
 
 
 def test_an_engine_on_the_cpu_needs_a_limit_of_its_cache(
@@ -156,16 +158,16 @@ def test_an_engine_on_the_cpu_needs_a_limit_of_its_cache(
         "emulated: {profile: laptop, max_model_len: 2048, advanced: {long_prefill_token_threshold: 192}}",
         "vllm: {model: owner/name, args: {max_model_len: 2048}}",
     )
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert any("VLLM_CPU_KVCACHE_SPACE" in line for line in told)
+    assert any("VLLM_CPU_KVCACHE_SPACE" in line for line in lines)
 
 
 def test_gpus_that_are_not_there(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    status, told = check(local(resources__="resources: {num_gpus: 2.0, num_cpus: 0.1} #"))
+    status, lines = check(local(resources__="resources: {num_gpus: 2.0, num_cpus: 0.1} #"))
     assert status == 2
-    assert "the pools need 2 GPUs, but this machine has none" in told[0]
+    assert "the pools need 2 GPUs, but this machine has none" in lines[0]
 
 
 def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Path) -> None:
@@ -173,10 +175,10 @@ def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Pa
         resources__="resources: {num_cpus: 0.1, advanced: {placement_strategy: STRICT_SPREAD, "
         "placement_bundles: [{CPU: 1}, {CPU: 1}]}} #"
     )
-    status, told = check(text)
+    status, lines = check(text)
     assert status == 2
-    assert told[0].startswith(f"CONFIG:{line_of(text, 'STRICT_SPREAD')}: ")
-    assert "2 nodes per replica, but this is one machine: use a cluster (`--address`)" in told[0]
+    assert lines[0].startswith(f"CONFIG:{line_of(text, 'STRICT_SPREAD')}: ")
+    assert "2 nodes per replica, but this is one machine: use a cluster (`--address`)" in lines[0]
     path = tmp_path / "elsewhere.yaml"
     path.write_text(text)
     assert check_file(path, on_this_machine=False).mistakes == []
@@ -189,6 +191,6 @@ def test_another_machine_is_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_yaml_and_one_that_is_missing(check: Check, tmp_path: Path) -> None:
-    status, told = check("a: b: c\n")
-    assert (status, told[0].split(":")[1]) == (2, "1")
+    status, lines = check("a: b: c\n")
+    assert (status, lines[0].split(":")[1]) == (2, "1")
     assert main(["check", str(tmp_path / "nothere.yaml")]) == 2

@@ -35,7 +35,7 @@ class Looks:
     padding: int = 0
     failure: Exception | None = None
     hangs: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    content: dict[str, Any] = field(default_factory=dict)
 
     async def overview(self) -> dict[str, Any]:
         self.count += 1
@@ -43,7 +43,7 @@ class Looks:
             await asyncio.sleep(3600)
         if self.failure is not None:
             raise self.failure
-        return {"model": MODEL, "look": self.count, "padding": "x" * self.padding, **self.told}
+        return {"model": MODEL, "look": self.count, "padding": "x" * self.padding, **self.content}
 
 
 @dataclass
@@ -158,9 +158,9 @@ async def test_a_scheduler_that_fails_or_hangs_is_named_and_comes_back(door: Doo
         assert "error" not in (await anext(frames))["models"][0]
         door.looks.failure = ConnectionError("gone")
         await anext(frames)
-        told = (await anext(frames))["models"][0]
-        assert told["model"] == MODEL
-        assert "gone" in told["error"]
+        content = (await anext(frames))["models"][0]
+        assert content["model"] == MODEL
+        assert "gone" in content["error"]
         door.looks.failure, door.looks.hangs = None, True
         await anext(frames)
         assert "has not answered for 2 s" in (await anext(frames))["models"][0]["error"]

@@ -55,9 +55,9 @@ async def test_it_shows_waiting_requests_with_causes_and_updates_live(
     await page.becomes(f"{tile('Waiting')} === '3'")
     rows = "[...document.querySelectorAll('#panel-queues tbody tr')]"
     row = f"{rows}.find((row) => row.textContent.startsWith('32-63'))"
-    told = await page.becomes(f"{row}.innerText.includes('search') && {row}.innerText")
-    assert "default · search" in told
-    assert "saturated" in told
+    shown_text = await page.becomes(f"{row}.innerText.includes('search') && {row}.innerText")
+    assert "default · search" in shown_text
+    assert "saturated" in shown_text
     drawn = "document.querySelector('#panel-queues svg').textContent"
     assert "32-63 tokens: 3 queued requests" in await page.becomes(drawn)
     stage.release()
@@ -78,8 +78,8 @@ async def test_the_head_of_a_queue_leads_to_its_receipt(stage: PageStage, page: 
         await page.becomes(f"{links}.length === 2 && {links}.map((link) => link.hash)") == ["#request/r0"] * 2
     )
     await page.evaluate(f"{links}[0].click()")
-    told = "document.querySelector('#panel-request').innerText"
-    assert "search, default" in await page.becomes(f"{told}.includes('r0: waiting') && {told}")
+    shown_text = "document.querySelector('#panel-request').innerText"
+    assert "search, default" in await page.becomes(f"{shown_text}.includes('r0: waiting') && {shown_text}")
     stage.release()
 
 
@@ -115,9 +115,9 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
             body: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "stream": True}
             assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
     cell = "document.querySelectorAll('#panel-outcomes tbody tr')[0].innerText"
-    told = await page.becomes(f"{cell}.startsWith('interactive\\t3') && {cell}")
-    assert "100 %" in plain(told)
-    assert "ms" in told
+    shown_text = await page.becomes(f"{cell}.startsWith('interactive\\t3') && {cell}")
+    assert "100 %" in plain(shown_text)
+    assert "ms" in shown_text
     assert await page.evaluate("document.querySelectorAll('#panel-outcomes svg').length") == 2
     await choose(page, "tenants")
     rows = "[...document.querySelectorAll('#panel-tenants tbody tr')].map((row) => row.innerText).join('\\n')"
@@ -125,9 +125,9 @@ async def test_outcomes_and_shares_of_tenants_appear_when_requests_end(
     assert "67 %" in plain(shown)
     assert "33 %" in plain(shown)
     costs = "document.querySelectorAll('#panel-tenants table')[1].innerText"
-    told = plain(await page.evaluate(costs))
-    assert "Engine time by tenant" in told
-    assert all(f"{tenant}\tinteractive\tshort" in told for tenant in ("search", "chat"))
+    shown_text = plain(await page.evaluate(costs))
+    assert "Engine time by tenant" in shown_text
+    assert all(f"{tenant}\tinteractive\tshort" in shown_text for tenant in ("search", "chat"))
     # The contents of the file that the link saves.
     saved = (
         "window.saved = null;"
@@ -193,15 +193,15 @@ async def test_a_request_of_the_playground_takes_the_real_way(stage: PageStage, 
         "form.tokens.value = 120; form.output.value = 5; form.priority.value = 'interactive';"
         "form.requestSubmit()"
     )
-    told = await page.becomes(
+    shown_text = await page.becomes(
         "document.querySelector('#panel-playground').innerText.includes('completed (200)')"
         " && document.querySelector('#panel-playground').innerText"
     )
-    assert "short, s0" in told
-    assert "128-255 tokens" in told or "64-127 tokens" in told
-    assert "measured in this browser" in told
-    assert "7 prompt, 5 output" in told
-    assert "w0 w1 w2 w3 w4" in told
+    assert "short, s0" in shown_text
+    assert "128-255 tokens" in shown_text or "64-127 tokens" in shown_text
+    assert "measured in this browser" in shown_text
+    assert "7 prompt, 5 output" in shown_text
+    assert "w0 w1 w2 w3 w4" in shown_text
     (body,) = [json.loads(each) for each in stage.engine.bodies]
     assert (body["stream"], body["max_tokens"]) == (True, 5)
     assert len(body["messages"][0]["content"].split()) == 120
@@ -212,9 +212,9 @@ async def looks_up_one_that_waits(stage: PageStage, page: BrowserPage) -> None:
     (own,) = stage.fleet.world.live._gateways.book
     await page.evaluate(f"location.hash = '#request/{own}'")
     shown = "document.querySelector('#panel-request').innerText"
-    told = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
-    assert "1 of 1 in pool short" in told
-    assert "the replicas did not report or were draining" in told
+    shown_text = plain(await page.becomes(f"{shown}.includes('waiting') && {shown}"))
+    assert "1 of 1 in pool short" in shown_text
+    assert "the replicas did not report or were draining" in shown_text
     await page.evaluate("location.hash = '#playground'")
 
 
@@ -234,25 +234,25 @@ async def test_a_request_that_waited_has_a_receipt(
     await page.becomes(f"{shown}.innerText.includes('completed (200)')")
 
     await page.evaluate(f"{shown}.querySelector('a[href^=\"#request/\"]').click()")
-    told = plain(
+    shown_text = plain(
         await page.becomes(
             "document.querySelector('#panel-request').innerText.includes('completed')"
             " && document.querySelector('#panel-request').innerText"
         )
     )
-    assert "the replicas did not report or were draining" in told
-    assert "until the first token" in told
-    assert "of which: prefill (estimated)" in told
-    assert "generation" in told
+    assert "the replicas did not report or were draining" in shown_text
+    assert "until the first token" in shown_text
+    assert "of which: prefill (estimated)" in shown_text
+    assert "generation" in shown_text
     await page.evaluate("document.querySelector('#panel-request button[type=button]').click()")
-    told = plain(
+    shown_text = plain(
         await page.becomes(
             "document.querySelector('#panel-request').innerText.includes('Best change:')"
             " && document.querySelector('#panel-request').innerText"
         )
     )
-    assert "one more replica in pool only" in told
-    assert "Without a change, the replay has a wait of" in told
+    assert "one more replica in pool only" in shown_text
+    assert "Without a change, the replay has a wait of" in shown_text
     await page.evaluate("location.hash = '#request/unknown'")
     await page.becomes("document.querySelector('#panel-request').innerText.includes('ten minutes')")
 
@@ -287,9 +287,9 @@ async def test_a_replaced_scheduler_is_shown_and_the_figures_continue(
     await page.becomes(f"{tile('Waiting')} === '1'")
     stage.fleet.world.kill()
     notice = "document.querySelector('#panel-queues .notice')"
-    told = await page.becomes(f"{notice} && {notice}.innerText")
-    assert "its scheduler does not respond" in told
-    assert "Data shown is from" in told
+    shown_text = await page.becomes(f"{notice} && {notice}.innerText")
+    assert "its scheduler does not respond" in shown_text
+    assert "Data shown is from" in shown_text
     assert await page.evaluate(tile("Waiting")) == "1"
     await stage.fleet.world.begin()
     await page.becomes(f"!{notice} && {tile('Waiting')} === '1'")

@@ -90,12 +90,14 @@ async def test_clients_that_are_rejected_by_the_hundred_leave_a_few_lines_and_a_
     stage.gateway.telemetry.flush_log()
     lines = [each.getMessage() for each in caplog.records if each.name == "ray.serve"]
     rejected = [line for line in lines if "outcome=rejected_queue_full" in line]
-    told = [dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line]
+    entries = [
+        dict(part.split("=") for part in line.split(" ")) for line in lines if "log_suppressed" in line
+    ]
     assert sum("outcome=completed" in line for line in lines) == 40
-    assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in told) == 80
+    assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in entries) == 80
     # The limit holds for each second; each `log_suppressed` line ends one.
-    assert len(rejected) <= MOST_REJECTED_LINES * (len(told) + 1)
-    assert told
+    assert len(rejected) <= MOST_REJECTED_LINES * (len(entries) + 1)
+    assert entries
 
 
 async def test_a_long_error_is_cut_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,11 +196,11 @@ def test_text_and_json_say_the_same() -> None:
     line = text_line(FULL)
     before, _, detail = line.partition(" detail=")
     assert detail == repr(FULL.record.detail)
-    told = dict(part.split("=", 1) for part in before.split(" "))
-    assert list(told) == [name for name in fields if name != "detail"]
-    times = {name: told.pop(name) for name in ("e2e_s", "queue_wait_s", "ttft_s")}
+    logged = dict(part.split("=", 1) for part in before.split(" "))
+    assert list(logged) == [name for name in fields if name != "detail"]
+    times = {name: logged.pop(name) for name in ("e2e_s", "queue_wait_s", "ttft_s")}
     assert times == {"e2e_s": "1.0000", "queue_wait_s": "0.2500", "ttft_s": "0.5000"}
-    assert told == {name: str(fields[name]) for name in told}
+    assert logged == {name: str(fields[name]) for name in logged}
 
 
 @pytest.mark.parametrize(
@@ -352,12 +354,12 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
             log.add(concluded(number))
     log.add(concluded(0, Outcome.FAILED))
     await eventually(lambda: "log_suppressed" in file.read_text())
-    told = documents(file)
-    lines = [each["outcome"] for each in told if each["event"] == "concluded"]
+    entries = documents(file)
+    lines = [each["outcome"] for each in entries if each["event"] == "concluded"]
     assert lines.count("completed") == 1_000
     assert lines.count("rejected_queue_full") == lines.count("expired") == MOST_REJECTED_LINES
     assert lines.count("failed") == 1
-    (suppressed,) = [each for each in told if each["event"] == "log_suppressed"]
+    (suppressed,) = [each for each in entries if each["event"] == "log_suppressed"]
     assert suppressed["message"] == "log_suppressed"
     assert suppressed["rejected_queue_full"] == 3_000 - MOST_REJECTED_LINES
     assert suppressed["expired"] == 1_500 - MOST_REJECTED_LINES

@@ -56,10 +56,10 @@ async def test_both_formats_say_the_same_and_exemplars_lead_to_traces(
     assert page.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert page.text.endswith("\n# EOF\n")
     families = read_openmetrics(page.text)
-    told, as_text = samples_of(families), samples_of(read_text(text.text))
-    assert told.keys() == as_text.keys()
+    as_openmetrics, as_text = samples_of(families), samples_of(read_text(text.text))
+    assert as_openmetrics.keys() == as_text.keys()
     # Schedulers and gateways, counters and histograms.
-    names = {key[0] for key in told}
+    names = {key[0] for key in as_openmetrics}
     assert {"ewsjf_gateway_requests_total", "ewsjf_dispatches_total", f"{TTFT}_bucket"} <= names
     assert "# {" not in text.text
     by_name = {family.name: family for family in families}

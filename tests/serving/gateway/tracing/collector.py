@@ -38,7 +38,7 @@ class Kept:
         return self.span.trace_id.hex()
 
     @property
-    def told(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, Any]:
         return _plain(self.span.attributes)
 
     @property

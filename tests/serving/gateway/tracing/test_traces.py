@@ -19,7 +19,7 @@ ROOT = f"chat {MODEL}"
 TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
-def parent_told(engine: Engine, number: int = -1) -> tuple[str, str, str]:
+def received_parent(engine: Engine, number: int = -1) -> tuple[str, str, str]:
     """Return the trace, span and flags that an engine received."""
     found = TRACEPARENT.fullmatch(engine.heads[number][b"traceparent"].decode())
     assert found is not None
@@ -43,10 +43,10 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
     root = collector.only(ROOT)
     assert (root.trace_id, root.parent_id, root.span.kind) == (TRACE, PARENT, SERVER)
     assert root.resource["service.name"] == "ewsjf-gateway"
-    told = root.told
-    assert told.pop("ewsjf.request_id").startswith("gw")
-    assert 0.0 < told.pop("gen_ai.response.time_to_first_chunk") < root.seconds
-    assert told == {
+    attributes = root.attributes
+    assert attributes.pop("ewsjf.request_id").startswith("gw")
+    assert 0.0 < attributes.pop("gen_ai.response.time_to_first_chunk") < root.seconds
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "ewsjf",
         "gen_ai.request.model": MODEL,
@@ -72,10 +72,10 @@ async def test_a_stream_is_one_trace_with_its_wait_its_place_and_its_engine(coll
     assert place.span.end_time_unix_nano == forward.span.start_time_unix_nano
     assert forward.seconds >= 0.08
     assert forward.span.kind == CLIENT
-    assert forward.told["ewsjf.replica"] == "s0"
-    assert forward.told["ewsjf.attempt"] == 1
-    assert forward.told["server.address"] == "127.0.0.1"
-    assert parent_told(engine) == (TRACE, forward.id, "01")
+    assert forward.attributes["ewsjf.replica"] == "s0"
+    assert forward.attributes["ewsjf.attempt"] == 1
+    assert forward.attributes["server.address"] == "127.0.0.1"
+    assert received_parent(engine) == (TRACE, forward.id, "01")
     assert engine.heads[0][b"tracestate"] == b"a=1,b=2"
 
 
@@ -111,16 +111,16 @@ async def test_a_put_back_shows_as_an_attempt_that_failed_and_a_second_wait(coll
         await spans_of(fleet, collector, 7)
     root = collector.only(ROOT)
     first, second = collector.named("ewsjf.forward")
-    assert first.told["ewsjf.put_back"] == first.told["error.type"] == "busy"
+    assert first.attributes["ewsjf.put_back"] == first.attributes["error.type"] == "busy"
     assert first.span.status.code == ERROR
-    assert second.told["ewsjf.attempt"] == 2
-    assert second.told["ewsjf.outcome"] == "completed"
+    assert second.attributes["ewsjf.attempt"] == 2
+    assert second.attributes["ewsjf.outcome"] == "completed"
     waits = collector.named("ewsjf.queue")
     assert len(waits) == len(collector.named("ewsjf.place")) == 2
     assert waits[1].span.start_time_unix_nano >= first.span.start_time_unix_nano
     assert {each.parent_id for each in (first, second, *waits)} == {root.id}
     # Each attempt is the parent of the engine's span.
-    assert [parent_told(engine, number)[1] for number in (0, 1)] == [first.id, second.id]
+    assert [received_parent(engine, number)[1] for number in (0, 1)] == [first.id, second.id]
     assert root.parent_id == ""
     assert root.span.status.code == 0
 
@@ -132,10 +132,10 @@ async def test_a_client_that_leaves_ends_its_trace(collector: Collector) -> None
             await anext(answer.aiter_bytes())
         await spans_of(fleet, collector, 4)
     root = collector.only(ROOT)
-    assert root.told["ewsjf.outcome"] == root.told["error.type"] == "cancelled"
-    assert root.told["http.response.status_code"] == 200
+    assert root.attributes["ewsjf.outcome"] == root.attributes["error.type"] == "cancelled"
+    assert root.attributes["http.response.status_code"] == 200
     assert root.span.status.code == 0
-    assert collector.only("ewsjf.forward").told["ewsjf.outcome"] == "cancelled"
+    assert collector.only("ewsjf.forward").attributes["ewsjf.outcome"] == "cancelled"
 
 
 async def test_a_client_that_leaves_the_queue_shows_only_its_wait(collector: Collector) -> None:
@@ -144,8 +144,8 @@ async def test_a_client_that_leaves_the_queue_shows_only_its_wait(collector: Col
         await eventually(lambda: fleet.gateway.open_requests)
         waiting.cancel()
         await spans_of(fleet, collector, 2)
-    assert collector.only(ROOT).told["http.response.status_code"] == 499
-    assert collector.only("ewsjf.queue").told == {"ewsjf.outcome": "cancelled"}
+    assert collector.only(ROOT).attributes["http.response.status_code"] == 499
+    assert collector.only("ewsjf.queue").attributes == {"ewsjf.outcome": "cancelled"}
 
 
 async def test_a_rejected_request_is_a_trace_of_one_span(collector: Collector) -> None:
@@ -153,9 +153,9 @@ async def test_a_rejected_request_is_a_trace_of_one_span(collector: Collector) -
         assert (await fleet.http.post(CHAT, json=chat(max_tokens="many"))).status_code == 400
         assert (await fleet.http.get("/v1/models")).status_code == 200
         await spans_of(fleet, collector, 1)
-    told = collector.only("chat").told
-    assert told["http.response.status_code"] == 400
-    assert told["error.type"] == "rejected_invalid"
+    attributes = collector.only("chat").attributes
+    assert attributes["http.response.status_code"] == 400
+    assert attributes["error.type"] == "rejected_invalid"
     assert collector.only("chat").span.status.code == 0
 
 
@@ -172,7 +172,7 @@ async def test_an_engine_that_fails_makes_the_trace_an_error(collector: Collecto
     root = collector.only(ROOT)
     assert root.span.status.code == ERROR
     assert root.span.status.message == ""
-    assert root.told["error.type"] == "failed"
+    assert root.attributes["error.type"] == "failed"
 
 
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "parentbased_traceidratio"])
@@ -197,7 +197,7 @@ async def test_a_request_that_is_not_sampled_is_not_sampled_by_its_engine(
     engine = Engine()
     async with fleet_of([engine], tracing=True) as fleet:
         await fleet.http.post(CHAT, json=chat())
-        assert parent_told(engine)[2] == "00"
+        assert received_parent(engine)[2] == "00"
     assert collector.spans == []
 
 
@@ -211,7 +211,9 @@ async def test_a_share_of_requests_is_sampled_by_the_id_that_their_spans_have(
         for _ in range(40):
             await fleet.http.post(CHAT, json=chat())
         sampled = [
-            parent_told(engine, number)[0] for number in range(40) if parent_told(engine, number)[2] != "00"
+            received_parent(engine, number)[0]
+            for number in range(40)
+            if received_parent(engine, number)[2] != "00"
         ]
         assert 5 < len(sampled) < 35
         await spans_of(fleet, collector, 4 * len(sampled))
@@ -303,4 +305,4 @@ async def test_a_strange_trace_state_harms_no_request(collector: Collector, stat
         assert answer.status_code == 200
         await spans_of(fleet, collector, 4)
     assert collector.only(ROOT).trace_id == TRACE
-    assert parent_told(engine)[2] == "01"
+    assert received_parent(engine)[2] == "01"
