@@ -128,7 +128,7 @@ def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
         config(replicas=1, autoscaling={"max_replicas": 4})
 
 
-def test_what_is_replaced_goes_on_until_its_successor_serves() -> None:
+def test_a_replaced_process_continues_until_its_successor_serves() -> None:
     found = deployments(application_of(settings()))
     surge = {name: each._deployment_config.max_surge_percent for name, each in found.items()}
     assert surge == {
@@ -140,7 +140,7 @@ def test_what_is_replaced_goes_on_until_its_successor_serves() -> None:
     }
 
 
-def test_the_gateway_knows_every_name_of_every_model() -> None:
+def test_the_gateway_has_every_name_of_every_model() -> None:
     application = application_of(settings())
     gateway = deployments(application)["gateway"]
     served, _channel, schedulers, names, endpoints, *_, others = arguments(gateway)

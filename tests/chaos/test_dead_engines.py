@@ -75,7 +75,7 @@ async def test_a_burst_on_a_cold_application_is_rejected_at_once(mortal: Mortal)
     assert delays_s[0] < delays_s[len(delays_s) // 2] < delays_s[-1] < 30
 
 
-async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_stood_still(
+async def test_a_request_is_not_lost_on_a_connection_that_was_idle_while_its_gateway_was_suspended(
     mortal: Mortal,
 ) -> None:
     """It arrives on an idle kept-alive connection, and the gateway reads it after the idle limit."""

@@ -72,7 +72,7 @@ async def test_a_scheduler_starts_without_a_log_that_cannot_be_opened(
     await world.close()
 
 
-async def test_usage_is_kept_once_there_is_room_again(
+async def test_usage_is_saved_once_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk(monkeypatch)

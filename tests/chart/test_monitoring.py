@@ -50,7 +50,7 @@ def test_dashboards_are_those_of_the_observability_folder() -> None:
     }
 
 
-def test_prometheus_shows_the_key_that_the_application_asks_for() -> None:
+def test_prometheus_sends_the_key_that_the_application_requires() -> None:
     objects = render(WATCHED)
     service = only(objects, "RayService")
     scraped = only(objects, "ScrapeConfig", "ewsjf")["spec"]

@@ -57,7 +57,7 @@ def service_of(example: str) -> Object:
 
 
 @pytest.mark.parametrize("example", ALL)
-def test_the_linter_has_nothing_to_say(example: str) -> None:
+def test_the_linter_finds_nothing(example: str) -> None:
     report = helm().lint(CHART, values_of(example), strict=True)
     assert report["errors"] == []
     assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
@@ -74,7 +74,7 @@ def test_kubernetes_takes_every_object(example: str, version: str) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_everything_that_can_be_asked_for_is_there() -> None:
+def test_every_optional_object_is_rendered_on_request() -> None:
     assert {each["kind"] for each in render(EVERYTHING)} == {
         *("RayService", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"),
         *("ServiceAccount", "Role", "RoleBinding", "ScrapeConfig", "PrometheusRule"),
@@ -82,7 +82,7 @@ def test_everything_that_can_be_asked_for_is_there() -> None:
     }
 
 
-def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
+def test_a_field_unknown_to_kubernetes_is_detected() -> None:
     service = service_of("default")
     container(next(groups(service)))["lifecycle"]["preStop"]["exce"] = {}
     with pytest.raises(Exception, match="exce"):
@@ -218,7 +218,7 @@ def test_the_head_finds_the_redis_that_is_made_and_the_one_that_is_given() -> No
     assert "gcsFaultToleranceOptions" not in only(objects, "RayService")["spec"]["rayClusterConfig"]
 
 
-def test_pods_may_discover_endpoints_where_that_is_asked_for() -> None:
+def test_pods_may_discover_endpoints_if_enabled() -> None:
     objects = render(values_of("servers_outside"))
     account, role = only(objects, "ServiceAccount"), only(objects, "Role")
     binding = only(objects, "RoleBinding")

@@ -31,7 +31,7 @@ def bars(shown: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_a_bar_says_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_shows_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("steps", 4) as advance:
         advance()
         advance(3)

@@ -153,7 +153,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
     assert "payer10" not in shown
 
 
-def test_json_is_what_the_application_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_applications_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--api-key", "k1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"status": STATUS, "queue": QUEUE, "costs": COSTS}
 
@@ -197,7 +197,7 @@ def test_the_key_that_serve_made_is_used_for_its_application_alone(
     assert api_key_for("http://127.0.0.1:1", None) is None
 
 
-def test_without_an_address_the_local_application_is_asked(
+def test_without_an_address_the_local_application_is_queried(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status, "default_url", lambda: url)

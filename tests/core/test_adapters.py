@@ -36,7 +36,7 @@ def test_it_goes_where_the_adapter_is_listed_and_waits_for_nothing_else() -> Non
     assert dispatched(driver.feed(Finished("a0", Outcome.COMPLETED))) == [("waits", "s1")]
 
 
-def test_a_replica_that_has_the_adapter_at_hand_is_preferred_unless_it_is_clearly_busier() -> None:
+def test_a_replica_that_recently_ran_the_adapter_is_preferred_unless_clearly_busier() -> None:
     driver = fleet(s1=("a", "b"), s2=("a", "b"))
     driver.feed(Finished("x", Outcome.COMPLETED))
     (first,) = dispatched(arrive(driver, "a0", "a"))

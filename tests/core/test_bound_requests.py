@@ -29,7 +29,7 @@ def test_it_waits_for_its_replica_while_others_idle_and_blocks_no_request() -> N
     assert dispatched(driver.feed(Finished("f0", Outcome.COMPLETED))) == [("waits", "s1")]
 
 
-def test_it_comes_back_to_its_replica_after_a_failure_there() -> None:
+def test_it_returns_to_its_replica_after_a_failure_there() -> None:
     driver = two_replicas()
     driver.arrive("r", bound_to="s1")
     again = driver.feed(DispatchFailed("r", "s1", DispatchFailure.ENGINE_ERROR, "it failed"))
@@ -38,7 +38,7 @@ def test_it_comes_back_to_its_replica_after_a_failure_there() -> None:
     assert dispatched(commands) == [("r", "s1")]
 
 
-def test_a_lost_replica_may_come_back_within_the_grace() -> None:
+def test_a_lost_replica_may_return_within_the_grace() -> None:
     driver = two_replicas()
     fill(driver, bound_to="s1")
     driver.arrive("waits", bound_to="s1")
@@ -93,7 +93,7 @@ def test_traffic_that_is_not_scheduled_is_bound_as_well() -> None:
         assert dispatched(driver.arrive(f"r{number}", bound_to="s2")) == [(f"r{number}", "s2")]
 
 
-def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
+def test_capacity_is_reserved_for_it_on_its_own_replica() -> None:
     driver = one_replica("s1", limits={"kv_tokens": 1_500}, policy="ewsjf")
     driver.join("s2", "only", kv_tokens=1_500)
     for number in range(2):
@@ -105,7 +105,7 @@ def test_capacity_is_kept_for_it_on_its_own_replica() -> None:
     assert driver.find("large").replica_id == "s1"
 
 
-def test_a_replica_of_a_pool_that_is_no_longer_configured_keeps_nothing_that_can_be_had() -> None:
+def test_a_replica_of_a_pool_that_is_no_longer_configured_serves_no_bound_request() -> None:
     """Such a replica still drains after a deployment with other pools."""
     driver = two_replicas()
     driver.join("old", "removed", adapters=("sql",))

@@ -109,7 +109,7 @@ def test_two_pools_without_reported_limits_are_tried_one_after_the_other() -> No
     ) == ("long",)
 
 
-def test_it_is_kept_until_the_replica_joins_anew() -> None:
+def test_it_persists_until_the_replica_joins_again() -> None:
     driver = fleet()
     arrive(driver, "a", 5_000)
     reject(driver, "a", 4_096)

@@ -94,7 +94,7 @@ def test_a_replay_reports_the_first_line_that_differs() -> None:
     assert "pool='short'" in str(difference)
 
 
-def test_a_run_that_cannot_be_replayed_says_why() -> None:
+def test_a_run_that_cannot_be_replayed_gives_the_reason() -> None:
     header = dataclasses.replace(HEADER, not_replayable="lengths were noisy")
     (run,) = read_runs([encode_header(header)])
     with pytest.raises(DecisionLogError, match="lengths were noisy"):

@@ -30,7 +30,7 @@ def estimated(commands: list[Command]) -> int:
     return command.estimated_tokens
 
 
-def test_prefills_that_are_alone_teach_their_cost() -> None:
+def test_the_prefill_cost_is_learned_from_single_prefills() -> None:
     driver = one_replica(limits=ROOMY)
     cost = driver.scheduler.prefill_costs.of("only")
     assert cost.seconds(1_000) == pytest.approx(0.13), "the prior"
@@ -42,7 +42,7 @@ def test_prefills_that_are_alone_teach_their_cost() -> None:
     assert cost.seconds(1_000) == pytest.approx(1.0, rel=0.1)
 
 
-def test_prefills_side_by_side_teach_nothing() -> None:
+def test_concurrent_prefills_are_not_learned_from() -> None:
     driver = one_replica(limits=ROOMY)
     for number in range(20):
         for name in ("a", "b"):
@@ -73,7 +73,7 @@ def test_an_engine_that_proves_slow_makes_the_same_wait_count_for_less() -> None
     assert first == {"fast": "older", "slow": "fresh"}
 
 
-def test_completed_answers_teach_how_long_answers_are() -> None:
+def test_answer_lengths_are_learned_from_completed_answers() -> None:
     driver = one_replica(limits=ROOMY)
     fields: dict[str, Any] = {"prompt_tokens": 100, "max_output_tokens": None}
     before = estimated(answered(driver, "first", first_token_s=0.1, **fields))
@@ -85,7 +85,7 @@ def test_completed_answers_teach_how_long_answers_are() -> None:
     assert 120 <= after < 200
 
 
-def test_completed_answers_teach_how_many_bytes_a_token_has() -> None:
+def test_bytes_per_token_are_learned_from_completed_answers() -> None:
     driver = one_replica(limits=ROOMY)
     text = PromptShape(text_bytes=4_000)
     before = estimated(answered(driver, "first", first_token_s=0.1, shape=text))

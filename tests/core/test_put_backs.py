@@ -91,7 +91,7 @@ def test_put_backs_do_not_extend_the_deadline() -> None:
     assert "put back 6 times; last failure: no" in end.conclusion.message
 
 
-def test_a_request_that_comes_back_after_its_deadline_ends_at_once() -> None:
+def test_a_request_put_back_after_its_deadline_ends_at_once() -> None:
     driver = pool_of(2)
     driver.arrive("r", expires_at=1.0)
     driver.now = 1.5
@@ -201,7 +201,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     assert (len(scheduler.queue), len(scheduler.queue.backoff)) == (0, 0)
 
 
-def test_a_new_scheduler_goes_on_with_the_budget_and_the_suspicion() -> None:
+def test_a_new_scheduler_continues_with_the_budget_and_the_suspicion() -> None:
     driver = pool_of(2, max_put_backs=4)
     driver.feed(Arrived(request("r", attempts=3)))
     assert concluded(fail(driver, BUSY)) == [("r", "failed")]

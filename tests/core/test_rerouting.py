@@ -75,7 +75,7 @@ def test_while_a_request_is_particular_each_change_of_the_fleet_routes_again(dri
     assert routed_again(driver, lambda: join(driver, "s3", "short", 1_000)) == []
 
 
-def test_those_whose_pools_are_out_are_rejected_when_the_grace_ends(driver: ManualDriver) -> None:
+def test_requests_without_a_live_pool_are_rejected_when_the_grace_ends(driver: ManualDriver) -> None:
     driver.arrive("long", prompt_tokens=2_000)
     driver.arrive("a")
     assert not concluded(driver.feed(ReplicaLost("l1")))

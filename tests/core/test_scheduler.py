@@ -120,7 +120,7 @@ def test_a_dispatch_holds_expected_tokens_and_its_end_returns_them() -> None:
     assert len(driver.scheduler) == 0
 
 
-def test_the_engine_queue_is_kept_at_its_target() -> None:
+def test_the_engine_queue_stays_at_its_target() -> None:
     driver = one_replica("s1")
     assert [len(driver.arrive(f"r{n}")) for n in range(5)] == [1, 1, 1, 0, 0]
     # The engine has all three in its batch, so three more may be dispatched.
@@ -231,7 +231,7 @@ def test_expiry_is_before_dispatch_in_the_same_instant() -> None:
     assert dispatched(commands) == []
 
 
-def test_a_request_that_asks_not_to_wait_is_dispatched_or_rejected_at_once() -> None:
+def test_a_no_wait_request_is_dispatched_or_rejected_at_once() -> None:
     driver = two_pools()
     assert dispatched(driver.arrive("a", no_wait=True, **LONG)) == [("a", "l1")]
     driver.arrive("b", **LONG)

@@ -87,14 +87,14 @@ def test_none_is_in_range_where_the_type_has_it() -> None:
     assert rejection(Garden, name="a", limit=1.0) == "limit must be at least 0 and below 1, got 1.0"
 
 
-def test_checks_of_two_settings_come_after_the_ranges() -> None:
+def test_checks_of_two_settings_follow_the_ranges() -> None:
     assert Garden(name="a", beds=20).beds == 20
     with pytest.raises(ValueError, match="a large garden has no limit"):
         Garden(name="a", beds=20, limit=0.5)
     assert "below 1" in rejection(Garden, name="a", beds=20, limit=2.0)
 
 
-def test_a_class_that_extends_another_keeps_its_checks() -> None:
+def test_a_subclass_inherits_checks() -> None:
     assert Park(name="a", beds=2, gates=2).limit == 0.75
     assert rejection(Park, name="a", beds=0) == "beds must be at least 1, got 0"
     assert rejection(Park, name="a", gates=-1) == "park.gates must not be negative, got -1"
@@ -122,7 +122,7 @@ def test_a_class_that_extends_another_keeps_its_checks() -> None:
     ],
     ids=lambda value: value.words if isinstance(value, Range) else "",
 )
-def test_ranges_hold_what_their_words_say(
+def test_ranges_enforce_their_description(
     allowed: Range, inside: tuple[float, ...], outside: tuple[float, ...]
 ) -> None:
     assert all(allowed.low <= value <= allowed.high for value in inside)

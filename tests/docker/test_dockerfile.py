@@ -43,7 +43,7 @@ def only(word: str) -> str:
     return arguments
 
 
-def test_the_linter_has_nothing_to_say() -> None:
+def test_the_linter_finds_nothing() -> None:
     places = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     hadolint = shutil.which("hadolint", path=places)
     assert hadolint is not None, "scripts/setup dev installs hadolint"
@@ -95,7 +95,7 @@ class Application(BaseHTTPRequestHandler):
         """Keep the log out of the test's output."""
 
 
-def test_the_health_check_asks_whether_the_application_is_ready(tmp_path: Path) -> None:
+def test_the_health_check_tests_readiness(tmp_path: Path) -> None:
     program, *arguments = json.loads(only("HEALTHCHECK").partition("CMD")[2])
     assert program == "python"
 

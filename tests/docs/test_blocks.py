@@ -73,7 +73,7 @@ def _may_be_run(block: CodeBlock) -> bool:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.place}-{block.language}")
-def test_a_block_keeps_to_the_rule_of_its_language(block: CodeBlock) -> None:
+def test_a_block_follows_the_rule_of_its_language(block: CodeBlock) -> None:
     try:
         check(block)
     except BlockError as exc:
@@ -211,7 +211,7 @@ def test_extra_arguments_belong_to_each_command_that_is_run(tmp_path: Path) -> N
     assert _run(block, block.text, tmp_path).stdout == "one two\nthree two\n"
 
 
-def test_a_mark_says_whether_it_is_a_reason() -> None:
+def test_a_mark_is_parsed_into_word_and_detail() -> None:
     assert parse_mark("gpu") == Mark("gpu", "")
     assert parse_mark("parse, it needs a cluster") == Mark("parse", "it needs a cluster")
     assert parse_mark("settings under models[0].scheduler") == Mark("settings", "models[0].scheduler")

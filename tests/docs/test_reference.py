@@ -30,7 +30,7 @@ def test_generated_pages_are_up_to_date() -> None:
     )
 
 
-def test_the_chart_knows_the_settings_of_the_code() -> None:
+def test_the_chart_has_the_settings_of_the_code() -> None:
     assert SCHEMA.read_text(encoding="utf-8") == values_schema(), "run `scripts/docs generate`"
 
 
@@ -107,7 +107,7 @@ def test_what_the_reference_calls_required_is_required(missing: str, tmp_path: P
         load_settings(_application({} if missing == "models" else {"models": [model]}, tmp_path))
 
 
-def test_what_a_file_leaves_out_is_completed_as_the_reference_says(tmp_path: Path) -> None:
+def test_omitted_settings_have_the_references_defaults(tmp_path: Path) -> None:
     small = [
         {"name": name, "engine": {"emulated": {"max_model_len": length}}}
         for name, length in (("short", 2_048), ("long", 8_192))
@@ -146,7 +146,7 @@ def test_every_setting_is_listed_once() -> None:
     assert all(page.count(f"- **`{path}`** (") == 1 for path in paths)
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_is_documented() -> None:
     silent = [
         setting.path
         for block in blocks()

@@ -38,7 +38,7 @@ ARGS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_pools_grow_apart_and_one_that_stands_still_starts_for_its_first_request() -> None:
+async def test_pools_scale_separately_and_an_empty_one_starts_for_its_first_request() -> None:
     with serve(ARGS, {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}) as app:
         assert (len(app.replicas("short")), len(app.replicas("long"))) == (1, 0)
         async with httpx.AsyncClient(base_url=app.url, timeout=90) as http:

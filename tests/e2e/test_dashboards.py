@@ -92,7 +92,7 @@ def test_every_query_of_every_dashboard_shows_something(app: Served, watcher: Pr
     assert not empty
 
 
-def test_every_alert_can_be_asked_and_none_fires_without_its_fault(watcher: Prometheus) -> None:
+def test_every_alert_can_be_evaluated_and_none_fires_without_its_fault(watcher: Prometheus) -> None:
     until(lambda: watcher.targets() == {"ewsjf": 1, "ewsjf-engines": 3}, 20, watcher.targets)
     for rule in rules():
         watcher.value(rule["expr"])

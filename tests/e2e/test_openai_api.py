@@ -45,7 +45,7 @@ async def test_a_streamed_chat_arrives_in_chunks_and_ends_once(client: openai.As
     assert came[-1] - came[0] > 0.03
 
 
-async def test_a_stream_that_asks_for_its_usage_gets_it(client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_that_requests_its_usage_gets_it(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="demo", messages=HELLO, max_tokens=5, stream=True, stream_options={"include_usage": True}
     )

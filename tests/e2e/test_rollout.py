@@ -102,7 +102,7 @@ async def ask_again_after(app: Served, name: str, tokens: int) -> tuple[list[tup
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_a_second_gateway_comes_under_load_and_its_streams_end_whole_when_it_goes() -> None:
+async def test_a_second_gateway_starts_under_load_and_completes_its_streams_when_it_stops() -> None:
     scaled = {"min_replicas": 1, "max_replicas": 2, "advanced": {"downscale_delay_s": 5.0}}
     args = changed_args(ARGS, {"gateways": {**ARGS["gateways"], "autoscaling": scaled}})
     with serve(args, {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}) as app:

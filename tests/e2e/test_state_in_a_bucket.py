@@ -87,7 +87,7 @@ async def requests_used(http: httpx.AsyncClient) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_restart_goes_on_with_what_is_in_its_bucket_however_slow_that_is(bucket: Bucket) -> None:
+async def test_a_restart_continues_with_the_state_in_its_bucket_however_slow(bucket: Bucket) -> None:
     async with relayed(bucket) as (relay, environment):
         async with application(bucket, environment) as app, client_of(app) as http:
             first, _ = await answered(http)

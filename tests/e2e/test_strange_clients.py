@@ -49,7 +49,7 @@ def test_an_http10_client_gets_a_whole_answer_with_its_length(app: Served) -> No
     assert json.loads(body)["choices"]
 
 
-def test_a_page_may_ask_and_read_the_answer(app: Served) -> None:
+def test_a_page_may_send_requests_and_read_the_answer(app: Served) -> None:
     asking = {
         "origin": PAGE,
         "access-control-request-method": "POST",

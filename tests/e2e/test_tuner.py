@@ -37,7 +37,7 @@ async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served)
     assert [one for one in lines if "reason=first" in one]
 
 
-async def test_a_new_scheduler_gets_the_queues_in_force_from_the_tuner(untaught: Served) -> None:
+async def test_a_new_scheduler_gets_the_current_queues_from_the_tuner(untaught: Served) -> None:
     app = untaught
     await teach(app)
     before = app.metric("ewsjf_scheduler_incarnation")

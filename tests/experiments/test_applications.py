@@ -23,7 +23,7 @@ def test_an_application_can_be_served(name: str) -> None:
     assert model.name == MODELS[name]["name"]
 
 
-def test_the_application_whose_cost_is_measured_asks_for_keys() -> None:
+def test_the_application_whose_cost_is_measured_requires_keys() -> None:
     (found,) = application(MODELS["overhead, light engines"])["applications"]
     settings = settings_of(found["args"])
     assert [key.tenant for key in settings.gateway.keys] == ["bench"]

@@ -39,7 +39,7 @@ def test_one_application_gives_all_sessions_the_same_beginning() -> None:
     assert len({request.prefix for request in requests if len(request.prefix) > 2}) > 1
 
 
-def test_the_rate_is_nearly_what_was_asked_for() -> None:
+def test_the_rate_is_nearly_the_requested_one() -> None:
     arrivals = np.array([request.arrival_s for request in conversations(5_000, 5.0, 0, SETTINGS).requests])
     later = arrivals[1_000:]
     assert len(later) / (later[-1] - later[0]) == pytest.approx(5.0, rel=0.15)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = Catalogue()
 
 
-def test_every_table_in_the_documents_is_what_its_rows_say() -> None:
+def test_every_table_in_the_documents_matches_its_rows() -> None:
     stale = [str(one.path.relative_to(ROOT)) for one in documents(ROOT, CATALOGUE) if one.is_stale]
     assert stale == [], "run experiments/tables"
 
@@ -56,7 +56,7 @@ def test_an_experiment_plays_its_quick_size(name: str, capsys: pytest.CaptureFix
         assert f"{name}/{table}" in printed.out
 
 
-def test_the_package_knows_no_experiment() -> None:
+def test_the_package_imports_no_experiment() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "serve_app").rglob("*.py")

@@ -131,7 +131,7 @@ def test_a_variant_changes_what_it_names_and_nothing_else() -> None:
         assert one.settings(), name
 
 
-def test_without_texts_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_texts_it_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CORPORA_VARIABLE, str(tmp_path))
     (tmp_path / "mt_bench_question.jsonl").write_text(json.dumps({"turns": ["Why?"]}))
     assert corpora() is None

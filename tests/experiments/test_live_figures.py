@@ -8,7 +8,7 @@ from experiments.tuner_cost.run import waits_ms
 from tests.core.metrics.builders import record
 
 
-def test_late_users_come_a_moment_after_the_flood() -> None:
+def test_late_users_arrive_a_moment_after_the_flood() -> None:
     settings = LateUsersSettings(policy="fcfs", modes=("off",), flood=3, after_s=0.5, repeats=1)
     trace = scenario(settings)
     assert [(one.tenant, one.arrival_s) for one in trace.requests] == [

@@ -43,7 +43,7 @@ def load(url: str, *, body_bytes: int = 100, chunks: int = 0, clients: int = 4) 
     )
 
 
-def test_a_paced_stream_comes_chunk_by_chunk(
+def test_a_paced_stream_arrives_chunk_by_chunk(
     light: LightServers, endpoints: Endpoints, client: Client
 ) -> None:
     light.tell("answer", 8, 5)
@@ -65,7 +65,7 @@ def test_a_forwarder_passes_everything_on(
 
 
 @pytest.mark.skipif(missing_program("nginx", "") != "", reason="there is no nginx")
-def test_nginx_stands_in_between(light: LightServers, endpoints: Endpoints, client: Client) -> None:
+def test_nginx_forwards_requests(light: LightServers, endpoints: Endpoints, client: Client) -> None:
     light.tell("answer", 4, 1)
     with started_nginx(endpoints) as system:
         assert system.version

@@ -25,7 +25,7 @@ SMALL = PolicyGrid(
 
 
 @pytest.mark.parametrize("name", ["policies", "robustness", "orders"])
-def test_the_grids_that_come_with_the_project_have_a_baseline_and_enough_seeds(name: str) -> None:
+def test_the_projects_grids_have_a_baseline_and_enough_seeds(name: str) -> None:
     grid = read_settings(Catalogue().config(name), PolicyGrid)
     assert grid.seeds >= 5
     assert "fcfs" in grid.variants

@@ -34,7 +34,7 @@ def figures(rows: list[Row]) -> list[tuple[object, object]]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_grid_resumes(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     rows = play("policies", EXPERIMENT, GRID, out, jobs=1)
     assert [(row.key["load"], row.key["policy"]) for row in rows] == [
@@ -72,7 +72,7 @@ def test_a_row_has_all_settings_of_its_runs_and_a_figure_for_each_seed() -> None
     assert [source.sha256 for source in row.traces] == [None]
 
 
-def test_a_row_of_a_point_says_of_every_order_what_its_own_row_would() -> None:
+def test_a_row_of_a_point_has_the_figures_of_every_orders_own_row() -> None:
     small = PolicyGrid(
         profiles=("laptop",),
         replicas=1,

@@ -36,13 +36,13 @@ def test_a_quick_play_is_small_and_leaves_the_rows_alone(
     assert "| 0.75 |" in capsys.readouterr().out
 
 
-def test_a_quick_play_can_be_looked_at(catalogue: Catalogue, tmp_path: Path) -> None:
+def test_a_quick_play_can_be_inspected(catalogue: Catalogue, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "rows.jsonl"
     assert main(["coin", "--quick", "--set", "seeds=2", "--out", str(out)], catalogue) == 0
     assert [(row.settings["flips"], row.seeds) for row in read_rows(out)] == [(10, (0, 1))] * 2
 
 
-def test_an_interrupted_play_goes_on_where_it_was(catalogue: Catalogue) -> None:
+def test_an_interrupted_play_resumes(catalogue: Catalogue) -> None:
     assert main(["coin"], catalogue) == 0
     results = catalogue.results("coin")
     first, second = results.read_text().splitlines(keepends=True)
@@ -90,7 +90,7 @@ def test_a_play_that_fails_leaves_the_old_rows(
         (["coin", "--quick", "--set", "flips"], 1, "path.to.key=VALUE"),
     ],
 )
-def test_what_cannot_be_played_ends_with_a_line_that_says_why(
+def test_an_experiment_that_cannot_run_ends_with_a_line_with_the_reason(
     argv: list[str], status: int, message: str, catalogue: Catalogue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv, catalogue) == status

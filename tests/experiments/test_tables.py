@@ -25,7 +25,7 @@ def test_rows_are_chosen_by_their_key() -> None:
     assert where(rows) == rows
 
 
-def test_the_caption_says_where_figures_come_from() -> None:
+def test_the_caption_states_the_origin_of_figures() -> None:
     rows = [
         row(seeds=range(5), traces=[TraceSource(name="azure-conv", sha256="2f1e5b666d4e")]),
         row(seeds=range(3), traces=[TraceSource(name="lmsys")], commit="ffff000011+changes"),
@@ -48,7 +48,7 @@ def test_a_table_shows_and_describes_its_own_rows_only() -> None:
         table.written(rows[1:])
 
 
-def test_rows_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
+def test_rows_are_read_from_their_file_unchanged(tmp_path: Path) -> None:
     rows = [
         row({"load": 0.5, "policy": "fcfs"}, {"ttft_s": [0.1, None]}),
         row(traces=[TraceSource(name="lmsys")]),
@@ -59,7 +59,7 @@ def test_rows_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none.jsonl") == []
 
 
-def test_figures_keep_six_digits() -> None:
+def test_figures_have_six_digits() -> None:
     assert rounded({"a": [0.123456789, None, 123456789], "b": 1234567.8}) == {
         "a": [0.123457, None, 123456789],
         "b": 1234570.0,

@@ -64,7 +64,7 @@ def production(
     )
 
 
-def test_the_same_run_comes_to_the_same_end() -> None:
+def test_the_same_run_has_the_same_result() -> None:
     first, second = production(), production()
     assert first.run(requests(20)) == second.run(requests(20))
     assert first.loop.rollout.audit == second.loop.rollout.audit

@@ -42,7 +42,7 @@ description = schemathesis.openapi.from_dict(openapi_document())
 @settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
-def test_every_operation_keeps_to_its_description(case: schemathesis.Case[Any], url: str) -> None:
+def test_every_operation_conforms_to_its_description(case: schemathesis.Case[Any], url: str) -> None:
     case.call_and_validate(base_url=url, checks=_CHECKS)
 
 

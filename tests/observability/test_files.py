@@ -62,7 +62,7 @@ def test_a_dashboard_is_what_grafana_reads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_grafana_reads_all_that_a_dashboard_says(path: Path) -> None:
+def test_grafana_reads_everything_in_a_dashboard(path: Path) -> None:
     reason = "grafana-foundation-sdk is missing: run scripts/setup dev"
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=reason)
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
@@ -101,7 +101,7 @@ def test_uids_and_titles_are_unique() -> None:
     assert len({dashboard(path)["title"] for path in PATHS}) == len(PATHS)
 
 
-def test_every_query_asks_for_metrics_that_exist() -> None:
+def test_every_query_uses_metrics_that_exist() -> None:
     for path in PATHS:
         for panel in panels(path):
             for target in panel["targets"]:

@@ -194,7 +194,7 @@ mixes = st.lists(kinds, min_size=1, max_size=3).map(lambda kinds: Mix(tuple(kind
     st.sampled_from([1_000, 4_096, 8_192, 16_384]),
     st.integers(0, 1_000),
 )
-def test_it_always_keeps_its_bounds_its_step_and_its_dwell_time(
+def test_its_bounds_step_and_dwell_time_always_hold(
     phases: list[tuple[Mix, float]], replicas: tuple[int, int], begin: int, seed: int
 ) -> None:
     traffic = Traffic(seed, replicas, begin)

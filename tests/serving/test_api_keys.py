@@ -126,7 +126,7 @@ def test_a_key_ends_when_it_expires_or_is_revoked() -> None:
     assert record(expires_at=later, revoked_at=NOW)[0].status(NOW) == "revoked"
 
 
-def test_the_highest_class_stands_for_all_below_it() -> None:
+def test_the_highest_class_includes_all_below_it() -> None:
     assert record(highest_class=PriorityClass.DEFAULT)[0].classes == (
         PriorityClass.DEFAULT,
         PriorityClass.BATCH,

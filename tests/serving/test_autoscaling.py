@@ -57,7 +57,7 @@ def test_a_pool_gets_what_its_scheduler_wants_and_stays_as_it_is_without() -> No
     assert wanted("short", Context(app_name="fresh"), "scheduler-n") == 2
 
 
-def test_a_new_scheduler_starts_replicas_and_stops_none_until_it_knows_the_pools() -> None:
+def test_a_new_scheduler_starts_replicas_and_stops_none_until_its_pools_have_reported() -> None:
     scheduler = SchedulerPolicy(scheduler="scheduler-m")
     # Two replicas were ordered at deployment, and their engines take minutes to start.
     scheduler(Context(app_name="new", raw_metrics=recorded(990.0, least=True, short=0, long=3)))

@@ -38,7 +38,7 @@ async def test_simultaneous_readers_get_one_page_that_is_not_rendered_on_the_loo
     assert threading.get_ident() not in source.threads
 
 
-async def test_a_page_that_took_long_is_kept_for_long_and_then_drawn_up_again() -> None:
+async def test_a_slow_page_is_cached_for_long_and_then_rendered_again() -> None:
     source = Source()
     source.work = 1_000_000
     page = CachedPage(source.gather, source.render)

@@ -48,7 +48,7 @@ async def asked(app: ASGIApp, *sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_body_in_chunks_comes_back_in_chunks(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_body_in_chunks_is_returned_in_chunks(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     head = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + CLOSE
     with asyncio.Runner(loop_factory=loop) as runner:
         answer = runner.run(asked(echo, head, b"3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n"))

@@ -26,7 +26,7 @@ async def test_others_have_their_turn_after_each_part() -> None:
     assert happened == ["part 0", "turn 0", "part 1", "turn 1", "part 2", "turn 2"]
 
 
-async def test_what_a_look_raises_is_raised() -> None:
+async def test_an_error_in_a_part_is_raised() -> None:
     def look() -> Generator[None, None, int]:
         yield
         raise KeyError("gone")

@@ -25,7 +25,7 @@ print(json.dumps({"before": before, "after": after, "frozen": gc.get_freeze_coun
 """
 
 
-def test_a_process_keeps_the_memory_of_long_bodies_and_looks_for_cycles_less_often() -> None:
+def test_a_process_retains_the_memory_of_long_bodies_and_collects_garbage_less_often() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["frozen"] > 1_000

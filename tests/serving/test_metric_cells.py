@@ -39,7 +39,7 @@ def test_counts_have_their_labels_and_a_total() -> None:
         family["1",]
 
 
-def test_a_process_says_what_it_is_and_what_it_takes() -> None:
+def test_a_process_reports_its_role_and_its_resources() -> None:
     registry = CollectorRegistry()
     registry.register(ProcessMetrics({"process": "gateway", "gateway": "g1"}))
     page = generate_latest(registry).decode()

@@ -132,7 +132,7 @@ async def test_a_replicas_port_answers_only_gateways_with_certificates(
                 await without_certificate.get(f"https://127.0.0.1:{server.port}/")
 
 
-async def test_a_name_is_asked_for_where_the_authority_signs_others_too(authority: Authority) -> None:
+async def test_a_name_can_be_required_if_the_authority_signs_others_too(authority: Authority) -> None:
     async with replica_port(authority.process("ewsjf.internal")) as server:
         asks = authority.process("gateway.internal", expected="ewsjf.internal")
         assert await answer_of(server, asks) == b"hello"

@@ -115,7 +115,7 @@ def test_ray_starts_with_our_settings_the_keys_and_many_files(name: str, kind: s
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_checkout_is_where_the_commands_look_for_it(name: str) -> None:
+def test_the_checkout_is_where_the_commands_expect_it(name: str) -> None:
     content = cluster(name)
     ((target, source),) = content["file_mounts"].items()
     assert source == "."

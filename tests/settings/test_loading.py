@@ -64,7 +64,7 @@ def test_an_advanced_setting_is_an_ordinary_one_in_python() -> None:
     assert (settings.channel.ports, settings.state_interval_s) == (2, 5.0)
 
 
-def test_what_is_wrong_with_an_advanced_setting_is_said_by_its_full_name() -> None:
+def test_a_mistake_in_an_advanced_setting_is_reported_by_its_full_name() -> None:
     isolation = {"short_work_share": 2, "max_longest_prefills": "few"}
     assert rejection(model(scheduler={"advanced": {"isolation": isolation}})).splitlines() == [
         "models[0].scheduler.advanced.isolation.short_work_share must be above 0 and below 1, got 2.0",
@@ -188,7 +188,7 @@ def test_a_missing_file_is_rejected_with_its_name(tmp_path: Path) -> None:
         load_settings(tmp_path / "none.yaml")
 
 
-def test_learned_state_is_kept_in_a_folder_that_every_actor_finds() -> None:
+def test_learned_state_is_stored_in_a_folder_that_every_actor_finds() -> None:
     assert parse().state_uri is None
     assert parse(state_uri="s3://bucket/folder").state_uri == "s3://bucket/folder"
     assert parse(state_uri="/var/lib/ewsjf").state_uri == "/var/lib/ewsjf"

@@ -144,7 +144,7 @@ def test_boundaries_and_costs_that_do_not_go_together_are_rejected(
     assert told in rejection(model(pools=tiers(*changes)))
 
 
-def test_every_pool_stands_after_those_of_shorter_contexts() -> None:
+def test_every_pool_follows_those_of_shorter_contexts() -> None:
     small, middle, large = tiers()
     told = rejection(model(pools=[small, large, middle]))
     assert "max_model_len 16,384 in large before 8,192 in middle" in told

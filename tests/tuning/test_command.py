@@ -94,7 +94,7 @@ def test_a_win_is_shown_with_its_interval_and_settings_to_paste(won: Tuned) -> N
         ]
 
 
-def test_settings_that_cannot_be_bettered_stand(tmp_path: Path) -> None:
+def test_settings_that_cannot_be_improved_stay(tmp_path: Path) -> None:
     # With hardly any load no request waits, so no wait can shrink.
     stands = tuned(tmp_path, "--rate", "0.5", "--trials", "4", "--only", "b_u,alpha")
     assert not stands.document["confident"]
@@ -104,7 +104,7 @@ def test_settings_that_cannot_be_bettered_stand(tmp_path: Path) -> None:
     assert "recommended" not in stands.page.text
 
 
-def test_the_objective_of_the_paper_and_two_pools_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_objective_of_the_paper_and_two_pools_can_be_selected(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["tune", "--trace", "paper-mix", "--profile", "laptop", "--pools", "short:1,long:1"]
     arguments += ["--b-short", "2000", "--requests", "300", "--window", "60", "--jobs", "1", "--rate", "10"]

@@ -94,7 +94,7 @@ def test_more_traffic_is_more_independent_windows() -> None:
     assert plan(window=900).independent_windows == 1.0
 
 
-def test_what_fails_has_no_reward_and_says_why() -> None:
+def test_a_failure_has_no_reward_but_a_reason() -> None:
     with TwinProcesses(plan()) as twin:
         jobs = [
             WindowTask(0, 0, plan().space.current),
@@ -107,7 +107,7 @@ def test_what_fails_has_no_reward_and_says_why() -> None:
 
 
 @pytest.mark.slow
-def test_processes_come_to_what_one_process_comes_to() -> None:
+def test_several_processes_give_the_result_of_one() -> None:
     jobs = [WindowTask(number, window, plan().space.current) for number in range(2) for window in range(2)]
     with TwinProcesses(plan()) as one, TwinProcesses(plan(), jobs=2) as two:
         assert list(one.play(jobs)) == list(two.play(jobs))

@@ -135,7 +135,7 @@ def test_the_choice_decides_the_terms(kind: ObjectiveSettings) -> None:
     assert found.classes["default short"].ttft_p50_s == 0.5
 
 
-def test_too_few_requests_say_nothing() -> None:
+def test_too_few_requests_give_no_reward() -> None:
     found = reward_of([served(0.1)] * 29, ObjectiveSettings())
     assert found.value is None
     assert found.reason == "29 requests can be evaluated, 30 are needed"

@@ -24,7 +24,7 @@ def miss(tried: list[Values]) -> float:
     return -max(bowl(values, 0) for values in tried)
 
 
-def test_the_values_in_force_come_first_then_the_anchors() -> None:
+def test_the_current_values_are_first_then_the_anchors() -> None:
     optimiser = TpeOptimiser(space(), anchors=[BEST, CURRENT, {**BEST, "n": 99}])
     first = [optimiser.ask().values for _ in range(4)]
     assert first[:3] == [CURRENT, BEST, {**BEST, "n": 16}]
@@ -38,7 +38,7 @@ def test_every_proposal_is_within_the_bounds_and_a_seed_decides_the_course() -> 
     assert all(space().is_within(values) for course in courses for values in course)
 
 
-def test_tpe_comes_nearer_than_random_search_on_most_seeds() -> None:
+def test_tpe_beats_random_search_on_most_seeds() -> None:
     wins = [
         miss(run(TpeOptimiser(space(), seed=seed), 50))
         < miss(run(TpeOptimiser(space(), seed=seed, startup=RANDOM), 50))

@@ -54,7 +54,7 @@ def test_one_that_expires_is_an_outcome_without_times_of_service() -> None:
     assert {record.dispatched_at for record in records} == {None}
 
 
-def test_a_request_that_is_sent_again_waits_for_its_first_token_anew() -> None:
+def test_a_request_dispatched_again_waits_for_its_first_token_again() -> None:
     driver = Watched()
     driver.join("s1", "only")
     driver.join("s2", "only")

@@ -100,7 +100,7 @@ def searched_again_at(loop: ParameterLoop, since: float) -> float:
     return at
 
 
-def test_the_next_search_comes_after_a_rest() -> None:
+def test_the_next_search_follows_a_pause() -> None:
     loop = watched()
     assert loop.work_due(observation(40.0)) is not None
     loop.finish(None, 45.0)
@@ -186,7 +186,7 @@ def test_while_requests_pass_by_the_twin_forecasts_both_ways() -> None:
     assert loop.document()["forecast"] is None
 
 
-def test_a_new_scheduler_is_given_what_was_in_force_for_good() -> None:
+def test_a_new_scheduler_gets_the_permanent_values() -> None:
     loop = watched()
     loop.rollout.incumbent = {**loop.rollout.incumbent, "target_waiting": 5}
     (order,) = loop.begin(CONFIGURED, 3.0)
@@ -195,7 +195,7 @@ def test_a_new_scheduler_is_given_what_was_in_force_for_good() -> None:
     assert loop.work_due(observation(4.0)) is None
 
 
-def test_a_loop_that_is_started_again_knows_what_was_tried() -> None:
+def test_a_restarted_loop_has_the_tried_candidates() -> None:
     loop = watched()
     loop.work_due(observation(40.0))
     loop.finish(found(6), 41.0)

@@ -68,7 +68,7 @@ def test_pruning_ends_at_the_wanted_number_of_queues() -> None:
         assert sum(queue.count for queue in partition.intervals) == 5000
 
 
-def test_lengths_that_keep_to_a_few_sizes_get_a_queue_for_each() -> None:
+def test_lengths_around_a_few_sizes_get_a_queue_each() -> None:
     rng = np.random.default_rng(5)
     modes = [
         rng.integers(centre - spread, centre + spread + 1, 400)
@@ -241,7 +241,7 @@ def test_utility_is_the_sum_of_densities_over_the_distance_of_means() -> None:
     assert utility(interval(8, 8, 8.0, 40), interval(13, 23, 18.0, 10)) == pytest.approx(41 / 10)
 
 
-def test_the_densest_and_closest_neighbours_are_merged_first_and_utilities_taken_anew() -> None:
+def test_the_densest_and_closest_neighbours_are_merged_first_and_utilities_recomputed() -> None:
     assert prune(QUEUES, 4) == QUEUES
     assert prune(QUEUES, 3) == [interval(10, 31, 20.0, 200), *QUEUES[2:]]
     # After the first merge: rho 200 / 21 = 9.52, U with the third (9.52 + 0.5) / 125 = 0.080 > 0.00043.

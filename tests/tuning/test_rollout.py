@@ -130,7 +130,7 @@ def test_a_tuner_that_dies_leaves_nothing_behind() -> None:
     assert production.values == CURRENT
 
 
-def test_a_restart_returns_to_the_incumbent_and_keeps_what_was_adopted() -> None:
+def test_a_restart_returns_to_the_incumbent_and_preserves_adopted_values() -> None:
     production = proposed()
     run(production, 0, 90, better)
     adopted = production.rollout.incumbent

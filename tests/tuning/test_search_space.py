@@ -80,7 +80,7 @@ def test_steps_arrive(start: Values, end: Values, largest: float) -> None:
     assert at == goal
 
 
-def test_a_current_value_beyond_the_bounds_is_kept() -> None:
+def test_a_current_value_beyond_the_bounds_stays() -> None:
     beyond = space({**CURRENT, "n": 40})
     assert beyond.current["n"] == 40
     assert beyond.draws_of(beyond.current)["n"] == 1.0

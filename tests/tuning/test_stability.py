@@ -55,7 +55,7 @@ def test_queues_stay_nearly_the_same_from_500_to_50000_requests(
             assert holds_the_least_share(found, count)
 
 
-def test_the_published_refinement_does_not_keep_to_the_same_tolerance() -> None:
+def test_the_published_refinement_exceeds_the_same_tolerance() -> None:
     reference = refine_and_prune(lmsys(MANY, 100), PAPER)
     found = refine_and_prune(lmsys(1000, 1), PAPER)
 

@@ -52,7 +52,7 @@ def reasons(changes: list[PartitionChange]) -> list[Reason]:
     return [change.reason for change in changes]
 
 
-def test_nothing_is_learned_from_fewer_lengths_than_asked_for() -> None:
+def test_nothing_is_learned_from_fewer_lengths_than_required() -> None:
     loop = StrategicLoop(USUAL)
     assert play(loop, paper_mix(499, 1)) == []
     assert loop.full_runs == 0
@@ -88,14 +88,14 @@ def test_a_length_below_one_is_ignored() -> None:
     assert change.lengths == 2
 
 
-def test_a_partition_that_hardly_differs_is_not_put_in_force() -> None:
+def test_a_partition_that_hardly_differs_is_not_applied() -> None:
     loop = StrategicLoop(USUAL)
     changes = play(loop, paper_mix(14_000, 3))
     assert loop.full_runs == 3
     assert reasons(changes) == [Reason.FIRST]
 
 
-def test_other_lengths_are_answered_within_two_looks_for_drift() -> None:
+def test_other_lengths_are_detected_within_two_drift_tests() -> None:
     loop = StrategicLoop(USUAL)
     before, after = paper_mix(3000, 4), heavy_tail(3000, 5)
     play(loop, before)
@@ -149,7 +149,7 @@ def test_without_requests_nothing_happens() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([paper_mix, heavy_tail]), st.integers(0, 10_000), st.sampled_from([2.0, 10.0, 40.0]))
-def test_a_stationary_mix_keeps_its_partition(mix: Mix, seed: int, per_s: float) -> None:
+def test_a_stationary_mix_leaves_the_partition_unchanged(mix: Mix, seed: int, per_s: float) -> None:
     loop = StrategicLoop(USUAL)
     changes = play(loop, mix(8000, seed), per_s=per_s)
     # The first is of 500 lengths, and is corrected when there are more.
@@ -206,7 +206,7 @@ def moved(lengths: Sequence[int]) -> Partition:
     return adjusted(TWO, list(lengths) * 100)
 
 
-def test_a_queue_goes_a_quarter_of_the_way_to_its_recent_members() -> None:
+def test_a_queue_moves_a_quarter_of_the_way_to_its_recent_members() -> None:
     after = moved([110, 130, 1600, 2000])
     assert [queue.mean_tokens for queue in after.intervals] == [142.5, 1575.0]
     assert extents(after) == extents(TWO)

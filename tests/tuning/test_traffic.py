@@ -68,7 +68,7 @@ def test_a_window_may_be_longer_than_the_traffic() -> None:
     assert len(resampled(trace(7), 30, 100, seed=0, number=0).requests) == 30
 
 
-def test_the_log_keeps_what_a_twin_needs_by_arrival() -> None:
+def test_the_log_records_what_a_twin_needs_by_arrival() -> None:
     log = TrafficLog()
     log.add(
         record(request_id="b", arrived_at=12.0, prompt_tokens=7, tenant="t2", priority=PriorityClass.BATCH)

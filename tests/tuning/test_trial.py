@@ -60,7 +60,7 @@ def verdicts(effect: float, seeds: int, memory: float = 0.5) -> tuple[Counter[Ve
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.5])
-def test_without_a_difference_hardly_a_step_is_kept_and_few_are_withdrawn_early(memory: float) -> None:
+def test_without_a_difference_hardly_a_step_is_adopted_and_few_are_withdrawn_early(memory: float) -> None:
     """Stated error rates: 400 trials of the current values against themselves.
 
     Measured: 0.2 to 0.5 % end as a gain, 10 % as harm, and 90 % inconclusive.
@@ -79,7 +79,7 @@ def test_a_harmful_step_is_withdrawn_and_a_large_harm_within_three_pairs() -> No
     assert in_force_s <= 3 * SLICE_S
 
 
-def test_a_beneficial_step_is_kept_and_never_taken_for_harm() -> None:
+def test_a_beneficial_step_is_adopted_and_never_judged_harmful() -> None:
     found, _ = verdicts(2 * NOISE, 100)
     assert found[Verdict.GAIN] >= 97
     assert found[Verdict.HARM] == 0

@@ -132,7 +132,7 @@ def test_the_limits_are_those_that_the_replica_states() -> None:
     assert plan.engine.max_model_len == 4_096
 
 
-def test_a_restart_keeps_the_step_times_and_measures_their_error_anew() -> None:
+def test_a_restart_preserves_the_step_times_and_measures_their_error_again() -> None:
     made, traffic = TwinCalibration(SETTINGS, None), TrafficLog()
     fed(made, 20, traffic)
     made.due(traffic, REPLICAS, 10.0, 10.0)

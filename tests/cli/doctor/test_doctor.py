@@ -276,7 +276,7 @@ def test_where_nothing_answers_the_applications_of_this_machine_are_named(
     assert str(tmp_path) in output
 
 
-def test_a_program_that_holds_the_port_and_says_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_program_on_the_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def hang_up() -> None:

@@ -113,7 +113,7 @@ def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str]) -
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
 
-def test_the_driver_is_asked_for_the_gpus(
+def test_the_gpus_come_from_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["init", str(tmp_path / "x.yaml"), "--gpus", "--model", "owner/model"]
@@ -213,7 +213,7 @@ def engine(context: int, *names: str) -> EmulatedEngineSettings:
     return EmulatedEngineSettings(profile="laptop", max_model_len=context, served_model_names=names)
 
 
-def test_servers_are_asked_and_become_pools(tmp_path: Path) -> None:
+def test_servers_are_queried_and_become_pools(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     with servers(engine(8192, "a", "b"), engine(2048, "a", "b"), engine(4096, "c")) as urls:
         given = ["--servers", *(f"{url}/v1" for url in urls), "--port", str(free_port())]

@@ -78,7 +78,7 @@ def test_the_file_is_the_one_that_a_configuration_names(
         (["list", "--file", "FILE"], "cannot be read"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(
+def test_an_impossible_action_is_explained_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     given = [str(tmp_path / "keys.json") if each == "FILE" else each for each in arguments]

@@ -121,7 +121,9 @@ async def ask(*args: str, lines: int = 1) -> int:
 
 
 @pytest.mark.parametrize("request_id", ["gw-1", "a/b c"])
-async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_shows_the_causes_of_a_wait(
+    request_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await ask("explain", request_id, "--api-key", "k1") == 0
 
     output = capsys.readouterr().out
@@ -135,7 +137,7 @@ async def test_explain_says_where_the_time_went(request_id: str, capsys: pytest.
     assert output.index("a higher class got") < output.index("no engine accepted more")
 
 
-async def test_explain_says_how_a_request_stands_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_shows_the_state_of_a_waiting_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "gw-2", "--api-key", "k1") == 0
 
     output = capsys.readouterr().out
@@ -152,7 +154,7 @@ async def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == RECEIPT
 
 
-async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_shows_what_would_have_helped(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "client-r35", "--what-if", "--api-key", "k1") == 0
     output = capsys.readouterr().out
     assert "one more replica in pool only" in output
@@ -167,7 +169,7 @@ async def test_explain_says_what_would_have_helped(capsys: pytest.CaptureFixture
     assert "no receipt of 'unknown'" in capsys.readouterr().err
 
 
-async def test_explain_says_why_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_gives_the_reason_for_a_missing_receipt(capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask("explain", "unknown", "--api-key", "k1") != 0
     assert "no receipt of 'unknown'" in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_engines_own_error_stands_in_place_of_a_pointer_to_it(folder: Path) -> None:
+def test_the_engines_own_error_replaces_a_pointer_to_it(folder: Path) -> None:
     assert reason_of("only-bad", SERVE_SAYS, folder) == (
         "only-bad did not start: vLLM could not start m: SafetensorError: incomplete metadata"
     )

@@ -39,7 +39,7 @@ def test_the_file_of_a_process_that_is_gone_counts_for_nothing() -> None:
     assert list(running_instances()) == []
 
 
-def test_stop_says_what_it_could_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_lists_what_it_could_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop"]) == 2
     assert "no application of this user runs on this machine" in capsys.readouterr().err
     published(8000)

@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_the_first_look_has_no_rate(page: Page) -> None:
+def test_the_first_update_has_no_rate(page: Page) -> None:
     page.counts["completed"] = 70
     assert LiveView(page.url).text().splitlines() == [
         f"{page.url}/v1  short 2",
@@ -68,7 +68,7 @@ def test_the_first_look_has_no_rate(page: Page) -> None:
     ]
 
 
-def test_rates_and_waits_are_those_of_the_last_looks(page: Page, clock: list[float]) -> None:
+def test_rates_and_waits_cover_the_last_updates(page: Page, clock: list[float]) -> None:
     page.counts["completed"], page.waits = 1_000, [0.5] * 1_000
     view = LiveView(page.url)
     view.text()
@@ -97,7 +97,7 @@ def test_several_models_are_listed_and_many_are_counted(page: Page) -> None:
     assert "  a: all 1; b: all 1; c: all 1; 2 more models\n" in LiveView(page.url).text()
 
 
-def test_a_scheduler_that_begins_anew_makes_no_negative_rate(page: Page, clock: list[float]) -> None:
+def test_a_restarted_scheduler_causes_no_negative_rate(page: Page, clock: list[float]) -> None:
     page.counts["completed"], page.waits = 50, [0.5] * 50
     view = LiveView(page.url)
     view.text()
@@ -106,7 +106,7 @@ def test_a_scheduler_that_begins_anew_makes_no_negative_rate(page: Page, clock: 
     assert view.text().endswith("0.0 requests/s, 3 total")
 
 
-def test_what_does_not_answer_is_said(page: Page) -> None:
+def test_an_application_without_an_answer_is_reported(page: Page) -> None:
     page.status = 403
     assert LiveView(page.url).text() == f"{page.url}/v1  /metrics requires an admin key"
     page.status = 500
@@ -116,7 +116,7 @@ def test_what_does_not_answer_is_said(page: Page) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_terminal_shows_pools_that_come_up_and_then_what_goes_on(tmp_path: Path) -> None:
+def test_a_terminal_shows_starting_pools_and_then_the_traffic(tmp_path: Path) -> None:
     from experiments.common.application import free_port
 
     port = free_port()

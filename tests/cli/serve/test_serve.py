@@ -80,7 +80,7 @@ def statuses_of_ready(url: str, opened: Terminal) -> set[int]:
 
 
 @pytest.mark.slow
-async def test_a_closed_terminal_lets_answers_end_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_closed_terminal_drains_answers_and_leaves_nothing(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with terminal(configuration(tmp_path, port, drain_s=3.0)) as opened:

@@ -65,7 +65,7 @@ def test_requests_beyond_the_limit_of_a_minute_are_rejected_with_the_limit_and_t
     granted(driver, "d", key=limited)
 
 
-def test_grants_and_rejections_say_how_the_limits_stand() -> None:
+def test_grants_and_rejections_carry_the_state_of_the_limits() -> None:
     driver = fleet()
     limited = key(requests_per_minute=2, tokens_per_minute=120)
     first = granted(driver, "a", key=limited).rate_limits
@@ -196,7 +196,7 @@ def test_a_failed_request_costs_no_tokens() -> None:
     granted(driver, "b", key=limited)
 
 
-def test_a_request_that_comes_back_is_counted_once() -> None:
+def test_a_put_back_request_is_counted_once() -> None:
     driver = fleet()
     limited = key(requests_per_minute=2, tokens_per_minute=2 * TOKENS, concurrent=2, queued=1)
     granted(driver, "a", key=limited)

@@ -24,7 +24,7 @@ def test_after_an_idle_minute_the_whole_limit_may_be_used_at_once_and_then_nothi
     assert window.status(LIMIT, 161.0).remaining == LIMIT
 
 
-def test_room_comes_back_in_the_order_in_which_it_was_used() -> None:
+def test_capacity_returns_in_the_order_of_use() -> None:
     window = MinuteWindow()
     window.add(0.0, 4, 0.0)
     window.add(30.0, 6, 30.0)

@@ -43,7 +43,7 @@ def test_a_replica_with_a_nearly_full_cache_gets_nothing_more() -> None:
     assert dispatched(driver.report("r1", running=5, kv_usage_ratio=0.9)) == [("a", "r1")]
 
 
-def test_prefill_work_under_way_counts_though_the_cache_is_nearly_empty() -> None:
+def test_prefill_work_in_flight_counts_though_the_cache_is_nearly_empty() -> None:
     driver = make_driver(max_prefill_backlog_s=4.0)
     # Six seconds at the prior of 0.1 ms per token.
     assert dispatched(driver.arrive("huge", prompt_tokens=60_000)) == [("huge", "r1")]
@@ -51,7 +51,7 @@ def test_prefill_work_under_way_counts_though_the_cache_is_nearly_empty() -> Non
     assert dispatched(driver.feed(FirstToken("huge"))) == [("small", "r1")]
 
 
-def test_unobserved_prefills_do_not_count_as_under_way_until_the_answer_ends() -> None:
+def test_unobserved_prefills_do_not_count_as_in_flight_until_the_answer_ends() -> None:
     driver = make_driver(max_prefill_backlog_s=4.0, target_waiting=1_000)
     driver.join("r1", "only", kv_tokens=500_000, max_model_len=100_000, max_num_seqs=500)
     # Twelve seconds of prefill in all, at 0.1 ms per token; the answers take longer than that.

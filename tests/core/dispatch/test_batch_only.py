@@ -44,7 +44,7 @@ def test_beside_a_request_above_it_gets_less() -> None:
     assert repr(driver.scheduler._batch_only) == "<BatchOnlyMode off>"
 
 
-def test_it_gets_more_once_none_has_come_for_a_while() -> None:
+def test_it_gets_more_after_a_while_without_interactive_requests() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
     driver.feed(Cancelled("i"))

@@ -151,7 +151,7 @@ def test_reservations_are_made_one_at_a_time_and_all_requests_are_dispatched() -
     assert between
 
 
-def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -> None:
+def test_capacity_is_reserved_early_for_a_tenant_that_is_behind() -> None:
     crowd = Crowd(promoted_after_s=1_000.0)
     crowd.seconds(15)
     crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10, tenant="light")
@@ -162,7 +162,7 @@ def test_a_tenant_that_is_behind_has_capacity_kept_before_it_has_waited_long() -
     assert crowd.reserved == [0]
 
 
-def test_capacity_is_kept_for_it_also_where_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_reserved_for_it_also_if_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only long prompt, so the heads that are examined as likely to fit do not include it."""
     monkeypatch.setattr(openings, "_FEW_HEADS", 0)
     crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)
@@ -173,7 +173,7 @@ def test_capacity_is_kept_for_it_also_where_nothing_like_it_fits(monkeypatch: py
     assert crowd.sent_at["huge"] <= arrived_at + 15.0
 
 
-def test_among_equal_shares_no_capacity_is_kept_idle() -> None:
+def test_among_equal_shares_no_capacity_stays_idle() -> None:
     crowd = Crowd(promoted_after_s=1_000.0)
     crowd.seconds(15)
     crowd.arrive("huge", prompt_tokens=5_990, max_output_tokens=10)

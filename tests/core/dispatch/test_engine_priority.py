@@ -46,7 +46,7 @@ def test_the_end_of_a_request_lowers_the_next_number() -> None:
     assert repr(pending) == "<EnginePriorities 0 of 0 tenants and classes>"
 
 
-def test_the_last_of_a_class_comes_before_the_first_of_the_next() -> None:
+def test_the_last_of_a_class_precedes_the_first_of_the_next() -> None:
     pending = EnginePriorities(ON)
     # As if a tenant had more in flight than any fleet can hold.
     pending._pending["t1", INTERACTIVE] = pending._pending["t1", DEFAULT] = 5 * BAND

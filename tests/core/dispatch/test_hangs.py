@@ -119,7 +119,7 @@ def test_when_its_requests_have_gone_it_is_sent_one_at_a_time_until_one_is_answe
     assert dispatched(driver.feed(FirstToken("c"))) == [("d", "e")]
 
 
-def test_one_that_joins_anew_is_not_taken_to_hang() -> None:
+def test_a_replica_that_joins_again_does_not_count_as_hanging() -> None:
     driver = watched()
     let_hang(driver)
     driver.feed(ReplicaJoined(spec("e", "only", max_num_seqs=None, stall_timeout_s=LIMIT_S)))

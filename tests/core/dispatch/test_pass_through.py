@@ -35,7 +35,7 @@ def sent(driver: ManualDriver, count: int) -> list[Dispatch]:
     return found
 
 
-def test_while_only_observing_every_request_goes_at_once_where_the_fewest_are() -> None:
+def test_in_observe_mode_every_request_is_dispatched_at_once_to_the_least_loaded() -> None:
     driver = fleet(0.0, max_num_seqs=2)
     found = sent(driver, 30)
     assert len(found) == 30

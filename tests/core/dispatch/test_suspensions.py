@@ -108,7 +108,7 @@ def test_a_replica_that_fails_what_others_serve_is_suspended() -> None:
     assert suspended(driver) == {"s0"}
 
 
-def test_a_replica_that_joins_anew_begins_without_a_past() -> None:
+def test_a_replica_that_joins_again_has_no_suspensions() -> None:
     driver = fleet(1)
     for number in range(4):
         driver.arrive(f"r{number}")

@@ -94,7 +94,7 @@ def test_a_long_prefill_that_is_not_streamed_ends_after_its_usual_time() -> None
     assert dispatched(driver.feed(Woke(), after_s=wake_at)) == [("long2", "r1")]
 
 
-def test_the_boundary_stands_in_the_gap_between_two_kinds_of_traffic() -> None:
+def test_the_boundary_is_in_the_gap_between_two_kinds_of_traffic() -> None:
     rng = random.Random(1)
     mix = [rng.randint(32, 256) if rng.random() < 0.8 else rng.randint(1_024, 4_096) for _ in range(4_000)]
     assert 300 < isolating(mix).boundary_tokens < 900

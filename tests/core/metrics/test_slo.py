@@ -7,7 +7,7 @@ from serve_app.errors import Outcome
 from tests.core.metrics.builders import record
 
 
-def test_a_request_must_keep_every_limit() -> None:
+def test_a_request_must_meet_every_limit() -> None:
     assert Slo(ttft_s=2.0, tpot_s=0.11, e2e_s=3.0).met_by(record())
     assert not Slo(ttft_s=1.9, tpot_s=0.11).met_by(record())
     assert not Slo(ttft_s=2.0, tpot_s=0.09).met_by(record())
@@ -29,7 +29,7 @@ def test_attainment_counts_rejected_requests_as_missed() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_that_nothing_can_keep_is_rejected_by_name_and_value(limit: float) -> None:
+def test_a_limit_that_nothing_can_meet_is_rejected_by_name_and_value(limit: float) -> None:
     with pytest.raises(ValueError, match=rf"ttft_s must be positive, got {limit}"):
         Slo(ttft_s=limit)
 

@@ -177,12 +177,12 @@ def test_what_a_modest_tenant_leaves_goes_to_the_others_by_weight() -> None:
     assert shares == pytest.approx({"small": 10.0, "a": 30.0, "b": 60.0})
 
 
-def test_tenants_that_asked_for_different_amounts_and_got_them_are_equally_served() -> None:
+def test_tenants_whose_different_demands_were_met_are_equally_served() -> None:
     records = [served_at_once("heavy") for _ in range(9)] + [served_at_once("light"), last_arrival("light")]
     assert jain_of_tenants(records) == pytest.approx(1.0)
 
 
-def test_a_tenant_kept_waiting_while_another_is_served_lowers_the_index() -> None:
+def test_a_tenant_that_waits_while_another_is_served_lowers_the_index() -> None:
     records = [served_at_once("favoured") for _ in range(4)] + [served_late("starved") for _ in range(4)]
     index = jain_of_tenants([*records, last_arrival("favoured")])
     assert index == pytest.approx(0.5)

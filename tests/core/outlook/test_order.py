@@ -86,7 +86,7 @@ def test_tenants_take_turns_by_their_shares() -> None:
     assert first["b"] == pytest.approx(2 * first["a"], abs=1)
 
 
-def test_a_request_that_a_replica_returned_goes_before_all() -> None:
+def test_a_put_back_request_goes_first() -> None:
     driver = busy()
     driver.arrive("waits", priority=INTERACTIVE)
     failure = DispatchFailure.UNREACHABLE

@@ -101,7 +101,7 @@ def test_before_anything_was_dispatched_only_the_place_is_known() -> None:
     assert [outlook.start for outlook in outlooks.values()] == [None, None, None]
 
 
-def test_places_fall_as_others_are_served_and_the_order_is_kept() -> None:
+def test_positions_fall_as_others_are_served_and_the_order_is_preserved() -> None:
     line = Line()
     names = line.arrive(12)
     places: dict[str, list[int]] = {name: [] for name in names}
@@ -243,7 +243,7 @@ def test_unwatched_requests_also_improve_the_estimates() -> None:
     assert max(spread.count for spread in line.watched._estimates._spreads.values()) >= 30
 
 
-def test_a_look_does_its_work_in_parts_and_bears_changes_between_them() -> None:
+def test_an_update_works_in_parts_and_allows_changes_between_them() -> None:
     line = Line(max_waiting=5_000)
     names = line.arrive(1_600, tenant="t1")
     parts = line.watched.updates(line.now)

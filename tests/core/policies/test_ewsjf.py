@@ -147,7 +147,7 @@ def test_a_round_of_the_paper_fills_from_near_queues_before_a_far_one_with_a_hig
     assert tuple(request_id for request_id, _ in sent) == ORDER
 
 
-def test_a_new_partition_loses_no_request_and_keeps_the_order_of_arrival_inside_a_queue() -> None:
+def test_a_new_partition_loses_no_request_and_preserves_arrival_order_in_a_queue() -> None:
     driver = saturated("ewsjf")
     for number in range(20):
         driver.arrive(f"r{number}", prompt_tokens=60 + number % 3, arrived_at=driver.now)

@@ -33,7 +33,7 @@ def put(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int,
 @given(
     histories=st.lists(tenants, min_size=1, max_size=4), weight_of=weights, name=st.sampled_from(["t0", "t5"])
 )
-def test_sums_say_what_the_formula_says(
+def test_sums_agree_with_the_formula(
     histories: list[dict[str, tuple[int, int]]], weight_of: dict[str, float], name: str
 ) -> None:
     work, queues = of_weights(weight_of)

@@ -24,7 +24,7 @@ def waiting(number: int, tenant: str, prompt_tokens: int) -> ScheduledRequest:
     )
 
 
-def test_a_group_knows_its_smallest_and_its_earliest_head_whatever_comes_and_goes() -> None:
+def test_a_group_has_its_smallest_and_its_earliest_head_after_any_change() -> None:
     rng, queue = random.Random(5), RequestQueue(ShortestFirst(), FairnessSettings())
     present: list[ScheduledRequest] = []
     for number in range(3_000):

@@ -260,7 +260,7 @@ def test_a_move_has_to_be_better_by_more_than_chance(
     assert adaptive._is_better(loads, 1, 0, chance) is is_better  # type: ignore[arg-type]
 
 
-def test_a_value_of_an_earlier_process_is_kept_for_as_long_as_a_move_is() -> None:
+def test_a_value_of_an_earlier_process_has_the_same_dwell_time_as_a_move() -> None:
     crowd = Crowd(dwell_s=60.0)
     crowd.adaptive.restore(4_096, 0.0)
     for tokens in (500, 1_000):

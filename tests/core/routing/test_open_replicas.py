@@ -64,7 +64,7 @@ def test_a_replica_that_is_closed_fits_nothing() -> None:
 
 
 @pytest.mark.parametrize(("limits", "fits"), [((), True), ((3,), True), ((2,), False), ((3, 1), False)])
-def test_long_prefills_under_way_close_a_replica_to_more_of_them(limits: tuple[int, ...], fits: bool) -> None:
+def test_long_prefills_in_flight_close_a_replica_to_more_of_them(limits: tuple[int, ...], fits: bool) -> None:
     assert both(query(limits=limits), replica(long_prefills=(2, 1))) is fits
 
 

@@ -56,7 +56,7 @@ def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
     assert copy.state() == original.state()
 
 
-def test_what_impossible_reports_have_taught_can_be_restored() -> None:
+def test_state_learned_from_impossible_reports_can_be_restored() -> None:
     absurd, copy = (BytesPerToken(EstimatorSettings(), 4.0) for _ in range(2))
     for _ in range(500):
         absurd.observe(size_bytes=1, tokens=200)

@@ -30,7 +30,7 @@ def test_only_the_pool_that_needs_it_grows() -> None:
     assert {name: each.replicas for name, each in decisions.items()} == {"short": 1, "long": 3}
 
 
-def test_the_budget_leaves_a_pool_less_than_it_needs_and_says_so() -> None:
+def test_the_budget_leaves_a_pool_less_than_it_needs_with_the_reason() -> None:
     fleet = scaler(gpu_budget=8)
     fleet.decide({"short": IDLE, "long": IDLE}, 0.0)
     decisions = fleet.decide({"short": busy(240), "long": busy(180)}, 1.0)
@@ -78,7 +78,7 @@ def test_a_gate_that_a_tuner_lowers_makes_engines_slower_and_so_the_load_higher(
     assert after > 1.2 * before > 0.0
 
 
-def test_start_times_are_kept_for_the_next_scaler_and_only_of_pools_that_are_still_there() -> None:
+def test_start_times_are_passed_to_the_next_scaler_for_existing_pools_only() -> None:
     fleet = scaler()
     assert fleet.state() == {"start_s": {}}
     fleet.restore({"start_s": {"short": 42.0, "gone": 7.0}})
@@ -87,7 +87,7 @@ def test_start_times_are_kept_for_the_next_scaler_and_only_of_pools_that_are_sti
     assert (decisions["short"].start_s, decisions["long"].start_s) == (42.0, 60.0)
 
 
-def test_a_kept_start_time_that_cannot_be_changes_nothing() -> None:
+def test_an_impossible_stored_start_time_changes_nothing() -> None:
     fleet = scaler()
     for wrong in ({}, {"start_s": 4.0}, {"start_s": {"short": 42.0, "long": -1.0}}):
         with pytest.raises(ValueError, match="learned state: "):

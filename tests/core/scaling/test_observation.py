@@ -97,7 +97,7 @@ def test_rejections_that_more_replicas_would_not_prevent_are_no_load() -> None:
     assert (seen["short"].arrived_requests, seen["long"].arrived_requests) == (2, 0)
 
 
-def test_the_gate_is_the_one_in_force_after_a_tuner_has_changed_it() -> None:
+def test_the_gate_is_the_current_one_after_a_tuner_has_changed_it() -> None:
     driver = two_pools()
     now = driver.scheduler.settings
     assert observe(driver.scheduler, POOLS, 0.0)["short"].tpot_limit_s == now.backpressure.tpot_gate_s
@@ -105,7 +105,7 @@ def test_the_gate_is_the_one_in_force_after_a_tuner_has_changed_it() -> None:
     assert observe(driver.scheduler, POOLS, 0.0)["long"].tpot_limit_s == 0.01
 
 
-def test_a_replica_that_is_lost_takes_no_requests_and_comes_back_as_itself() -> None:
+def test_a_lost_replica_gets_no_requests_and_returns_as_itself() -> None:
     driver = two_pools()
     assert observe(driver.scheduler, POOLS, 0.0)["short"].replica_ids == ("s1",)
     driver.feed(ReplicaLost("s1"))

@@ -61,7 +61,7 @@ def test_a_backlog_adds_replicas_that_drain_it_within_the_time_of_a_start() -> N
     assert decision.replicas == 2
 
 
-def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_has_come() -> None:
+def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_is_ready() -> None:
     pool = Pool()
     pool.look()
     late: dict[str, Any] = {"waiting_requests": 1, "has_demand": True, "oldest_wait_s": 9.0}
@@ -70,7 +70,7 @@ def test_a_request_that_waits_too_long_adds_one_replica_and_no_more_until_that_h
     assert pool.look(ready=2, slots=20.0, **late).replicas == 3
 
 
-def test_a_new_scaler_keeps_what_it_finds_though_reports_are_late_for_a_moment() -> None:
+def test_a_new_scaler_stops_no_replica_for_briefly_late_reports() -> None:
     pool = Pool()
     assert pool.look(ready=4).replicas == 4
     # All reports are late at once, as after a pause of the scheduler's machine.
@@ -89,7 +89,7 @@ def test_a_pool_shrinks_to_its_recent_maximum_need() -> None:
     assert pool.look(10).replicas == 1
 
 
-def test_what_runs_keeps_replicas_though_nothing_arrives() -> None:
+def test_running_requests_retain_replicas_without_arrivals() -> None:
     pool = Pool()
     pool.look(61)
     pool.look(1, ready=4, slots=40.0, full_ratio=0.7, in_flight=28, has_demand=True)
@@ -128,7 +128,7 @@ def test_the_speed_of_a_pool_that_has_stopped_is_remembered() -> None:
     assert decision.replicas == 3
 
 
-def test_counters_that_begin_anew_are_no_negative_work() -> None:
+def test_restarted_counters_are_no_negative_work() -> None:
     pool = Pool()
     pool.look(5, prefill_tokens_per_s=500)
     decision = pool.look(arrived_prefill_tokens=0, arrived_requests=0)

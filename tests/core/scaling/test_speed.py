@@ -28,7 +28,7 @@ def test_more_sequences_never_make_a_step_shorter_nor_more_than_in_proportion() 
     assert steep.tpot_s(0) >= 0.0  # type: ignore[operator]
 
 
-def test_nothing_is_said_of_a_speed_of_which_a_part_is_unknown() -> None:
+def test_a_speed_with_an_unknown_part_is_unknown() -> None:
     speed = PoolSpeed()
     assert speed.now(None) is None
     speed.slots = 16.0

@@ -96,7 +96,7 @@ def test_a_tenants_own_requests_and_those_of_others_are_counted_separately() -> 
     assert imposed == {(PriorityClass.DEFAULT, "me"): 1.0, (PriorityClass.DEFAULT, "other"): 1.0}
 
 
-def test_a_wait_can_be_looked_at_before_it_ends_and_is_the_same_for_it() -> None:
+def test_reading_a_wait_before_it_ends_does_not_change_it() -> None:
     """Two schedulers get the same requests; one request's wait is read after each event in one of them."""
     ended = []
     for looks in (True, False):
@@ -136,7 +136,7 @@ def test_a_request_that_rests_waits_for_that() -> None:
     assert found.causes == {WaitCause.EARLIER_ATTEMPT: 3 * SECOND, WaitCause.BACKOFF: SECOND // 2}
 
 
-def test_a_newcomer_is_not_charged_for_the_time_before_it_came() -> None:
+def test_a_newcomer_is_not_charged_for_the_time_before_its_arrival() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("early", tenant="a")

@@ -14,7 +14,7 @@ def test_an_unknown_server_is_served_by_its_list_of_models() -> None:
     assert found.read(b"anything").waiting is None
 
 
-def test_no_page_is_asked_for_twice() -> None:
+def test_no_page_is_requested_twice() -> None:
     log: list[str] = []
     pages = {"/v1/models": models("m", owner="vllm"), "/metrics": recorded("vllm-0.32.0-idle.txt")}
     asyncio.run(identify(server(pages, log=log)))

@@ -86,7 +86,7 @@ def test_each_core_sets_one_block_aside(
     assert kv_capacity_tokens(size_tokens, num_blocks, 16, cores) == expected
 
 
-def test_vllm_is_known_by_its_metrics_and_says_all_but_the_size_of_its_batch() -> None:
+def test_vllm_is_identified_by_its_metrics_and_reports_all_but_its_batch_size() -> None:
     get = server({"/v1/models": LISTED, "/metrics": BUSY, "/version": {"version": "0.32.0"}})
     found = asyncio.run(identify(get))
     assert (found.kind, found.version, found.metrics_path) == ("vLLM", "0.32.0", "/metrics")

@@ -27,7 +27,7 @@ def usage_of(answer: ChatCompletion | Completion) -> CompletionUsage:
 # -- chat completions -------------------------------------------------------------------------------------
 
 
-async def test_a_chat_completion_has_the_tokens_asked_for(engine: Served) -> None:
+async def test_a_chat_completion_has_the_requested_tokens(engine: Served) -> None:
     answer = await engine.sdk.chat.completions.create(
         model="tiny", messages=MESSAGES, extra_body={"ewsjf_output_tokens": 7}
     )
@@ -65,7 +65,7 @@ async def test_a_stream_brings_one_token_per_chunk_and_the_usage_last(engine: Se
     assert {chunk.model for chunk in chunks} == {"alias"}
 
 
-async def test_a_stream_has_no_usage_unless_asked_for_and_ends_with_done(engine: Served) -> None:
+async def test_a_stream_has_no_usage_unless_requested_and_ends_with_done(engine: Served) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "stream": True, "ewsjf_output_tokens": 3}
     answer = await engine.http.post("/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -79,7 +79,7 @@ async def test_a_stop_string_is_honoured_after_min_tokens_only(engine: Served) -
     assert "batch" in answer["choices"][0]["text"]
 
 
-async def test_a_stop_string_that_does_not_come_changes_nothing(engine: Served) -> None:
+async def test_a_stop_string_that_does_not_occur_changes_nothing(engine: Served) -> None:
     answer = await engine.sdk.chat.completions.create(
         model="tiny", messages=ASK, stop=["0123"], extra_body={"ewsjf_output_tokens": 12}
     )
@@ -142,7 +142,7 @@ async def test_completion_logprobs_have_tokens_and_offsets(engine: Served) -> No
         assert len(top) == 3
 
 
-async def test_responses_include_logprobs_when_asked_for(engine: Served) -> None:
+async def test_responses_include_logprobs_if_requested(engine: Served) -> None:
     answer = await engine.sdk.responses.create(
         model="tiny",
         input="x",
@@ -159,7 +159,7 @@ async def test_responses_include_logprobs_when_asked_for(engine: Served) -> None
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
-async def test_a_stream_counts_its_tokens_continuously_when_asked_to(engine: Served) -> None:
+async def test_a_stream_counts_its_tokens_continuously_if_requested(engine: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": ASK, "stream": True, "stream_options": options, "ewsjf_output_tokens": 6}
     chunks = events((await engine.http.post("/v1/chat/completions", json=body)).text)

@@ -124,7 +124,7 @@ def test_nothing_is_there_that_need_not_be(schema: Any, value: Any) -> None:
     assert smallest(schema) == value
 
 
-def test_properties_keep_the_order_of_the_schema() -> None:
+def test_properties_have_the_order_of_the_schema() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}, "m": {}}, "required": ["a", "m", "z"]}
     assert list(smallest(schema)) == ["z", "a", "m"]
 

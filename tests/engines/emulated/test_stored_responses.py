@@ -7,7 +7,7 @@ from openai.types.responses import ResponseIncompleteEvent
 from tests.engines.servers import Served
 
 
-async def test_a_response_can_be_looked_at_and_gone_on_from(engine: Served) -> None:
+async def test_a_response_can_be_retrieved_and_continued(engine: Served) -> None:
     create = engine.sdk.responses.create
     first = await create(model="tiny", input="Tell me a story.", max_output_tokens=20)
     found = await engine.sdk.responses.retrieve(first.id)
@@ -26,14 +26,14 @@ async def test_the_client_may_name_a_response(engine: Served) -> None:
     assert (await engine.sdk.responses.retrieve("resp_mine")).output_text == named.output_text
 
 
-async def test_a_stream_is_kept_as_well(engine: Served) -> None:
+async def test_a_stream_is_stored_as_well(engine: Served) -> None:
     stream = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=8, stream=True)
     last = [event async for event in stream][-1]
     assert isinstance(last, ResponseIncompleteEvent)
     assert (await engine.sdk.responses.retrieve(last.response.id)).output_text == last.response.output_text
 
 
-async def test_what_is_not_kept_is_not_found(engine: Served) -> None:
+async def test_an_unstored_response_is_not_found(engine: Served) -> None:
     unkept = await engine.sdk.responses.create(model="tiny", input="x", max_output_tokens=2, store=False)
     for response_id in (unkept.id, "resp_never"):
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{response_id}' not found"):

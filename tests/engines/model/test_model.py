@@ -71,7 +71,7 @@ def test_a_sequence_waits_while_prefills_before_it_take_the_budget() -> None:
     assert third.state is SequenceState.WAITING
 
 
-def test_the_last_admitted_is_preempted_and_computes_everything_anew() -> None:
+def test_the_last_admitted_is_preempted_and_computed_again() -> None:
     # 8 blocks of 16: both prompts of 3 blocks fit, and each may take one more block.
     engine = model(max_model_len=128, kv_tokens=128)
     old, young = sequence("old", 48, 40), sequence("young", 48, 40)
@@ -198,7 +198,7 @@ def test_a_run_lasts_until_the_first_sequence_ends() -> None:
     assert engine.begin_step(1.12, max_steps=1_000) == pytest.approx(1.12 + 10 * 0.011)
 
 
-def test_an_arrival_cuts_a_run_at_the_end_of_the_iteration_under_way() -> None:
+def test_an_arrival_cuts_a_run_at_the_end_of_the_current_iteration() -> None:
     engine = model()
     engine.add(sequence("a", 16, 100), 0.0)
     step(engine)
@@ -224,7 +224,7 @@ def test_an_arrival_at_the_very_end_of_an_iteration_is_in_time_for_the_next() ->
     assert engine.ends_at == pytest.approx(ends_at)
 
 
-def test_a_run_shows_its_progress_while_it_is_under_way() -> None:
+def test_a_run_shows_its_progress_before_it_ends() -> None:
     engine = model()
     only = sequence("a", 16, 100)
     engine.add(only, 0.0)

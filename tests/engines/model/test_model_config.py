@@ -74,12 +74,12 @@ def test_weights_in_32_bits_take_twice_the_memory_and_so_does_their_cache() -> N
         {"num_key_value_heads": 5},
     ],
 )
-def test_of_what_is_not_understood_nothing_is_said(changes: dict[str, Any]) -> None:
+def test_unknown_architectures_give_no_result(changes: dict[str, Any]) -> None:
     assert architecture_of({**LLAMA, **changes}) is None
 
 
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
-def test_nor_of_a_mixture_whose_layers_differ(changes: dict[str, Any]) -> None:
+def test_a_mixture_whose_layers_differ_gives_no_result(changes: dict[str, Any]) -> None:
     assert architecture_of({**MIXTURE, **changes}) is None
 
 

@@ -27,7 +27,7 @@ def test_the_70b_profile_has_the_published_figures() -> None:
     assert profile.gpus == 4
 
 
-def test_overrides_replace_figures_and_none_keeps_them() -> None:
+def test_overrides_replace_figures_and_none_leaves_them() -> None:
     settings = load_profile("laptop").model_settings(
         kv_tokens=9_000, max_num_seqs=None, scheduling_policy=SchedulingPolicy.PRIORITY
     )

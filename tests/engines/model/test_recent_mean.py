@@ -13,7 +13,7 @@ def test_a_recent_mean_forgets_what_left_the_window() -> None:
     assert mean.mean(now=4.6) is None
 
 
-def test_a_recent_mean_starts_anew_when_the_counters_do() -> None:
+def test_a_recent_mean_restarts_with_the_counters() -> None:
     mean = RecentMean()
     mean.record(100.0, 1_000, now=0.0)
     mean.record(0.5, 1, now=0.2)

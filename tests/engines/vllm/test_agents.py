@@ -47,14 +47,14 @@ async def client_of(url: object) -> AsyncIterator[anthropic.AsyncAnthropic]:
 @pytest.mark.asyncio(loop_scope="class")
 class TestAgentEngine:
     @pytest.mark.parametrize(("client", "feature"), [cell for cell in CHECKS if cell[1] in WITH_TOOLS])
-    async def test_a_client_can_do_what_the_documentation_says(
+    async def test_a_client_supports_what_the_documentation_states(
         self, agent: Running, client: str, feature: str
     ) -> None:
         async with counter(str(agent.client.base_url)) as at:
             await CHECKS[client, feature](at)
 
     @pytest.mark.parametrize(("path", "body"), GENERATED)
-    async def test_its_answers_come_through_unchanged(
+    async def test_its_answers_are_forwarded_unchanged(
         self, agent: Running, path: str, body: dict[str, Any]
     ) -> None:
         async with in_front_of(agent.engine, agent.limits) as front:

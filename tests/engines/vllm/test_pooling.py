@@ -51,7 +51,7 @@ async def both(pair: Pair, path: str, body: dict[str, Any]) -> Any:
 @pytest.mark.asyncio(loop_scope="class")
 class TestRankingEngine:
     @pytest.mark.parametrize(("path", "body"), RANKED)
-    async def test_its_answers_come_through_unchanged(
+    async def test_its_answers_are_forwarded_unchanged(
         self, ranking: Pair, path: str, body: dict[str, Any]
     ) -> None:
         await both(ranking, path, body)
@@ -87,7 +87,7 @@ class TestRankingEngine:
 @pytest.mark.asyncio(loop_scope="class")
 class TestEmbeddingEngine:
     @pytest.mark.parametrize(("path", "body"), EMBEDDED)
-    async def test_its_answers_come_through_unchanged(
+    async def test_its_answers_are_forwarded_unchanged(
         self, embedding: Pair, path: str, body: dict[str, Any]
     ) -> None:
         await both(embedding, path, body)

@@ -207,7 +207,7 @@ class TestTinyEngine:
                 assert choice_form(ours) == choice_form(real), parameters
 
     @pytest.mark.parametrize(("client", "feature"), [cell for cell in CHECKS if cell[1] not in WITH_TOOLS])
-    async def test_a_client_can_do_what_the_documentation_says(
+    async def test_a_client_supports_what_the_documentation_states(
         self, tiny: Running, client: str, feature: str
     ) -> None:
         async with counter(str(tiny.client.base_url)) as at:
@@ -217,9 +217,7 @@ class TestTinyEngine:
         async with counter(str(tiny.client.base_url)) as at:
             await small_questions(at)
 
-    async def test_an_answer_assembled_from_a_stream_says_what_the_whole_one_says(
-        self, tiny: Running
-    ) -> None:
+    async def test_an_answer_assembled_from_a_stream_equals_the_whole_one(self, tiny: Running) -> None:
         for path, parameters in ASSEMBLED:
             wanted = {"temperature": 0.0, **parameters}
             # The first answer fills the prefix cache, which the usage of the second reports.
@@ -264,7 +262,7 @@ class TestTinyEngine:
         assert ended.index("c0") <= MAX_NUM_SEQS
         assert ended.index("b0") <= MAX_NUM_SEQS + 1
 
-    async def test_responses_are_kept_under_the_names_that_the_gateway_gives(self, tiny: Running) -> None:
+    async def test_responses_are_stored_under_the_names_that_the_gateway_assigns(self, tiny: Running) -> None:
         path, asked = "/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
         async with in_front_of(tiny.engine, tiny.limits) as front:
             first = (await front.http.post(path, json=asked)).json()
@@ -315,9 +313,7 @@ class TestTinyEngine:
                 await until(preempted, ANSWER_TIMEOUT_S)
             assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
 
-    async def test_an_engine_that_hangs_gets_nothing_more_and_goes_on_where_it_was(
-        self, tiny: Running
-    ) -> None:
+    async def test_a_hanging_engine_gets_nothing_more_and_continues_where_it_was(self, tiny: Running) -> None:
         # The replica leaves while its engine hangs and then returns: requests that arrive in between wait for
         # it.
         async with in_front_of(tiny.engine, tiny.limits, no_replica_grace_s=60.0) as front:

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> None:
+async def test_smollm2_answers_a_question_and_leaves_no_process() -> None:
     async with running(SMOLLM2) as started:
         # 1 GiB at 30 layers, 3 heads of 64 and float32; vLLM reserves one of the blocks.
         assert started.limits.kv_tokens == (2**30 // (30 * 2 * 3 * 64 * 4) // 128 - 1) * 128
@@ -55,7 +55,7 @@ async def test_smollm2_knows_the_capital_of_france_and_leaves_no_process() -> No
         await started.engine.check_health()
 
 
-async def test_adapters_are_listed_and_used_and_come_and_go(tmp_path: Path) -> None:
+async def test_adapters_are_listed_used_loaded_and_unloaded(tmp_path: Path) -> None:
     for name in ("sql", "later"):
         write_adapter(TINY, tmp_path / name)
     args = {

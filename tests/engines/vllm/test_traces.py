@@ -16,7 +16,7 @@ async def there(collector: Collector, name: str) -> bool:
     return len(collector.named(name)) >= 2
 
 
-async def test_the_span_of_the_engine_stands_below_ours_and_none_without(
+async def test_the_span_of_the_engine_is_a_child_of_ours_and_absent_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with collecting() as collector:

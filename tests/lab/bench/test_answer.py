@@ -68,7 +68,7 @@ def test_a_stream_without_its_end_mark_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])
-def test_an_error_inside_the_stream_is_a_failure_wherever_it_comes(tokens: int) -> None:
+def test_an_error_inside_the_stream_is_a_failure_wherever_it_occurs(tokens: int) -> None:
     error = event({"error": {"message": "engine died", "code": 500}})
     read = answer(role_event(), *[token_event()] * tokens, error, DONE)
     assert read.outcome is Outcome.FAILED

@@ -20,7 +20,7 @@ def sent(factory: BodyFactory, number: int, of: TraceRequest) -> tuple[dict[str,
     return {"line": lines[0], **headers}, json.loads(body)
 
 
-def test_an_emulated_body_states_exact_counts_and_asks_for_usage() -> None:
+def test_an_emulated_body_states_exact_counts_and_requests_usage() -> None:
     headers, body = sent(BodyFactory(BodySettings(model="m"), "host:1"), 4, request(100))
     assert headers["line"] == "POST /v1/chat/completions HTTP/1.1"
     assert headers["host"] == "host:1"
@@ -29,7 +29,7 @@ def test_an_emulated_body_states_exact_counts_and_asks_for_usage() -> None:
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_a_text_body_knows_no_fields_of_ours() -> None:
+def test_a_text_body_has_no_fields_of_ours() -> None:
     settings = BodySettings(model="m", kind=BodyKind.TEXT, ignore_eos=True, stream=False)
     _, body = sent(BodyFactory(settings, "h"), 1, request())
     assert set(body) == {"model", "ignore_eos", "max_tokens", "messages"}
@@ -42,7 +42,7 @@ def test_clients_state_the_true_length_or_another_or_none(stated: int | None, ex
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 3, 50, 5000, 400_000])
-def test_the_text_has_the_asked_size(prompt_tokens: int) -> None:
+def test_the_text_has_the_requested_size(prompt_tokens: int) -> None:
     factory = BodyFactory(BodySettings(model="m", bytes_per_token=4.0), "h")
     assert len(factory.text(3, request(prompt_tokens))) == prompt_tokens * 4
 

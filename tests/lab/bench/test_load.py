@@ -35,7 +35,7 @@ async def drive(target: Target, of: Trace, **settings: float) -> LoadResult:
         pool.close()
 
 
-async def test_a_record_carries_counts_times_and_what_the_gateway_says() -> None:
+async def test_a_record_has_counts_times_and_the_gateways_headers() -> None:
     headers = b"x-pool: short\r\nx-replica: r1\r\nx-queue-wait-ms: 12.5\r\n"
     headers += b"x-length-queue: q0\r\nx-estimated-tokens: 31\r\n"
     async with scripted(streaming(stream_of(20, 3), headers=headers)) as server:
@@ -69,7 +69,7 @@ async def test_every_request_ends_in_one_record_whatever_the_endpoint_does() -> 
     assert ended == {f"bench-{place}": outcome for place, (_, outcome) in enumerate(scripts)}
 
 
-async def test_connections_are_kept_and_used_again() -> None:
+async def test_connections_are_kept_alive_and_reused() -> None:
     async with scripted(streaming(stream_of())) as server:
         result = await drive(server.target, trace(*[0.02 * place for place in range(10)]))
         assert server.connections == result.client.connections

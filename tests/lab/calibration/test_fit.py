@@ -128,6 +128,6 @@ def test_a_real_engine_is_predicted_from_its_timestamps_alone(real_requests: lis
     assert_predicted(real_requests, step_time, slice(200, None))
 
 
-def test_the_profile_of_that_engine_is_as_accurate_as_it_says(real_requests: list[MeasuredRequest]) -> None:
+def test_the_profile_of_that_engine_is_as_accurate_as_stated(real_requests: list[MeasuredRequest]) -> None:
     step_time = load_profile("llama31-8b-rtx4090-tp1").step_time
     assert_predicted(real_requests, step_time, slice(200, None))

@@ -16,7 +16,7 @@ def test_a_replay_with_the_true_coefficients_repeats_the_measurement() -> None:
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-6, atol=1e-6)
 
 
-def test_a_replay_does_not_look_at_the_measured_instants_except_the_arrivals() -> None:
+def test_a_replay_uses_no_measured_times_except_the_arrivals() -> None:
     requests = engine_run(30, per_s=2.0)
     blind = [
         replace(one, scheduled_at=one.queued_at, first_token_at=one.queued_at + 1, last_token_at=1e9)

@@ -56,7 +56,7 @@ def test_an_undivided_fleet_has_one_model_of_everything() -> None:
     assert len(model.mix) == 2
 
 
-def test_every_profile_that_comes_along_has_a_cost() -> None:
+def test_every_packaged_profile_has_a_cost() -> None:
     table = CostTable.load()
     for name in profile_names():
         assert table.usd_per_hour(name) >= 0.1, name

@@ -73,7 +73,7 @@ async def colours(page: BrowserPage) -> set[str]:
     return set(found)
 
 
-async def test_it_draws_its_plots_and_asks_for_nothing_else(page: BrowserPage) -> None:
+async def test_it_draws_its_plots_and_requests_nothing_else(page: BrowserPage) -> None:
     assert await inks(page) > 2_000
     assert [url for url in page.requests if not url.startswith("data:")] == page.requests[:1]
     assert page.requests[0].startswith("file://")
@@ -111,7 +111,7 @@ async def test_the_values_under_the_mouse_are_shown(page: BrowserPage) -> None:
     assert await page.evaluate(VALUES) == ["20 %", "50 %"]
 
 
-async def test_a_drag_with_the_mouse_looks_closer(page: BrowserPage) -> None:
+async def test_a_drag_with_the_mouse_zooms_in(page: BrowserPage) -> None:
     left, top, width, height = await box(page)
     whole = await inks(page)
     middle = top + height / 2

@@ -15,7 +15,7 @@ def scripts_of(page: str) -> list[str]:
     return re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
 
 
-def test_names_are_text_wherever_they_stand() -> None:
+def test_names_are_text_wherever_they_occur() -> None:
     page = report_as_html(report(HOSTILE))
     parsed, harmless = ParsedReport(page), ParsedReport(report_as_html(report("ours")))
     # The elements are equal, so no name became markup. Words of a command line have one span each.
@@ -65,7 +65,7 @@ def test_the_policy_allows_only_the_two_scripts_of_the_page() -> None:
     assert len(allowed) == 2
 
 
-def test_the_licence_of_the_plotting_library_goes_with_it() -> None:
+def test_the_licence_of_the_plotting_library_is_included() -> None:
     library = scripts_of(report_as_html(report()))[0]
     assert library.startswith("/*! https://github.com/leeoniya/uPlot (v")
     assets = Path(__file__).parents[3] / "serve_app/lab/reports/assets"

@@ -38,7 +38,7 @@ def test_replicas_carry_in_proportion_to_their_number() -> None:
     assert ratio == pytest.approx(3.0, rel=0.05)
 
 
-def test_requests_finish_as_they_come_below_the_saturated_rate_and_not_above() -> None:
+def test_requests_finish_as_they_arrive_below_the_saturated_rate_and_not_above() -> None:
     below, above = (simulate(one) for one in (at_load([run()], load, jobs=1)[0] for load in (0.8, 1.4)))
     last_arrival_s = below.records[-1].arrived_at
     assert below.whole.makespan_s < 1.1 * last_arrival_s
@@ -78,7 +78,7 @@ def test_policies_at_one_load_have_one_rate() -> None:
     ]
 
 
-def test_processes_bring_the_same_results_in_the_order_asked_for() -> None:
+def test_processes_give_the_same_results_in_the_requested_order() -> None:
     runs = [run(rate_per_s=30.0, seed=seed, trace=replace(PAPER_MIX, requests=200)) for seed in range(3)]
     alone, together = (list(run_all(runs, jobs=jobs, keep_records=True)) for jobs in (1, 2))
     assert [one.settings.seed for one in together] == [0, 1, 2]
@@ -86,7 +86,7 @@ def test_processes_bring_the_same_results_in_the_order_asked_for() -> None:
     assert [one.summary for one in together] == [one.summary for one in alone]
 
 
-def test_records_stay_where_they_are_unless_they_are_asked_for() -> None:
+def test_records_stay_in_their_process_unless_requested() -> None:
     (result,) = run_all([run(rate_per_s=30.0, trace=replace(PAPER_MIX, requests=100))], jobs=1)
     assert result.records == result.measured == []
     assert result.whole.completed == 100

@@ -34,7 +34,7 @@ def run_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_json_is_as_the_contract_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_follows_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "out.json"
     assert simulate("--policy", "direct,fcfs", "--load", "0.9", "--seeds", "2", "--json", str(out)) == 0
     document = json.loads(out.read_text())
@@ -64,7 +64,7 @@ def test_the_json_is_as_the_contract_says(tmp_path: Path, capsys: pytest.Capture
     assert "| fcfs " in table
 
 
-def test_short_is_up_to_256_tokens_unless_said_otherwise(tmp_path: Path) -> None:
+def test_short_is_up_to_256_tokens_by_default(tmp_path: Path) -> None:
     shares = []
     for extra in ([], ["--short-at", "64"]):
         run = run_of(tmp_path, "--policy", "direct", "--rate", "5", "--slo-tpot-s", "9", *extra)
@@ -113,7 +113,7 @@ def test_two_pools_are_named_with_their_sizes(tmp_path: Path) -> None:
         (("--load", "3", "--queue-timeout-s", "0.2"), ("unequal work: fcfs, seed 0: only", "expired")),
     ],
 )
-def test_what_was_left_out_and_unequal_work_are_said(
+def test_omissions_and_unequal_work_are_reported(
     arguments: tuple[str, ...], messages: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulate("--policy", "fcfs", *arguments)

@@ -38,7 +38,7 @@ def test_pools_may_differ_in_profile_and_engine() -> None:
     assert [fleet.profile_of(pool) for pool in POOLS] == ["laptop", LARGE]
 
 
-def test_the_short_pool_keeps_a_context_of_its_own() -> None:
+def test_the_short_pool_has_its_own_context() -> None:
     own = {"short": PoolChanges(engine=EngineChanges(max_model_len=6_000))}
     fleet = FleetSettings(profile=LARGE, replicas=POOLS, b_short_tokens=4_096, by_pool=own)
     assert fleet.plans()[0].engine.max_model_len == 6_000

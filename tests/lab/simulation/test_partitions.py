@@ -84,7 +84,7 @@ def test_policies_without_learned_queues_have_none_to_learn(policy: str) -> None
     assert simulate(replace(RUN, policy=policy)).partitions == ()
 
 
-def test_a_given_partition_is_in_force_from_the_beginning() -> None:
+def test_a_given_partition_applies_from_the_beginning() -> None:
     result, log = decided(replace(RUN, partition=FixedPartition(TWO)))
     assert changes(log) == [(0.0, TWO)]
     assert {record.length_queue for record in result.records} == {"1-600", "601-9000"}

@@ -76,7 +76,7 @@ def test_differences_are_from_the_baseline_seed_by_seed(
     )
 
 
-def test_it_says_what_was_asked_and_where_it_comes_from(
+def test_it_states_the_question_and_the_origin(
     written: tuple[ParsedReport, dict[str, Any]],
 ) -> None:
     page, found = written

@@ -27,7 +27,7 @@ def test_an_unknown_weight_or_an_impossible_one_is_rejected() -> None:
         scheduler_settings("ewsjf", ROUTING, {"ewsjf.weights": 3, "ewsjf.weights.a_u": 0.5})
 
 
-def test_the_fleet_says_which_pools_there_are_and_the_changes_how_they_are_used() -> None:
+def test_the_fleet_defines_the_pools_and_the_changes_define_their_use() -> None:
     settings = scheduler_settings(
         "ewsjf", ROUTING, {"routing.spill": False, "backpressure.target_waiting": 5}
     )

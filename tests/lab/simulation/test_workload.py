@@ -34,7 +34,7 @@ def test_prefixes_are_sent_to_the_scheduler_in_the_gateways_blocks() -> None:
     assert len(set(one) | set(other)) == 10 + 2
 
 
-def test_what_a_trace_says_nothing_of_has_no_blocks() -> None:
+def test_a_trace_without_prefixes_has_no_blocks() -> None:
     assert requests((1_300, ()), (1_300, (7,))) == [(), requests((512, (7,)))[0]]
 
 
@@ -56,7 +56,7 @@ def test_arrivals_change_and_requests_and_rate_stay(pattern: str) -> None:
     assert pattern in changed.source
 
 
-def test_gamma_arrivals_are_as_bursty_as_they_say() -> None:
+def test_gamma_arrivals_are_as_bursty_as_requested() -> None:
     gaps = np.diff([one.arrival_s for one in with_arrivals(TRACE, "gamma:3", rng()).requests])
     assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.15)
 

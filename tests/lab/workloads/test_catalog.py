@@ -36,7 +36,7 @@ def test_the_folder_of_the_environment_is_used(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("no_trace_files")
-def test_azure_names_are_generated_and_say_so_where_there_is_no_file() -> None:
+def test_azure_names_are_generated_with_a_notice_if_there_is_no_file() -> None:
     trace = resolve(WorkloadSettings(trace="azure-conv", requests=20_000))
     assert trace.source.startswith("generated from percentiles of the Azure 2023 conversation trace")
     prompts, outputs = lengths(trace)
@@ -51,7 +51,7 @@ def test_a_folder_that_was_given_must_have_the_file(tmp_path: Path) -> None:
         resolve(WorkloadSettings(trace="azure-code", folder=tmp_path))
 
 
-def test_lmsys_keeps_both_published_distributions() -> None:
+def test_lmsys_follows_both_published_distributions() -> None:
     prompts, outputs = lengths(resolve(WorkloadSettings(trace="lmsys", requests=20_000)))
     for tokens, share in ((128, 0.2359), (512, 0.6383), (2048, 0.9483), (8192, 0.9965)):
         assert (prompts + outputs <= tokens).mean() == pytest.approx(share, abs=0.015)
@@ -109,7 +109,7 @@ def test_merged_generators_cover_an_hour() -> None:
     assert len(trace.requests) == 36_000 + 72_000
 
 
-def test_merged_traces_have_the_size_and_rate_asked_for() -> None:
+def test_merged_traces_have_the_requested_size_and_rate() -> None:
     trace = resolve(WorkloadSettings(trace="lmsys+paper-mix", requests=300, rate_per_s=5.0))
     assert len(trace.requests) == 300
     assert trace.rate_per_s == pytest.approx(5.0, rel=0.01)
@@ -155,7 +155,7 @@ def test_generated_lengths_are_named_in_caption_note_and_provenance(
 
 
 @pytest.mark.usefixtures("no_trace_files")
-def test_a_load_test_says_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_test_reports_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     with emulated_endpoint(EmulatedEngineSettings(served_model_names=("m",), max_model_len=32_768)) as url:
         assert main(["bench", "--url", url, "--trace", "azure-code", "--requests", "3", "--rate", "20"]) == 0
     shown = capsys.readouterr()

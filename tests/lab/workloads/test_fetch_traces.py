@@ -84,12 +84,12 @@ def test_what_is_not_whole_and_right_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_network_the_message_says_what_to_do(script: ModuleType, tmp_path: Path) -> None:
+def test_without_network_the_message_has_the_remedy(script: ModuleType, tmp_path: Path) -> None:
     trace = script.PublicTrace("http://127.0.0.1:1/trace.csv", "CC-BY 4.0")
     with pytest.raises(script.FetchError, match="--traces-folder or EWSJF_TRACES"):
         script.ensure(trace, tmp_path, force=False)
 
 
-def test_what_it_fetches_is_what_the_catalog_looks_for(script: ModuleType) -> None:
+def test_it_fetches_the_files_of_the_catalog(script: ModuleType) -> None:
     assert script.FOLDER == DOWNLOAD_FOLDER
     assert {name: script.TRACES[name].filename for name in script.DEFAULT} == _FILES

@@ -33,13 +33,13 @@ def test_quantile_lengths_reproduce_their_points() -> None:
     assert drawn.max() <= 2000
 
 
-def test_lognormal_lengths_have_the_asked_mean_and_are_cut() -> None:
+def test_lognormal_lengths_have_the_requested_mean_and_are_cut() -> None:
     drawn = LognormalLengths(mean=100, cv=0.5, max_tokens=400).sample(50_000, stream(0, "lengths"))
     assert drawn.mean() == pytest.approx(100, rel=0.03)
     assert drawn.max() <= 400
 
 
-def test_mixed_lengths_keep_the_shares_of_their_parts() -> None:
+def test_mixed_lengths_have_the_shares_of_their_parts() -> None:
     mix = MixedLengths(((0.8, UniformLengths(32, 256)), (0.2, UniformLengths(1024, 4096))))
     drawn = mix.sample(50_000, stream(0, "lengths"))
     assert (drawn <= 256).mean() == pytest.approx(0.8, abs=0.01)
@@ -57,21 +57,21 @@ def test_an_output_is_always_shorter_than_its_total(pairs: list[tuple[int, int]]
     assert np.all(paired >= 1)
 
 
-def test_pairing_keeps_every_output_when_all_fit() -> None:
+def test_pairing_preserves_every_output_when_all_fit() -> None:
     totals, outputs = np.array([9, 100, 50, 10]), np.array([8, 9, 40, 49])
     paired = pair_within_totals(totals, outputs, stream(3, "lengths"))
     assert sorted(paired) == sorted(outputs)
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.5])
-def test_gamma_gaps_have_the_asked_mean_and_variation(cv: float) -> None:
+def test_gamma_gaps_have_the_requested_mean_and_variation(cv: float) -> None:
     times = GammaArrivals(rate_per_s=20, cv=cv).sample(100_000, stream(1, "arrivals"))
     gaps = np.diff(times)
     assert 1 / gaps.mean() == pytest.approx(20, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_on_off_arrivals_keep_the_mean_rate_and_have_pauses() -> None:
+def test_on_off_arrivals_have_the_mean_rate_and_pauses() -> None:
     times = OnOffArrivals(rate_per_s=5, on_s=10, off_s=10).sample(50_000, stream(2, "arrivals"))
     assert len(times) / times[-1] == pytest.approx(5, rel=0.1)
     gaps = np.diff(times)

@@ -16,7 +16,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_azure_timestamps_keep_all_seven_decimals(tmp_path: Path) -> None:
+def test_azure_timestamps_preserve_all_seven_decimals(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -117,7 +117,7 @@ def test_an_unknown_format_names_the_file_its_first_line_and_the_known_ones(tmp_
         load_trace(path)
 
 
-def test_a_file_without_a_single_request_is_an_error_and_says_why(tmp_path: Path) -> None:
+def test_a_file_without_a_single_request_is_an_error_with_the_reason(tmp_path: Path) -> None:
     path = write(tmp_path, "arrival_s,prompt_tokens,output_tokens\nx,1,1\n")
     with pytest.raises(TraceError, match="arrival_s is not a number"):
         load_trace(path)

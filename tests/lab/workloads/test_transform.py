@@ -5,7 +5,7 @@ from serve_app.lab.workloads.trace import Trace, TraceError, merge, scale_to_rat
 from tests.lab.workloads.builders import trace
 
 
-def test_a_cut_starts_at_zero_and_keeps_the_gaps() -> None:
+def test_a_cut_starts_at_zero_and_preserves_the_gaps() -> None:
     cut = take(trace(0, 1, 3, 7, 15, 31), 3, stream(5, "window"))
     gaps = [b.arrival_s - a.arrival_s for a, b in zip(cut.requests, cut.requests[1:], strict=False)]
     assert cut.requests[0].arrival_s == 0
@@ -27,13 +27,13 @@ def test_a_short_trace_is_repeated_with_a_mean_gap_between_repetitions() -> None
     assert [one.arrival_s for one in take(trace(0), 3).requests] == [0, 1, 2]
 
 
-def test_merging_orders_by_arrival_and_says_what_was_merged() -> None:
+def test_merging_orders_by_arrival_and_names_the_parts() -> None:
     merged = merge([trace(0, 4, name="a"), trace(1, 4, name="b")], name="both")
     assert [(one.arrival_s, one.prompt_tokens) for one in merged.requests] == [(0, 1), (1, 1), (4, 2), (4, 2)]
     assert merged.source.startswith("merged: ")
 
 
-def test_scaling_changes_the_mean_rate_and_keeps_the_pattern() -> None:
+def test_scaling_changes_the_mean_rate_and_preserves_the_pattern() -> None:
     scaled = scale_to_rate(trace(0, 1, 4), 3.0)
     assert scaled.rate_per_s == pytest.approx(3.0)
     assert [one.arrival_s for one in scaled.requests] == pytest.approx([0, 1 / 6, 4 / 6])

@@ -20,7 +20,7 @@ class Silent:
         pass
 
 
-async def test_a_search_whose_answer_comes_as_it_is_closed_ends() -> None:
+async def test_a_search_whose_answer_arrives_as_it_is_closed_ends() -> None:
     asked, answered = asyncio.Event(), asyncio.Event()
 
     async def locate() -> NoReturn:

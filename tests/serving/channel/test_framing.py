@@ -27,7 +27,7 @@ def some_messages(count: int) -> list[Message]:
 
 
 @given(count=st.integers(1, 40), cuts=st.lists(st.integers(0, 5000), max_size=8))
-def test_messages_come_through_however_the_stream_is_split_or_joined(count: int, cuts: list[int]) -> None:
+def test_messages_arrive_however_the_stream_is_split_or_joined(count: int, cuts: list[int]) -> None:
     messages = some_messages(count)
     stream = b"".join(encode_frames(messages[at : at + 3], LIMIT) for at in range(0, count, 3))
     edges = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
@@ -39,7 +39,7 @@ def test_messages_come_through_however_the_stream_is_split_or_joined(count: int,
     assert read == messages
 
 
-def test_a_stream_may_come_byte_by_byte() -> None:
+def test_a_stream_may_arrive_byte_by_byte() -> None:
     messages = some_messages(5)
     cutter = reader()
     read = [
@@ -66,7 +66,7 @@ def test_a_single_message_beyond_the_limit_is_rejected_by_name_and_size() -> Non
         encode_frames([Cancel("x" * 200)], 100)
 
 
-def test_a_length_beyond_the_limit_is_rejected_before_its_bytes_come() -> None:
+def test_a_length_beyond_the_limit_is_rejected_before_its_bytes_arrive() -> None:
     with pytest.raises(ChannelError, match="exceeds the limit"):
         list(reader(100).feed(b"GET / HTTP/1.1\r\n"))
 
@@ -99,7 +99,7 @@ def test_garbage_is_rejected_or_waits_for_more_but_never_passes(garbage: bytes) 
         assert all(isinstance(message, Message) for message in frame)
 
 
-def test_what_came_before_the_garbage_is_still_read() -> None:
+def test_messages_before_the_garbage_are_still_read() -> None:
     frames = reader().feed(encode_frames([Heartbeat(1)], LIMIT) + b"\xff" * 8)
     assert next(frames) == [Heartbeat(1)]
     with pytest.raises(ChannelError):

@@ -24,7 +24,7 @@ async def test_a_request_that_waits_its_time_out_while_the_scheduler_is_away_exp
     assert not gateway._pending
 
 
-async def test_a_request_that_comes_while_the_scheduler_is_away_is_served_by_the_next(
+async def test_a_request_that_arrives_without_a_scheduler_is_served_by_the_next(
     world: Simulation,
 ) -> None:
     gateway = await world.gateway()
@@ -73,7 +73,7 @@ async def test_a_lower_incarnation_is_rejected_for_ever(world: Simulation) -> No
     assert gateway.incarnation == 2
 
 
-async def test_a_rejection_carries_what_the_scheduler_said(world: Simulation) -> None:
+async def test_a_rejection_has_the_schedulers_message(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     rejection = await rejected(gateway, "r1", model="other")
@@ -179,7 +179,7 @@ async def test_a_request_id_may_be_held_once(world: Simulation) -> None:
     task.cancel()
 
 
-async def test_a_request_id_of_another_gateway_is_rejected_and_the_other_keeps_it(world: Simulation) -> None:
+async def test_a_request_id_of_another_gateway_is_rejected_and_stays_the_others(world: Simulation) -> None:
     first, second = await world.gateway("g1"), await world.gateway("g2")
     await world.replica("s1")
     await granted(first, "r1")
@@ -189,7 +189,7 @@ async def test_a_request_id_of_another_gateway_is_rejected_and_the_other_keeps_i
     assert len(world.live.core) == 1
 
 
-async def test_a_gateway_that_closes_rejects_what_waits_and_what_comes(world: Simulation) -> None:
+async def test_a_gateway_that_closes_rejects_waiting_and_new_requests(world: Simulation) -> None:
     gateway = await world.gateway()
     task = asyncio.get_running_loop().create_task(gateway.acquire(submission("r1")))
     await until(lambda: len(world.live.core) == 1)

@@ -199,7 +199,7 @@ async def test_running_on_both_sides_changes_nothing_but_its_start() -> None:
     assert host.names == ["FirstToken"]
 
 
-async def test_running_in_different_places_goes_by_the_gateways_word() -> None:
+async def test_the_gateways_snapshot_decides_where_a_request_runs() -> None:
     host, replica_id = running()
     other = "s1" if replica_id == "s2" else "s2"
     host.connect(runs(other, grants=4))
@@ -244,7 +244,7 @@ async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> No
     assert host.sessions.connected == 1
 
 
-async def test_a_gateway_that_comes_back_within_its_grace_keeps_everything() -> None:
+async def test_a_gateway_that_reconnects_within_its_grace_loses_nothing() -> None:
     host, replica_id = running()
     page = host.connect(runs(replica_id))
     host.sessions.on_loss("g1", page, for_good=False)  # type: ignore[arg-type]

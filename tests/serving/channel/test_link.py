@@ -95,7 +95,7 @@ async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
     assert both.near.open
 
 
-async def test_a_closed_link_sends_what_it_had_and_says_nothing_after() -> None:
+async def test_a_closed_link_sends_its_buffer_and_nothing_after() -> None:
     both = await pair()
     both.near.send(Cancel("last words"))
     both.near.close("enough")

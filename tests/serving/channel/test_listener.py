@@ -72,13 +72,13 @@ async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, fa
     assert not faults
 
 
-async def test_a_stranger_that_says_half_a_word_is_closed_in_time_all_the_same(world: Simulation) -> None:
+async def test_a_stranger_that_sends_half_a_message_is_closed_in_time_too(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say_bytes(b"\x00" * (HEADER_BYTES - 1))
     assert await stranger.closed()
 
 
-async def test_a_flood_of_real_peers_is_let_in_and_nothing_raises(
+async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
     world: Simulation, faults: list[str]
 ) -> None:
     watch(faults)

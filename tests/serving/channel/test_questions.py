@@ -40,14 +40,16 @@ async def test_a_gateway_gets_its_schedulers_answer_about_a_request(world: Simul
         assert (await gateway.ask(question))["model"] == "m"
 
 
-async def test_an_answer_longer_than_a_frame_comes_whole(world: Simulation) -> None:
+async def test_an_answer_longer_than_a_frame_arrives_complete(world: Simulation) -> None:
     gateway = await world.gateway()
     world.live.questions = slow = Slow("x" * (3 * world.channel.max_frame_bytes))
     slow.release.set()
     assert await asyncio.wait_for(gateway.ask("any"), PATIENCE_S) == slow.found
 
 
-async def test_a_question_that_cannot_be_answered_says_why_and_harms_nothing(world: Simulation) -> None:
+async def test_a_question_that_cannot_be_answered_gives_the_reason_and_harms_nothing(
+    world: Simulation,
+) -> None:
     gateway = await world.gateway()
     with pytest.raises(ChannelError, match="unknown query 'nonsense'"):
         await gateway.ask("nonsense")

@@ -60,7 +60,7 @@ async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_offic
     assert world.endpoint().incarnation == 1
 
 
-async def test_a_connection_that_says_nothing_is_closed(world: Simulation) -> None:
+async def test_a_silent_connection_is_closed(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     assert await stranger.closed()
 
@@ -82,7 +82,7 @@ async def test_garbage_closes_the_connection_and_nothing_else(world: Simulation,
     assert (await world.gateway()).is_connected
 
 
-async def test_a_peer_must_say_hello_first(world: Simulation) -> None:
+async def test_a_peer_must_send_hello_first(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.say(Cancel("r1"))
     assert await stranger.closed()

@@ -105,7 +105,7 @@ async def test_a_scheduler_that_is_replaced_gets_the_waiting_and_the_running_req
     await until(lambda: len(world.live.core) == 0)
 
 
-async def test_a_grant_lost_on_its_way_is_sent_again_and_not_given_anew(world: Simulation) -> None:
+async def test_a_lost_grant_is_sent_again_and_not_decided_again(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     await world.replica()
@@ -224,7 +224,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_charged_until_their_eng
     await until(lambda: len(world.live.core) == 0)
 
 
-async def test_a_gateway_that_comes_back_late_finds_its_running_requests(world: Simulation) -> None:
+async def test_a_gateway_that_reconnects_late_finds_its_running_requests(world: Simulation) -> None:
     wire = await world.wire()
     gateway = await world.gateway(wire=wire)
     _, engine = await world.replica("s1")
@@ -244,7 +244,7 @@ async def test_a_gateway_that_comes_back_late_finds_its_running_requests(world: 
         task.cancel()
 
 
-async def test_a_gateway_that_says_goodbye_is_released_at_once(world: Simulation) -> None:
+async def test_a_gateway_that_sends_goodbye_is_released_at_once(world: Simulation) -> None:
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
@@ -427,7 +427,7 @@ async def test_an_end_of_an_unknown_request_changes_nothing(world: Simulation) -
     assert isinstance(await granted(gateway, "r1"), Grant)
 
 
-async def test_a_gateway_that_says_much_at_once_does_not_keep_others_waiting() -> None:
+async def test_a_burst_from_one_gateway_does_not_delay_others() -> None:
     """Counts messages read before the other gateway is answered: independent of machine load."""
     world = Simulation(scheduler_settings(), replace(FAST, dead_after_s=PATIENCE_S, stuck_after_s=PATIENCE_S))
     await world.begin()

@@ -39,7 +39,7 @@ def next_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("next_release")
-async def test_a_peer_of_the_version_before_is_served_without_what_it_does_not_know(
+async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
     world: Simulation,
 ) -> None:
     await world.replica("s1")

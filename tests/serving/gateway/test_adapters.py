@@ -91,7 +91,7 @@ async def test_the_replica_that_recently_ran_an_adapter_runs_it_again(servers: S
     assert {(await servers.ask("both")).headers["x-replica"] for _ in range(5)} == {first}
 
 
-async def test_adapters_come_and_go_without_a_restart(servers: Servers) -> None:
+async def test_adapters_change_without_a_restart(servers: Servers) -> None:
     await servers.tell(2, "load", "new")
     await until(lambda: servers.lists("sql", "both", "new"))
     answer = await servers.ask("new")

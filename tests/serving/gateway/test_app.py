@@ -19,7 +19,7 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 
 
-async def test_a_chat_completion_comes_back_with_usage_and_its_scheduling(stage: Stage) -> None:
+async def test_a_chat_completion_has_usage_and_scheduling_headers(stage: Stage) -> None:
     raw = await stage.sdk.chat.completions.with_raw_response.create(
         model=MODEL, messages=MESSAGES, max_tokens=3, extra_headers={"x-request-id": "mine-1"}
     )
@@ -94,7 +94,7 @@ async def test_a_stream_has_its_usage_read_and_hidden(stage: Stage) -> None:
     assert stage.dispatcher.events[-1][2] == Usage(prompt_tokens=7, output_tokens=5)
 
 
-async def test_a_client_that_asks_for_usage_sees_it_and_its_body_is_left_alone(stage: Stage) -> None:
+async def test_a_client_that_requests_usage_gets_it_and_its_body_is_unchanged(stage: Stage) -> None:
     request = chat(stream=True, stream_options={"include_usage": True})
     answer = await stage.http.post(CHAT, json=request)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -128,7 +128,7 @@ async def test_completions_embeddings_and_responses_work_with_the_sdk(stage: Sta
     ]
 
 
-async def test_what_a_client_says_of_itself_reaches_the_scheduler(stage: Stage) -> None:
+async def test_what_a_client_states_reaches_the_scheduler(stage: Stage) -> None:
     headers = {
         "x-priority": "batch",
         "x-tenant": "acme",

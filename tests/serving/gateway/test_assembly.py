@@ -185,7 +185,7 @@ async def test_reasoning_and_text_are_joined_apart(stage: Stage) -> None:
     assert alone["choices"][0]["message"]["content"] is None
 
 
-async def test_without_the_setting_bodies_go_on_as_they_came() -> None:
+async def test_without_the_setting_bodies_are_forwarded_unchanged() -> None:
     async with staged() as stage:
         await stage.http.post(CHAT, json=chat())
         assert json.loads(stage.engine.bodies[0]) == chat()

@@ -30,7 +30,7 @@ async def status(http: httpx.AsyncClient, key: ApiKey, **body: Any) -> int:
     return (await http.post("/v1/completions", json={**PROMPT, **body}, headers=headers)).status_code
 
 
-async def test_keys_rotate_without_a_rejection_and_an_answer_under_way_goes_on() -> None:
+async def test_keys_rotate_without_a_rejection_and_open_answers_continue() -> None:
     engine = Engine(token_delay_s=0.05)
     async with serving(engine) as replica:
         gateway = Gateway(settings(keys=(OLD,)), {MODEL: FakeDispatcher([replica])}, "g")

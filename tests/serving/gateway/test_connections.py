@@ -55,7 +55,7 @@ async def test_requests_in_one_piece_are_answered_one_after_the_other(stage: Sta
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED] * 2
 
 
-async def test_the_head_of_an_answer_comes_with_its_first_piece(stage: Stage) -> None:
+async def test_the_head_of_an_answer_is_sent_with_its_first_piece(stage: Stage) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
     writer.write(post(chat(max_tokens=2)))
     async with asyncio.timeout(20):
@@ -108,7 +108,7 @@ async def test_a_request_that_offers_another_protocol_is_answered_in_this_one(st
     assert stage.dispatcher.outcomes() == [Outcome.COMPLETED] * 3
 
 
-async def test_such_a_request_may_come_in_pieces(stage: Stage) -> None:
+async def test_such_a_request_may_arrive_in_pieces(stage: Stage) -> None:
     chunked = b"transfer-encoding: chunked"
     body = json.dumps(chat(max_tokens=2)).encode()
     lines = b"\r\n".join((b"host: x", *OFFER, chunked))
@@ -127,7 +127,7 @@ async def test_a_tunnel_is_rejected(stage: Stage) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_rejected_request_whose_body_does_not_come_ends_its_connection(
+async def test_a_rejected_request_whose_body_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "REST_OF_BODY_S", 0.3)
@@ -137,7 +137,7 @@ async def test_a_rejected_request_whose_body_does_not_come_ends_its_connection(
         assert answer.startswith(b"HTTP/1.1 404 ")
 
 
-async def test_a_rejected_request_whose_body_comes_later_keeps_its_connection() -> None:
+async def test_a_rejected_request_whose_body_arrives_later_leaves_its_connection_open() -> None:
     async with serving(gateway(FakeDispatcher([]))) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")

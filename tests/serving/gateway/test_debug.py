@@ -14,7 +14,7 @@ async def silent(*_: str) -> NoReturn:
 
 
 @pytest.mark.parametrize("question", ["queue", "status"])
-async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(question: str) -> None:
+async def test_each_scheduler_is_queried_and_a_silent_one_is_named(question: str) -> None:
     async def shown() -> dict[str, Any]:
         return {"model": "a", "waiting": 3}
 
@@ -28,7 +28,7 @@ async def test_each_scheduler_is_looked_into_and_a_silent_one_is_named(question:
     assert rejected.json()["error"]["code"] == "not_allowed"
 
 
-async def test_the_tuner_of_each_model_can_be_looked_at_alone() -> None:
+async def test_the_tuner_of_each_model_can_be_inspected_alone() -> None:
     async def status() -> dict[str, Any]:
         return {"model": "a", "waiting": 3, "tuner": {"mode": "on", "state": "searching"}}
 

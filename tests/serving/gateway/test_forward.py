@@ -104,7 +104,7 @@ async def test_an_engine_error_as_the_first_event_puts_the_request_back(stage: S
     assert put_backs(stage) == [DispatchFailure.ENGINE_ERROR]
 
 
-async def test_a_request_too_long_for_its_engine_goes_on_unseen(stage: Stage) -> None:
+async def test_a_request_too_long_for_its_engine_is_rerouted_transparently(stage: Stage) -> None:
     stage.engine.answers.append(replies(400, error_json(TOO_LONG)))
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 200

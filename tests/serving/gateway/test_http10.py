@@ -57,7 +57,7 @@ async def test_a_stream_ends_with_its_connection_and_has_no_chunks(stage: Stage)
     ]
 
 
-async def test_a_stream_is_passed_on_as_it_comes(stage: Stage) -> None:
+async def test_a_stream_is_forwarded_as_it_arrives(stage: Stage) -> None:
     rest = asyncio.Event()
 
     async def half_and_then_the_rest(scope, parsed, send) -> None:  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ async def test_an_answer_of_known_length_states_it(stage: Stage, path: str) -> N
     assert "transfer-encoding" not in answer.headers
 
 
-async def test_a_client_that_wants_to_keep_its_connection_is_not_kept_waiting(stage: Stage) -> None:
+async def test_an_http_1_0_client_with_keep_alive_gets_connection_close(stage: Stage) -> None:
     body = json.dumps(chat(stream=True)).encode()
     answer = await exchange(stage.port, "1.0", body=body, headers="connection: keep-alive\r\n")
     assert answer.headers["connection"] == "close"

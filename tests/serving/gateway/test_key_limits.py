@@ -51,7 +51,7 @@ async def stage(terms: dict[str, Any], tmp_path: Path) -> AsyncIterator[Stage]:
         other.close()
 
 
-async def test_two_gateways_together_let_exactly_the_limit_through(stage: Stage) -> None:
+async def test_two_gateways_together_admit_exactly_the_limit(stage: Stage) -> None:
     answers = await asyncio.gather(*(stage.ask(number % 2) for number in range(40)))
     assert sorted(answer.status_code for answer in answers) == [200] * LIMIT + [429] * (40 - LIMIT)
     assert len(stage.engine.bodies) == LIMIT

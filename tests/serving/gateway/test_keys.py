@@ -96,7 +96,7 @@ def test_a_changed_file_is_read_again_and_a_revoked_key_ends(tmp_path: Path, wat
     until(lambda: keys.caller(secret.encode()) is None)
 
 
-def test_a_broken_file_keeps_the_keys_of_before_and_names_the_mistake(
+def test_a_broken_file_leaves_the_previous_keys_and_names_the_mistake(
     tmp_path: Path, watched: MakeFileKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.json"
@@ -158,7 +158,7 @@ def test_an_empty_file_admits_no_client(tmp_path: Path, watched: MakeFileKeys) -
         Keyring([], {}, watched(path)).caller(None)
 
 
-def test_without_keys_everyone_comes_in_and_names_its_tenant() -> None:
+def test_without_keys_every_client_is_accepted_and_names_its_tenant() -> None:
     caller = Keyring(()).caller(None)
     assert caller.tenant(None, None) == "default"
     assert caller.tenant(b"acme", "anna") == "acme"
@@ -174,7 +174,7 @@ def test_an_end_user_with_an_unfit_name_is_known_by_its_digest() -> None:
 
 
 @pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer wrong", b"Basic k1", b"k1"])
-def test_with_keys_only_they_come_in(header: bytes | None) -> None:
+def test_with_keys_other_callers_get_401(header: bytes | None) -> None:
     with pytest.raises(RequestRejected) as caught:
         Keyring([ApiKey(tenant="a", key="k1")]).caller(header)
     assert caught.value.status == 401

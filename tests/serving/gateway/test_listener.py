@@ -225,7 +225,7 @@ async def test_answers_bear_the_time_of_day() -> None:
     assert parsedate_to_datetime(first) < parsedate_to_datetime(later)
 
 
-async def test_a_head_that_does_not_come_is_answered_and_silence_is_not(
+async def test_an_incomplete_head_is_answered_and_silence_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)

@@ -124,7 +124,7 @@ async def test_a_streamed_message_adds_up_and_is_counted(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_agent_calls_a_tool_and_goes_on_with_its_result(desk: Desk, streamed: bool) -> None:
+async def test_an_agent_calls_a_tool_and_continues_with_its_result(desk: Desk, streamed: bool) -> None:
     question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What weather is it?"}]}]
     request: Any = {**HELLO, "max_tokens": 300, "messages": question, "tools": [WEATHER]}
     if streamed:
@@ -161,9 +161,7 @@ async def test_an_agent_calls_a_tool_and_goes_on_with_its_result(desk: Desk, str
         ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "end_turn"),
     ],
 )
-async def test_what_a_request_asks_of_its_answer_reaches_the_engine(
-    desk: Desk, changes: dict[str, Any], reason: str
-) -> None:
+async def test_output_parameters_reach_the_engine(desk: Desk, changes: dict[str, Any], reason: str) -> None:
     message = await desk.sdk.messages.create(**{**HELLO, "max_tokens": 60, **changes})
     assert message.stop_reason == reason
 
@@ -310,7 +308,7 @@ async def test_an_engines_error_has_anthropics_shape(
     )
 
 
-async def test_a_key_may_come_as_anthropics_clients_send_it(scripted: Desk) -> None:
+async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: Desk) -> None:
     scripted.engine.answers.append(replies(200, {"type": "message", "usage": {"input_tokens": 1}}))
     assert (await scripted.http.post(PATH, json=HELLO, headers={"x-api-key": "k1"})).status_code == 200
     for wrong in ({"x-api-key": "k2"}, {}, {"x-api-key": "k1", "authorization": "Bearer k2"}):

@@ -176,7 +176,7 @@ async def test_a_value_that_is_none_of_the_two_is_rejected(stage: Stage, value: 
     assert stage.dispatcher.submissions == []
 
 
-async def test_without_news_the_usual_comments_come_and_with_news_only_after_silence() -> None:
+async def test_without_updates_the_usual_comments_are_sent_and_with_updates_only_after_silence() -> None:
     async with queued(queue_comment_interval_s=0.3) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         for position in range(9, 3, -1):

@@ -109,9 +109,7 @@ async def test_a_request_without_an_id_of_its_own_is_found_by_that_of_its_answer
     assert found["request_id"] == found["client_request_id"] == answer.headers["x-request-id"]
 
 
-async def test_what_a_gateway_rejects_by_itself_is_said_to_have_no_receipt(
-    stage: PageStage, http: httpx.AsyncClient
-) -> None:
+async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http: httpx.AsyncClient) -> None:
     answer = await asked(http, "mine", model="unheard-of")
 
     assert answer.status_code == 404

@@ -53,7 +53,7 @@ async def test_a_gateway_replays_the_recording_and_still_answers_others() -> Non
         assert document.text == encode_recording(RECORDING)
 
 
-async def test_what_cannot_be_replayed_is_said_in_the_error() -> None:
+async def test_the_error_names_what_cannot_be_replayed() -> None:
     async with gateway('{"version": 99}') as http:
         answer = await http.get("mine%2F1/what-if")
         assert answer.status_code == 409
@@ -76,7 +76,7 @@ async def test_a_replay_that_takes_too_long_is_ended() -> None:
         await replays.what_if(encode_recording(RECORDING))
 
 
-async def test_a_replay_that_breaks_says_so() -> None:
+async def test_a_broken_replay_is_reported() -> None:
     with pytest.raises(RequestRejected, match="No module named") as rejected:
         await Replays(module="serve_app.no_such_module").what_if("{}")
     assert rejected.value.status == 500

@@ -146,7 +146,7 @@ async def test_a_form_that_an_engine_might_read_otherwise_is_rejected(
     assert stage.engine.bodies == []
 
 
-def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_said() -> None:
+def test_fields_that_are_lists_may_be_repeated_and_utf_8_may_be_declared() -> None:
     body = b"".join(
         b'--b\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\n' + value + b"\r\n"
         for name, value in (

@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" % CHAT.encode()
 
 
-async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -> None:
+async def test_a_body_that_does_not_arrive_is_rejected_and_counts_as_in_flight() -> None:
     async with staged(body_grace_s=0.5, min_body_bytes_per_s=100_000.0) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(HEAD)
@@ -32,7 +32,7 @@ async def test_a_body_that_does_not_come_is_rejected_and_counts_as_in_flight() -
         assert stage.gateway.in_flight == 0
 
 
-async def test_a_long_body_that_comes_at_a_fair_rate_is_taken() -> None:
+async def test_a_long_body_that_arrives_at_a_fair_rate_is_accepted() -> None:
     async with staged(body_grace_s=1.0, min_body_bytes_per_s=1_000.0) as stage:
         body = json.dumps(chat()).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)

@@ -39,7 +39,7 @@ async def silent_client(stage: Stage, document: dict[str, Any]) -> socket.socket
 
 
 @pytest.mark.parametrize(("pieces", "outcome"), [(3, Outcome.COMPLETED), (300, Outcome.CANCELLED)])
-async def test_a_client_that_reads_nothing_keeps_no_place(pieces: int, outcome: Outcome) -> None:
+async def test_a_client_that_reads_nothing_holds_no_slot(pieces: int, outcome: Outcome) -> None:
     """Holds whether or not the rest of the answer fits the gateway's buffers."""
 
     async def answers(scope: Scope, parsed: dict[str, Any], send: Send) -> None:

@@ -40,7 +40,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield await stack.enter_async_context(fleet_of(engines))
 
 
-async def test_a_conversation_stays_on_the_replica_that_keeps_it(fleet: Fleet) -> None:
+async def test_a_conversation_stays_on_the_replica_that_stores_it(fleet: Fleet) -> None:
     firsts = await gathered(*(fleet.http.post(CREATE, json=ASKED) for _ in range(9)))
     assert len({first.headers["x-replica"] for first in firsts}) > 1
     for first in firsts:
@@ -113,7 +113,7 @@ async def test_tenants_read_and_go_on_from_their_own_responses_alone() -> None:
         assert (await fleet.http.get(f"{CREATE}/{made}", headers=a)).json() == before
 
 
-async def test_when_the_replica_is_gone_the_answer_says_so_and_no_other_is_asked(
+async def test_when_the_replica_is_gone_the_answer_states_it_and_no_other_is_queried(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_client, "_LATELY_S", 1.0)

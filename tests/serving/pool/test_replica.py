@@ -146,7 +146,7 @@ async def test_a_drain_ends_in_time_though_an_answer_does_not(
     assert isinstance(cut, httpx.HTTPError) or (isinstance(cut, httpx.Response) and cut.status_code >= 500)
 
 
-async def test_a_replica_joins_a_scheduler_that_comes_later(
+async def test_a_replica_joins_a_scheduler_that_starts_later(
     gateway: GatewayClient, live: LiveScheduler
 ) -> None:
     known: list[LiveScheduler] = []

@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_is_seen_by_the_engine(
     assert guard.open_requests == 0
 
 
-async def test_a_draining_replica_rejects_new_work_and_lets_the_old_end(
+async def test_a_draining_replica_rejects_new_work_and_completes_the_old(
     client: aiohttp.ClientSession, engine: SlowStream, guard: ReplicaGuard
 ) -> None:
     async with client.post("/v1/completions", headers=HEADERS) as old:
@@ -124,7 +124,7 @@ async def test_a_draining_replica_rejects_new_work_and_lets_the_old_end(
     assert guard.received == 1
 
 
-async def test_a_connection_is_kept_and_used_again(server: ReplicaServer, engine: SlowStream) -> None:
+async def test_a_connection_is_kept_alive_and_reused(server: ReplicaServer, engine: SlowStream) -> None:
     engine.may_end.set()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     request = (

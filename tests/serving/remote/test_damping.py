@@ -32,7 +32,7 @@ def test_one_that_has_served_for_a_minute_has_settled() -> None:
     assert damping.on_answer(64.0) == 0
 
 
-def test_a_failure_while_it_is_held_back_begins_the_hold_anew() -> None:
+def test_a_failure_during_the_hold_restarts_it() -> None:
     damping = FlapDamping()
     damping.on_answer(0.0)
     damping.on_failure(1.0)

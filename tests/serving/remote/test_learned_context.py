@@ -21,7 +21,7 @@ def silent() -> VllmLike:
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
-async def test_a_rejection_goes_to_the_longer_pool_unseen_and_is_the_last(
+async def test_a_rejected_request_moves_to_the_longer_pool_transparently_and_once(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     status, rejection, stated = REJECTIONS[name]

@@ -268,7 +268,7 @@ async def test_pods_by_label_are_followed_in_the_namespace_that_is_named(
     assert double.asked[0]["labelSelector"] == "app=vllm,tier=gpu"
 
 
-async def test_a_watch_that_ends_goes_on_from_where_it_was(api: tuple[ApiServerDouble, ApiServer]) -> None:
+async def test_a_watch_that_ends_resumes_where_it_was(api: tuple[ApiServerDouble, ApiServer]) -> None:
     double, server = api
     double.put(slice_of("a", "10.0.0.1"))
     async with followed(source_at("http://vllm", server)) as found_urls:

@@ -15,7 +15,7 @@ from serve_app.serving.remote.sources import EndpointUrl
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_what_a_url_says_of_an_endpoint(text: str, read: str) -> None:
+def test_the_parts_of_an_endpoints_url(text: str, read: str) -> None:
     assert str(EndpointUrl.parse(text)) == read
 
 

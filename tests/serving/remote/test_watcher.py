@@ -45,7 +45,7 @@ async def test_endpoints_get_their_own_key_and_nothing_of_ours() -> None:
     assert not {b"x-api-key", b"x-replica-token"} & set(head)
 
 
-async def test_an_endpoint_that_dies_loses_no_request_and_comes_back() -> None:
+async def test_an_endpoint_that_dies_loses_no_request_and_returns() -> None:
     engine, port = VllmLike(), free_port()
     async with AsyncExitStack() as stack:
         other = await stack.enter_async_context(serving(VllmLike()))
@@ -95,7 +95,7 @@ async def test_a_file_of_endpoints_is_followed_while_it_changes(tmp_path: Path) 
         await until(lambda: len(fleet.open()) == 1, "the first has gone")
 
 
-async def test_what_runs_on_an_endpoint_that_is_taken_away_goes_on() -> None:
+async def test_requests_on_a_removed_endpoint_continue() -> None:
     engine = VllmLike(token_delay_s=0.2)
     async with serving(engine) as url, watched(url) as fleet:
         other = await fleet.endpoint()
@@ -144,7 +144,7 @@ async def test_mistakes_of_an_admin_are_reported(body: dict[str, Any], status: i
         assert "has no endpoint" in unknown.text
 
 
-async def test_a_start_without_any_endpoint_that_answers_says_why() -> None:
+async def test_a_start_without_a_reachable_endpoint_gives_the_reason() -> None:
     port = free_port()
     async with watched(f"http://127.0.0.1:{port}", start=False, start_timeout_s=0.3) as fleet:
         with pytest.raises(
@@ -182,7 +182,7 @@ async def test_endpoints_outlive_a_scheduler() -> None:
         assert (await fleet.ask()).status_code == 200
 
 
-async def test_one_that_hangs_gets_nothing_until_it_goes_on() -> None:
+async def test_a_hanging_endpoint_gets_nothing_until_it_continues() -> None:
     engine = VllmLike()
     async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
@@ -193,7 +193,7 @@ async def test_one_that_hangs_gets_nothing_until_it_goes_on() -> None:
         await until(lambda: len(fleet.open()) == 1, "it goes on")
 
 
-async def test_one_that_hung_while_it_was_idle_keeps_what_it_has_and_gets_nothing_more() -> None:
+async def test_an_endpoint_that_hung_while_idle_gets_nothing_more() -> None:
     async def never(_scope: Scope, _parsed: dict[str, Any], _send: Send) -> None:
         await asyncio.Event().wait()
 
@@ -243,7 +243,7 @@ async def test_an_endpoint_whose_cache_is_full_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-async def test_only_admins_may_look_and_change(method: str) -> None:
+async def test_only_admins_may_read_and_change(method: str) -> None:
     async with watched() as fleet:
         answer = await fleet.http.request(
             method,

@@ -165,7 +165,7 @@ def shell_of(actor: SchedulerActor) -> LiveScheduler:
 UNLIMITED = builders.request(max_output_tokens=None)
 
 
-async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
+async def test_an_actor_that_restarts_has_the_last_ones_learned_state(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     first = cluster.actor(str(tmp_path))
@@ -181,7 +181,7 @@ async def test_an_actor_that_restarts_knows_what_the_last_one_had_learned(
     assert 'ewsjf_state_failures_total{model="m",operation="load"} 0.0' in await shell_of(second).exposition()
 
 
-async def test_an_actor_that_keeps_nothing_begins_anew(cluster: Cluster, tmp_path: Path) -> None:
+async def test_an_actor_without_a_store_starts_fresh(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.actor()
     await first.check_health()
     learned = teach(first, output_tokens=77)
@@ -191,7 +191,7 @@ async def test_an_actor_that_keeps_nothing_begins_anew(cluster: Cluster, tmp_pat
     assert shell_of(second).core.estimator.estimate(UNLIMITED).max_output_tokens != learned
 
 
-async def test_other_settings_keep_what_was_learned_even_where_nothing_is_stored(cluster: Cluster) -> None:
+async def test_other_settings_preserve_learned_state_even_without_a_store(cluster: Cluster) -> None:
     actor = cluster.actor()
     await actor.check_health()
     learned = teach(actor, output_tokens=77)
@@ -199,7 +199,7 @@ async def test_other_settings_keep_what_was_learned_even_where_nothing_is_stored
     assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
 
 
-async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_anew(
+async def test_an_invalid_state_is_set_aside_and_the_actor_starts_fresh(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StateStore(str(tmp_path), "scheduler", "app/m")
@@ -215,7 +215,7 @@ async def test_a_state_that_makes_no_sense_is_set_aside_and_the_actor_begins_ane
     assert store.load() is not None, "what it learned itself takes the place"
 
 
-async def test_a_restarted_actor_knows_how_long_engines_take_to_start(
+async def test_a_restarted_actor_has_the_start_times_of_engines(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_scaling, "_INTERVAL_S", 0.01)
@@ -250,7 +250,7 @@ async def test_a_restarted_actor_continues_cost_attribution(cluster: Cluster, tm
     assert [row["engine_seconds"] for row in (await costs_of(second))["rows"]] == [12.5]
 
 
-async def test_a_state_of_a_release_that_kept_no_start_times_is_used_and_a_wrong_one_is_not(
+async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_is_not(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     first = cluster.actor(str(tmp_path))

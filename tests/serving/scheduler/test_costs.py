@@ -74,5 +74,5 @@ def test_a_damaged_state_is_rejected(broken: dict[str, object]) -> None:
         KeptCosts.restored({"costs": broken}, "costs")
 
 
-def test_a_state_of_a_release_that_kept_none_begins_to_count() -> None:
+def test_a_state_of_a_release_without_costs_begins_to_count() -> None:
     assert seconds(KeptCosts.restored({}, "costs")) == {}

@@ -15,7 +15,7 @@ from tests import builders
 HEADER = RunHeader(settings=builders.settings())
 
 
-def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path) -> None:
+def test_the_log_ends_at_its_limit_with_a_message(tmp_path: Path) -> None:
     log = DecisionLogFile(tmp_path / "new" / "log.jsonl", 2, HEADER)
     for n in range(5):
         log.on_entry(Entry(builders.ManualDriver().scheduler, float(n), Woke(), []))

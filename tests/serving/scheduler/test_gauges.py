@@ -73,7 +73,7 @@ def test_states_of_replicas_that_take_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"), [({}, "engines_busy"), ({"draining": True}, "stale_report"), (None, "no_replica")]
 )
-def test_heads_are_blocked_by_what_receipts_say_that_they_waited_for(
+def test_heads_are_blocked_by_the_causes_in_their_receipts(
     changes: dict[str, Any] | None, cause: str
 ) -> None:
     driver = builders.one_replica()

@@ -37,7 +37,7 @@ async def decided(scaling: LiveScaling) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_nothing_is_ordered_before_replicas_had_time_to_come_back(
+async def test_nothing_is_ordered_before_replicas_had_time_to_reconnect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_scaling, "_SETTLING_S", 0.5)
@@ -96,7 +96,7 @@ async def test_another_live_scheduler_is_followed_and_a_change_is_logged_with_it
     assert "pool=short replicas=1 before=0 ready=0" in line
 
 
-async def test_a_fault_keeps_the_last_decision_and_is_counted_each_time_but_logged_once(
+async def test_a_fault_leaves_the_last_decision_and_is_counted_each_time_but_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.serve")

@@ -185,7 +185,7 @@ async def test_the_repr_shows_the_counts(world: Simulation) -> None:
     assert "<ReplicaRegistry replicas 1, open 1>" in repr(world.live)
 
 
-async def test_learned_queues_are_put_in_force_and_recorded(world: Simulation, tmp_path: Path) -> None:
+async def test_learned_queues_are_applied_and_recorded(world: Simulation, tmp_path: Path) -> None:
     world.settings = scheduler_settings(policy="ewsjf")
     live = await world.begin(decision_log=DecisionLogSettings(path=str(tmp_path / "decisions.jsonl")))
     gateway = await world.gateway()

@@ -59,7 +59,7 @@ def test_what_is_forgotten_is_folded_into_the_beginning() -> None:
     assert repr(watched.around) == "<RecordedSurroundings 0 changes, 3 states>"
 
 
-def test_what_was_learned_is_that_of_the_time_asked_about() -> None:
+def test_learned_state_is_that_of_the_requested_time() -> None:
     watched = Watched()
     assert watched.around.learned_at(0.0)["estimator"]
     watched.feed(ev.Arrived(request("r1", arrived_at=5.0)), 5.0)

@@ -24,7 +24,7 @@ def target(world: Simulation) -> int:
     return world.live.core.settings.backpressure.target_waiting
 
 
-async def test_values_are_put_in_force_for_good_logged_and_shown(
+async def test_values_are_applied_permanently_logged_and_shown(
     world: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ray.serve"):
@@ -85,7 +85,7 @@ async def test_a_renewed_trial_lasts_and_a_verdict_ends_it(world: Simulation) ->
     assert target(world) == 4
 
 
-async def test_freezing_ends_a_trial_at_once_and_lets_no_other_begin(world: Simulation) -> None:
+async def test_freezing_ends_a_trial_at_once_and_prevents_others(world: Simulation) -> None:
     desk, before = world.live.tuner, target(world)
     desk.retune(Retune(values={TARGET: 9}, valid_s=60.0))
     desk.freeze("an incident")
@@ -118,7 +118,7 @@ async def test_an_impossible_order_changes_nothing_and_harms_no_request(
     assert not world.live.ended
 
 
-async def test_outcomes_are_collected_from_when_they_are_first_asked_for(world: Simulation) -> None:
+async def test_outcomes_are_collected_from_the_first_request_for_them(world: Simulation) -> None:
     desk = world.live.tuner
     assert desk.observed().settings is None
     seen = desk.observed(outcomes=True)

@@ -58,7 +58,7 @@ def metrics_of(actor: SchedulerActor) -> str:
     return actor._more_metrics()
 
 
-async def test_the_loop_of_a_scheduler_goes_on_while_its_bucket_hangs(uri: str, bucket: Bucket) -> None:
+async def test_the_loop_of_a_scheduler_continues_while_its_bucket_hangs(uri: str, bucket: Bucket) -> None:
     actor = scheduler(uri)
     await actor.endpoint("gateway")
     await until(lambda: StateStore(uri, "scheduler", "app/m").load() is not None)

@@ -78,7 +78,7 @@ async def test_the_state_is_saved_at_the_end(store: FlakyStore) -> None:
     assert await keeper(store, None).load() == {"n": 3}
 
 
-async def test_nothing_is_saved_when_there_is_nothing_to_keep(store: FlakyStore) -> None:
+async def test_nothing_is_saved_without_state(store: FlakyStore) -> None:
     await keeper(store, None).close()
     assert store.calls == 0
 
@@ -131,7 +131,7 @@ async def test_a_rejected_state_is_set_aside_in_the_background(store: FlakyStore
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="restore"}') == 1
 
 
-async def test_close_waits_for_a_save_that_is_under_way(store: FlakyStore) -> None:
+async def test_close_waits_for_a_running_save(store: FlakyStore) -> None:
     document = {"n": 1}
     kept = keeper(store, document, 0.01)
     store.gate.clear()

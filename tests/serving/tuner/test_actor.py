@@ -110,7 +110,7 @@ async def test_queues_are_learned_and_waiting_requests_are_queued_again(
     assert simulation.live.status()["queues"]["learned"] == 2
 
 
-async def test_a_new_scheduler_is_given_the_queues_in_force(
+async def test_a_new_scheduler_gets_the_current_queues(
     simulation: Simulation, start: Callable[[], TunerActor]
 ) -> None:
     start()

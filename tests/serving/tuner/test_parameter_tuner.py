@@ -176,7 +176,7 @@ async def test_work_is_done_in_one_thread_of_low_priority(monkeypatch: pytest.Mo
     made.stop()
 
 
-async def test_a_new_scheduler_gets_the_values_in_force_for_good() -> None:
+async def test_a_new_scheduler_gets_the_permanent_values() -> None:
     made = tuner()
     made.update(observed(100.0, []))
     assert made.loop is not None

@@ -93,7 +93,7 @@ def test_engines_that_share_a_card_must_not_claim_more_than_their_fraction() -> 
         {"gpus": 0},
     ],
 )
-def test_nothing_is_said_of_what_is_not_known(changes: dict[str, Any]) -> None:
+def test_unknown_setups_give_no_warning(changes: dict[str, Any]) -> None:
     given: dict[str, Any] = {"max_model_len": 131_072, "gpu_memory_utilization": 0.9, **changes}
     assert warned(pool(**given)) == []
 
@@ -144,7 +144,7 @@ def test_an_unknown_card_is_rejected_with_those_that_are_known(capsys: pytest.Ca
         ([], False),
     ],
 )
-def test_the_cards_of_this_machine_are_asked_for(
+def test_the_gpus_of_this_machine_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: list[str], is_warned: bool
 ) -> None:
     monkeypatch.setattr("serve_app.settings.checking.machine.gpu_names", lambda: cards)

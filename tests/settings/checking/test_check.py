@@ -122,12 +122,14 @@ def test_a_host_that_is_not_of_this_machine(check: Check) -> None:
     assert any("http_options.host '192.0.2.1'" in line for line in lines)
 
 
-def test_an_address_that_others_reach_asks_for_keys(check: Check) -> None:
+def test_a_public_address_requires_keys(check: Check) -> None:
     open_to_all = LOCAL.replace("host: 127.0.0.1", "host: 0.0.0.0")
     status, lines = check(open_to_all)
     assert status == 2
     (line,) = lines
-    assert line.startswith(f"CONFIG:{line_of(open_to_all, 'host: 0')}: http_options.host 0.0.0.0 lets in")
+    assert line.startswith(
+        f"CONFIG:{line_of(open_to_all, 'host: 0')}: http_options.host 0.0.0.0 is reachable"
+    )
     assert "gateway.keys" in line
     assert "gateway.insecure" in line
     assert check(open_to_all + "      gateway: {insecure: true}\n")[0] == 0
@@ -184,7 +186,7 @@ def test_an_engine_over_several_nodes_needs_a_cluster(check: Check, tmp_path: Pa
     assert check_file(path, on_this_machine=False).mistakes == []
 
 
-def test_another_machine_is_not_asked_for(tmp_path: Path) -> None:
+def test_another_machine_is_not_checked(tmp_path: Path) -> None:
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         if config.name != "kuberay.yaml":
             assert check_file(config, on_this_machine=False).mistakes == []

@@ -34,7 +34,7 @@ def test_keys_of_a_merged_block_have_the_line_of_that_block(tmp_path: Path) -> N
     assert found.mistakes == []
 
 
-def test_a_key_that_stands_twice_is_a_mistake(tmp_path: Path) -> None:
+def test_a_repeated_key_is_a_mistake(tmp_path: Path) -> None:
     (mistake,) = document(tmp_path, "a:\n  port: 1\n  host: x\n  port: 2\n").mistakes
     assert (mistake.line, mistake.message) == (
         4,

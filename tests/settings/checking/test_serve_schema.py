@@ -89,7 +89,7 @@ def test_a_configuration_without_mistakes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_said_of_mistakes(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+def test_mistakes_have_helpful_messages(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     assert sentence in sentences(tmp_path, {"applications": [APPLICATION], **change})
 
 

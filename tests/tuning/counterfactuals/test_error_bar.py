@@ -57,7 +57,7 @@ def test_the_bar_is_that_of_the_class_and_the_wait_after_the_change() -> None:
     assert as_batch.high - as_batch.low > 5.0
 
 
-def test_a_replay_that_misses_the_wait_itself_says_so_and_is_wider() -> None:
+def test_a_replay_that_misses_the_wait_itself_is_reported_and_wider() -> None:
     well = ErrorBars(others(60, sd_s=0.2), residual("own", 10.0, 0.1))
     badly = ErrorBars(others(60, sd_s=0.2), residual("own", 10.0, 6.0))
 

@@ -77,7 +77,7 @@ def test_a_changed_replay_is_the_changed_simulation(seed: int) -> None:
     assert len(waits) > len(changes) / 2
 
 
-def test_minutes_that_begin_later_than_the_busy_period_play_what_was_under_way(
+def test_minutes_that_begin_within_the_busy_period_include_running_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(minutes, "LEAD_S", 8.0)

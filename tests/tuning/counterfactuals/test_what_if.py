@@ -103,7 +103,7 @@ def test_a_person_reads_a_table_and_what_would_have_helped_most() -> None:
     assert "does not reproduce" not in text
 
 
-def test_a_wait_that_the_replay_does_not_have_is_said_to_be_so() -> None:
+def test_a_wait_that_the_replay_does_not_have_is_reported() -> None:
     recording = recorded()
     asked = recording.subject
     assert asked.wait_s is not None

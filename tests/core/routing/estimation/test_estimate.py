@@ -75,7 +75,7 @@ def test_a_batch_of_prompts_is_held_against_a_context_by_its_longest_and_charged
     assert batch.expected_prompt_tokens == pytest.approx(100 * one.expected_prompt_tokens, rel=0.01)
 
 
-def test_media_items_cost_the_settings_constant_at_first_and_teach_no_ratio() -> None:
+def test_media_items_cost_the_settings_constant_at_first_and_affect_no_ratio() -> None:
     learned = estimator()
     bare = learned.estimate(request(text_bytes=400, messages=1))
     with_image = learned.estimate(request(text_bytes=400, messages=1, media_items=2))

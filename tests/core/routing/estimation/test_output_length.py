@@ -55,7 +55,7 @@ def test_the_quantile_and_the_mean_of_a_known_distribution_are_found() -> None:
     assert expected(learned, 8000) == pytest.approx(200, rel=0.1)
 
 
-def test_answers_cut_off_at_their_limit_do_not_teach_that_answers_are_short() -> None:
+def test_answers_cut_off_at_their_limit_do_not_lower_the_learned_length() -> None:
     """Exponential lengths of mean 400, cut at 200 in half of the requests: the mean stays that of all."""
     learned, rng = OutputLengthEstimator(), random.Random(6)
     for index in range(5000):
@@ -108,7 +108,7 @@ def test_a_tenant_speaks_for_itself_and_a_new_one_borrows_from_the_category() ->
     assert learned.estimate(request(max_output_tokens=None, tenant="stranger")).limit >= 1000
 
 
-def test_categories_are_kept_apart() -> None:
+def test_categories_are_separate() -> None:
     learned = OutputLengthEstimator()
     observe(learned, 1000, times=100)
     asked = request(max_output_tokens=None, category=TextCategory.CODE)
@@ -130,7 +130,7 @@ def test_the_tenant_not_seen_for_longest_is_forgotten_first(monkeypatch: pytest.
     assert [tenant for tenant, _ in learned._tenants] == ["a", "c"]
 
 
-def test_embeddings_and_answers_of_no_tokens_teach_nothing() -> None:
+def test_embeddings_and_answers_of_no_tokens_are_not_learned_from() -> None:
     learned = OutputLengthEstimator()
     observe(learned, 5, limit=0)
     observe(learned, 0)

@@ -35,7 +35,7 @@ def test_chats_of_different_lengths_separate_the_two_unknowns() -> None:
     assert learned.per_message == pytest.approx(4, abs=0.4)
 
 
-def test_chats_of_one_message_teach_the_sum() -> None:
+def test_chats_of_one_message_determine_the_sum() -> None:
     learned = overhead()
     for _ in range(50):
         learned.observe(1, 31.0, 2.0)

@@ -15,7 +15,7 @@ def test_it_is_the_median_of_recently_ended_answers() -> None:
     assert pace.tpot_s(3.0) == 0.065
 
 
-def test_an_old_pace_says_nothing() -> None:
+def test_an_old_pace_expires() -> None:
     pace = MeasuredPace()
     for at in (0.0, 1.0, 2.0, 3.0):
         pace.record(0.2, at)

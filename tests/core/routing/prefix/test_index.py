@@ -115,7 +115,7 @@ def test_hashes_that_clients_have_made_collide_do_no_harm() -> None:
     assert index.longest([3]) == 0
 
 
-def test_of_a_prompt_that_another_goes_on_from_elsewhere_only_the_rest_grows_old() -> None:
+def test_of_a_prompt_that_another_continues_elsewhere_only_the_rest_ages() -> None:
     index = prefix_index("s1", capacity_tokens=6 * BLOCK_TOKENS[0])
     for text in ("aabb", "aaa", "c"):
         index.add("s1", chain(text))

@@ -50,7 +50,7 @@ def test_a_route_that_the_engine_lacks_is_named(body: object) -> None:
         (501, b"", "the engine answered 501 without a message", "server_error"),
     ],
 )
-def test_the_engines_own_words_are_kept(status: int, body: object, message: str, kind: str) -> None:
+def test_the_engines_own_message_is_preserved(status: int, body: object, message: str, kind: str) -> None:
     error = shaped(status, body)
     assert (error["message"], error["type"]) == (message, kind)
 

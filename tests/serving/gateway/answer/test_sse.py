@@ -73,7 +73,7 @@ def test_every_single_byte_cut_passes_whole_events_only() -> None:
     assert scanner.flush() == b""
 
 
-def test_a_client_that_asked_for_usage_gets_it() -> None:
+def test_a_client_that_requested_usage_gets_it() -> None:
     stream = event({"choices": [], "usage": USAGE})
     received, scanner = scan(stream, [], hide_usage=False)
     assert received == stream

@@ -153,7 +153,7 @@ async def test_all_watchers_share_one_read_a_second_and_nothing_is_read_before_o
     assert door.looks.count == looked
 
 
-async def test_a_scheduler_that_fails_or_hangs_is_named_and_comes_back(door: Door) -> None:
+async def test_a_scheduler_that_fails_or_hangs_is_named_until_it_recovers(door: Door) -> None:
     async with watching(door) as frames:
         assert "error" not in (await anext(frames))["models"][0]
         door.looks.failure = ConnectionError("gone")

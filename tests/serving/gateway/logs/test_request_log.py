@@ -166,7 +166,7 @@ FULL = replace(
 )
 
 
-def test_text_and_json_say_the_same() -> None:
+def test_text_and_json_agree() -> None:
     fields = json_fields(FULL)
     assert fields == {
         "event": "concluded",

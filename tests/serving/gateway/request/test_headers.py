@@ -50,7 +50,7 @@ def class_of(
         (None, "auto", 1, PriorityClass.BATCH),
     ],
 )
-def test_the_class_comes_from_the_header_or_the_service_tier_or_vllms_priority(
+def test_the_class_is_that_of_the_header_or_the_service_tier_or_vllms_priority(
     header: bytes | None, tier: str | None, priority: int | None, expected: PriorityClass
 ) -> None:
     assert class_of(header, tier, priority) is expected

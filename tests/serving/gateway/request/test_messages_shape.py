@@ -28,7 +28,7 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
-def test_text_is_counted_wherever_it_stands() -> None:
+def test_text_is_counted_wherever_it_occurs() -> None:
     thought = {"type": "thinking", "thinking": "12345", "signature": "s"}
     found = shape(
         user(text("123")), {"role": "assistant", "content": [thought, text("1234567")]}, system="12"

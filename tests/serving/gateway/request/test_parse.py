@@ -35,7 +35,7 @@ def test_text_of_messages_is_counted_in_utf8_bytes_and_media_as_items() -> None:
     assert parsed.spec.shape.prompt_tokens is None
 
 
-def test_tools_and_schemas_are_measured_as_the_json_they_came_as() -> None:
+def test_tools_and_schemas_are_measured_as_received_json() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     parsed = parse(
@@ -215,7 +215,7 @@ def test_values_that_vllm_coerces_are_taken() -> None:
         parse(CHAT, messages=[], max_tokens=5.5)
 
 
-def test_a_request_says_what_it_refers_to() -> None:
+def test_references_and_background_are_parsed() -> None:
     parsed = parse(RESPONSES, input="go on", previous_response_id="resp_1", background=True)
     assert (parsed.previous_response, parsed.background, parsed.keeps_responses) == ("resp_1", True, True)
     parsed = parse(RESPONSES, input="go on", previous_response_id=None)
@@ -223,7 +223,7 @@ def test_a_request_says_what_it_refers_to() -> None:
     assert not parse(CHAT, messages=[]).keeps_responses
 
 
-def test_a_prompt_that_begins_with_what_an_engine_keeps_has_no_known_beginning() -> None:
+def test_a_prompt_that_begins_with_a_stored_response_has_no_known_beginning() -> None:
     text = "word " * 400
     alone = parse(RESPONSES, input=text, cache_salt="s").opening
     goes_on = parse(RESPONSES, input=text, cache_salt="s", previous_response_id="resp_1").opening

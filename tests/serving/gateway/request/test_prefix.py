@@ -83,7 +83,7 @@ def test_tools_stand_first_because_templates_put_them_there() -> None:
     assert chat(SYSTEM, tools=None) == chat(SYSTEM)
 
 
-def test_nothing_after_an_image_is_compared_because_images_are_not_looked_at() -> None:
+def test_nothing_after_an_image_is_compared_because_images_are_not_hashed() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     pictured = {"role": "user", "content": [{"type": "text", "text": "t" * 600}, image]}
     assert chat(SYSTEM, pictured, ANSWER, QUESTION) == chat(SYSTEM, pictured)
@@ -128,7 +128,7 @@ def test_what_a_model_reads_in_another_way_does_not_match() -> None:
     assert len(hashes) == 7
 
 
-def test_a_response_goes_on_where_another_has_ended() -> None:
+def test_a_response_continues_where_another_has_ended() -> None:
     asked = [{"role": "user", "content": "q" * 700}]
     went_on = [*asked, {"type": "function_call", "arguments": "a" * 600, "name": "f", "call_id": "1"}]
     output = [*went_on, {"type": "function_call_output", "output": "o" * 600, "call_id": "1"}]
@@ -158,7 +158,7 @@ def test_prompts_match_as_far_as_whole_blocks_are_the_same(one: str, other: str)
     assert all(0 <= block < 2**64 for block in completion(one))
 
 
-def test_a_tenants_salt_for_engines_cannot_be_asked_for_by_another() -> None:
+def test_a_tenants_salt_for_engines_cannot_be_set_by_another() -> None:
     salts = {engine_salt("ab", ""), engine_salt("a", "b"), engine_salt("", "ab"), engine_salt("ab", "x")}
     assert len(salts) == 4
     assert engine_salt("other", engine_salt("ab", "")) not in salts

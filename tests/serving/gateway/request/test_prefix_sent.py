@@ -22,7 +22,7 @@ async def test_with_prefixes_switched_off_the_scheduler_gets_none() -> None:
         assert stage.dispatcher.submissions[0].prefix == ()
 
 
-async def test_tenants_that_are_kept_apart_share_neither_hashes_nor_blocks_of_an_engine() -> None:
+async def test_isolated_tenants_share_neither_hashes_nor_blocks_of_an_engine() -> None:
     async with staged(prefix=PrefixSettings(per_tenant=True)) as stage:
         for tenant in ("a", "b", "a"):
             body = chat(messages=LONG, cache_salt="of the client")

@@ -47,7 +47,7 @@ def test_a_body_of_too_many_things_is_rejected(sent: bytes, what: str) -> None:
     ],
     ids=["brackets", "quotes", "backslashes", "prose"],
 )
-def test_what_stands_in_a_text_does_not_count(text: str) -> None:
+def test_the_contents_of_a_text_do_not_count(text: str) -> None:
     check_structure(chat(text))
 
 

@@ -34,5 +34,5 @@ def test_the_same_page_twice_counts_once() -> None:
     assert merge([FIRST, FIRST]) == FIRST
 
 
-def test_empty_pages_and_undescribed_samples_are_kept_in_order() -> None:
+def test_empty_pages_and_undescribed_samples_stay_in_order() -> None:
     assert merge(["", "up 1\n", "# a comment\nup_2 3\n"]) == "up 1\nup_2 3\n"

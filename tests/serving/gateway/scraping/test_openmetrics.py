@@ -38,7 +38,7 @@ def samples_of(families: Any) -> dict[Any, float]:
     }
 
 
-async def test_both_formats_say_the_same_and_exemplars_lead_to_traces(
+async def test_both_formats_agree_and_exemplars_lead_to_traces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with collecting() as collector:

@@ -74,7 +74,7 @@ def test_grpc_is_there_with_its_exporter(monkeypatch: pytest.MonkeyPatch) -> Non
     check_tracing()
 
 
-def test_what_is_not_installed_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     # Makes the import fail.
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(SettingsError, match=r"pip install 'ewsjf-serve\[tracing\]'"):

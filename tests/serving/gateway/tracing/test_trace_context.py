@@ -23,7 +23,7 @@ def test_a_parent_is_read() -> None:
     assert trace_parent({}) is None
 
 
-def test_later_versions_may_say_more() -> None:
+def test_later_versions_may_have_more_fields() -> None:
     assert read(f"01-{TRACE}-{SPAN}-01")
     assert read(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings")
 

@@ -176,7 +176,7 @@ async def test_an_engine_that_fails_makes_the_trace_an_error(collector: Collecto
 
 
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "parentbased_traceidratio"])
-async def test_a_client_that_keeps_no_trace_decides_for_all(
+async def test_a_client_that_does_not_sample_decides_for_all(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -237,7 +237,7 @@ async def test_a_share_of_requests_is_sampled_by_the_id_that_their_spans_have(
         ("traceidratio", "many", True, True, True),
     ],
 )
-async def test_every_sampler_of_the_environment_decides_as_opentelemetry_says(
+async def test_every_sampler_of_the_environment_decides_as_in_opentelemetry(
     collector: Collector,
     monkeypatch: pytest.MonkeyPatch,
     sampler: str,
@@ -259,7 +259,7 @@ async def test_every_sampler_of_the_environment_decides_as_opentelemetry_says(
     app.close()
 
 
-async def test_without_tracing_the_clients_trace_goes_on_as_it_is(collector: Collector) -> None:
+async def test_without_tracing_the_clients_trace_is_forwarded_unchanged(collector: Collector) -> None:
     engine = Engine()
     given = f"00-{TRACE}-{PARENT}-01"
     async with fleet_of([engine]) as fleet:

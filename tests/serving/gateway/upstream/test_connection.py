@@ -42,7 +42,7 @@ async def ask(pool: UpstreamPool, port: int, body: bytes = b"") -> tuple[int, by
         response.close()
 
 
-async def test_a_connection_is_kept_and_used_again() -> None:
+async def test_a_connection_is_kept_alive_and_reused() -> None:
     pool, replica = UpstreamPool(UpstreamSettings()), writes(OK)
     async with replica.listening() as port:
         for _ in range(3):
@@ -53,7 +53,7 @@ async def test_a_connection_is_kept_and_used_again() -> None:
         assert repr(pool) == "<UpstreamPool busy=0 idle=0 connects=1>"
 
 
-async def test_chunks_come_one_by_one_and_headers_in_lower_case() -> None:
+async def test_chunks_arrive_one_by_one_and_headers_in_lower_case() -> None:
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Thing: a\r\n\r\n3\r\nabc\r\n"
     replica = writes(chunked, b"2\r\nde\r\n", b"0\r\n\r\n", pause_s=0.05)
     pool = UpstreamPool(UpstreamSettings())
@@ -66,7 +66,7 @@ async def test_chunks_come_one_by_one_and_headers_in_lower_case() -> None:
         pool.close()
 
 
-async def test_a_kept_connection_that_the_replica_closed_is_replaced_unseen() -> None:
+async def test_an_idle_connection_that_the_replica_closed_is_replaced_transparently() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         if number == 2:
             writer.transport.abort()  # just as the second request arrives
@@ -81,7 +81,7 @@ async def test_a_kept_connection_that_the_replica_closed_is_replaced_unseen() ->
         pool.close()
 
 
-async def test_a_replica_that_dies_with_a_request_on_a_kept_connection_is_lost() -> None:
+async def test_a_replica_that_dies_with_a_request_on_a_reused_connection_is_lost() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         if number == 2:
             replica.stop_listening()
@@ -97,7 +97,7 @@ async def test_a_replica_that_dies_with_a_request_on_a_kept_connection_is_lost()
         assert caught.value.failure is DispatchFailure.LOST
 
 
-async def test_a_kept_connection_that_breaks_at_work_is_lost_and_not_tried_again(
+async def test_a_reused_connection_that_breaks_during_a_request_is_lost_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
@@ -117,7 +117,7 @@ async def test_a_kept_connection_that_breaks_at_work_is_lost_and_not_tried_again
         assert (len(replica.requests), pool.stale_retries) == (2, 0)
 
 
-async def test_a_kept_connection_that_stays_silent_is_not_tried_again() -> None:
+async def test_a_reused_connection_that_stays_silent_is_not_retried() -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
         if number == 1:
             writer.write(OK)
@@ -190,7 +190,7 @@ async def test_an_unsolicited_answer_never_reaches_the_next_request() -> None:
         pool.close()
 
 
-async def test_a_connection_that_says_close_is_not_kept() -> None:
+async def test_a_connection_with_close_is_not_reused() -> None:
     replica = writes(OK.replace(b"X-Thing: a", b"connection: close"))
     pool = UpstreamPool(UpstreamSettings())
     async with replica.listening() as port:
@@ -198,7 +198,7 @@ async def test_a_connection_that_says_close_is_not_kept() -> None:
         assert repr(pool) == "<UpstreamPool busy=0 idle=0 connects=1>"
 
 
-async def test_no_more_connections_are_kept_than_allowed() -> None:
+async def test_idle_connections_are_limited() -> None:
     replica, pool = writes(OK), UpstreamPool(UpstreamSettings(max_idle_per_replica=2))
     async with replica.listening() as port:
         await asyncio.gather(*(ask(pool, port) for _ in range(5)))
