@@ -3,7 +3,7 @@
 from docs_reference.markdown import code, document, table
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, ClientApi
 from serve_app.serving.gateway.openapi import OWN_PATHS
-from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED
+from serve_app.serving.gateway.request.endpoints import FORMS, QUERY_ROUTES, SCHEDULED, UNSCHEDULED
 from serve_app.serving.gateway.stored import STORED_PATHS
 
 _INTRODUCTION = """
@@ -57,7 +57,7 @@ def endpoints_page() -> str:
         (f"POST {code(path)}", endpoint.summary, _errors(endpoint.api))
         for path, endpoint in UNSCHEDULED.items()
     ]
-    unscheduled += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUESTIONS.items()]
+    unscheduled += [(f"GET {code(path)}", summary, "OpenAI") for path, summary in QUERY_ROUTES.items()]
     stored = [(f"{method} {code(path)}", summary) for path, (method, summary) in STORED_PATHS.items()]
     own = [(f"{method} {code(path)}", summary) for path, (method, summary) in OWN_PATHS.items()]
     return document(

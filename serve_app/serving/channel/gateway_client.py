@@ -22,7 +22,6 @@ from serve_app.request import PriorityClass, Submission, Usage
 from serve_app.serving.channel.connector import Connector, Locate
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
-    Answer,
     Cancel,
     Exposition,
     Finish,
@@ -32,7 +31,8 @@ from serve_app.serving.channel.messages import (
     Outlooks,
     PageRequest,
     PutBack,
-    Question,
+    Query,
+    QueryResult,
     Rejected,
     ReplicaTable,
     Role,
@@ -155,14 +155,14 @@ _OVERDUE_S = 5.0
 _OFFLINE_TIMEOUT_S = 60.0
 
 
-class _Asked:
+class _PendingQuery:
     """A pending query and the parts of its answer."""
 
     def __init__(self, answer: asyncio.Future[bytes]) -> None:
         self.answer = answer
         self._parts: list[bytes] = []
 
-    def take(self, message: Answer) -> None:
+    def take(self, message: QueryResult) -> None:
         self._parts.append(message.part)
         if message.error:
             self.fail(message.error)
@@ -200,8 +200,8 @@ class GatewayClient:
         # Pages of other gateways, until the last part of a scrape's answer arrives.
         self._others: dict[int, list[str]] = {}
         self._scrape_serial = 0
-        self._questions: dict[int, _Asked] = {}
-        self._question_serial = 0
+        self._queries: dict[int, _PendingQuery] = {}
+        self._query_serial = 0
         self._own_page: Callable[[], Awaitable[str]] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -345,7 +345,7 @@ class GatewayClient:
             self._scrapes.pop(serial, None)
             self._others.pop(serial, None)
 
-    async def ask(self, question: str, **arguments: Any) -> Any:
+    async def query(self, name: str, **arguments: Any) -> Any:
         """Query the scheduler for an admin; the caller limits the time.
 
         Raises:
@@ -353,14 +353,14 @@ class GatewayClient:
         """
         if self._link is None:
             raise ChannelError("no scheduler is connected to this gateway")
-        self._question_serial += 1
-        serial = self._question_serial
-        asked = self._questions[serial] = _Asked(self._loop.create_future())
-        self._link.send(Question(serial, question, msgspec.json.encode(arguments)))
+        self._query_serial += 1
+        serial = self._query_serial
+        pending = self._queries[serial] = _PendingQuery(self._loop.create_future())
+        self._link.send(Query(serial, name, msgspec.json.encode(arguments)))
         try:
-            return msgspec.json.decode(await asked.answer)
+            return msgspec.json.decode(await pending.answer)
         finally:
-            self._questions.pop(serial, None)
+            self._queries.pop(serial, None)
 
     def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
         """Register the page that is sent when the scheduler requests this gateway's metrics."""
@@ -394,9 +394,9 @@ class GatewayClient:
             answer = self._scrapes.get(message.serial)
             if answer is not None and not answer.done():
                 answer.set_result("".join((message.text, *self._others[message.serial])))
-        elif isinstance(message, Answer):
-            if (asked := self._questions.get(message.serial)) is not None:
-                asked.take(message)
+        elif isinstance(message, QueryResult):
+            if (pending := self._queries.get(message.serial)) is not None:
+                pending.take(message)
         elif isinstance(message, GatewayPage):
             self._others.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
@@ -432,8 +432,8 @@ class GatewayClient:
     def on_disconnected(self) -> None:
         """Continue without a scheduler; no-wait requests are rejected."""
         self._link = None
-        for asked in self._questions.values():
-            asked.fail("the connection to the scheduler was lost before it responded")
+        for pending in self._queries.values():
+            pending.fail("the connection to the scheduler was lost before it responded")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
                 self._reject(pending, reject_away(REJECTS_TO_WAIT))

@@ -65,7 +65,6 @@ from serve_app.errors import ChannelError, Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 from serve_app.serving.channel.link import Link
 from serve_app.serving.channel.messages import (
-    Answer,
     Cancel,
     Exposition,
     Finish,
@@ -76,7 +75,8 @@ from serve_app.serving.channel.messages import (
     Outlooks,
     PageRequest,
     PutBack,
-    Question,
+    Query,
+    QueryResult,
     Rejected,
     Running,
     Scrape,
@@ -106,25 +106,25 @@ class GatewayPages:
         self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
 
     def __repr__(self) -> str:
-        return f"<GatewayPages asked {len(self._answers)}>"
+        return f"<GatewayPages pending {len(self._answers)}>"
 
     async def of_others(self, gateway_id: str) -> Iterable[str]:
         """Return the pages of all gateways but this one that arrive in time."""
         loop = asyncio.get_running_loop()
         self._serial += 1
-        asked: dict[tuple[str, int], asyncio.Future[str]] = {}
+        pending: dict[tuple[str, int], asyncio.Future[str]] = {}
         for name, link in self._links().items():
             if name != gateway_id and link.send(PageRequest(self._serial)):
-                asked[name, self._serial] = loop.create_future()
-        if not asked:
+                pending[name, self._serial] = loop.create_future()
+        if not pending:
             return ()
-        self._answers |= asked
+        self._answers |= pending
         try:
-            done, _ = await asyncio.wait(asked.values(), timeout=_PATIENCE_S)
+            done, _ = await asyncio.wait(pending.values(), timeout=_PATIENCE_S)
         finally:
-            for key in asked:
+            for key in pending:
                 self._answers.pop(key, None)
-        return [answer.result() for answer in asked.values() if answer in done]
+        return [answer.result() for answer in pending.values() if answer in done]
 
     def on_page(self, gateway_id: str, message: GatewayPage) -> None:
         """Handle a page; late ones are dropped."""
@@ -172,7 +172,7 @@ class GatewayHost(Protocol):
         """Return the scheduler's metrics in the text format."""
         ...
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         """Answer an admin's query."""
         ...
 
@@ -199,7 +199,7 @@ class GatewaySessions:
             Watch: self._on_watch,
             Scrape: self._on_scrape,
             GatewayPage: self._on_page,
-            Question: self._on_question,
+            Query: self._on_query,
         }
         self._pages = GatewayPages(self._links)
 
@@ -401,8 +401,8 @@ class GatewaySessions:
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
         self._start(self._expose(gateway, message.serial))
 
-    def _on_question(self, gateway: GatewaySession, message: Question) -> None:
-        self._start(self._answer(gateway, message))
+    def _on_query(self, gateway: GatewaySession, message: Query) -> None:
+        self._start(self._answer_query(gateway, message))
 
     def _on_page(self, gateway: GatewaySession, message: GatewayPage) -> None:
         self._pages.on_page(gateway.gateway_id, message)
@@ -415,16 +415,16 @@ class GatewaySessions:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, gateway: GatewaySession, question: Question) -> None:
+    async def _answer_query(self, gateway: GatewaySession, query: Query) -> None:
         try:
-            found = await self._host.answer(question.name, question.arguments)
+            found = await self._host.answer(query.name, query.arguments)
         except Exception as error:
-            logger.exception("event=admin_query_failed name=%s", question.name)
-            gateway.tell(Answer(question.serial, b"", is_last=True, error=repr(error)))
+            logger.exception("event=admin_query_failed name=%s", query.name)
+            gateway.tell(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
             return
         for at in range(0, len(found), _PART_BYTES):
             end = at + _PART_BYTES
-            gateway.tell(Answer(question.serial, found[at:end], is_last=end >= len(found)))
+            gateway.tell(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))
 
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
         asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)

@@ -176,8 +176,8 @@ class Scrape(Message, frozen=True):
     serial: int
 
 
-class Question(Message, frozen=True):
-    """Query to the scheduler by an admin, with a JSON object as arguments; see `scheduler.questions`."""
+class Query(Message, frozen=True):
+    """Query to the scheduler by an admin, with a JSON object as arguments; see `scheduler.queries`."""
 
     serial: int
     name: str
@@ -265,8 +265,8 @@ class Exposition(Message, frozen=True):
     text: str
 
 
-class Answer(Message, frozen=True):
-    """A part of the answer to `Question`, in JSON; `error` is empty unless there is no answer."""
+class QueryResult(Message, frozen=True):
+    """A part of the answer to `Query`, in JSON; `error` is empty unless there is no answer."""
 
     serial: int
     part: bytes
@@ -281,21 +281,13 @@ class PageRequest(Message, frozen=True):
 
 
 FromGateway = (
-    Submit
-    | PutBack
-    | Running
-    | SnapshotEnd
-    | First
-    | Finish
-    | Cancel
-    | Watch
-    | Scrape
-    | GatewayPage
-    | Question
+    Submit | PutBack | Running | SnapshotEnd | First | Finish | Cancel | Watch | Scrape | GatewayPage | Query
 )
 FromReplica = Register | Report | EngineFailed
 FromPeer = Heartbeat | Hello | Bye | FromGateway | FromReplica
-ToGateway = ReplicaTable | Granted | Rejected | Outlooks | Exposition | GatewayPage | PageRequest | Answer
+ToGateway = (
+    ReplicaTable | Granted | Rejected | Outlooks | Exposition | GatewayPage | PageRequest | QueryResult
+)
 FromScheduler = Heartbeat | Welcome | PeerRejected | ToGateway
 
 _AS_BEFORE: Mapping[type[Message], Callable[[Any], Message | None]] = {}

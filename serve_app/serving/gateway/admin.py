@@ -130,8 +130,8 @@ VIEW_TIMEOUT_S = 5.0
 class SchedulerViews(Protocol):
     """Admin interface of one model's scheduler."""
 
-    async def ask(self, question: str, **arguments: Any) -> Any:
-        """Return the answer to a query defined by `scheduler.questions.AdminQuestions`.
+    async def query(self, name: str, **arguments: Any) -> Any:
+        """Return the answer to a query defined by `scheduler.queries.AdminQueries`.
 
         Raises:
             ChannelError: the scheduler is disconnected or cannot answer.
@@ -139,8 +139,8 @@ class SchedulerViews(Protocol):
         ...
 
 
-async def ask(
-    model: str, views: SchedulerViews, question: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
+async def query_scheduler(
+    model: str, views: SchedulerViews, query: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
 ) -> Any:
     """Query the scheduler of one model.
 
@@ -148,25 +148,25 @@ async def ask(
         RequestRejected: it does not answer.
     """
     try:
-        return await asyncio.wait_for(views.ask(question, **arguments), within_s)
+        return await asyncio.wait_for(views.query(query, **arguments), within_s)
     except Exception as error:
         message = f"the scheduler of {model} does not respond: {error!r}; retry later"
         raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
 
 
-Question = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
+Query = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
 """A query to a model's scheduler, given the model's name."""
 
 
-async def ask_each(
+async def query_all(
     views: Mapping[str, SchedulerViews],
-    question: Question,
+    query: Query,
 ) -> list[Mapping[str, Any]]:
     """Query each model's scheduler; a failed query yields the model's name and the error."""
     answers: list[Mapping[str, Any]] = []
     for model, each in views.items():
         try:
-            answers.append(await asyncio.wait_for(question(model, each), VIEW_TIMEOUT_S))
+            answers.append(await asyncio.wait_for(query(model, each), VIEW_TIMEOUT_S))
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
             answers.append({"model": model, "error": f"its scheduler does not respond: {error!r}"})
     return answers
@@ -202,7 +202,7 @@ class ModeAdmin:
         chosen = self._views
         if incoming.scope["method"] == "POST":
             chosen = await self._changed(incoming)
-        models = await ask_each(chosen, lambda _model, views: views.ask("mode"))
+        models = await query_all(chosen, lambda _model, views: views.query("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
     async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
@@ -223,7 +223,7 @@ class ModeAdmin:
             )
         chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
         for model, views in chosen.items():
-            await ask(model, views, "change_mode", active_share=asked.active_share)
+            await query_scheduler(model, views, "change_mode", active_share=asked.active_share)
         return chosen
 
 
@@ -367,17 +367,17 @@ class DebugPages:
     @property
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
         """The method and the handler of each path."""
-        pages: dict[str, tuple[str, Question]] = {
-            "/debug/queue": ("GET", lambda _model, views: views.ask("queue")),
-            "/debug/status": ("GET", lambda _model, views: views.ask("status")),
-            "/debug/scaling": ("GET", lambda _model, views: views.ask("scaling")),
-            "/debug/usage": ("GET", lambda _model, views: views.ask("usage")),
-            "/debug/costs": ("GET", lambda _model, views: views.ask("costs")),
+        pages: dict[str, tuple[str, Query]] = {
+            "/debug/queue": ("GET", lambda _model, views: views.query("queue")),
+            "/debug/status": ("GET", lambda _model, views: views.query("status")),
+            "/debug/scaling": ("GET", lambda _model, views: views.query("scaling")),
+            "/debug/usage": ("GET", lambda _model, views: views.query("usage")),
+            "/debug/costs": ("GET", lambda _model, views: views.query("costs")),
             "/debug/tuner": ("GET", _tuner),
             "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
             "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
         }
-        shown = {path: (method, partial(self._show, question)) for path, (method, question) in pages.items()}
+        shown = {path: (method, partial(self._show, query)) for path, (method, query) in pages.items()}
         return {
             **shown,
             "/debug/capture": ("GET", self._capture),
@@ -396,7 +396,9 @@ class DebugPages:
             await self._replay(incoming, unquote(name.rpartition("/")[0]))
             return
         request_id = unquote(name)
-        found_by = await ask_each(self._views, lambda _, views: views.ask("receipt", request_id=request_id))
+        found_by = await query_all(
+            self._views, lambda _, views: views.query("receipt", request_id=request_id)
+        )
         for found in found_by:
             if "request_id" in found:
                 await send_json(incoming.send, 200, encode(found), [])
@@ -406,7 +408,9 @@ class DebugPages:
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the recording around a request, or its what-if analysis."""
         for model, views in self._views.items():
-            recording = await ask(model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id)
+            recording = await query_scheduler(
+                model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id
+            )
             if recording and incoming.path.endswith(RECORDING):
                 await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
                 return
@@ -414,7 +418,7 @@ class DebugPages:
                 told = await _with_name(await self._replays.what_if(recording), model, views)
                 await send_json(incoming.send, 200, encode(told), [])
                 return
-            if "request_id" in await ask(model, views, "receipt", request_id=request_id):
+            if "request_id" in await query_scheduler(model, views, "receipt", request_id=request_id):
                 raise RequestRejected(Outcome.REJECTED_INVALID, _NOT_ENDED, code="not_ended", status=409)
         raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
 
@@ -422,39 +426,39 @@ class DebugPages:
         self._reader.authenticate(incoming).check_admin()
         lines = b""
         for model, views in self._views.items():
-            for line in await ask(model, views, "capture"):
+            for line in await query_scheduler(model, views, "capture"):
                 lines += encode({**line, "model": model}) + b"\n"
         await send_body(incoming.send, 200, [_LINES], lines)
 
     async def _cost_table(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await ask_each(self._views, lambda _model, views: views.ask("costs"))
+        models = await query_all(self._views, lambda _model, views: views.query("costs"))
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
             # A partial table would be indistinguishable from a complete one.
             message = "; ".join(errors)
             raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
         await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
 
-    async def _show(self, question: Question, incoming: IncomingRequest) -> None:
+    async def _show(self, query: Query, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await ask_each(self._views, question)
+        models = await query_all(self._views, query)
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
 
 async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
     """Return a what-if answer with the name of the omitted tenant, if its receipt still exists."""
     example = example_of_tenant(told)
-    receipt = await ask(model, views, "receipt", request_id=example) if example else {}
+    receipt = await query_scheduler(model, views, "receipt", request_id=example) if example else {}
     return with_tenant_name(told, receipt["tenant"]) if "tenant" in receipt else told
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:
     """Return the part of the status that describes the tuner."""
-    status = await views.ask("status")
+    status = await views.query("status")
     return {"model": model, **status["tuner"]}
 
 
 async def _freeze(reason: str, model: str, views: SchedulerViews) -> Mapping[str, Any]:
     """Freeze the tuner with a reason, or thaw it with an empty one, and describe the effect."""
-    await views.ask("freeze", reason=reason)
+    await views.query("freeze", reason=reason)
     return {"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED}

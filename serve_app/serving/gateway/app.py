@@ -44,7 +44,13 @@ from serve_app.serving.gateway.forward import ScheduledCall, Services
 from serve_app.serving.gateway.metrics_page import ENGINES_PATH, EnginePages, MetricsEndpoint
 from serve_app.serving.gateway.openapi import openapi_document
 from serve_app.serving.gateway.request.body import check_structure
-from serve_app.serving.gateway.request.endpoints import FORMS, QUESTIONS, SCHEDULED, UNSCHEDULED, parse_model
+from serve_app.serving.gateway.request.endpoints import (
+    FORMS,
+    QUERY_ROUTES,
+    SCHEDULED,
+    UNSCHEDULED,
+    parse_model,
+)
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request.reader import RequestReader, ServedModels
 from serve_app.serving.gateway.request_log import ConcludedRequest
@@ -166,8 +172,8 @@ class Gateway:
         mode_admin = ModeAdmin(self._views, self._reader)
         return {
             **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
-            **dict.fromkeys(UNSCHEDULED, ("POST", self._ask_any)),
-            **dict.fromkeys(QUESTIONS, ("GET", self._ask_of_model)),
+            **dict.fromkeys(UNSCHEDULED, ("POST", self._forward_unscheduled)),
+            **dict.fromkeys(QUERY_ROUTES, ("GET", self._forward_query)),
             "/load": ("GET", self._load),
             "/ping": ("GET", self._health),
             _MODELS: ("GET", self._list_models),
@@ -177,7 +183,7 @@ class Gateway:
             ENGINES_PATH: ("GET", engine_pages.serve),
             ENDPOINTS_PATH: (", ".join(ENDPOINTS_METHODS), endpoint_admin.serve),
             MODE_PATH: (", ".join(MODE_METHODS), mode_admin.serve),
-            "/openapi.json": ("GET", self._describe_itself),
+            "/openapi.json": ("GET", self._openapi),
             **self._debug.routes,
             **self._dashboard.routes,
         }
@@ -301,7 +307,7 @@ class Gateway:
             self._calls.discard(call)
             self._call_ended.set()
 
-    async def _ask_of_model(self, incoming: IncomingRequest) -> None:
+    async def _forward_query(self, incoming: IncomingRequest) -> None:
         """Forward a query without a body to a replica of the named model, or else of the first model."""
         caller = self._reader.authenticate(incoming)
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
@@ -309,7 +315,7 @@ class Gateway:
         forwarded = self._reader.forwarded(incoming)
         await self._any_replica.pass_on(found.replicas(), incoming, forwarded, b"")
 
-    async def _ask_any(self, incoming: IncomingRequest) -> None:
+    async def _forward_unscheduled(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
         held = await self._reader.body(incoming)
         try:
@@ -357,7 +363,7 @@ class Gateway:
         scheduler = self._schedulers[model.name]
         return bool(scheduler.replicas()) or (model.starts_on_demand and scheduler.is_connected)
 
-    async def _describe_itself(self, incoming: IncomingRequest) -> None:
+    async def _openapi(self, incoming: IncomingRequest) -> None:
         await send_json(incoming.send, 200, encode(openapi_document()), [])
 
     async def _metrics(self, incoming: IncomingRequest) -> None:

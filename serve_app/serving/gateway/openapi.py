@@ -22,7 +22,7 @@ from serve_app.serving.gateway.admin import (
 from serve_app.serving.gateway.answer.client_api import ANTHROPIC, OPENAI, ClientApi
 from serve_app.serving.gateway.request.endpoints import (
     FORMS,
-    QUESTIONS,
+    QUERY_ROUTES,
     SCHEDULED,
     UNSCHEDULED,
     FormRoute,
@@ -145,7 +145,7 @@ def _paths() -> Iterator[tuple[str, Schema]]:
         yield path, {"post": _operation(endpoint.summary, endpoint.api, requestBody=body)}
     for path, summary in _VIEWS.items():
         yield path, {"get": _operation(summary)}
-    for path, summary in QUESTIONS.items():
+    for path, summary in QUERY_ROUTES.items():
         yield path, {"get": _operation(summary, parameters=[_model_in("query", required=False)])}
     yield (
         "/v1/models/{model}",

@@ -37,12 +37,12 @@ class AnyReplica:
         Raises:
             RequestRejected: no replica answers.
         """
-        response, answer = await self._ask(replicas, incoming, forwarded, body)
+        response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
         headers = [*returned(response.headers), *incoming.id_headers]
         headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
         await send_body(incoming.send, response.status, headers, answer)
 
-    async def _ask(
+    async def _try_replicas(
         self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> tuple[UpstreamResponse, bytes]:
         failure = "no replica is ready"

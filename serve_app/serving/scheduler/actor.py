@@ -32,7 +32,7 @@ from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.questions import AdminQuestions
+from serve_app.serving.scheduler.queries import AdminQueries
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
 from serve_app.serving.scheduler.usage import KeptUsage
@@ -280,7 +280,7 @@ class SchedulerActor:
             activity=self._activity,
         )
         live = LiveScheduler(settings.scheduler, parts)
-        live.questions = AdminQuestions(
+        live.queries = AdminQueries(
             live=live,
             earlier_costs=self._earlier_costs,
             live_scaling=self.scaling,

@@ -87,10 +87,10 @@ class LiveSchedulerOptions:
     activity: RecentActivity | None = None
 
 
-class Questions(Protocol):
+class QueryHandler(Protocol):
     """Answers admins' queries."""
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         """Return the answer as JSON."""
         ...
 
@@ -106,7 +106,7 @@ class LiveScheduler:
         history: its open and recently ended requests.
         activity: activity of the last minutes.
         recorder: creates recordings of the traffic around a request, for replays.
-        questions: answers admins' queries; None until set.
+        queries: answers admins' queries; None until set.
     """
 
     def __init__(self, settings: SchedulerSettings, options: LiveSchedulerOptions) -> None:
@@ -119,7 +119,7 @@ class LiveScheduler:
         if options.learned is not None:
             restore_state(self.core, options.learned, self._now)
         self.ended = ""
-        self.questions: Questions | None = None
+        self.queries: QueryHandler | None = None
         self._secrets = {role: secrets.token_urlsafe(32) for role in Role}
         self._metrics = SchedulerMetrics(settings.model)
         self._page = CachedPage(self._figures, self._render)
@@ -288,15 +288,15 @@ class LiveScheduler:
         """Return the recently cached metrics in the Prometheus text format."""
         return await self._page.text()
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         """Answer an admin's query as JSON.
 
         Raises:
-            ChannelError: `questions` is not set.
+            ChannelError: `queries` is not set.
         """
-        if self.questions is None:
+        if self.queries is None:
             raise ChannelError("this scheduler does not accept queries")
-        return await self.questions.answer(question, arguments)
+        return await self.queries.answer(query, arguments)
 
     # Internals.
 

@@ -21,7 +21,7 @@ from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.scheduler.questions import AdminQuestions
+from serve_app.serving.scheduler.queries import AdminQueries
 from tests.relay import Relay
 
 # Faster than in production, yet slow enough for a busy machine.
@@ -153,7 +153,7 @@ class Simulation:
         self.incarnation += 1
         given = {"incarnation": self.incarnation, "channel": self.channel, "on_end": self.ends.append}
         live = LiveScheduler(self.settings, LiveSchedulerOptions(**{**given, **parts}))
-        live.questions = AdminQuestions(live=live)
+        live.queries = AdminQueries(live=live)
         await live.start("127.0.0.1")
         self.shells.append(live)
         return live

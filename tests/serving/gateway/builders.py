@@ -410,7 +410,7 @@ def gateway(dispatcher: SchedulerClient, views: Any = None, **changes: Any) -> G
     """Build a gateway with one model.
 
     Args:
-        views: answers admin questions; None has no answers.
+        views: answers admin queries; None has no answers.
     """
     settings = {
         "models": (ServedModel(name=MODEL, max_model_len=4096),),
@@ -435,15 +435,15 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 
 class Answers:
-    """Fake scheduler for admin questions; a question without a function has an empty answer."""
+    """Fake scheduler for admin queries; a name without a function has an empty answer."""
 
     def __init__(self, **answers: Callable[..., Awaitable[Any]]) -> None:
         self._answers = answers
 
-    async def ask(self, question: str, **arguments: Any) -> Any:
-        if question in self._answers:
-            return await self._answers[question](*arguments.values())
-        return {"recording": "", "capture": []}.get(question, {})
+    async def query(self, name: str, **arguments: Any) -> Any:
+        if name in self._answers:
+            return await self._answers[name](*arguments.values())
+        return {"recording": "", "capture": []}.get(name, {})
 
 
 @contextlib.asynccontextmanager

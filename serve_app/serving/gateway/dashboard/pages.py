@@ -126,7 +126,7 @@ class Frames:
 
     async def _model(self, name: str, views: SchedulerViews) -> Mapping[str, Any]:
         try:
-            found: Mapping[str, Any] = await asyncio.wait_for(views.ask("overview"), _ANSWER_TIMEOUT_S)
+            found: Mapping[str, Any] = await asyncio.wait_for(views.query("overview"), _ANSWER_TIMEOUT_S)
         except TimeoutError:
             return {"model": name, "error": f"its scheduler has not responded for {_ANSWER_TIMEOUT_S:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering

@@ -526,7 +526,7 @@ UNSCHEDULED: Mapping[str, ModelRoute] = {
     ),
 }
 # Any replica of the model in the query string answers these, or of the first model.
-QUESTIONS: Mapping[str, str] = {
+QUERY_ROUTES: Mapping[str, str] = {
     "/version": "engine version of a model",
     "/tokenizer_info": "tokenizer configuration of a model",
 }

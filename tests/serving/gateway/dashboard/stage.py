@@ -101,9 +101,9 @@ class _Views:
     def __init__(self, client: GatewayClient) -> None:
         self._client = client
 
-    async def ask(self, question: str, **arguments: Any) -> Any:
-        found = await self._client.ask(question, **arguments)
-        return encode_recording(OVERLOAD) if question == "recording" and found else found
+    async def query(self, name: str, **arguments: Any) -> Any:
+        found = await self._client.query(name, **arguments)
+        return encode_recording(OVERLOAD) if name == "recording" and found else found
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Admin questions from a gateway to its scheduler."""
+"""Admin queries from a gateway to its scheduler."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ class Slow:
         self.asked = asyncio.Event()
         self.release = asyncio.Event()
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         self.asked.set()
         await self.release.wait()
         return msgspec.json.encode(self.found)
@@ -29,22 +29,22 @@ async def test_a_gateway_gets_its_schedulers_answer_about_a_request(world: Simul
     gateway = await world.gateway()
     await world.replica("s1")
     await granted(gateway, "r1")
-    under_way = await gateway.ask("receipt", request_id="r1")
+    under_way = await gateway.query("receipt", request_id="r1")
     assert (under_way["request_id"], under_way["state"]) == ("r1", "running")
     gateway.finish("r1", Outcome.COMPLETED, Usage(prompt_tokens=10, output_tokens=5))
     await until(lambda: len(world.live.core) == 0)
-    assert (await gateway.ask("receipt", request_id="r1"))["outcome"] == "completed"
-    assert await gateway.ask("receipt", request_id="unknown") == {}
-    assert [line["output_length"] for line in await gateway.ask("capture")] == [5]
-    for question in ("status", "queue", "overview", "costs", "usage", "mode"):
-        assert (await gateway.ask(question))["model"] == "m"
+    assert (await gateway.query("receipt", request_id="r1"))["outcome"] == "completed"
+    assert await gateway.query("receipt", request_id="unknown") == {}
+    assert [line["output_length"] for line in await gateway.query("capture")] == [5]
+    for query in ("status", "queue", "overview", "costs", "usage", "mode"):
+        assert (await gateway.query(query))["model"] == "m"
 
 
 async def test_an_answer_longer_than_a_frame_arrives_complete(world: Simulation) -> None:
     gateway = await world.gateway()
-    world.live.questions = slow = Slow("x" * (3 * world.channel.max_frame_bytes))
+    world.live.queries = slow = Slow("x" * (3 * world.channel.max_frame_bytes))
     slow.release.set()
-    assert await asyncio.wait_for(gateway.ask("any"), PATIENCE_S) == slow.found
+    assert await asyncio.wait_for(gateway.query("any"), PATIENCE_S) == slow.found
 
 
 async def test_a_question_that_cannot_be_answered_gives_the_reason_and_harms_nothing(
@@ -52,31 +52,31 @@ async def test_a_question_that_cannot_be_answered_gives_the_reason_and_harms_not
 ) -> None:
     gateway = await world.gateway()
     with pytest.raises(ChannelError, match="unknown query 'nonsense'"):
-        await gateway.ask("nonsense")
+        await gateway.query("nonsense")
     with pytest.raises(ChannelError, match="active_share must be from 0 to 1"):
-        await gateway.ask("change_mode", active_share=7)
-    assert (await gateway.ask("mode"))["active_share"] == 1
+        await gateway.query("change_mode", active_share=7)
+    assert (await gateway.query("mode"))["active_share"] == 1
     assert gateway.is_connected
 
 
 async def test_a_question_to_a_lost_scheduler_fails_at_once(world: Simulation) -> None:
     gateway = await world.gateway()
-    world.live.questions = slow = Slow({})
-    asked = asyncio.create_task(gateway.ask("status"))
+    world.live.queries = slow = Slow({})
+    asked = asyncio.create_task(gateway.query("status"))
     await slow.asked.wait()
     world.kill()
     with pytest.raises(ChannelError, match="was lost before it responded"):
         await asyncio.wait_for(asked, PATIENCE_S)
     with pytest.raises(ChannelError, match="no scheduler is connected"):
-        await gateway.ask("status")
+        await gateway.query("status")
 
 
 async def test_a_caller_that_gives_up_is_forgotten(world: Simulation) -> None:
     gateway = await world.gateway()
-    world.live.questions = slow = Slow({})
+    world.live.queries = slow = Slow({})
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(gateway.ask("status"), 0.05)
+        await asyncio.wait_for(gateway.query("status"), 0.05)
     slow.release.set()
-    world.live.questions = other = Slow({"model": "m"})
+    world.live.queries = other = Slow({"model": "m"})
     other.release.set()
-    assert await asyncio.wait_for(gateway.ask("status"), PATIENCE_S) == {"model": "m"}
+    assert await asyncio.wait_for(gateway.query("status"), PATIENCE_S) == {"model": "m"}

@@ -24,7 +24,7 @@ from serve_app.tuning.counterfactuals.recording import encode_recording
 _encoder = msgspec.json.Encoder()
 
 
-QUESTIONS = frozenset(
+QUERIES = frozenset(
     (
         "status",
         "queue",
@@ -40,11 +40,11 @@ QUESTIONS = frozenset(
         "freeze",
     )
 )
-"""Methods of `AdminQuestions` that gateways may call by name."""
+"""Methods of `AdminQueries` that gateways may call by name."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class AdminQuestions:
+class AdminQueries:
     """Answers to admins' queries about a live scheduler.
 
     Attributes:
@@ -65,16 +65,16 @@ class AdminQuestions:
     def _model(self) -> str:
         return self.live.core.settings.model
 
-    async def answer(self, question: str, arguments: bytes) -> bytes:
+    async def answer(self, query: str, arguments: bytes) -> bytes:
         """Return the answer as JSON.
 
         Raises:
             ChannelError: the query is unknown, or the scheduler has ended.
             SettingsError: an argument is invalid.
         """
-        if question not in QUESTIONS:
-            raise ChannelError(f"unknown query {question!r}")
-        found = await getattr(self, question)(**msgspec.json.decode(arguments, type=dict[str, Any]))
+        if query not in QUERIES:
+            raise ChannelError(f"unknown query {query!r}")
+        found = await getattr(self, query)(**msgspec.json.decode(arguments, type=dict[str, Any]))
         # In a thread, because some answers have megabytes and must not delay grants.
         return await asyncio.to_thread(_encoder.encode, found)
 
