@@ -18,7 +18,7 @@ from ray.serve import Application
 from serve_app.errors import SettingsError
 from serve_app.serving.autoscaling import gateway_config, pool_config, scheduler_config
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, with_own_version
+from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT, with_version
 from serve_app.serving.gateway.deployment import GatewayDeployment
 from serve_app.serving.gateway.settings import gateway_cold, gateway_hot
 from serve_app.serving.pool.deployment import HEALTH_CHECK_PERIOD_S, PoolDeployment
@@ -99,7 +99,7 @@ def application_of(settings: AppSettings) -> Application:
     # Bound to the gateway so that they belong to the application; they communicate by other means.
     others = [*pools.values(), *tuners]
     scales = gateways.autoscaling is not None
-    with_own_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, scales)
+    with_version(deployment, *gateway_cold(settings.gateway), settings.channel, names, scales)
     return deployment.bind(
         settings.gateway,
         settings.channel,
@@ -140,7 +140,7 @@ def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
         **SCHEDULER_DEPLOYMENT_OPTIONS,
     )(SchedulerDeployment)
     # Ray Serve queries autoscaling metrics only of processes that were autoscaled when they started.
-    return with_own_version(deployment, *actor.cold(), scales).bind(actor)
+    return with_version(deployment, *actor.cold(), scales).bind(actor)
 
 
 def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) -> Application:
@@ -150,7 +150,7 @@ def _tuner(model: ModelSettings, scheduler: Application, state_uri: str | None) 
         ray_actor_options={"num_cpus": 0.1},
         **TUNER_DEPLOYMENT_OPTIONS,
     )(TunerDeployment)
-    with_own_version(deployment, model.name, model.tuner, state_uri)
+    with_version(deployment, model.name, model.tuner, state_uri)
     return deployment.bind(model.name, model.tuner, scheduler, state_uri)
 
 
@@ -176,7 +176,7 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
         **_scale(pool, _deployment_name("scheduler", model)),
         **_resources(pool),
     )(PoolDeployment)
-    with_own_version(deployment, settings, engine)
+    with_version(deployment, settings, engine)
     return deployment.bind(settings, engine, scheduler)
 
 
@@ -190,7 +190,7 @@ def _endpoints(
         **WATCHER_DEPLOYMENT_OPTIONS,
     )(EndpointsDeployment)
     scope = f"{model.name}/{pool.name}"
-    with_own_version(deployment, scope, pool.name, pool.engine.remote, settings.channel, settings.state_uri)
+    with_version(deployment, scope, pool.name, pool.engine.remote, settings.channel, settings.state_uri)
     return deployment.bind(
         scope, pool.name, pool.engine.remote, settings.channel, scheduler, settings.state_uri
     )

@@ -25,7 +25,7 @@ from serve_app.core.settings_base import POSITIVE, at_least, settings
 from serve_app.lab.simulation.simulation import SimulatedRequest
 from serve_app.lab.simulation.workload import Disclosure, TraceChoice, at_rate, choose_trace, fit, requests_of
 from serve_app.lab.workloads.trace import Trace
-from serve_app.serving.process import keep_memory
+from serve_app.serving.process import tune_memory
 
 _CONTEXT_TOKENS = 32_768
 _KV_BLOCK_TOKENS = 16
@@ -63,7 +63,7 @@ class CeilingSettings:
 
 def play(settings: CeilingSettings, context: Context) -> Iterator[Measurement]:
     """Measure one fleet after another, then the backlogs."""
-    keep_memory()
+    tune_memory()
     for replicas in settings.replicas:
         key: dict[str, Any] = {"part": "events", "replicas": replicas}
         if not context.has(key):
@@ -111,7 +111,7 @@ def _figures(costs: Costs) -> dict[str, Any]:
 
 def _waiting(settings: CeilingSettings, waiting: int) -> dict[str, Any]:
     """Measure memory, including the requests, and costs at a constant backlog."""
-    keep_memory()
+    tune_memory()
     replicas = settings.waiting_replicas
     fill, measured = settings.fill_requests * 2, settings.requests
     rate_per_s = settings.per_replica_per_s * replicas

@@ -22,7 +22,7 @@ from experiments.common.application import Application, free_ports
 from experiments.common.processes import titled
 from serve_app.cli.serve.environment import environment, instance_folder
 from serve_app.lab.bench.connection import BenchError
-from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
 
 HEAD = "head"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ class NodeCluster:
     def __enter__(self) -> "NodeCluster":
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self._given[ADMIN_KEY_VARIABLE] = written_admin_key(self.folder)
+        self._given[ADMIN_KEY_VARIABLE] = write_admin_key(self.folder)
         raise_descriptor_limit()
         try:
             self.start(HEAD)

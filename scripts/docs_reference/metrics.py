@@ -20,7 +20,7 @@ from serve_app.serving.gateway.telemetry import Telemetry
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
 from serve_app.serving.scheduler.usage import UsageLedger
-from serve_app.serving.state import StateKeeper, StateStore
+from serve_app.serving.state import StatePersister, StateStore
 
 _INTRODUCTION = """
 # Metrics reference
@@ -134,7 +134,7 @@ async def _usage() -> object:
 
 async def _learned_state() -> object:
     store = StateStore("memory://docs", "scheduler", "model")
-    return StateKeeper(store, "model", lambda: None, 1.0)
+    return StatePersister(store, "model", lambda: None, 1.0)
 
 
 async def _emulated_engine() -> object:

@@ -39,7 +39,7 @@ def admin_key_of(environment: Mapping[str, str]) -> str:
     return environment.get(ADMIN_KEY_VARIABLE, "").strip()
 
 
-def written_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
+def write_admin_key(folder: Path, environment: Mapping[str, str] = os.environ) -> str:
     """Write the admin key of a starting application into its folder, and return it."""
     key = admin_key_of(environment) or secrets.token_urlsafe(32)
     descriptor = os.open(folder / ADMIN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -55,7 +55,7 @@ def read_admin_key(folder: Path) -> str | None:
     return None
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Return the maximum number of client connections of a process, from its limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:

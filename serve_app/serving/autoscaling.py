@@ -87,7 +87,7 @@ class ScalingOrders:
     _orders: ClassVar[dict[tuple[str | None, str, str], _PoolOrder]] = {}
 
     @classmethod
-    def keep(cls, scheduler: tuple[str | None, str], pool: str, order: _PoolOrder) -> None:
+    def store(cls, scheduler: tuple[str | None, str], pool: str, order: _PoolOrder) -> None:
         """Store a scheduler's number for a pool."""
         cls._orders[*scheduler, pool] = order
 
@@ -115,7 +115,7 @@ class SchedulerPolicy:
                 if pool not in newest or order.at > newest[pool].at:
                     newest[pool] = order
         for pool, order in newest.items():
-            ScalingOrders.keep((context.app_name, self.scheduler), pool, order)
+            ScalingOrders.store((context.app_name, self.scheduler), pool, order)
         return 1, {}
 
 

@@ -40,7 +40,7 @@ ALL_AT_ONCE_PERCENT = 100
 _VERSION_CHARACTERS = 16
 
 
-def with_own_version(deployment: Deployment, *cold: object) -> Deployment:
+def with_version(deployment: Deployment, *cold: object) -> Deployment:
     """Set a version that changes only with `cold`, and return the deployment."""
     set_version(deployment, version_of(*cold))
     return deployment

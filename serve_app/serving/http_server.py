@@ -42,7 +42,7 @@ import httptools
 
 from serve_app.engines.engine import ASGIApp, Message, Scope
 from serve_app.errors import ServeAppError
-from serve_app.serving.listening import take_no_new_connections
+from serve_app.serving.listening import drop_new_connections
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,7 +58,7 @@ LAST_IDLE_S = 2.0
 # Time for handshakes in progress, which take a round trip. Less than the second after which clients retry.
 _HANDSHAKE_S = 0.5
 # Interval of timeout checks.
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 # Connections above the limit that receive an error response; further ones are reset.
 _OVERLOAD_CONNECTIONS = 4096
 
@@ -82,7 +82,7 @@ class HttpServerOptions:
 
     Attributes:
         idle_s: timeout of connections between two requests.
-        most_connections: maximum number of connections; None for no limit.
+        max_connections: maximum number of connections; None for no limit.
         overload: application that answers connections above that limit.
         dated: add `date` to responses.
         tls: accept TLS connections only.
@@ -91,7 +91,7 @@ class HttpServerOptions:
     """
 
     idle_s: float
-    most_connections: int | None = None
+    max_connections: int | None = None
     overload: ASGIApp | None = None
     dated: bool = True
     tls: ssl.SSLContext | None = None
@@ -123,7 +123,7 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._connections: set[Connection] = set()
         self._closed = asyncio.Event()
-        self._looking: asyncio.TimerHandle | None = None
+        self._timer_of_checks: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"HttpServer({self._name}, connections={self.connections})"
@@ -155,7 +155,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         self.stopping = True
-        if self._options.shares_address and take_no_new_connections(self._socket):
+        if self._options.shares_address and drop_new_connections(self._socket):
             await asyncio.sleep(min(_HANDSHAKE_S, grace_s))
         self._server.close()
         if not self._options.shares_address:
@@ -184,9 +184,11 @@ class HttpServer:
     def app_for(self, connection: "Connection") -> ASGIApp | None:
         """Register a new connection, and return its application, or None to reset it."""
         self._connections.add(connection)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
-        most = self._options.most_connections
+        if self._timer_of_checks is None:
+            self._timer_of_checks = asyncio.get_running_loop().call_later(
+                CHECK_INTERVAL_S, self._check_timeouts
+            )
+        most = self._options.max_connections
         if most is None or len(self._connections) <= most:
             return self.app
         return self._options.overload if len(self._connections) <= most + _OVERLOAD_CONNECTIONS else None
@@ -205,14 +207,16 @@ class HttpServer:
             self._date = now, b"date: %b\r\n" % formatdate(now, usegmt=True).encode()
         return self._date[1]
 
-    def _look(self) -> None:
+    def _check_timeouts(self) -> None:
         """Enforce timeouts every second while there are connections."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         idle_s = min(self._options.idle_s, LAST_IDLE_S) if self.stopping else self._options.idle_s
         for connection in tuple(self._connections):
             connection.look(now, idle_s)
-        self._looking = loop.call_later(LOOK_S, self._look) if self._connections else None
+        self._timer_of_checks = (
+            loop.call_later(CHECK_INTERVAL_S, self._check_timeouts) if self._connections else None
+        )
 
 
 class Connection(asyncio.Protocol):

@@ -61,7 +61,7 @@ def shared_socket(host: str, port: int, backlog: int) -> socket.socket:
         raise PortError(f"cannot listen on {host}:{port}: {exc}") from exc
 
 
-def take_no_new_connections(sock: socket.socket) -> bool:
+def drop_new_connections(sock: socket.socket) -> bool:
     """Make the kernel drop connection attempts to a shared socket; return whether it does.
 
     Called before the socket is closed. Handshakes in progress are still accepted. A dropped client retries

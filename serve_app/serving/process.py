@@ -127,7 +127,7 @@ _KEPT_BYTES = 64 * 1024 * 1024
 _LONGEST_KEPT_BYTES = 32 * 1024 * 1024
 
 
-def keep_memory() -> None:
+def tune_memory() -> None:
     """Tune this process; call this once, after all modules have been imported.
 
     The process may retain 64 MiB more than it needs. On systems without glibc only Python is tuned.
@@ -158,7 +158,7 @@ def precise_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
 Found = TypeVar("Found")
 
 
-async def in_parts(look: Generator[None, None, Found]) -> Found:
+async def run_in_parts(look: Generator[None, None, Found]) -> Found:
     """Run a computation that yields between its parts, and return its result."""
     while True:
         try:

@@ -73,7 +73,7 @@ class StateStore:
         self._kind, self._name = kind, name
         self.path = f"{self._folder.rstrip('/')}/{_file_name(kind, name)}"
         # Checksum of the stored document as far as known; an unchanged document is not written again.
-        self._kept_checksum = ""
+        self._stored_checksum = ""
 
     def __repr__(self) -> str:
         return f"<StateStore {self.path}>"
@@ -84,11 +84,11 @@ class StateStore:
         Raises:
             StateError: the store is unreachable.
         """
-        data = self._reached("read", self._read)
+        data = self._guarded("read", self._read)
         if data is None:
             return None
         try:
-            return self._opened(data)
+            return self._decoded(data)
         except _RejectedError as exc:
             self.reject(str(exc))
             return None
@@ -103,7 +103,7 @@ class StateStore:
             StateError: the store is unreachable, or the document cannot be encoded as JSON.
         """
         checksum = self._checksum(document)
-        if checksum == self._kept_checksum:
+        if checksum == self._stored_checksum:
             return False
         envelope = {
             "format": _FORMAT,
@@ -115,13 +115,13 @@ class StateStore:
             "document": document,
         }
         data = msgspec.json.encode(envelope)
-        self._reached("write", lambda: self._write(data))
-        self._kept_checksum = checksum
+        self._guarded("write", lambda: self._write(data))
+        self._stored_checksum = checksum
         return True
 
     def reject(self, reason: str) -> None:
         """Rename the stored document, because it cannot be used, and log the reason."""
-        self._kept_checksum = ""
+        self._stored_checksum = ""
         logger.error(
             "event=state_rejected kind=%s name=%s path=%s reason=%r action=%r",
             self._kind,
@@ -131,7 +131,7 @@ class StateStore:
             f"start without it; rename it to {self.path}.rejected",
         )
         try:
-            self._reached("rename", self._set_aside)
+            self._guarded("rename", self._rename_rejected)
         except StateError as exc:
             logger.warning("event=state_rename_failed path=%s reason=%r", self.path, str(exc))
 
@@ -144,7 +144,7 @@ class StateStore:
             raise StateError(f"the state of {self._name} cannot be written as JSON: {exc}") from exc
         return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
-    def _opened(self, data: bytes) -> Mapping[str, Any]:
+    def _decoded(self, data: bytes) -> Mapping[str, Any]:
         try:
             envelope = json.loads(data)
         except (ValueError, RecursionError) as exc:
@@ -160,12 +160,12 @@ class StateStore:
         checksum = self._checksum(document)
         if envelope.get("checksum") != checksum:
             raise _RejectedError(f"the checksum does not match: {envelope.get('checksum')} for {checksum}")
-        self._kept_checksum = checksum
+        self._stored_checksum = checksum
         return document
 
     # File system. Resolved at every call, because that fails without a network; fsspec caches connections.
 
-    def _reached(self, verb: str, work: Callable[[], Answer]) -> Answer:
+    def _guarded(self, verb: str, work: Callable[[], Answer]) -> Answer:
         try:
             return work()
         except StateError:
@@ -200,7 +200,7 @@ class StateStore:
             _remove(system, unfinished)
             raise
 
-    def _set_aside(self) -> None:
+    def _rename_rejected(self) -> None:
         system, path = self._place()
         try:
             system.mv(path, f"{path}.rejected")
@@ -244,10 +244,10 @@ class StoreCalls:
 
     def __init__(self, store: StateStore) -> None:
         self._path = store.path
-        self._under_way: asyncio.Future[Any] | None = None
+        self._running: asyncio.Future[Any] | None = None
 
     def __repr__(self) -> str:
-        waits = self._under_way is not None and not self._under_way.done()
+        waits = self._running is not None and not self._running.done()
         return f"<StoreCalls {self._path}{' waits' if waits else ''}>"
 
     async def answer(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
@@ -256,7 +256,7 @@ class StoreCalls:
         Raises:
             StateError: it did not return in time, or `work` raised it.
         """
-        before = self._under_way
+        before = self._running
         if before is not None:
             await asyncio.wait({before}, timeout=timeout_s)
             if not before.done():
@@ -276,18 +276,18 @@ class StoreCalls:
             try:
                 answer = work()
             except BaseException as exc:  # noqa: BLE001 - the caller gets it
-                tell(partial(future.set_exception, exc))
+                deliver(partial(future.set_exception, exc))
             else:
-                tell(partial(future.set_result, answer))
+                deliver(partial(future.set_result, answer))
 
-        def tell(what: Callable[[], None]) -> None:
+        def deliver(what: Callable[[], None]) -> None:
             try:
                 loop.call_soon_threadsafe(what)
             except RuntimeError:
                 # The event loop has ended, and the caller with it.
                 logger.debug("event=state_answer_dropped path=%s", self._path)
 
-        self._under_way = future
+        self._running = future
         # An error after the time limit has already been reported as a timeout.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         threading.Thread(target=run, name="learned-state", daemon=True).start()
@@ -304,21 +304,21 @@ Document = Mapping[str, Any]
 _LAST_SAVE_TIMEOUT_S = 3.0
 
 
-class StateKeeper:
+class StatePersister:
     """Persistence of one learner's state; must be constructed on a running event loop.
 
     Args:
         store: reads and writes the state.
         model: label of the metrics.
-        take: returns the current state as plain values that no longer change, or None if there is nothing to
-            persist; called on the event loop.
+        snapshot: returns the current state as plain values that no longer change, or None if there is nothing
+            to persist; called on the event loop.
         interval_s: time between two writes, in seconds; an unchanged state is not written.
     """
 
     def __init__(
-        self, store: StateStore, model: str, take: Callable[[], Document | None], interval_s: float
+        self, store: StateStore, model: str, snapshot: Callable[[], Document | None], interval_s: float
     ) -> None:
-        self._store, self._take, self._interval_s = store, take, interval_s
+        self._store, self._snapshot, self._interval_s = store, snapshot, interval_s
         self._loop = asyncio.get_running_loop()
         self._calls = StoreCalls(store)
         self._is_unreachable = False
@@ -333,7 +333,7 @@ class StateKeeper:
         self._saved_at = self._saved_at.labels(model)
 
     def __repr__(self) -> str:
-        return f"<StateKeeper {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
+        return f"<StatePersister {self._store.path}{' unreachable' if self._is_unreachable else ''}>"
 
     @property
     def is_unreachable(self) -> bool:
@@ -358,7 +358,7 @@ class StateKeeper:
     async def save(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Save the current state."""
         try:
-            document = self._take()
+            document = self._snapshot()
             if document is None:
                 return
             await self._call(lambda: self._store.save(document), timeout_s)

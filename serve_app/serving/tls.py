@@ -82,7 +82,7 @@ async def connect(
     )
 
 
-def made_tls(settings: TlsSettings | None) -> Tls | None:
+def make_tls(settings: TlsSettings | None) -> Tls | None:
     """Return the TLS contexts of the settings; None for plain connections."""
     return None if settings is None else Tls(settings)
 

@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileOpener
 from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
-from serve_app.serving.scheduler.usage import KeptUsage
+from serve_app.serving.scheduler.usage import PersistentUsage
 from tests.builders import key
 from tests.serving.channel.harness import FAST, Simulation, granted, scheduler_settings, until
 from tests.serving.gateway.fleet import fleet_of
@@ -76,7 +76,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk(monkeypatch)
-    usage = KeptUsage("m", str(tmp_path), "app/m", 0.05)
+    usage = PersistentUsage("m", str(tmp_path), "app/m", 0.05)
     await usage.load()
     usage.start()
     world = Simulation(scheduler_settings(), FAST)
@@ -91,7 +91,7 @@ async def test_usage_is_saved_once_there_is_room_again(
     disk.is_full = False
     await world.close()
     await usage.close()
-    restarted = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    restarted = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await restarted.load()
     (row,) = restarted.ledger.rows()
     assert (row["requests"], row["prompt_tokens"]) == (10, 300)

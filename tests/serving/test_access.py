@@ -5,26 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.serving.access import admin_key_of, most_connections, read_admin_key, written_admin_key
+from serve_app.serving.access import admin_key_of, max_connections, read_admin_key, write_admin_key
 
 
 def test_each_start_has_a_key_that_only_its_user_can_read(tmp_path: Path) -> None:
     assert read_admin_key(tmp_path) is None
-    first = written_admin_key(tmp_path, {})
+    first = write_admin_key(tmp_path, {})
     assert read_admin_key(tmp_path) == first
     assert (tmp_path / "admin-key").stat().st_mode & 0o777 == 0o600
     assert len(first) >= 40
-    assert written_admin_key(tmp_path, {}) != first
+    assert write_admin_key(tmp_path, {}) != first
 
 
 def test_a_key_of_the_environment_counts(tmp_path: Path) -> None:
-    assert written_admin_key(tmp_path, {"EWSJF_ADMIN_KEY": " mine\n"}) == "mine"
+    assert write_admin_key(tmp_path, {"EWSJF_ADMIN_KEY": " mine\n"}) == "mine"
     assert read_admin_key(tmp_path) == "mine"
     assert admin_key_of({}) == ""
 
 
 def test_a_gateway_has_half_as_many_more_files_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 15_000))
-    assert most_connections() == 10_000
+    assert max_connections() == 10_000
     monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, resource.RLIM_INFINITY))
-    assert most_connections() == 20_000
+    assert max_connections() == 20_000

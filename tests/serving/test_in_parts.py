@@ -3,7 +3,7 @@ from collections.abc import Generator
 
 import pytest
 
-from serve_app.serving.process import in_parts
+from serve_app.serving.process import run_in_parts
 
 
 async def test_others_have_their_turn_after_each_part() -> None:
@@ -20,7 +20,7 @@ async def test_others_have_their_turn_after_each_part() -> None:
             happened.append(f"turn {turn}")
             await asyncio.sleep(0)
 
-    found, _ = await asyncio.gather(in_parts(look()), other())
+    found, _ = await asyncio.gather(run_in_parts(look()), other())
 
     assert found == 7
     assert happened == ["part 0", "turn 0", "part 1", "turn 1", "part 2", "turn 2"]
@@ -32,4 +32,4 @@ async def test_an_error_in_a_part_is_raised() -> None:
         raise KeyError("gone")
 
     with pytest.raises(KeyError, match="gone"):
-        await in_parts(look())
+        await run_in_parts(look())

@@ -6,7 +6,7 @@ import sys
 
 _SCRIPT = """
 import gc, json, resource
-from serve_app.serving.process import keep_memory
+from serve_app.serving.process import tune_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -17,7 +17,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before = faults()
-keep_memory()
+tune_memory()
 faults()
 after = faults()
 print(json.dumps({"before": before, "after": after, "frozen": gc.get_freeze_count(),

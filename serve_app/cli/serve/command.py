@@ -23,7 +23,7 @@ from serve_app.cli.serve.messages import HostJob
 from serve_app.cli.serve.supervisor import Launch, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
-from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, written_admin_key
+from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
 from serve_app.settings.application import AppSettings
 from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.checking.machine import http_address
@@ -54,7 +54,7 @@ def serve(config: Path, *, address: str | None = None, dashboard: bool = False) 
     raise_descriptor_limit()
     launch = Launch(
         job=_job(config, checked, folder, address, dashboard),
-        environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: written_admin_key(folder)},
+        environment=environment(os.environ) | {ADMIN_KEY_VARIABLE: write_admin_key(folder)},
         drain_s=checked.settings.gateways.drain_timeout_s,
         models=tuple(checked.settings.served_names()),
         keys=checked.settings.gateway.requires_keys,

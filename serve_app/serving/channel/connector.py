@@ -24,20 +24,20 @@ from serve_app.serving.channel.messages import (
     common_version,
 )
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.tls import connect, made_tls
+from serve_app.serving.tls import connect, make_tls
 
 logger = logging.getLogger("ray.serve")
 
 # The time limit of a search doubles with each failure, because on a starved machine each one may need longer.
 # The first limit is for calls to a dead scheduler, which never return.
-_MOST_DOUBLINGS = 3
+_MAX_DOUBLINGS = 3
 
 Locate = Callable[[], Awaitable[SchedulerEndpoint]]
 # Pause before the first reconnect; doubles up to `backoff_max_s`.
 _FIRST_PAUSE_S = 0.05
 
 
-class Resident(Protocol):
+class PeerHandler(Protocol):
     """Handler behind a connector. All methods are called on the event loop and must not block."""
 
     def on_connected(self, link: Link, welcome: Welcome) -> None:
@@ -61,14 +61,14 @@ class Connector:
     """Connection to the model's current scheduler; lower incarnations than the highest met are rejected."""
 
     def __init__(
-        self, role: Role, peer_id: str, locate: Locate, settings: ChannelSettings, resident: Resident
+        self, role: Role, peer_id: str, locate: Locate, settings: ChannelSettings, handler: PeerHandler
     ) -> None:
         self._role = role
         self._peer_id = peer_id
         self._locate = locate
         self._settings = settings
-        self._resident = resident
-        self._tls = made_tls(settings.tls)
+        self._handler = handler
+        self._tls = make_tls(settings.tls)
         # Jitter for reconnects; nothing else depends on it.
         self._rng = random.Random(peer_id)  # noqa: S311 - not for secrets
         self._link: Link | None = None
@@ -108,7 +108,7 @@ class Connector:
             self._link.send(Bye())
             self._link.close("Bye was sent")
             self._up = False
-            self._resident.on_disconnected()
+            self._handler.on_disconnected()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -120,9 +120,9 @@ class Connector:
         if link is not self._link:
             return
         if self._up:
-            self._resident.on_message(message)
+            self._handler.on_message(message)
         elif isinstance(message, Welcome):
-            self._let_in(link, message)
+            self._on_welcome(link, message)
         elif isinstance(message, PeerRejected):
             raise ChannelError(f"the scheduler rejects {self._role.value} {self._peer_id}: {message.reason}")
         else:
@@ -138,7 +138,7 @@ class Connector:
         if self._up:
             self._up = False
             logger.warning("event=scheduler_lost peer=%s reason=%r", self._peer_id, reason)
-            self._resident.on_disconnected()
+            self._handler.on_disconnected()
         self._lost.set()
 
     # Internals.
@@ -149,7 +149,7 @@ class Connector:
         while True:
             began = loop.time()
             try:
-                await self._connect(self._settings.locate_timeout_s * 2 ** min(tries, _MOST_DOUBLINGS))
+                await self._connect(self._settings.locate_timeout_s * 2 ** min(tries, _MAX_DOUBLINGS))
                 tries = 0
                 await self._lost.wait()
             except Exception as error:  # noqa: BLE001 - retry on any error of Ray or the network
@@ -183,27 +183,27 @@ class Connector:
             )
             self._link = link
             try:
-                self._introduce(link, endpoint.secret, version)
+                self._send_hello(link, endpoint.secret, version)
                 await self._welcome
             except BaseException:
                 # Even if the welcome arrived at the same time: `on_link_lost` undoes it.
                 link.abort("the handshake failed")
                 raise
 
-    def _introduce(self, link: Link, secret: str, version: int) -> None:
+    def _send_hello(self, link: Link, secret: str, version: int) -> None:
         if not link.open:
             raise ChannelError("the scheduler closed the connection immediately")
         link.version = version
         link.send(Hello(version, self._role, self._peer_id, secret, self.highest_incarnation))
 
-    def _let_in(self, link: Link, welcome: Welcome) -> None:
-        """Handle a welcome synchronously, so that no message precedes the resident's first ones."""
+    def _on_welcome(self, link: Link, welcome: Welcome) -> None:
+        """Handle a welcome synchronously, so that no message precedes the handler's first ones."""
         assert self._welcome is not None, "a link exists only after _connect has made the future"
         self._reject_older(welcome.incarnation)
         self.highest_incarnation = welcome.incarnation
         self._up = True
         logger.info("event=scheduler_found peer=%s incarnation=%d", self._peer_id, welcome.incarnation)
-        self._resident.on_connected(link, welcome)
+        self._handler.on_connected(link, welcome)
         if not self._welcome.done():
             self._welcome.set_result(welcome)
 
@@ -217,4 +217,4 @@ class Connector:
         self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat_interval_s, self._tick)
         if self._link is not None and self._up:
             self._link.tick()
-        self._resident.on_heartbeat()
+        self._handler.on_heartbeat()

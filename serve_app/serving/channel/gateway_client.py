@@ -47,8 +47,8 @@ from serve_app.serving.channel.scheduler_client import Grant, ReplicaAddress, Re
 from serve_app.serving.channel.settings import ChannelSettings
 
 # `Retry-After` while a scheduler is being replaced, which takes a few seconds.
-AWAY_RETRY_AFTER_S = 2.0
-REJECTS_TO_WAIT = "the scheduler is disconnected, and the request must not wait"
+DISCONNECTED_RETRY_AFTER_S = 2.0
+NO_WAIT_REJECTED = "the scheduler is disconnected, and the request must not wait"
 # More than any prompt has; bounds a submission far below the frame limit.
 _MAX_PREFIX_HASHES = 8192
 _MAX_NAME_CHARS = 4096
@@ -59,7 +59,7 @@ class PendingRequest:
     """One request of this gateway.
 
     Attributes:
-        born_at: arrival, on this gateway's clock.
+        arrived_at: arrival, on this gateway's clock.
         answer: future of the last `acquire` or `put_back`.
         client_request_id: id chosen by the client; empty for none.
         grants: number of grants received.
@@ -70,7 +70,7 @@ class PendingRequest:
     """
 
     submission: Submission
-    born_at: float
+    arrived_at: float
     answer: asyncio.Future[Grant | Conclusion]
     client_request_id: str = ""
     grants: int = 0
@@ -103,7 +103,7 @@ class PendingRequest:
 
     def described(self, now: float) -> Submit | Running:
         """Return the request's entry in a snapshot."""
-        age_s = now - self.born_at
+        age_s = now - self.arrived_at
         named = self.client_request_id
         if self.replica_id is None:
             return Submit(self.submission, age_s, self.grants, self.put_back, named)
@@ -115,9 +115,9 @@ class PendingRequest:
             self.answer.set_result(answer)
 
 
-def reject_away(text: str) -> Conclusion:
+def reject_disconnected(text: str) -> Conclusion:
     """Return the rejection while no scheduler is connected."""
-    return Conclusion(Outcome.REJECTED_NO_REPLICA, text, AWAY_RETRY_AFTER_S)
+    return Conclusion(Outcome.REJECTED_NO_REPLICA, text, DISCONNECTED_RETRY_AFTER_S)
 
 
 def reject_oversized(submission: Submission) -> Conclusion | None:
@@ -133,14 +133,14 @@ def reject_oversized(submission: Submission) -> Conclusion | None:
     return Conclusion(Outcome.REJECTED_INVALID, text)
 
 
-def reject_alone(submission: Submission, pending: int, limit: int) -> Conclusion | None:
+def reject_without_scheduler(submission: Submission, pending: int, limit: int) -> Conclusion | None:
     """Return the rejection, without a scheduler, of no-wait requests and those over the limit; else None."""
     if submission.no_wait:
-        return reject_away(REJECTS_TO_WAIT)
+        return reject_disconnected(NO_WAIT_REJECTED)
     if pending < limit:
         return None
     text = f"the scheduler is disconnected, and {pending} requests already wait at this gateway"
-    return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, AWAY_RETRY_AFTER_S)
+    return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, DISCONNECTED_RETRY_AFTER_S)
 
 
 logger = logging.getLogger("ray.serve")
@@ -148,7 +148,7 @@ logger = logging.getLogger("ray.serve")
 _EXPOSITION_S = 1.0
 _CLOSING = "this gateway is shutting down"
 # Replicas that are missing from the table for longer are gone; a reconnect takes one or two seconds.
-_LATELY_S = 10.0
+_RECENT_S = 10.0
 # A connected scheduler enforces queue timeouts itself; one that is this late is faulty.
 _OVERDUE_S = 5.0
 # Queue timeout of requests without their own, until a scheduler has sent the defaults.
@@ -203,7 +203,7 @@ class GatewayClient:
         self._queries: dict[int, _PendingQuery] = {}
         self._query_serial = 0
         self._own_page: Callable[[], Awaitable[str]] | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._page_tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -232,7 +232,7 @@ class GatewayClient:
         self._closed = True
         for pending in list(self._pending.values()):
             if pending.waits:
-                self._reject(pending, reject_away(_CLOSING))
+                self._reject(pending, reject_disconnected(_CLOSING))
         self._pending.clear()
         await self._connector.close()
 
@@ -271,7 +271,7 @@ class GatewayClient:
         pending = self._pending.get(request_id)
         if pending is None or pending.replica_id != replica_id:
             if self._closed:
-                return reject_away(_CLOSING)
+                return reject_disconnected(_CLOSING)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
         pending.answer = self._loop.create_future()
         self._wait_again(pending, failure, message)
@@ -282,7 +282,7 @@ class GatewayClient:
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.on_outlook = on_outlook
-            self._ask_for_outlook(pending)
+            self._subscribe(pending)
 
     def first_token(self, request_id: str) -> None:
         """Report the first byte of the engine's streamed answer."""
@@ -375,7 +375,7 @@ class GatewayClient:
         now = self._loop.time()
         for pending in self._pending.values():
             link.send(pending.described(now))
-            self._ask_for_outlook(pending)
+            self._subscribe(pending)
         self._ended = deque((link.send(finish), finish) for _, finish in self._ended)
         link.send(SnapshotEnd())
 
@@ -401,18 +401,18 @@ class GatewayClient:
             self._others.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
             if self._own_page is not None and self._link is not None:
-                work = self._tell_page(self._own_page, self._link, message.serial)
+                work = self._send_page(self._own_page, self._link, message.serial)
                 task = self._loop.create_task(work, context=contextvars.Context())
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                self._page_tasks.add(task)
+                task.add_done_callback(self._page_tasks.discard)
         else:
             raise ChannelError(f"unexpected message {type(message).__name__} from the scheduler")
 
-    async def _tell_page(self, own_page: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
+    async def _send_page(self, own_page: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
         link.send(GatewayPage(serial, await own_page()))
 
     def _forget_left(self) -> None:
-        since = self._loop.time() - _LATELY_S
+        since = self._loop.time() - _RECENT_S
         self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
 
     def _take_table(self, table: ReplicaTable) -> None:
@@ -436,9 +436,9 @@ class GatewayClient:
             pending.fail("the connection to the scheduler was lost before it responded")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
-                self._reject(pending, reject_away(REJECTS_TO_WAIT))
+                self._reject(pending, reject_disconnected(NO_WAIT_REJECTED))
             else:
-                self._ask_for_outlook(pending)
+                self._subscribe(pending)
 
     def on_heartbeat(self) -> None:
         """Drop acknowledged ends, and expire requests whose queue timeout has passed."""
@@ -450,7 +450,7 @@ class GatewayClient:
         overdue = [
             pending
             for pending in self._pending.values()
-            if pending.waits and now - pending.born_at > self._timeout_s(pending.submission) + grace_s
+            if pending.waits and now - pending.arrived_at > self._timeout_s(pending.submission) + grace_s
         ]
         for pending in overdue:
             self._expire(pending, now)
@@ -490,9 +490,9 @@ class GatewayClient:
         put_back = pending.wait(failure, message)
         if self._link is not None:
             self._link.send(put_back)
-        self._ask_for_outlook(pending)
+        self._subscribe(pending)
 
-    def _ask_for_outlook(self, pending: PendingRequest) -> None:
+    def _subscribe(self, pending: PendingRequest) -> None:
         """Renew the subscription whenever a watched request begins to wait, because each grant ends it."""
         if pending.on_outlook is None or not pending.waits:
             return
@@ -517,13 +517,13 @@ class GatewayClient:
         pending.answer_with(rejection)
 
     def _expire(self, pending: PendingRequest, now: float) -> None:
-        waited_s = now - pending.born_at
+        waited_s = now - pending.arrived_at
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))
         why = "it was not dispatched" if self._link is not None else "the scheduler is disconnected"
         text = f"the request waited {waited_s:.1f} s in the queue and {why}"
-        self._reject(pending, Conclusion(Outcome.EXPIRED, text, AWAY_RETRY_AFTER_S))
+        self._reject(pending, Conclusion(Outcome.EXPIRED, text, DISCONNECTED_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
@@ -533,8 +533,10 @@ class GatewayClient:
     def _objection(self, submission: Submission) -> Conclusion | None:
         """Return a rejection that needs no scheduler; None if there is none."""
         if self._closed:
-            return reject_away(_CLOSING)
+            return reject_disconnected(_CLOSING)
         rejection = reject_oversized(submission)
         if rejection is None and self._link is None:
-            return reject_alone(submission, len(self._pending), self._settings.max_queued_disconnected)
+            return reject_without_scheduler(
+                submission, len(self._pending), self._settings.max_queued_disconnected
+            )
         return rejection

@@ -156,7 +156,7 @@ class GatewayHost(Protocol):
         """Return the default queue timeout of a class, in seconds."""
         ...
 
-    def knows_replica(self, replica_id: str) -> bool:
+    def is_registered(self, replica_id: str) -> bool:
         """Return whether the replica is registered, so that gateways can be sent to it."""
         ...
 
@@ -224,13 +224,13 @@ class GatewaySessions:
             raise ChannelError(text)
         handler(gateway, message)
 
-    def on_loss(self, gateway_id: str, link: Link, *, for_good: bool) -> None:
-        """Handle the loss of a connection; `for_good` if the gateway sent `Bye`."""
+    def on_loss(self, gateway_id: str, link: Link, *, permanent: bool) -> None:
+        """Handle the loss of a connection; `permanent` if the gateway sent `Bye`."""
         gateway = self._gateways.get(gateway_id)
         if gateway is None or gateway.link is not link:
             return
         gateway.link = None
-        if for_good:
+        if permanent:
             self._forget(gateway)
         else:
             gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
@@ -244,13 +244,13 @@ class GatewaySessions:
         record.replica_id, record.started = command.replica_id, False
         record.granted_at = self._host.now()
         record.granted = Granted(record.grants, command)
-        record.gateway.tell(record.granted)
+        record.gateway.send(record.granted)
 
     def conclude(self, command: Conclude) -> GatewayRequest:
         """Forget a request, and send the rejection of a waiting one; return its record."""
         record = self.book.pop(command.request_id)
         if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
-            record.gateway.tell(Rejected(command.request_id, command.conclusion))
+            record.gateway.send(Rejected(command.request_id, command.conclusion))
         return record
 
     def give_up(self, event: Event, message: str) -> None:
@@ -263,7 +263,7 @@ class GatewaySessions:
         )
         record = self.book.get(request_id)
         if record is not None and not record.runs:
-            record.gateway.tell(Rejected(request_id, Conclusion(Outcome.FAILED, message)))
+            record.gateway.send(Rejected(request_id, Conclusion(Outcome.FAILED, message)))
 
     def on_report(self, event: ReplicaReported) -> None:
         """Check with an engine's report whether requests of lost gateways have ended."""
@@ -272,7 +272,7 @@ class GatewaySessions:
             if not self._orphans.exist:
                 self._drop_lost()
 
-    def tell_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
+    def send_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
         """Send each gateway the outlooks of its waiting requests."""
         by_gateway: defaultdict[str, list[RequestOutlook]] = defaultdict(list)
         for outlook in outlooks:
@@ -280,12 +280,12 @@ class GatewaySessions:
             if record is not None and not record.runs:
                 by_gateway[record.gateway.gateway_id].append(outlook)
         for gateway_id, entries in by_gateway.items():
-            self._gateways[gateway_id].tell(Outlooks(entries))
+            self._gateways[gateway_id].send(Outlooks(entries))
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Send a message to every connected gateway."""
         for gateway in self._gateways.values():
-            gateway.tell(message)
+            gateway.send(message)
 
     @property
     def connected(self) -> int:
@@ -302,7 +302,7 @@ class GatewaySessions:
             self._admit(gateway, message)
         elif record.gateway is not gateway:
             text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
-            gateway.tell(Rejected(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
+            gateway.send(Rejected(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
         elif record.runs:
             self._reconcile_grant(record, message)
 
@@ -318,14 +318,14 @@ class GatewaySessions:
         """Reconcile a request that runs here and waits there, by rule 2."""
         request_id = message.submission.request_id
         if message.grants < record.grants and record.granted is not None:
-            if self._host.knows_replica(record.granted.dispatch.replica_id):
-                record.gateway.tell(record.granted)
+            if self._host.is_registered(record.granted.dispatch.replica_id):
+                record.gateway.send(record.granted)
             else:
-                self._take_back(
+                self._put_back(
                     record, request_id, DispatchFailure.UNREACHABLE, "the replica has disconnected"
                 )
         elif message.put_back is not None:
-            self._take_back(record, request_id, message.put_back.failure, message.put_back.message)
+            self._put_back(record, request_id, message.put_back.failure, message.put_back.message)
         else:
             self._host.feed(Cancelled(request_id))
             self._admit(record.gateway, message)
@@ -339,14 +339,14 @@ class GatewaySessions:
                 f"request {request_id} of gateway {record.gateway.gateway_id} is also running elsewhere"
             )
         if record is None:
-            self._adopt(gateway, message)
+            self._resume(gateway, message)
         elif record.replica_id != message.replica_id or record.grants != message.grants:
             self._host.feed(Cancelled(request_id))
-            self._adopt(gateway, message)
+            self._resume(gateway, message)
         elif message.started:
             self._on_first(gateway, First(request_id))
 
-    def _adopt(self, gateway: GatewaySession, message: Running) -> None:
+    def _resume(self, gateway: GatewaySession, message: Running) -> None:
         submission = message.submission
         record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
         record.replica_id, record.started = message.replica_id, message.started
@@ -369,9 +369,9 @@ class GatewaySessions:
         if record is None:
             # The gateway waits for an answer.
             text = f"request {message.request_id} is unknown to the scheduler"
-            gateway.tell(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
+            gateway.send(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
         elif record.runs and record.grants == message.grant:
-            self._take_back(record, message.request_id, message.failure, message.message)
+            self._put_back(record, message.request_id, message.failure, message.message)
 
     def _on_first(self, gateway: GatewaySession, message: First) -> None:
         record = self.book.own(gateway, message.request_id)
@@ -420,26 +420,24 @@ class GatewaySessions:
             found = await self._host.answer(query.name, query.arguments)
         except Exception as error:
             logger.exception("event=admin_query_failed name=%s", query.name)
-            gateway.tell(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
+            gateway.send(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
             return
         for at in range(0, len(found), _PART_BYTES):
             end = at + _PART_BYTES
-            gateway.tell(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))
+            gateway.send(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))
 
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
         asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)
         own, others = await asyncio.gather(*asking)
         # One by one, because together they might exceed a frame.
         for page in others:
-            gateway.tell(GatewayPage(serial, page))
-        gateway.tell(Exposition(serial, own))
+            gateway.send(GatewayPage(serial, page))
+        gateway.send(Exposition(serial, own))
 
     def _links(self) -> dict[str, Link]:
         return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}
 
-    def _take_back(
-        self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str
-    ) -> None:
+    def _put_back(self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str) -> None:
         stated = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
         self._host.feed(DispatchFailed(request_id, record.wait(), failure, text, stated))
 

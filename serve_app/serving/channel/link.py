@@ -27,7 +27,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from serve_app.errors import ChannelError
-from serve_app.serving.channel.messages import VERSION, FromPeer, FromScheduler, Heartbeat, Message, as_before
+from serve_app.serving.channel.messages import (
+    VERSION,
+    FromPeer,
+    FromScheduler,
+    Heartbeat,
+    Message,
+    to_previous_version,
+)
 from serve_app.serving.channel.settings import ChannelSettings
 
 HEADER_BYTES = 4
@@ -134,10 +141,10 @@ class Link(asyncio.Protocol):
     """Connection that carries messages and detects dead peers."""
 
     def __init__(
-        self, owner: LinkOwner, decode: Any, settings: ChannelSettings, *, bears_busy_peer: bool = False
+        self, owner: LinkOwner, decode: Any, settings: ChannelSettings, *, tolerates_busy_peer: bool = False
     ) -> None:
         self._owner = owner
-        self._bears_busy_peer = bears_busy_peer
+        self._bears_busy_peer = tolerates_busy_peer
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._reader: FrameReader[Any] = FrameReader(decode, settings.max_frame_bytes)
@@ -153,11 +160,11 @@ class Link(asyncio.Protocol):
         self._read = 0
         self.acknowledged = 0
         # Whether data arrived since the last tick, and the number of ticks without data.
-        self._heard = False
+        self._received = False
         self._silent_ticks = 0
         # Messages sent up to the last heartbeat, and the number of heartbeats without progress.
         self._sent_at_beat = 0
-        self._deaf_beats = 0
+        self._stalled_beats = 0
         # Received frames that have not been processed.
         self._backlog: Iterator[list[Any]] | None = None
 
@@ -174,7 +181,7 @@ class Link(asyncio.Protocol):
         if not self.open:
             return 0
         if self.version < VERSION:
-            before = as_before(message)
+            before = to_previous_version(message)
             if before is None:
                 return 0
             message = before
@@ -210,8 +217,8 @@ class Link(asyncio.Protocol):
         if not self.open:
             return
         limit = self._settings.beats_to_death
-        self._silent_ticks = 0 if self._heard or self._backlog is not None else self._silent_ticks + 1
-        self._heard = False
+        self._silent_ticks = 0 if self._received or self._backlog is not None else self._silent_ticks + 1
+        self._received = False
         if self._silent_ticks >= limit and not self._is_busy_peer():
             self.abort(
                 f"no data from the peer for {self._silent_ticks * self._settings.heartbeat_interval_s:g} s"
@@ -235,8 +242,8 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes; called by asyncio."""
-        self._heard = True
-        self._hear(self._reader.feed(data))
+        self._received = True
+        self._process(self._reader.feed(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Close the link; called once by asyncio."""
@@ -254,7 +261,7 @@ class Link(asyncio.Protocol):
         ago_s = acknowledged_ago_s(self._require_transport())
         return ago_s is not None and ago_s < settings.dead_after_s
 
-    def _hear(self, frames: Iterator[list[Any]]) -> None:
+    def _process(self, frames: Iterator[list[Any]]) -> None:
         """Process a slice of the received frames, and schedule the rest for the next loop iteration."""
         left = MAX_MESSAGES_PER_FRAME
         try:
@@ -275,12 +282,12 @@ class Link(asyncio.Protocol):
         if self.open:
             self._backlog = frames
             self._require_transport().pause_reading()
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         frames, self._backlog = self._backlog, None
         if self.open and frames is not None:
-            self._hear(frames)
+            self._process(frames)
             if self.open and self._backlog is None:
                 self._require_transport().resume_reading()
 
@@ -296,10 +303,10 @@ class Link(asyncio.Protocol):
         if not self.acknowledged <= read <= self._sent:
             raise ChannelError(f"acknowledgement of {read} messages, but only {self._sent} were sent")
         stuck = read == self.acknowledged and read < self._sent_at_beat
-        self._deaf_beats = self._deaf_beats + 1 if stuck else 0
+        self._stalled_beats = self._stalled_beats + 1 if stuck else 0
         self.acknowledged, self._sent_at_beat = read, self._sent
-        if self._deaf_beats >= self._settings.beats_to_death:
-            self.abort(f"the peer read nothing in {self._deaf_beats} heartbeats")
+        if self._stalled_beats >= self._settings.beats_to_death:
+            self.abort(f"the peer read nothing in {self._stalled_beats} heartbeats")
 
     def _flush(self) -> None:
         self._flush_due = False

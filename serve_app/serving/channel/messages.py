@@ -10,8 +10,8 @@ version and the one before, so the parts of an application can be upgraded one b
   both support. It applies to the whole connection.
 - Received messages need no translation, because messages only grow: new fields are appended with a default
   that means "as before". Older readers skip unknown fields.
-- Messages to a peer of the previous version pass through `as_before`, which converts them to that version.
-  New kinds of messages are omitted, so nothing may depend on them.
+- Messages to a peer of the previous version pass through `to_previous_version`. New kinds of messages are
+  omitted, so nothing may depend on them.
 """
 
 import enum
@@ -308,7 +308,7 @@ def common_version(theirs: int) -> int:
     return min(theirs, VERSION)
 
 
-def as_before(message: Message) -> Message | None:
+def to_previous_version(message: Message) -> Message | None:
     """Convert a message to the previous version; None if that has no such message."""
     change = _AS_BEFORE.get(type(message))
     return message if change is None else change(message)

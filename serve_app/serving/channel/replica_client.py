@@ -20,7 +20,7 @@ logger = logging.getLogger("ray.serve")
 # An engine's error may quote a whole log, and frames are limited.
 _MAX_REASON_CHARS = 1_000
 # Maximum interval between reports, also if nothing has changed.
-_REPORT_AT_LEAST_S = 0.5
+_MAX_REPORT_INTERVAL_S = 0.5
 
 
 class ReplicaClient:
@@ -96,7 +96,7 @@ class ReplicaClient:
         if not self._engine_failure:
             link.send(self._register)
             if self._report is not None:
-                self._tell(self._report)
+                self._send_report(self._report)
         self._wake.set()
 
     def on_message(self, message: Any) -> None:
@@ -138,9 +138,9 @@ class ReplicaClient:
             self._on_engine_recovery()
         silent_s = self._loop.time() - self._reported_at
         # Slightly early, so that the polling interval does not lengthen the reporting interval.
-        due = silent_s > _REPORT_AT_LEAST_S - self._settings.report_interval_s / 2
+        due = silent_s > _MAX_REPORT_INTERVAL_S - self._settings.report_interval_s / 2
         if report != self._report or due:
-            self._tell(report)
+            self._send_report(report)
 
     def _on_engine_failure(self, reason: str) -> None:
         if self._engine_failure:
@@ -156,7 +156,7 @@ class ReplicaClient:
         if self._link is not None:
             self._link.send(self._register)
 
-    def _tell(self, report: ReplicaReport) -> None:
+    def _send_report(self, report: ReplicaReport) -> None:
         self._report, self._reported_at = report, self._loop.time()
         if self._link is not None:
             self._link.send(Report(report))

@@ -49,13 +49,13 @@ class _Replica:
 class ReplicaRegistry:
     """Registry that converts replicas' messages to events and maintains the table."""
 
-    def __init__(self, feed: Callable[[Event], None], tell_gateways: Callable[[ReplicaTable], None]) -> None:
+    def __init__(self, feed: Callable[[Event], None], publish: Callable[[ReplicaTable], None]) -> None:
         self._feed = feed
-        self._tell_gateways = tell_gateways
+        self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._replicas: dict[str, _Replica] = {}
         self._table = ReplicaTable([])
-        self._telling: asyncio.Handle | None = None
+        self._publishing: asyncio.Handle | None = None
 
     def __repr__(self) -> str:
         still_open = sum(replica.open for replica in self._replicas.values())
@@ -67,22 +67,22 @@ class ReplicaRegistry:
     @property
     def table(self) -> ReplicaTable:
         """The current table; pending changes are sent to the gateways first."""
-        self.tell_changes()
+        self.publish_changes()
         return self._table
 
-    def tell_changes(self) -> None:
+    def publish_changes(self) -> None:
         """Send pending changes of the table to the gateways now."""
-        if self._telling is None:
+        if self._publishing is None:
             return
-        self._telling.cancel()
-        self._telling = None
+        self._publishing.cancel()
+        self._publishing = None
         self._table = ReplicaTable(
             [
                 ReplicaEntry(replica.address, replica.open, replica.spec.adapters)
                 for replica in self._replicas.values()
             ]
         )
-        self._tell_gateways(self._table)
+        self._publish(self._table)
 
     def stale(self) -> set[str]:
         """Return the connected replicas whose last report is too old."""
@@ -142,5 +142,5 @@ class ReplicaRegistry:
         self._feed(ReplicaReported(replica_id, message.report))
 
     def _on_change(self) -> None:
-        if self._telling is None:
-            self._telling = self._loop.call_soon(self.tell_changes)
+        if self._publishing is None:
+            self._publishing = self._loop.call_soon(self.publish_changes)

@@ -45,7 +45,7 @@ class GatewaySession:
     release: asyncio.TimerHandle | None = None
     lost: bool = False
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message if the gateway is connected; its next snapshot reveals missed ones."""
         if self.link is not None:
             self.link.send(message)
@@ -158,9 +158,9 @@ def as_request(gateway_id: str, message: Submit | Running, now: float, default_t
 
 
 # A check visits all requests, so it is done once for many reports.
-_LOOK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 # A grant reaches its engine in milliseconds, and a report is at most some tenths of a second old.
-_SETTLED_S = _LOOK_S + 0.5
+_SETTLED_S = _CHECK_INTERVAL_S + 0.5
 
 
 class Orphans:
@@ -173,17 +173,17 @@ class Orphans:
         self._reports: dict[str, ReplicaReport] = {}
         # Ended requests of the last check that were not attributed to orphans, by replica.
         self._ended: dict[str, int] = {}
-        self._look_at = 0.0
+        self._check_at = 0.0
         self.exist = False
 
     def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         """Record a report, and at intervals release the capacity of orphans that have ended."""
         self._reports[replica_id] = report
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._look(now)
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_INTERVAL_S
+            self._check(now)
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         settled: Counter[str] = Counter()
         orphans: dict[str, list[str]] = defaultdict(list)
         for request_id, record in self._book.items():

@@ -45,14 +45,14 @@ from serve_app.serving.channel.messages import (
 from serve_app.serving.channel.replica_registry import ReplicaRegistry
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.listening import listening_socket
-from serve_app.serving.tls import made_tls
+from serve_app.serving.tls import make_tls
 
 logger = logging.getLogger("ray.serve")
 
 # Listen backlog; the kernel may allow less (net.core.somaxconn).
 _BACKLOG = 4096
 # Share of `handshake_timeout_s` while others wait: 0.25 s, when a peer needs some milliseconds.
-_HURRIED_SHARE = 0.25
+_CROWDED_SHARE = 0.25
 # Without file descriptors, each attempt fails at once, so retry after a pause.
 _NO_DESCRIPTOR_PAUSE_S = 0.2
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -71,7 +71,7 @@ class Listener:
 
     def __init__(self, make_link: Callable[[], Link], settings: ChannelSettings) -> None:
         self._make_link = make_link
-        self._tls = made_tls(settings.tls)
+        self._tls = make_tls(settings.tls)
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         # Oldest first.
@@ -108,20 +108,20 @@ class Listener:
             pending.opening.cancel()
             link.close(reason)
 
-    def forget(self, link: Link) -> None:
+    def release(self, link: Link) -> None:
         """Remove a connection that completed its handshake or ended, which frees its slot."""
         self._pending.pop(link, None)
         self._resume()
 
     def expire(self) -> None:
         """Abort the connections whose handshake timed out; must be called periodically."""
-        limit_s = self._settings.handshake_timeout_s * (1.0 if self._accepts else _HURRIED_SHARE)
+        limit_s = self._settings.handshake_timeout_s * (1.0 if self._accepts else _CROWDED_SHARE)
         latest = self._loop.time() - limit_s
         for link, pending in list(self._pending.items()):
             if pending.accepted_at > latest:
                 return
             pending.opening.cancel()
-            self.forget(link)
+            self.release(link)
             link.abort("no Hello in time")
 
     # Internals.
@@ -155,9 +155,9 @@ class Listener:
         self._pending[link] = _Pending(self._loop.time(), opening)
         if len(self._pending) >= self._settings.max_pending_handshakes:
             self._pause()
-            self._hurry_up()
+            self._expire_early()
 
-    def _hurry_up(self) -> None:
+    def _expire_early(self) -> None:
         """Expire silent connections sooner while no more are accepted."""
         if self._hurry is not None:
             self._hurry.cancel()
@@ -165,8 +165,8 @@ class Listener:
         self.expire()
         oldest = next(iter(self._pending.values()), None)
         if oldest is not None and self._socket is not None and not self._accepts:
-            due = oldest.accepted_at + self._settings.handshake_timeout_s * _HURRIED_SHARE
-            self._hurry = self._loop.call_at(due, self._hurry_up)
+            due = oldest.accepted_at + self._settings.handshake_timeout_s * _CROWDED_SHARE
+            self._hurry = self._loop.call_at(due, self._expire_early)
 
     async def _open(self, link: Link, sock: socket.socket) -> None:
         try:
@@ -175,7 +175,7 @@ class Listener:
             else:
                 await self._loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls.server)
         except OSError as error:
-            self.forget(link)
+            self.release(link)
             link.abort(f"the connection could not be opened: {error}")
             sock.close()
         except asyncio.CancelledError:
@@ -185,7 +185,7 @@ class Listener:
 
 
 # A `Hello` has five short fields; strangers get no larger buffer.
-_STRANGERS_FRAME_BYTES = 4096
+_HELLO_FRAME_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,31 +247,31 @@ class ChannelServer:
         """Handle a message, which must be `Hello` on a new connection."""
         peer = self._peers.get(link)
         if peer is None:
-            self._meet(link, message)
+            self._handshake(link, message)
         elif isinstance(message, Bye):
-            self._part(link, "the peer sent Bye", for_good=True)
+            self._remove(link, "the peer sent Bye", permanent=True)
             link.close("the peer sent Bye")
         else:
             peer.on_message(message)
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """Handle the end of a connection."""
-        self._listener.forget(link)
-        self._part(link, reason, for_good=False)
+        self._listener.release(link)
+        self._remove(link, reason, permanent=False)
 
-    def _part(self, link: Link, reason: str, *, for_good: bool) -> None:
+    def _remove(self, link: Link, reason: str, *, permanent: bool) -> None:
         peer = self._peers.pop(link, None)
         if peer is None:
             return
         logger.info("event=peer_lost role=%s peer=%s reason=%r", peer.role.value, peer.peer_id, reason)
         if peer.role is Role.GATEWAY:
-            self._gateways.on_loss(peer.peer_id, link, for_good=for_good)
+            self._gateways.on_loss(peer.peer_id, link, permanent=permanent)
         else:
             self._replicas.on_loss(peer.peer_id, link)
 
     def _make_link(self) -> Link:
-        link = Link(self, decode_from_peer, self._settings, bears_busy_peer=True)
-        link.limit_frames(_STRANGERS_FRAME_BYTES)
+        link = Link(self, decode_from_peer, self._settings, tolerates_busy_peer=True)
+        link.limit_frames(_HELLO_FRAME_BYTES)
         return link
 
     def _tick(self) -> None:
@@ -280,14 +280,14 @@ class ChannelServer:
             link.tick()
         self._listener.expire()
 
-    def _meet(self, link: Link, message: Any) -> None:
+    def _handshake(self, link: Link, message: Any) -> None:
         denial = self._objection(message)
         if denial:
             logger.warning("event=peer_rejected reason=%r", denial)
             link.send(PeerRejected(denial))
             link.close(denial)
             return
-        self._listener.forget(link)
+        self._listener.release(link)
         link.limit_frames(self._settings.max_frame_bytes)
         link.version = message.version
         self._replace_older(message)

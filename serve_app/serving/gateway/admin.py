@@ -90,16 +90,18 @@ class EndpointAdmin:
     async def _change(self, action: str, incoming: IncomingRequest) -> None:
         held = await self._reader.body(incoming)
         try:
-            asked = msgspec.json.decode(held.data, type=EndpointChange)
+            change = msgspec.json.decode(held.data, type=EndpointChange)
         except msgspec.DecodeError as exc:
             raise RequestRejected(
                 Outcome.REJECTED_INVALID, f'the body must be like {{"url": "http://host:8000"}}: {exc}'
             ) from exc
         finally:
             held.release()
-        model, pool = self._chosen(asked)
+        model, pool = self._chosen(change)
         try:
-            answer = await asyncio.wait_for(self._watchers[model, pool].change(action, asked.url), _TIMEOUT_S)
+            answer = await asyncio.wait_for(
+                self._watchers[model, pool].change(action, change.url), _TIMEOUT_S
+            )
         except Exception as exc:
             message = f"the watcher of pool {pool} does not respond: {exc!r}; retry later"
             raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from exc
@@ -107,11 +109,11 @@ class EndpointAdmin:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
         await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
 
-    def _chosen(self, asked: EndpointChange) -> tuple[str, str]:
+    def _chosen(self, change: EndpointChange) -> tuple[str, str]:
         fitting = [
             (model, pool)
             for model, pool in self._watchers
-            if asked.model in (None, model) and asked.pool in (None, pool)
+            if change.model in (None, model) and change.pool in (None, pool)
         ]
         if len(fitting) == 1:
             return fitting[0]
@@ -208,22 +210,22 @@ class ModeAdmin:
     async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
         held = await self._reader.body(incoming)
         try:
-            asked = msgspec.json.decode(held.data, type=ModeChange)
+            change = msgspec.json.decode(held.data, type=ModeChange)
         except msgspec.DecodeError as exc:
             message = f'the body must be like {{"active_share": 0.1}}, a share from 0 to 1: {exc}'
             raise RequestRejected(Outcome.REJECTED_INVALID, message) from exc
         finally:
             held.release()
-        if asked.model is not None and asked.model not in self._views:
+        if change.model is not None and change.model not in self._views:
             known = ", ".join(self._views)
             raise RequestRejected(
                 Outcome.REJECTED_INVALID,
-                f"unknown model {asked.model!r}; models: {known}",
+                f"unknown model {change.model!r}; models: {known}",
                 param="model",
             )
-        chosen = self._views if asked.model is None else {asked.model: self._views[asked.model]}
+        chosen = self._views if change.model is None else {change.model: self._views[change.model]}
         for model, views in chosen.items():
-            await query_scheduler(model, views, "change_mode", active_share=asked.active_share)
+            await query_scheduler(model, views, "change_mode", active_share=change.active_share)
         return chosen
 
 
@@ -415,8 +417,8 @@ class DebugPages:
                 await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
                 return
             if recording:
-                told = await _with_name(await self._replays.what_if(recording), model, views)
-                await send_json(incoming.send, 200, encode(told), [])
+                analysis = await _with_name(await self._replays.what_if(recording), model, views)
+                await send_json(incoming.send, 200, encode(analysis), [])
                 return
             if "request_id" in await query_scheduler(model, views, "receipt", request_id=request_id):
                 raise RequestRejected(Outcome.REJECTED_INVALID, _NOT_ENDED, code="not_ended", status=409)
@@ -445,11 +447,11 @@ class DebugPages:
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
 
-async def _with_name(told: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
+async def _with_name(analysis: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
     """Return a what-if answer with the name of the omitted tenant, if its receipt still exists."""
-    example = example_of_tenant(told)
+    example = example_of_tenant(analysis)
     receipt = await query_scheduler(model, views, "receipt", request_id=example) if example else {}
-    return with_tenant_name(told, receipt["tenant"]) if "tenant" in receipt else told
+    return with_tenant_name(analysis, receipt["tenant"]) if "tenant" in receipt else analysis
 
 
 async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:

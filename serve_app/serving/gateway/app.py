@@ -57,10 +57,10 @@ from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.settings import GatewaySettings, ServedModel, with_hot_gateway
 from serve_app.serving.gateway.stored import BackgroundWork, ResponseHolders, StoredResponses, method_of
 from serve_app.serving.gateway.telemetry import Telemetry
-from serve_app.serving.gateway.tracing.request_trace import made_tracer
+from serve_app.serving.gateway.tracing.request_trace import make_tracer
 from serve_app.serving.gateway.unscheduled import AnyReplica
 from serve_app.serving.gateway.upstream import UpstreamPool
-from serve_app.serving.tls import TlsSettings, made_tls
+from serve_app.serving.tls import TlsSettings, make_tls
 
 _MODELS = "/v1/models"
 
@@ -68,7 +68,7 @@ Handler = Callable[[IncomingRequest], Awaitable[None]]
 
 
 # Time for clients to read the last event of a stream that is cut, and for the export of the last spans.
-_LAST_WORDS_S = 2.0
+_FINAL_MESSAGES_S = 2.0
 
 
 class Gateway:
@@ -102,9 +102,9 @@ class Gateway:
         self._schedulers = schedulers
         self._views = views or {}
         self._served = ServedModels(settings.models, schedulers)
-        self._tracer = made_tracer(gateway_id) if settings.tracing else None
+        self._tracer = make_tracer(gateway_id) if settings.tracing else None
         self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
-        self._upstream = UpstreamPool(settings.upstream, made_tls(tls))
+        self._upstream = UpstreamPool(settings.upstream, make_tls(tls))
         self._stalls = StallWatch(settings.upstream.stalled_client_timeout_s)
         self.telemetry = Telemetry(
             gateway_id,
@@ -131,7 +131,7 @@ class Gateway:
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
-        self._stops_for_s: float | None = None
+        self._stopping_retry_after_s: float | None = None
         self._debug = DebugPages(self._views, self._reader)
         self._routes = self._routing_table(watchers or {})
 
@@ -208,13 +208,13 @@ class Gateway:
         Returns:
             The number of requests that were ended with an error.
         """
-        self._stops_for_s = retry_after_s
+        self._stopping_retry_after_s = retry_after_s
         self._dashboard.close()
         await self._until_idle(drain_s)
         cut = tuple(self._calls)
         for call in cut:
             call.end(retry_after_s)
-        await self._until_idle(_LAST_WORDS_S)
+        await self._until_idle(_FINAL_MESSAGES_S)
         return len(cut)
 
     async def _until_idle(self, timeout_s: float) -> None:
@@ -225,8 +225,8 @@ class Gateway:
                     await self._call_ended.wait()
 
     def _check_stopping(self) -> None:
-        if self._stops_for_s is not None:
-            raise stopping(self._stops_for_s)
+        if self._stopping_retry_after_s is not None:
+            raise stopping(self._stopping_retry_after_s)
 
     def close(self) -> None:
         """Close all connections to replicas, and flush the request log and the spans."""
@@ -236,7 +236,7 @@ class Gateway:
         self._upstream.close()
         self._reader.close()
         if self._tracer is not None:
-            self._tracer.close(_LAST_WORDS_S)
+            self._tracer.close(_FINAL_MESSAGES_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -274,8 +274,8 @@ class Gateway:
             route = ("GET", self._show_model)
         elif route is None and path.startswith(RECEIPTS_PATH):
             route = ("GET", self._debug.receipt)
-        elif route is None and (kept := method_of(path)) is not None:
-            route = (kept, self._stored.serve)
+        elif route is None and (stored_method := method_of(path)) is not None:
+            route = (stored_method, self._stored.serve)
         if route is None:
             raise RequestRejected(
                 Outcome.REJECTED_INVALID, f"unknown path {path[:200]}", code="not_found", status=404
@@ -354,7 +354,7 @@ class Gateway:
         missing unless a replica of it is known.
         """
         missing = [model.name for model in self._settings.models if not self._can_serve(model)]
-        stops = self._stops_for_s is not None
+        stops = self._stopping_retry_after_s is not None
         status = "stopping" if stops else "waiting" if missing else "ready"
         document = {"status": status, "models_without_replica": missing}
         await send_json(incoming.send, 503 if missing or stops else 200, encode(document), [])

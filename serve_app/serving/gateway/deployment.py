@@ -25,7 +25,7 @@ from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.gateway.app import Gateway
 from serve_app.serving.gateway.listener import GatewayListener
 from serve_app.serving.gateway.settings import GatewaySettings
-from serve_app.serving.process import keep_memory
+from serve_app.serving.process import tune_memory
 
 logger = logging.getLogger("ray.serve")
 
@@ -87,7 +87,7 @@ class GatewayDeployment:
                 self._gateway, address.options, address.route, address.application
             )
             await self._listener.start()
-        keep_memory()
+        tune_memory()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application; Serve calls this once, after the constructor."""

@@ -2,7 +2,7 @@
 
 Rules:
 - Each grant is answered by exactly one `finished` or one `put_back`, on every path, including cancellation of
-  the serving task. `_owed` is the grant that has not been answered.
+  the serving task. `_open_grant` is the grant that has not been answered.
 - The client receives only comments before the first bytes of an answer that is meant for it. Until then a
   failure of a replica puts the request back into its queue, invisibly to the client.
 - A timeout is final: a silent engine may still be computing, and the next one would take as long.
@@ -48,12 +48,12 @@ from serve_app.serving.gateway.answer.stream import (
     next_events,
     stream_outcome,
 )
-from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueUpdates, Telling
+from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueSubscription, QueueUpdates
 from serve_app.serving.gateway.request.headers import RECEIPT_HEADER, describing, returned, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob
 from serve_app.serving.gateway.request_log import ConcludedRequest
-from serve_app.serving.gateway.stored import BackgroundWork, KeptResponse, ResponseHolders
-from serve_app.serving.gateway.telemetry import CallTimes, Telemetry
+from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
+from serve_app.serving.gateway.telemetry import RequestTimestamps, Telemetry
 from serve_app.serving.gateway.upstream import (
     EngineSilentError,
     UpstreamError,
@@ -87,13 +87,13 @@ class ScheduledCall:
         "_engine_failed",
         "_grant",
         "_job",
-        "_kept",
+        "_open_grant",
         "_outcome",
-        "_owed",
         "_scheduler",
         "_send",
         "_services",
         "_started",
+        "_stored",
         "_streams",
         "_times",
         "_trace",
@@ -108,8 +108,8 @@ class ScheduledCall:
         self._send = job.incoming.send
         self._trace = job.incoming.trace
         self._watch = job.incoming.watch()
-        self._times = CallTimes(job.incoming.arrived_at)
-        self._owed: Grant | None = None
+        self._times = RequestTimestamps(job.incoming.arrived_at)
+        self._open_grant: Grant | None = None
         self._grant: Grant | None = None
         self._attempts = 0
         self._comments: QueuedComments | None = None
@@ -119,7 +119,7 @@ class ScheduledCall:
         self._outcome: Outcome | None = None
         self._usage: Usage | None = None
         self._detail = ""
-        self._kept = None if job.response is None else KeptResponse(job.response, services.holders)
+        self._stored = None if job.response is None else EngineResponse(job.response, services.holders)
 
     async def run(self) -> None:
         """Queue, forward, answer and conclude the request. Raises only the cancellation of its own task."""
@@ -134,7 +134,7 @@ class ScheduledCall:
             await self._answer(rejection)
         except (ClientGone, OSError) as gone:
             # Servers may also report a disconnect as an OSError from `send`.
-            if not self._goes_on():
+            if not self._continues_in_background():
                 self._settle(Outcome.CANCELLED, detail=str(gone))
         except asyncio.CancelledError:
             self._settle(Outcome.CANCELLED, detail="the server ended the request")
@@ -149,29 +149,29 @@ class ScheduledCall:
             if self._comments is not None:
                 self._comments.cancel()
             self._job.body.release()
-            if self._goes_on():
+            if self._continues_in_background():
                 self._follow()
             else:
-                self._depart()
+                self._leave()
 
-    def _depart(self) -> None:
+    def _leave(self) -> None:
         telemetry = self._services.telemetry
         telemetry.on_departure(self._job.submission.spec.model)
         telemetry.on_conclusion(self._concluded())
 
-    def _goes_on(self) -> bool:
+    def _continues_in_background(self) -> bool:
         """Return whether the engine continues a background response after the client's request has ended."""
-        return self._owed is not None and self._kept is not None and self._kept.is_under_way
+        return self._open_grant is not None and self._stored is not None and self._stored.is_running
 
     def _follow(self) -> None:
-        assert self._owed is not None
-        assert self._kept is not None
+        assert self._open_grant is not None
+        assert self._stored is not None
 
         def on_end(outcome: Outcome, usage: Usage | None, detail: str) -> None:
             self._settle(outcome, usage, detail=detail)
-            self._depart()
+            self._leave()
 
-        self._services.background.follow(self._kept.response_id, self._owed.address, on_end)
+        self._services.background.follow(self._stored.response_id, self._open_grant.address, on_end)
 
     def end(self, retry_after_s: float) -> None:
         """End the request because the application stops, with an error event if the answer has begun."""
@@ -185,10 +185,10 @@ class ScheduledCall:
     async def _serve(self) -> None:
         submission, telemetry = self._job.submission, self._services.telemetry
         self._trace.queued(submission)
-        self._times.asked_at = asked_at = monotonic()
+        self._times.submitted_at = submitted_at = monotonic()
         answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
         if isinstance(answer, Grant):
-            telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, asked_at)
+            telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, submitted_at)
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)
@@ -203,14 +203,14 @@ class ScheduledCall:
             telemetry.put_back(submission.spec.model, failure.failure)
             self._trace.put_back(failure.failure)
             # From here the scheduler client answers for the request, also if this task is cancelled.
-            self._owed = None
+            self._open_grant = None
             answer = await self._scheduler.put_back(
                 submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
             )
         raise as_rejection(answer, failure)
 
     def _accept(self, grant: Grant) -> None:
-        self._owed = self._grant = grant
+        self._open_grant = self._grant = grant
         bound_to = self._job.submission.bound_to
         if bound_to not in (None, grant.dispatch.replica_id):
             raise RequestRejected(
@@ -245,7 +245,7 @@ class ScheduledCall:
     async def _send_to(self, grant: Grant) -> UpstreamResponse:
         """Send the request, without retaining its body, so that the job may release it."""
         address = grant.address
-        name = self._kept.name(address) if self._kept is not None else None
+        name = self._stored.name(address) if self._stored is not None else None
         body = self._job.body_for(grant, name)
         forwarded = self._job.forwarded + self._trace.headers()
         head = upstream_head(self._job.incoming, forwarded, address, len(body))
@@ -259,9 +259,9 @@ class ScheduledCall:
             raise failure
         outcome = outcome_of(response.status)
         usage, self._times.engine = counts_of(body) if outcome is Outcome.COMPLETED else (None, None)
-        if self._kept is not None and outcome is Outcome.COMPLETED:
-            self._kept.on_answer(body)
-        if not self._goes_on():
+        if self._stored is not None and outcome is Outcome.COMPLETED:
+            self._stored.on_answer(body)
+        if not self._continues_in_background():
             self._settle(outcome, usage, detail=str(failure or ""))
         self._begin_answer()
         path, api = self._job.incoming.path, self._job.incoming.api
@@ -301,8 +301,8 @@ class ScheduledCall:
             failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
-        if self._kept is not None:
-            self._kept.on_first_events(events)
+        if self._stored is not None:
+            self._stored.on_first_events(events)
         self._begin_answer()
         self._times.first_token_at = monotonic()
         self._scheduler.first_token(self._job.submission.request_id)
@@ -337,7 +337,9 @@ class ScheduledCall:
         if job.queue_form is None:
             self._comments = QueuedComments(self._send, interval_s, headers)
         else:
-            telling = Telling(job.queue_form, partial(self._scheduler.watch, job.submission.request_id))
+            telling = QueueSubscription(
+                job.queue_form, partial(self._scheduler.watch, job.submission.request_id)
+            )
             self._comments = QueueUpdates(self._send, interval_s, headers, telling)
         self._comments.start()
 
@@ -399,14 +401,14 @@ class ScheduledCall:
         is_first = self._outcome is None
         if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
-        grant, self._owed = self._owed, None
+        grant, self._open_grant = self._open_grant, None
         incoming, now = self._job.incoming, monotonic()
         if grant is not None:
             self._trace.forwarded(outcome)
-            times = self._times.told(incoming.path, now, granted=True)
+            times = self._times.finished(incoming.path, now, granted=True)
             self._scheduler.finish(grant.dispatch.request_id, outcome, usage, times)
         elif is_first:
-            times = self._times.told(incoming.path, now, granted=False)
+            times = self._times.finished(incoming.path, now, granted=False)
             self._scheduler.note_end(incoming.request_id, outcome, times)
 
     def _settle_stream(self, scanner: StreamScanner) -> None:

@@ -266,7 +266,7 @@ class FileKeys:
     def __init__(self, path: Path, poll_s: float = POLL_S) -> None:
         self._path = path
         self._poll_s = poll_s
-        self._seen = self._mark()
+        self._last = self._fingerprint()
         self._entries = _entries(read_keys(path))
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="keys-file", daemon=True).start()
@@ -294,14 +294,14 @@ class FileKeys:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._poll_s):
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
-        mark = self._mark()
-        if mark == self._seen:
+    def _check(self) -> None:
+        fingerprint = self._fingerprint()
+        if fingerprint == self._last:
             return
         # Set before reading, so that the next check finds changes made during the read.
-        self._seen = mark
+        self._last = fingerprint
         try:
             entries = _entries(read_keys(self._path))
         except KeysFileError as exc:
@@ -315,7 +315,7 @@ class FileKeys:
             self._entries = entries
             logger.info("event=keys_file_loaded path=%s keys=%d", self._path, len(entries))
 
-    def _mark(self) -> tuple[int, int, int] | None:
+    def _fingerprint(self) -> tuple[int, int, int] | None:
         """Return a fingerprint of the file's state; None if there is no file."""
         try:
             found = os.stat(self._path)  # noqa: PTH116 - one call a look
@@ -352,7 +352,7 @@ class Keyring:
             if digest in self._callers:
                 raise SettingsError(f"the key of tenant {key.tenant} occurs twice: use one entry per key")
             self._callers[digest] = Caller.with_key(key.record(secret))
-        self._asks = bool(self._callers) or file_keys is not None
+        self._requires = bool(self._callers) or file_keys is not None
 
     def __repr__(self) -> str:
         return f"<Keyring keys={len(self._callers)} {self._file_keys!r}>"
@@ -372,7 +372,7 @@ class Keyring:
         Raises:
             RequestRejected: keys are configured, and the request has none, an unknown one or an invalid one.
         """
-        if not self._asks and ((authorization is None and api_key is None) or not self._admins):
+        if not self._requires and ((authorization is None and api_key is None) or not self._admins):
             return _ANYONE
         scheme, _, given = (authorization or b"").partition(b" ")
         secret = given if scheme.lower() == b"bearer" else api_key
@@ -380,7 +380,7 @@ class Keyring:
             found = self._caller_with(secret.strip())
             if found is not None:
                 return found
-        if not self._asks:
+        if not self._requires:
             return _ANYONE
         if secret is not None:
             message = "unknown API key: check the key sent as Authorization: Bearer or x-api-key"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
 from serve_app.errors import Outcome, SettingsError
 from serve_app.serving._ray import HttpOptions
-from serve_app.serving.access import most_connections
+from serve_app.serving.access import max_connections
 from serve_app.serving.gateway.answer.responses import RequestRejected, send_json
 from serve_app.serving.http_server import HttpServer, HttpServerOptions
 from serve_app.serving.listening import shared_socket
@@ -49,7 +49,7 @@ class GatewayListener:
             self._mounted,
             HttpServerOptions(
                 idle_s=options.keep_alive_timeout_s,
-                most_connections=most_connections(),
+                max_connections=max_connections(),
                 overload=_refuse_connection,
                 tls=_tls_of(options),
                 shares_address=True,

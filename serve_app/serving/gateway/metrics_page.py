@@ -215,13 +215,13 @@ async def _nothing() -> None:
 
 def prefers_openmetrics(accept: bytes) -> bool:
     """Return whether an `Accept` header ranks OpenMetrics at least as high as the text format."""
-    gladness = {b"application/openmetrics-text": 0.0, b"text/plain": 0.0}
+    quality = {b"application/openmetrics-text": 0.0, b"text/plain": 0.0}
     for accepted in accept.lower().split(b","):
         kind, *parameters = (part.strip() for part in accepted.split(b";"))
-        if kind in gladness:
+        if kind in quality:
             stated = next((part[2:] for part in parameters if part.startswith(b"q=")), b"1")
-            gladness[kind] = max(gladness[kind], _number(stated))
-    openmetrics, text = gladness.values()
+            quality[kind] = max(quality[kind], _number(stated))
+    openmetrics, text = quality.values()
     return openmetrics > 0 and openmetrics >= text
 
 

@@ -167,9 +167,9 @@ def _trace_id(incoming: IncomingRequest) -> str:
 
 _INTERVAL_S = 0.2
 # Batch size that is written without waiting for the timer.
-_MOST_LINES = 1_000
+_MAX_LINES = 1_000
 # Lines per second of each outcome other than `completed`.
-MOST_REJECTED_LINES = 10
+MAX_REJECTED_LINES = 10
 _SECOND_S = 1.0
 # Placeholder message: shows where a handler's format puts the message.
 _PLACE = "\x00"
@@ -199,10 +199,10 @@ class RequestLog:
             self._in_this_second[outcome] += 1
             if self._second is None:
                 self._second = _later(_SECOND_S, self._end_second)
-            if self._in_this_second[outcome] > MOST_REJECTED_LINES:
+            if self._in_this_second[outcome] > MAX_REJECTED_LINES:
                 return
         self._lines.append(concluded)
-        if len(self._lines) >= _MOST_LINES:
+        if len(self._lines) >= _MAX_LINES:
             self.flush()
         elif self._timer is None:
             self._timer = _later(_INTERVAL_S, self.flush)
@@ -212,7 +212,7 @@ class RequestLog:
         if self._second is not None:
             self._second.cancel()
             self._second = None
-        missing = Counter({name: count - MOST_REJECTED_LINES for name, count in self._in_this_second.items()})
+        missing = Counter({name: count - MAX_REJECTED_LINES for name, count in self._in_this_second.items()})
         self._in_this_second.clear()
         if missing := +missing:
             self._lines.append(missing)

@@ -34,7 +34,7 @@ from serve_app.serving.gateway.upstream import (
 _OURS = re.compile(r"resp_([0-9a-f]{16})[0-9a-f]{24}")
 _RANDOM_BYTES = 12
 # About 200 bytes each.
-_MOST_REMEMBERED = 10_000
+_MAX_REMEMBERED = 10_000
 
 
 class AnsweredResponse(msgspec.Struct):
@@ -44,7 +44,7 @@ class AnsweredResponse(msgspec.Struct):
     status: str = ""
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         """True if the engine has not finished it."""
         return self.status in ("queued", "in_progress")
 
@@ -75,7 +75,7 @@ class ResponseHolders:
         """Record a response that was named by its engine."""
         self._remembered[response_id] = owner, replica_id
         self._remembered.move_to_end(response_id)
-        while len(self._remembered) > _MOST_REMEMBERED:
+        while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
     def find(self, response_id: str, owner: str, replicas: Iterable[ReplicaAddress]) -> ReplicaAddress | None:
@@ -268,20 +268,20 @@ def _query(incoming: IncomingRequest) -> str:
 # One response while it is computed: its name, its replica, and its state in the background.
 
 
-class KeptResponse:
+class EngineResponse:
     """State of a response that its engine will store.
 
-    Its id is empty until known; while `is_under_way`, the engine works on it in the background.
+    Its id is empty until known; while `is_running`, the engine works on it in the background.
     """
 
-    __slots__ = ("_holders", "_replica", "_terms", "is_under_way", "response_id")
+    __slots__ = ("_holders", "_replica", "_terms", "is_running", "response_id")
 
     def __init__(self, terms: ResponseTerms, holders: ResponseHolders) -> None:
         self._terms = terms
         self._holders = holders
         self._replica: ReplicaAddress | None = None
         self.response_id = ""
-        self.is_under_way = False
+        self.is_running = False
 
     def name(self, replica: ReplicaAddress) -> str | None:
         """Return the name for the response on a replica; None if the engine chooses it."""
@@ -314,7 +314,7 @@ class KeptResponse:
             self._holders.remember(response.id, self._terms.owner, self._replica.replica_id)
         # The engine may have chosen another name.
         self.response_id = response.id
-        self.is_under_way = self._terms.background and response.is_under_way
+        self.is_running = self._terms.background and response.is_running
 
 
 # Background work: engines continue a response after its request has been answered.
@@ -331,7 +331,7 @@ logger = logging.getLogger("ray.serve")
 
 # A look-up in a table for an engine, about as expensive as a scrape of its metrics.
 _EVERY_S = 1.0
-_MOST_FAILURES = 5
+_MAX_FAILURES = 5
 _OUTCOMES = {
     "completed": Outcome.COMPLETED,
     "incomplete": Outcome.COMPLETED,
@@ -385,15 +385,15 @@ class BackgroundWork:
 
     async def _end_of(self, response_id: str, replica: ReplicaAddress) -> tuple[Outcome, Usage | None, str]:
         failures, why = 0, ""
-        while failures < _MOST_FAILURES:
+        while failures < _MAX_FAILURES:
             await asyncio.sleep(self._every_s)
             try:
-                status, body = await self._look(response_id, replica)
+                status, body = await self._fetch(response_id, replica)
             except UpstreamError as error:
                 failures, why = failures + 1, str(error)
                 continue
             response = answered_response(body) if status == 200 else AnsweredResponse()
-            if response.is_under_way:
+            if response.is_running:
                 failures = 0
             elif response.status in _OUTCOMES:
                 return _OUTCOMES[response.status], usage_of(body), f"in the background: {response.status}"
@@ -404,7 +404,7 @@ class BackgroundWork:
                 failures, why = failures + 1, f"the engine answered {status}"
         return Outcome.FAILED, None, f"in the background: {why}"
 
-    async def _look(self, response_id: str, replica: ReplicaAddress) -> tuple[int, bytes]:
+    async def _fetch(self, response_id: str, replica: ReplicaAddress) -> tuple[int, bytes]:
         head = engine_head(replica, f"/v1/responses/{response_id}")
         response = await self._upstream.send(replica.server, head, b"")
         try:

@@ -164,15 +164,15 @@ class Telemetry:
         """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
-    def on_grant(self, granted: Dispatch, model: str, whole_at: float, asked_at: float) -> None:
+    def on_grant(self, granted: Dispatch, model: str, whole_at: float, submitted_at: float) -> None:
         """Record the overhead of a request that has just received its first grant.
 
         Args:
             whole_at: when the body was complete, on the monotonic clock.
-            asked_at: when the request was submitted.
+            submitted_at: when the request was submitted.
         """
-        self.overhead[self._gateway_id, model, "parse"].observe(asked_at - whole_at)
-        schedule_s = monotonic() - asked_at - granted.queue_wait_s
+        self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - whole_at)
+        schedule_s = monotonic() - submitted_at - granted.queue_wait_s
         # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
@@ -280,28 +280,28 @@ class Telemetry:
 # Stage times of one request, and the reports that are derived from them.
 
 
-class CallTimes:
+class RequestTimestamps:
     """Timestamps of one request, in seconds on the monotonic clock.
 
     Attributes:
         arrived_at: the request head was read.
-        asked_at: the request was submitted to the scheduler.
+        submitted_at: the request was submitted to the scheduler.
         granted_at: last grant; None before the first.
         first_token_at: first bytes of a streamed answer; None for other answers.
         ended_at: end in the engine or in the queue; None before it.
         engine: stage times reported by the engine; None if it reports none.
     """
 
-    __slots__ = ("arrived_at", "asked_at", "ended_at", "engine", "first_token_at", "granted_at")
+    __slots__ = ("arrived_at", "ended_at", "engine", "first_token_at", "granted_at", "submitted_at")
 
     def __init__(self, arrived_at: float) -> None:
-        self.arrived_at = self.asked_at = arrived_at
+        self.arrived_at = self.submitted_at = arrived_at
         self.granted_at: float | None = None
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.engine: EngineTimes | None = None
 
-    def told(self, endpoint: str, now: float, *, granted: bool) -> RequestTimes:
+    def finished(self, endpoint: str, now: float, *, granted: bool) -> RequestTimes:
         """Record the end at `now`, under a grant or in the queue; return the times for the scheduler."""
         self.ended_at = now
         granted_at = self.granted_at if granted else None
@@ -317,7 +317,7 @@ class CallTimes:
 
     def _receipt(self, dispatch: Dispatch) -> dict[str, Any]:
         waited, engine = dispatch.waited, self.engine
-        inside = {} if engine is None else {"engine_ms": _told(engine)}
+        inside = {} if engine is None else {"engine_ms": _engine_ms(engine)}
         return {
             "wait_ms": round(dispatch.queue_wait_s * 1e3, 3),
             "causes_ms": {} if waited is None else {cause: ns / 1e6 for cause, ns in waited.causes.items()},
@@ -336,15 +336,15 @@ class CallTimes:
         first_at, ended_at = self.first_token_at, self.ended_at
         return RequestTimes(
             endpoint,
-            self.asked_at - self.arrived_at,
-            waited_until - self.asked_at,
+            self.submitted_at - self.arrived_at,
+            waited_until - self.submitted_at,
             None if first_at is None or granted_at is None else first_at - granted_at,
             None if ended_at is None or granted_at is None else ended_at - granted_at,
             self.engine,
         )
 
 
-def _told(engine: EngineTimes) -> dict[str, float]:
+def _engine_ms(engine: EngineTimes) -> dict[str, float]:
     """Return the engine's stage times in milliseconds."""
     named = {"queue": engine.queue_s, "prefill": engine.prefill_s, "generation": engine.generation_s}
     return {name: round(seconds * 1e3, 3) for name, seconds in named.items() if seconds is not None}

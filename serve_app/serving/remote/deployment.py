@@ -9,7 +9,7 @@ from serve_app.serving.channel.messages import Role
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import locator
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.watcher import EndpointWatcher, KeptChoices
+from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
 from serve_app.serving.state import StateStore
 
 # One replica, because two would register the same endpoint. Until a dead one is replaced, gateways finish
@@ -37,7 +37,7 @@ class EndpointsDeployment:
         application = serve.get_replica_context().app_name
         store = None if state_uri is None else StateStore(state_uri, "endpoints", f"{application}/{scope}")
         self._watcher = EndpointWatcher(
-            pool, settings, channel, locator(scheduler, Role.REPLICA), KeptChoices(store)
+            pool, settings, channel, locator(scheduler, Role.REPLICA), EndpointChoices(store)
         )
         await self._watcher.start()
 

@@ -268,7 +268,7 @@ class Endpoint:
         return f"<Endpoint {self.url} {self.failure or 'serves'}>"
 
     @property
-    def is_known(self) -> bool:
+    def is_identified(self) -> bool:
         """True if it has been identified."""
         return self._identity is not None
 
@@ -312,7 +312,7 @@ class Endpoint:
             try:
                 await self._identify()
             except EngineError as exc:
-                self._note_failure(str(exc))
+                self._record_failure(str(exc))
                 self.is_rejected = not isinstance(exc, EndpointUnreachableError)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -396,7 +396,7 @@ class Endpoint:
             self._check_progress(reading, loop.time())
         except EngineError as exc:
             self._damping.on_failure(loop.time())
-            self._note_failure(str(exc))
+            self._record_failure(str(exc))
             raise
         if held_s := self._damping.on_answer(loop.time()):
             self.failure = f"it answers again, and has to for {held_s:.0f} s more, since it failed repeatedly"
@@ -438,7 +438,7 @@ class Endpoint:
         before, self._progress = self._progress, reading.progress
         return None if reading.progress is None else reading.progress != before
 
-    def _note_failure(self, reason: str) -> None:
+    def _record_failure(self, reason: str) -> None:
         if not self.failure or reason != self.failure:
             logger.warning("event=endpoint_closed endpoint=%s reason=%r", self.url, reason)
         self.failure = reason

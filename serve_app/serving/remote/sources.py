@@ -88,7 +88,7 @@ logger = logging.getLogger("ray.serve")
 async def poll(
     name: str,
     find: Callable[[], Awaitable[frozenset[EndpointUrl]]],
-    tell: Callable[[frozenset[EndpointUrl]], None],
+    publish: Callable[[frozenset[EndpointUrl]], None],
     refresh_s: float,
 ) -> None:
     """Call `find` forever, and report its result whenever it has changed.
@@ -112,14 +112,14 @@ async def poll(
             failed = ""
             if now != found:
                 found = now
-                tell(now)
+                publish(now)
         await asyncio.sleep(refresh_s)
 
 
 # Discovery by DNS: the addresses of a name, or the targets of SRV records.
 
 
-Tell = Callable[[frozenset[EndpointUrl]], None]
+Publish = Callable[[frozenset[EndpointUrl]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class AddressSource:
     url: EndpointUrl
     is_fixed: bool = False
 
-    async def follow(self, tell: Tell, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float) -> None:
         """Resolve the name periodically."""
-        await poll(f"dns+{self.url}", self._find, tell, refresh_s)
+        await poll(f"dns+{self.url}", self._find, publish, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
         url = self.url
@@ -148,9 +148,9 @@ class ServiceRecordSource:
     is_fixed: bool = False
     resolver: Resolver | None = None
 
-    async def follow(self, tell: Tell, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float) -> None:
         """Query the records periodically."""
-        await poll(f"srv+{self.url}", self._find, tell, refresh_s)
+        await poll(f"srv+{self.url}", self._find, publish, refresh_s)
 
     async def _find(self) -> frozenset[EndpointUrl]:
         try:
@@ -190,9 +190,9 @@ class FileSource:
             raise ValueError(f"a file of endpoints looks like file:///path, got {text!r}")
         return cls(Path(unquote(parts.path)))
 
-    async def follow(self, tell: Tell, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float) -> None:
         """Read the file periodically."""
-        await poll(f"file://{self.path}", self._find, tell, min(refresh_s, _REFRESH_S))
+        await poll(f"file://{self.path}", self._find, publish, min(refresh_s, _REFRESH_S))
 
     async def _find(self) -> frozenset[EndpointUrl]:
         text = await asyncio.to_thread(self.path.read_text, encoding="utf-8")
@@ -303,12 +303,12 @@ class KubernetesSource:
             path=parts.path.rstrip("/").removesuffix("/v1"),
         )
 
-    async def follow(self, tell: Tell, refresh_s: float) -> None:
+    async def follow(self, publish: Publish, refresh_s: float) -> None:
         """List and watch forever."""
         failed = ""
         while True:
             try:
-                await self._list_and_watch(tell)
+                await self._list_and_watch(publish)
                 failed = ""
             except (OSError, ValueError, KeyError, UpstreamError, TimeoutError) as exc:
                 reason = f"{type(exc).__name__}: {exc}"
@@ -317,14 +317,14 @@ class KubernetesSource:
                 failed = reason
                 await asyncio.sleep(0 if isinstance(exc, _WatchExpiredError) else refresh_s)
 
-    async def _list_and_watch(self, tell: Tell) -> None:
+    async def _list_and_watch(self, publish: Publish) -> None:
         times = UpstreamSettings(connect_timeout_s=_LIST_TIMEOUT_S, silence_timeout_s=_WATCH_S + 30)
         connections = UpstreamPool(times, https=ClientTls(self.api.trust()))
         try:
             listed = await self._list(connections)
             objects = {_name(item): item for item in listed["items"]}
             version = listed["metadata"]["resourceVersion"]
-            told = self._told(tell, objects, None)
+            published = self._publish_changes(publish, objects, None)
             while True:
                 async for event in self._watch(connections, version):
                     item = event["object"]
@@ -333,7 +333,7 @@ class KubernetesSource:
                         objects.pop(_name(item), None)
                     elif event["type"] != "BOOKMARK":
                         objects[_name(item)] = item
-                    told = self._told(tell, objects, told)
+                    published = self._publish_changes(publish, objects, published)
         finally:
             connections.close()
 
@@ -399,13 +399,13 @@ class KubernetesSource:
         finally:
             response.close()
 
-    def _told(
-        self, tell: Tell, objects: Mapping[str, Document], told: frozenset[EndpointUrl] | None
+    def _publish_changes(
+        self, publish: Publish, objects: Mapping[str, Document], published: frozenset[EndpointUrl] | None
     ) -> frozenset[EndpointUrl]:
         reader = self._of_pod if self.selector else self._of_slice
         found = frozenset(url for item in objects.values() for url in reader(item))
-        if found != told:
-            tell(found)
+        if found != published:
+            publish(found)
         return found
 
     def _of_slice(self, item: Document) -> Iterator[EndpointUrl]:
@@ -465,7 +465,7 @@ class EndpointSource(Protocol):
         """True if its result never changes."""
         ...
 
-    def follow(self, tell: Tell, refresh_s: float) -> Coroutine[Any, Any, None]:
+    def follow(self, publish: Publish, refresh_s: float) -> Coroutine[Any, Any, None]:
         """Report all endpoints, again after each change; return only if nothing can change.
 
         While the source cannot be read, the last result stays valid, because an outage of discovery must not
@@ -481,9 +481,9 @@ class FixedSource:
     url: EndpointUrl
     is_fixed: bool = True
 
-    async def follow(self, tell: Tell, refresh_s: float) -> None:  # noqa: ARG002 - nothing to refresh
+    async def follow(self, publish: Publish, refresh_s: float) -> None:  # noqa: ARG002 - nothing to refresh
         """Report the URL once."""
-        tell(frozenset((self.url,)))
+        publish(frozenset((self.url,)))
 
 
 def source_of(text: str) -> EndpointSource:

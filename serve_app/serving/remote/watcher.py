@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 _RETRY_S = 10.0
 
 
-class KeptChoices:
+class EndpointChoices:
     """Endpoints that were added or removed by admins.
 
     While the store cannot be read, nothing is overwritten. Choices made in that time are merged with the
@@ -52,7 +52,7 @@ class KeptChoices:
         self.removed: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<KeptChoices added={len(self.added)} removed={len(self.removed)} {self._store}>"
+        return f"<EndpointChoices added={len(self.added)} removed={len(self.removed)} {self._store}>"
 
     async def load(self) -> None:
         """Read the stored choices; while the store does not answer, the watcher works without them."""
@@ -142,12 +142,12 @@ class EndpointWatcher:
         settings: RemoteSettings,
         channel: ChannelSettings,
         locate: Locate,
-        kept: KeptChoices,
+        choices: EndpointChoices,
     ) -> None:
         self._settings = settings
         self._sources: list[EndpointSource] = [source_of(text) for text in settings.endpoints]
         self._found: list[frozenset[EndpointUrl]] = [frozenset() for _ in self._sources]
-        self._kept = kept
+        self._choices = choices
         self._endpoints: dict[EndpointUrl, Endpoint] = {}
         upstream = UpstreamPool(UpstreamSettings(connect_timeout_s=settings.metrics_timeout_s))
         self._shared = EndpointContext(
@@ -174,21 +174,21 @@ class EndpointWatcher:
         Raises:
             EngineError: none can be used in time; the message has the reasons.
         """
-        await self._kept.load()
+        await self._choices.load()
         for index, source in enumerate(self._sources):
             self._following.append(asyncio.create_task(self._follow(index, source), name=f"follow {source}"))
         await asyncio.sleep(0)
         self._reconcile()
         if self._sources and all(source.is_fixed for source in self._sources):
             try:
-                await self._one_identified()
+                await self._wait_for_one()
             except BaseException:
                 await self.close()
                 raise
 
     async def close(self) -> None:
         """Remove all endpoints from the scheduler; running requests continue."""
-        self._kept.close()
+        self._choices.close()
         for task in self._following:
             task.cancel()
         if self._following:
@@ -209,10 +209,10 @@ class EndpointWatcher:
         """Return a description of each endpoint, including removed ones."""
         chosen = [self._endpoints[url].described() for url in sorted(self._endpoints)]
         for one in chosen:
-            one["added"] = one["url"] in self._kept.added
+            one["added"] = one["url"] in self._choices.added
         taken: list[dict[str, object]] = [
             {"url": url, "pool": self._shared.pool, "state": "removed", "reason": "removed by an admin"}
-            for url in sorted(self._kept.removed)
+            for url in sorted(self._choices.removed)
         ]
         return [*chosen, *taken]
 
@@ -230,9 +230,9 @@ class EndpointWatcher:
             SettingsError: it is not a URL.
         """
         url = _url(text)
-        self._kept.add(str(url), found=self._is_found(str(url)))
+        self._choices.add(str(url), found=self._is_found(str(url)))
         self._reconcile()
-        return {"url": str(url), "persisted": await self._kept.save()}
+        return {"url": str(url), "persisted": await self._choices.save()}
 
     async def remove(self, text: str) -> dict[str, object]:
         """Send no further requests to an endpoint; running ones continue.
@@ -243,26 +243,26 @@ class EndpointWatcher:
         url = _url(text)
         if all(str(url) != str(one) for one in self._endpoints):
             raise SettingsError(f"pool {self._shared.pool} has no endpoint {url}")
-        self._kept.remove(str(url), found=self._is_found(str(url)))
+        self._choices.remove(str(url), found=self._is_found(str(url)))
         self._reconcile()
-        return {"url": str(url), "persisted": await self._kept.save()}
+        return {"url": str(url), "persisted": await self._choices.save()}
 
     def _is_found(self, url: str) -> bool:
         return any(str(one) == url for found in self._found for one in found)
 
     async def _follow(self, index: int, source: EndpointSource) -> None:
-        def tell(urls: frozenset[EndpointUrl]) -> None:
+        def publish(urls: frozenset[EndpointUrl]) -> None:
             self._found[index] = urls
             self._reconcile()
 
-        await source.follow(tell, self._settings.refresh_s)
+        await source.follow(publish, self._settings.refresh_s)
 
     def _reconcile(self) -> None:
         """Start and stop watches to match the wanted endpoints."""
         wanted = {url for found in self._found for url in found}
         known = {str(url) for url in wanted}
-        wanted |= {_url(text) for text in self._kept.added if text not in known}
-        wanted = {url for url in wanted if str(url) not in self._kept.removed}
+        wanted |= {_url(text) for text in self._choices.added if text not in known}
+        wanted = {url for url in wanted if str(url) not in self._choices.removed}
         for url in self._endpoints.keys() - wanted:
             logger.info("event=endpoint_removed pool=%s endpoint=%s", self._shared.pool, url)
             self._drop(url)
@@ -276,10 +276,10 @@ class EndpointWatcher:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _one_identified(self) -> None:
+    async def _wait_for_one(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
-        while not any(endpoint.is_known for endpoint in self._endpoints.values()):
+        while not any(endpoint.is_identified for endpoint in self._endpoints.values()):
             asked = self._endpoints.values()
             rejected = bool(asked) and all(endpoint.is_rejected for endpoint in asked)
             if rejected or loop.time() > deadline:

@@ -27,7 +27,7 @@ from serve_app.serving.channel.messages import Role, SchedulerEndpoint
 from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.discovery import ALL_AT_ONCE_PERCENT
 from serve_app.serving.process import precise_clock
-from serve_app.serving.scheduler.costs import KeptCosts
+from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.incarnation import ClaimStore, GcsClaimStore, Incarnations
 from serve_app.serving.scheduler.live_scaling import LiveScaling
@@ -35,8 +35,8 @@ from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedu
 from serve_app.serving.scheduler.queries import AdminQueries
 from serve_app.serving.scheduler.recent_activity import RecentActivity
 from serve_app.serving.scheduler.tuning_endpoint import Observed, PartitionUpdate
-from serve_app.serving.scheduler.usage import KeptUsage
-from serve_app.serving.state import StateKeeper, StateStore
+from serve_app.serving.scheduler.usage import PersistentUsage
+from serve_app.serving.state import StatePersister, StateStore
 from serve_app.tuning.rollout import Retune
 
 logger = logging.getLogger("ray.serve")
@@ -54,7 +54,7 @@ SCHEDULER_DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
 }
 
 # Time to send final messages and log lines.
-_LAST_WORDS_S = 0.2
+_FINAL_MESSAGES_S = 0.2
 # Settings that define the scheduler: for another model or other pools, a new process is started.
 _COLD = ("model",)
 _SCALING = "scaling"
@@ -115,7 +115,7 @@ class SchedulerActorSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ClusterServices:
     """Dependencies of the actor on the cluster, replaceable in tests.
 
     Attributes:
@@ -129,10 +129,10 @@ class Surroundings:
     die: Callable[[], None]
 
 
-def _ray_surroundings() -> Surroundings:
+def _ray_surroundings() -> ClusterServices:
     import ray.util  # noqa: PLC0415 - tests build the actor without Ray
 
-    return Surroundings(claims=GcsClaimStore(), host=ray.util.get_node_ip_address, die=lambda: os._exit(1))
+    return ClusterServices(claims=GcsClaimStore(), host=ray.util.get_node_ip_address, die=lambda: os._exit(1))
 
 
 class SchedulerActor:
@@ -142,16 +142,16 @@ class SchedulerActor:
     cancels the tasks of a request's context with the request.
     """
 
-    def __init__(self, settings: SchedulerActorSettings, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, settings: SchedulerActorSettings, surroundings: ClusterServices | None = None) -> None:
         self._deployed = self._settings = settings
         self._surroundings = surroundings or _ray_surroundings()
         self._incarnations = Incarnations(self._surroundings.claims, settings.scope)
         self._loop = asyncio.get_running_loop()
         self._live: LiveScheduler | None = None
         self._learned: Mapping[str, Any] | None = None
-        self._earlier_costs = KeptCosts()
+        self._earlier_costs = PersistentCosts()
         self._keeper = self._make_keeper()
-        self._usage = KeptUsage(
+        self._usage = PersistentUsage(
             settings.scheduler.model, settings.state_uri, settings.scope, settings.state_interval_s
         )
         self.scaling = LiveScaling(settings.scheduler.model, settings.scaling)
@@ -207,7 +207,7 @@ class SchedulerActor:
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
         """Store the tuner's state document for `status`."""
-        (await self._current()).tuner.show(document)
+        (await self._current()).tuner.store_document(document)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Continue with other settings as a new incarnation; the gateways resubmit their requests.
@@ -227,7 +227,7 @@ class SchedulerActor:
                 return
             live = await self._current()
             self._learned = learned_state(live.core)
-            self._earlier_costs = self._earlier_costs.with_those_of(live.core)
+            self._earlier_costs = self._earlier_costs.plus(live.core)
             live.stop("its settings have changed")
             self._started = self._begin()
             await self._started
@@ -266,7 +266,7 @@ class SchedulerActor:
         settings = self._settings
         # In a thread, because the claim uses the network and the loop is shared with Serve.
         incarnation, _, _ = await asyncio.gather(
-            asyncio.to_thread(self._incarnations.claim), self._load_what_was_learned(), self._usage.load()
+            asyncio.to_thread(self._incarnations.claim), self._load_learned_state(), self._usage.load()
         )
         parts = LiveSchedulerOptions(
             incarnation=incarnation,
@@ -282,9 +282,9 @@ class SchedulerActor:
         live = LiveScheduler(settings.scheduler, parts)
         live.queries = AdminQueries(
             live=live,
-            earlier_costs=self._earlier_costs,
+            previous_costs=self._earlier_costs,
             live_scaling=self.scaling,
-            kept_usage=self._usage,
+            persistent_usage=self._usage,
             step_times=settings.step_times,
             save=self._save_learned,
         )
@@ -303,22 +303,22 @@ class SchedulerActor:
         if self._keeper is not None:
             await self._keeper.save()
 
-    def _make_keeper(self) -> StateKeeper | None:
+    def _make_keeper(self) -> StatePersister | None:
         settings = self._settings
         if settings.state_uri is None:
             return None
         store = StateStore(settings.state_uri, STATE_KIND, settings.scope)
-        return StateKeeper(store, settings.scheduler.model, self._what_was_learned, settings.state_interval_s)
+        return StatePersister(store, settings.scheduler.model, self._learned_state, settings.state_interval_s)
 
-    def _what_was_learned(self) -> Mapping[str, Any] | None:
+    def _learned_state(self) -> Mapping[str, Any] | None:
         live = self._live
         # A scheduler that has ended adds nothing: its successor has the same state, or its core is broken.
         if live is None or live.ended:
             return None
-        costs = self._earlier_costs.with_those_of(live.core)
+        costs = self._earlier_costs.plus(live.core)
         return {**learned_state(live.core), _SCALING: self.scaling.state(), _COSTS: costs.state()}
 
-    async def _load_what_was_learned(self) -> None:
+    async def _load_learned_state(self) -> None:
         """Load learned state from the store, unless a previous live scheduler of this actor has left it."""
         if self._keeper is None or self._learned is not None:
             return
@@ -334,7 +334,7 @@ class SchedulerActor:
     def _restore_error_of_others(self, document: Mapping[str, Any]) -> str:
         """Restore the state of scaling and costs; return why that failed, or empty."""
         try:
-            costs = KeptCosts.restored(document, _COSTS)
+            costs = PersistentCosts.restored(document, _COSTS)
             # Absent in documents of older releases.
             if _SCALING in document:
                 self.scaling.restore(section(document, _SCALING))
@@ -353,4 +353,4 @@ class SchedulerActor:
 
     def _on_end(self, reason: str) -> None:
         logger.error("event=scheduler_ended scope=%s reason=%r", self._settings.scope, reason)
-        self._loop.call_later(_LAST_WORDS_S, self._surroundings.die)
+        self._loop.call_later(_FINAL_MESSAGES_S, self._surroundings.die)

@@ -23,7 +23,7 @@ Row = tuple[str, str, str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCosts:
+class PersistentCosts:
     """Accumulated costs of earlier schedulers since a time in seconds since the epoch.
 
     They are engine time, and the delay imposed on requests of other tenants.
@@ -33,10 +33,10 @@ class KeptCosts:
     used: tuple[Row, ...] = ()
     imposed: tuple[Row, ...] = ()
 
-    def with_those_of(self, core: Scheduler) -> "KeptCosts":
+    def plus(self, core: Scheduler) -> "PersistentCosts":
         """Return these costs plus those counted by a scheduler so far."""
         used, imposed = core.in_flight.engine_time.used, core.waits.imposed
-        return KeptCosts(self.since, _sum(self.used, used), _sum(self.imposed, imposed))
+        return PersistentCosts(self.since, _sum(self.used, used), _sum(self.imposed, imposed))
 
     def document(self, gpus: Mapping[str, float]) -> dict[str, Any]:
         """Return each tenant's costs by pool and class, highest first; `gpus` are those of one replica."""
@@ -67,7 +67,7 @@ class KeptCosts:
         return {"since": self.since, **listed}
 
     @classmethod
-    def restored(cls, document: Snapshot, name: str) -> "KeptCosts":
+    def restored(cls, document: Snapshot, name: str) -> "PersistentCosts":
         """Restore what `state` returned.
 
         Args:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ray import serve
 
-from serve_app.serving.process import keep_memory
+from serve_app.serving.process import tune_memory
 from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings
 
 
@@ -18,7 +18,7 @@ class SchedulerDeployment(SchedulerActor):
     def __init__(self, settings: SchedulerActorSettings) -> None:
         application = serve.get_replica_context().app_name
         super().__init__(replace(settings, scope=f"{application}/{settings.scope}"))
-        keep_memory()
+        tune_memory()
 
     # A coroutine, because Serve runs each call of a plain function in a thread.
     async def record_autoscaling_stats(self) -> dict[str, float]:

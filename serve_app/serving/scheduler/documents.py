@@ -65,9 +65,9 @@ def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str
 
 
 # Sized for a person on a page; replicas that need attention are first.
-_MOST_REPLICAS = 100
+_MAX_REPLICAS = 100
 SUB_QUEUES_SHOWN = 60
-_MOST_TENANTS = 50
+_MAX_TENANTS = 50
 _SUMMED = ("in_flight", "held_tokens", "waiting_in_engine", "running")
 
 
@@ -102,8 +102,8 @@ def overview(
         "waiting_requests": queue["waiting"],
         "served": {priority: _most_served(counters) for priority, counters in queue["served"].items()},
         "pools": [_pool(name, replicas) for name in status["pools"]],
-        "replicas": replicas[:_MOST_REPLICAS],
-        "replicas_omitted": len(replicas[_MOST_REPLICAS:]),
+        "replicas": replicas[:_MAX_REPLICAS],
+        "replicas_omitted": len(replicas[_MAX_REPLICAS:]),
         "activity": activity,
     }
 
@@ -158,9 +158,9 @@ def _pool(name: str, replicas: list[dict[str, Any]]) -> dict[str, Any]:
 def most_costly(costs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the costs with the most expensive rows only; they are sorted."""
     rows = costs["rows"]
-    return {**costs, "rows": rows[:_MOST_TENANTS], "omitted": len(rows[_MOST_TENANTS:])}
+    return {**costs, "rows": rows[:_MAX_TENANTS], "omitted": len(rows[_MAX_TENANTS:])}
 
 
 def _most_served(counters: Mapping[str, float]) -> dict[str, float]:
-    shown = sorted(counters.items(), key=lambda each: -each[1])[:_MOST_TENANTS]
+    shown = sorted(counters.items(), key=lambda each: -each[1])[:_MAX_TENANTS]
     return dict(shown)

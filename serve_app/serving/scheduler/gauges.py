@@ -1,7 +1,7 @@
 """Gauges and sums of a scheduler that are read from its core at each scrape.
 
-Functions collect the figures of one moment on the event loop, and `Moment` renders them as metric families in
-a thread. Labels whose values depend on traffic are bounded in number (`BoundedNames`).
+Functions collect the figures of one moment on the event loop, and `FigureCollector` renders them as metric
+families in a thread. Labels whose values depend on traffic are bounded in number (`BoundedNames`).
 """
 
 import heapq
@@ -18,10 +18,10 @@ from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica import ReplicaReport, ReplicaSpec
 from serve_app.core.routing.replica_state import ReplicaState
 
-OTHERS = "other"
-_MOST_TENANTS = 1_000
+OTHER_LABEL = "other"
+_MAX_TENANTS = 1_000
 # Each learned partition has new names.
-_MOST_LENGTH_QUEUES = 100
+_MAX_LENGTH_QUEUES = 100
 
 
 class BoundedNames:
@@ -36,7 +36,7 @@ class BoundedNames:
         if name in self._known:
             return name
         if len(self._known) >= self._most:
-            return OTHERS
+            return OTHER_LABEL
         self._known.add(name)
         return name
 
@@ -45,8 +45,8 @@ class BoundedNames:
 class Names:
     """Label values of one model, consistent across all metrics."""
 
-    of_tenants: BoundedNames = field(default_factory=lambda: BoundedNames(_MOST_TENANTS))
-    of_length_queues: BoundedNames = field(default_factory=lambda: BoundedNames(_MOST_LENGTH_QUEUES))
+    of_tenants: BoundedNames = field(default_factory=lambda: BoundedNames(_MAX_TENANTS))
+    of_length_queues: BoundedNames = field(default_factory=lambda: BoundedNames(_MAX_LENGTH_QUEUES))
 
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -70,7 +70,7 @@ def figure(name: str, text: str, value: float | None, family: _Family = GaugeMet
     return Figures(name, text, (), {} if value is None else {(): value}, family)
 
 
-class Moment(Collector):
+class FigureCollector(Collector):
     """Collector of the most recent figures of one model."""
 
     def __init__(self, model: str) -> None:
@@ -150,7 +150,7 @@ def core_figures(core: Scheduler) -> list[Figures]:
 
 
 # The heads with the longest waits show the problem; examining all would take too long.
-_MOST_HEADS = 100
+_MAX_HEADS = 100
 
 
 def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
@@ -165,7 +165,7 @@ def queue_figures(core: Scheduler, now: float, names: Names) -> list[Figures]:
         waiting[key] += count
         tenants[names.of_tenants(request.tenant),] += count
         oldest_s[key] = max(oldest_s.get(key, 0.0), now - request.arrived_at)
-    oldest = heapq.nsmallest(_MOST_HEADS, heads, key=lambda each: each.request.arrived_at)
+    oldest = heapq.nsmallest(_MAX_HEADS, heads, key=lambda each: each.request.arrived_at)
     blocked = Counter[tuple[str, ...]]((head.pools[0], current_cause(head).value) for head in oldest)
     # Lead of each tenant in weighted service, as a share of all leads in its class.
     leads = defaultdict[tuple[str, ...], float](float)

@@ -18,9 +18,9 @@ from serve_app.serving.channel.request_book import GatewayRequest
 from serve_app.serving.channel.scheduler_client import RequestTimes
 from serve_app.serving.scheduler.journal import Entry
 
-KEPT_S = 600.0
+RETENTION_S = 600.0
 # About 30 MB.
-MOST_KEPT = 20_000
+MAX_ENDED = 20_000
 _NO_BREAKDOWN = WaitBreakdown()
 
 
@@ -49,7 +49,7 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class KnownRequest:
+class HistoryRecord:
     """Record of one request; times are on the scheduler's clock.
 
     Attributes:
@@ -134,7 +134,7 @@ class RequestHistory:
     def __init__(
         self,
         prefill_s: Callable[[str, int], float],
-        most: int = MOST_KEPT,
+        most: int = MAX_ENDED,
         *,
         since: float = -math.inf,
         unix_clock: Callable[[], float] = time,
@@ -142,11 +142,11 @@ class RequestHistory:
         self._prefill_s = prefill_s
         self._unix_clock = unix_clock
         self._most = most
-        self._open: dict[str, KnownRequest] = {}
-        self._ended: deque[KnownRequest] = deque()
-        self._ended_by_id: dict[str, KnownRequest] = {}
+        self._open: dict[str, HistoryRecord] = {}
+        self._ended: deque[HistoryRecord] = deque()
+        self._ended_by_id: dict[str, HistoryRecord] = {}
         # Last request with each client-chosen id.
-        self._by_client: dict[str, KnownRequest] = {}
+        self._by_client: dict[str, HistoryRecord] = {}
         self.dispatches = 0
         self.complete_since = since
 
@@ -168,21 +168,21 @@ class RequestHistory:
         if known is not None and known.gateway_request.times is None:
             known.gateway_request.times = times
 
-    def find(self, request_id: str) -> KnownRequest | None:
+    def find(self, request_id: str) -> HistoryRecord | None:
         """Return the request with this id, or the last one to which a client gave it."""
         return (
             self._open.get(request_id) or self._ended_by_id.get(request_id) or self._by_client.get(request_id)
         )
 
-    def open(self) -> tuple[KnownRequest, ...]:
+    def open(self) -> tuple[HistoryRecord, ...]:
         """Return all open requests, by arrival."""
         return tuple(self._open.values())
 
-    def ended(self) -> tuple[KnownRequest, ...]:
+    def ended(self) -> tuple[HistoryRecord, ...]:
         """Return the recently ended requests, in order."""
         return tuple(self._ended)
 
-    def attempts_since(self, since: float) -> Iterator[tuple[Attempt, KnownRequest]]:
+    def attempts_since(self, since: float) -> Iterator[tuple[Attempt, HistoryRecord]]:
         """Yield the dispatches of all requests that had not ended by `since`; allows concurrent changes."""
         ended = self.ended()
         for known in self.open():
@@ -200,9 +200,11 @@ class RequestHistory:
         # Computed once, so that all documents about a request agree.
         arrived = self._unix_clock() - (entry.now - gateway_request.arrived_at)
         if isinstance(event, Arrived):
-            known = KnownRequest(gateway_request, arrived, event.request.expires_at, resumed=False, home=home)
+            known = HistoryRecord(
+                gateway_request, arrived, event.request.expires_at, resumed=False, home=home
+            )
         else:
-            known = KnownRequest(gateway_request, arrived, math.inf, resumed=True, home=home)
+            known = HistoryRecord(gateway_request, arrived, math.inf, resumed=True, home=home)
         self._open[gateway_request.submission.request_id] = known
         if gateway_request.client_request_id:
             self._by_client[gateway_request.client_request_id] = known
@@ -238,10 +240,10 @@ class RequestHistory:
             gateway_request.submission = replace(gateway_request.submission, prefix=())
         self._ended.append(known)
         self._ended_by_id[conclude.request_id] = known
-        while len(self._ended) > self._most or self._ended[0].ended_at < now - KEPT_S:
+        while len(self._ended) > self._most or self._ended[0].ended_at < now - RETENTION_S:
             self._forget(self._ended.popleft())
 
-    def _forget(self, known: KnownRequest) -> None:
+    def _forget(self, known: HistoryRecord) -> None:
         self.complete_since = known.ended_at
         for index, name in (
             (self._ended_by_id, known.request_id),

@@ -162,7 +162,7 @@ class LiveScaling(Collector):
             logger.info("event=scaling_recovered model=%s", self._model)
             self._fault = None
         for name, decision in decisions.items():
-            self._tell(name, decision)
+            self._log_change(name, decision)
         self._decisions = decisions
 
     def _on_fault(self, error: Exception) -> None:
@@ -178,7 +178,7 @@ class LiveScaling(Collector):
             )
         self._fault = fault
 
-    def _tell(self, name: str, decision: PoolDecision) -> None:
+    def _log_change(self, name: str, decision: PoolDecision) -> None:
         before = self._decisions.get(name)
         if before is None or before.replicas == decision.replicas:
             return

@@ -45,13 +45,13 @@ from serve_app.serving.scheduler.gauges import (
     queue_figures,
     replica_figures,
 )
-from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
+from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.journal import ChangeLog, Entry, Journal
 from serve_app.serving.scheduler.metrics import SchedulerMetrics
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
 from serve_app.serving.scheduler.recent_activity import RecentActivity
-from serve_app.serving.scheduler.recordings import LEAD_S, MinutesRecorder, RecordedSurroundings
+from serve_app.serving.scheduler.recordings import LEAD_S, RecordedSurroundings, TrafficRecorder
 from serve_app.serving.scheduler.scheduling_mode import SchedulingMode
 from serve_app.serving.scheduler.tuning_endpoint import TuningEndpoint
 from serve_app.serving.scheduler.usage import UsageLedger
@@ -124,7 +124,7 @@ class LiveScheduler:
         self._metrics = SchedulerMetrics(settings.model)
         self._page = CachedPage(self._figures, self._render)
         self._gateways = GatewaySessions(self, options.channel.gateway_grace_s)
-        self._replicas = ReplicaRegistry(self.feed, self._gateways.tell_all)
+        self._replicas = ReplicaRegistry(self.feed, self._gateways.broadcast)
         timeouts = {priority: settings.queue_timeout_s.of(priority) for priority in PriorityClass}
         identity = Identity(
             secrets=self._secrets,
@@ -149,10 +149,10 @@ class LiveScheduler:
         self.activity = options.activity or RecentActivity(self._clock)
         costs = self.core.prefill_costs
         self.history = RequestHistory(lambda pool, tokens: costs.of(pool).seconds(tokens), since=self._now)
-        surroundings = RecordedSurroundings(self.core, KEPT_S + LEAD_S)
-        self.recorder = MinutesRecorder(self.core, self.history, surroundings)
-        tell, count = self._gateways.tell_outlooks, self._metrics.on_calibration_errors
-        self._outlook = QueueWatch(self.core, self.now, tell, count)
+        surroundings = RecordedSurroundings(self.core, RETENTION_S + LEAD_S)
+        self.recorder = TrafficRecorder(self.core, self.history, surroundings)
+        send, count = self._gateways.send_outlooks, self._metrics.on_calibration_errors
+        self._outlook = QueueWatch(self.core, self.now, send, count)
         self._receipts = Receipts(self.core, self.history, self._outlook)
         self._log = self._open_log()
         self._journal = Journal()
@@ -275,9 +275,9 @@ class LiveScheduler:
         """Send updates of a waiting request's outlook to its gateway."""
         self._outlook.watch(request_id)
 
-    def knows_replica(self, replica_id: str) -> bool:
+    def is_registered(self, replica_id: str) -> bool:
         """Return whether the replica is connected; pending changes are sent to the gateways first."""
-        self._replicas.tell_changes()
+        self._replicas.publish_changes()
         return replica_id in self._replicas
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
@@ -349,7 +349,7 @@ class LiveScheduler:
         match command:
             case Dispatch():
                 # A grant refers to the replica table, and must follow it on the connection.
-                self._replicas.tell_changes()
+                self._replicas.publish_changes()
                 self._gateways.grant(command)
                 if (scheduled := self.core.find(command.request_id)) is not None:
                     entry.dispatched.append((command, scheduled))

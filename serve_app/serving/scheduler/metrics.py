@@ -21,7 +21,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
 from serve_app.serving.metric_cells import Cells, CounterCell, HistogramCell, counters, histograms
 from serve_app.serving.process import ProcessMetrics
-from serve_app.serving.scheduler.gauges import Figures, Moment, Names
+from serve_app.serving.scheduler.gauges import FigureCollector, Figures, Names
 from serve_app.serving.scheduler.journal import Entry
 
 # From a dispatch without a wait to the timeouts of batch work.
@@ -43,8 +43,8 @@ class SchedulerMetrics:
         self._registry = CollectorRegistry()
         self._make_counters()
         self._make_histograms()
-        self._moment = Moment(model)
-        self._registry.register(self._moment)
+        self._collector = FigureCollector(model)
+        self._registry.register(self._collector)
         self._registry.register(ProcessMetrics({"process": "scheduler", "model": model}))
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class SchedulerMetrics:
 
     def exposition(self, figures: Sequence[Figures]) -> str:
         """Return all metrics in the Prometheus text format; thread-safe, but not for concurrent calls."""
-        self._moment.metrics = figures
+        self._collector.metrics = figures
         return generate_latest(self._registry).decode()
 
     def _on_dispatch(self, command: Dispatch, scheduled: ScheduledRequest) -> None:

@@ -12,13 +12,13 @@ import msgspec
 
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import ChannelError
-from serve_app.serving.process import in_parts
-from serve_app.serving.scheduler.costs import KeptCosts
+from serve_app.serving.process import run_in_parts
+from serve_app.serving.scheduler.costs import PersistentCosts
 from serve_app.serving.scheduler.documents import SUB_QUEUES_SHOWN, most_costly, overview
 from serve_app.serving.scheduler.live_scaling import LiveScaling
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.scheduler.recordings import captured, known_step_times
-from serve_app.serving.scheduler.usage import KeptUsage
+from serve_app.serving.scheduler.usage import PersistentUsage
 from serve_app.tuning.counterfactuals.recording import encode_recording
 
 _encoder = msgspec.json.Encoder()
@@ -48,16 +48,16 @@ class AdminQueries:
     """Answers to admins' queries about a live scheduler.
 
     Attributes:
-        earlier_costs: costs counted by its predecessors.
-        live_scaling, kept_usage: of its process; None if there is none.
+        previous_costs: costs counted by its predecessors.
+        live_scaling, persistent_usage: of its process; None if there is none.
         step_times: step times of engines with a known profile, by pool.
         save: persists the learned state.
     """
 
     live: LiveScheduler
-    earlier_costs: KeptCosts = field(default_factory=KeptCosts)
+    previous_costs: PersistentCosts = field(default_factory=PersistentCosts)
     live_scaling: LiveScaling | None = None
-    kept_usage: KeptUsage | None = None
+    persistent_usage: PersistentUsage | None = None
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     save: Callable[[], Awaitable[None]] | None = None
 
@@ -94,7 +94,7 @@ class AdminQueries:
 
     async def costs(self) -> dict[str, Any]:
         """Return the costs of each tenant: engine time and imposed delay."""
-        costs = self.earlier_costs.with_those_of(self.live.core)
+        costs = self.previous_costs.plus(self.live.core)
         gpus = self.live_scaling.gpus() if self.live_scaling is not None else {}
         return {"model": self._model, **costs.document(gpus)}
 
@@ -104,7 +104,11 @@ class AdminQueries:
 
     async def usage(self) -> dict[str, Any]:
         """Return the usage of each API key by day."""
-        return self.kept_usage.shown() if self.kept_usage is not None else {"model": self._model, "rows": []}
+        return (
+            self.persistent_usage.shown()
+            if self.persistent_usage is not None
+            else {"model": self._model, "rows": []}
+        )
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
         """Return the receipt of a request; empty if it is unknown."""
@@ -113,9 +117,9 @@ class AdminQueries:
     async def recording(self, request_id: str) -> str:
         """Return the recording around a recently ended request; empty if it is unknown."""
         live = self.live
-        step_times = known_step_times(live.tuner.shown, self.step_times)
+        step_times = known_step_times(live.tuner.document, self.step_times)
         # In parts, because thousands of requests are visited and grants must not wait.
-        found = await in_parts(live.recorder.recording(request_id, step_times, live.now()))
+        found = await run_in_parts(live.recorder.recording(request_id, step_times, live.now()))
         return "" if found is None else await asyncio.to_thread(encode_recording, found)
 
     async def capture(self) -> list[dict[str, Any]]:

@@ -17,26 +17,26 @@ from serve_app.serving.scheduler.journal import Entry
 
 logger = logging.getLogger("ray.serve")
 
-_EVERY_S = 0.25
+_INTERVAL_S = 0.25
 # Maximum share of the scheduler's time; with thousands of subscribers, updates become less frequent.
-_MOST_SHARE = 0.05
+_MAX_SHARE = 0.05
 
 
 class QueueWatch:
-    """Watched requests of one live scheduler; `tell` sends outlooks, `count` records their errors."""
+    """Watched requests of one live scheduler; `send` sends outlooks, `count` records their errors."""
 
     def __init__(
         self,
         core: Scheduler,
         now: Callable[[], float],
-        tell: Callable[[Iterable[RequestOutlook]], None],
+        send: Callable[[Iterable[RequestOutlook]], None],
         count: Callable[[Iterable[CalibrationError]], None],
     ) -> None:
-        self._now, self._tell, self._count = now, tell, count
+        self._now, self._send, self._count = now, send, count
         self._watched = WatchedRequests(core)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
-        self._look_is_due_at = 0.0
+        self._update_is_due_at = 0.0
         self._stopped = False
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class QueueWatch:
     def watch(self, request_id: str) -> None:
         """Send updates of a request while it waits."""
         if not self._stopped and self._watched.watch(request_id, self._now()) and self._timer is None:
-            self._timer = self._loop.call_at(self._look_is_due_at, self._look)
+            self._timer = self._loop.call_at(self._update_is_due_at, self._update)
 
     def expected(
         self, scheduled: ScheduledRequest, order: Sequence[ScheduledRequest], now: float
@@ -69,28 +69,28 @@ class QueueWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
-        self._go_on(self._watched.updates(self._now()), 0.0)
+    def _update(self) -> None:
+        self._continue(self._watched.updates(self._now()), 0.0)
 
-    def _go_on(self, look: Iterator[list[Outlook]], took_s: float) -> None:
+    def _continue(self, look: Iterator[list[Outlook]], took_s: float) -> None:
         """Run one part of an update, and schedule the next part or the next update."""
         began = perf_counter()
         try:
-            told = next(look, None)
-            if told:
-                self._tell(map(_as_message, told))
+            updates = next(look, None)
+            if updates:
+                self._send(map(_as_message, updates))
         except Exception:
             # Scheduling does not depend on it, so it continues.
             logger.exception("event=queue_outlook_failed")
-            told = None
+            updates = None
         took_s += perf_counter() - began
         if self._stopped:
             return
-        if told is not None:
-            self._timer = self._loop.call_soon(self._go_on, look, took_s)
+        if updates is not None:
+            self._timer = self._loop.call_soon(self._continue, look, took_s)
             return
-        self._look_is_due_at = self._loop.time() + max(_EVERY_S, took_s / _MOST_SHARE)
-        self._timer = self._loop.call_at(self._look_is_due_at, self._look) if self._watched else None
+        self._update_is_due_at = self._loop.time() + max(_INTERVAL_S, took_s / _MAX_SHARE)
+        self._timer = self._loop.call_at(self._update_is_due_at, self._update) if self._watched else None
 
 
 def _as_message(outlook: Outlook) -> RequestOutlook:

@@ -22,11 +22,11 @@ from serve_app.core.accounting.waits import current_cause, wait_so_far
 from serve_app.core.outlook.order import expected_order
 from serve_app.core.request import ScheduledRequest
 from serve_app.serving.channel.scheduler_client import EngineTimes, RequestTimes, stages
-from serve_app.serving.process import in_parts
-from serve_app.serving.scheduler.history import Attempt, KnownRequest, RequestHistory
+from serve_app.serving.process import run_in_parts
+from serve_app.serving.scheduler.history import Attempt, HistoryRecord, RequestHistory
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 
-MOST_NAMED = 10
+MAX_NAMED = 10
 """Number of tenants and classes listed by name; the others are counted together."""
 # Dispatches examined before yielding to the event loop: about half a millisecond.
 _LOOKED_AT = 1_000
@@ -53,7 +53,7 @@ class Receipts:
             return {}
         if known.conclude is None:
             scheduled = self._core.find(known.request_id)
-            return {} if scheduled is None else await self._under_way(known, scheduled, now)
+            return {} if scheduled is None else await self._unfinished(known, scheduled, now)
         conclusion, last, usage, times = (
             known.conclude.conclusion,
             known.last,
@@ -82,8 +82,8 @@ class Receipts:
             },
         }
 
-    async def _under_way(
-        self, known: KnownRequest, scheduled: ScheduledRequest, now: float
+    async def _unfinished(
+        self, known: HistoryRecord, scheduled: ScheduledRequest, now: float
     ) -> dict[str, Any]:
         waits, last, predicted = scheduled.queued, known.last, scheduled.prediction
         if waits or last is None:
@@ -120,7 +120,7 @@ class Receipts:
         """Return the position and outlook of a waiting request."""
         cause, obstacles = current_cause(scheduled), self._core.dispatcher.wait_reasons(scheduled, now)
         home, core = scheduled.pools[0], self._core
-        orders = await in_parts(expected_order(core.queue, core.settings.class_floors, now))
+        orders = await run_in_parts(expected_order(core.queue, core.settings.class_floors, now))
         order = orders.get(home, ())
         outlook = self._outlook.expected(scheduled, order, now)
         start = outlook.start if outlook is not None else None
@@ -137,7 +137,7 @@ class Receipts:
             "expires_in_ms": _in_ms(scheduled.expires_at - now),
         }
 
-    async def _served(self, known: KnownRequest, pool: str, until: float, *, waits: bool) -> dict[str, Any]:
+    async def _served(self, known: HistoryRecord, pool: str, until: float, *, waits: bool) -> dict[str, Any]:
         """Count others' requests that were dispatched to the pool during a wait, by class and tenant.
 
         Args:
@@ -159,7 +159,7 @@ class Receipts:
                 and other.request_id != known.request_id
             ):
                 counts[other.gateway_request.priority.value, other.gateway_request.tenant] += 1
-        named = counts.most_common(MOST_NAMED)
+        named = counts.most_common(MAX_NAMED)
         return {
             "pool": pool,
             "requests": counts.total(),
@@ -172,7 +172,7 @@ class Receipts:
         }
 
 
-def _facts(known: KnownRequest) -> dict[str, Any]:
+def _facts(known: HistoryRecord) -> dict[str, Any]:
     submission = known.gateway_request.submission
     return {
         "request_id": known.request_id,
@@ -200,7 +200,7 @@ def _attempt(attempt: Attempt, first: Attempt) -> dict[str, Any]:
 
 
 def _queue_figures(
-    known: KnownRequest, waited: WaitBreakdown, wait_s: float, served: dict[str, Any] | None
+    known: HistoryRecord, waited: WaitBreakdown, wait_s: float, served: dict[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "ms": _in_ms(wait_s),

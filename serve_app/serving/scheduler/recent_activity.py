@@ -19,17 +19,17 @@ from serve_app.serving.scheduler.journal import Entry
 SLOT_S = 5.0
 SLOTS = 120
 # Per slot; further tenants are counted together. Bounds the memory at some MB.
-_MOST_TENANTS = 500
+_MAX_TENANTS = 500
 _OTHERS = "(others)"
 # Sized for a person on a page.
 _TENANTS_SHOWN = 50
 # Times are counted in steps of 10 % from a millisecond on.
-_LEAST_S = 0.001
+_MIN_S = 0.001
 _STEP = math.log(1.1)
 
 
 def _step_of(seconds: float) -> int:
-    return max(0, math.ceil(math.log(max(seconds, _LEAST_S) / _LEAST_S) / _STEP))
+    return max(0, math.ceil(math.log(max(seconds, _MIN_S) / _MIN_S) / _STEP))
 
 
 def _quantile_s(steps: Counter[int], share: float) -> float | None:
@@ -38,7 +38,7 @@ def _quantile_s(steps: Counter[int], share: float) -> float | None:
     for step in sorted(steps):
         wanted -= steps[step]
         if wanted <= 0:
-            return round(_LEAST_S * math.exp(step * _STEP), 6)
+            return round(_MIN_S * math.exp(step * _STEP), 6)
     return None
 
 
@@ -50,7 +50,7 @@ class _Slot:
     outcomes: Counter[tuple[PriorityClass, Outcome]] = field(default_factory=Counter)
     first_tokens: dict[PriorityClass, Counter[int]] = field(default_factory=dict)
     tokens: Counter[tuple[PriorityClass, str]] = field(default_factory=Counter)
-    most_waiting: int = 0
+    peak_waiting: int = 0
     document: dict[str, Any] | None = None
 
     def add(self, other: "_Slot") -> None:
@@ -116,7 +116,7 @@ class RecentActivity:
         event, now = entry.event, entry.now
         if isinstance(event, Arrived):
             slot = self._slot(now)
-            slot.most_waiting = max(slot.most_waiting, len(entry.core.queue))
+            slot.peak_waiting = max(slot.peak_waiting, len(entry.core.queue))
         elif isinstance(event, FirstToken):
             scheduled = entry.scheduled
             # A gateway that reconnects may repeat a first token; only the first report counts.
@@ -136,7 +136,7 @@ class RecentActivity:
         slot.outcomes[priority, outcome] += 1
         if usage is not None:
             key = priority, request.tenant
-            if key not in slot.tokens and len(slot.tokens) >= _MOST_TENANTS:
+            if key not in slot.tokens and len(slot.tokens) >= _MAX_TENANTS:
                 key = priority, _OTHERS
             slot.tokens[key] += usage.prompt_tokens + usage.output_tokens
 
@@ -169,7 +169,7 @@ class RecentActivity:
     def _document_of(self, slot: _Slot, current: int) -> dict[str, Any]:
         if slot.document is not None:
             return slot.document
-        found: dict[str, Any] = {"number": slot.number, "most_waiting": slot.most_waiting, "outcomes": {}}
+        found: dict[str, Any] = {"number": slot.number, "peak_waiting": slot.peak_waiting, "outcomes": {}}
         for (_, outcome), count in slot.outcomes.items():
             found["outcomes"][outcome.value] = found["outcomes"].get(outcome.value, 0) + count
         found["ttft_p50_s"] = {name.value: _quantile_s(each, 0.5) for name, each in slot.first_tokens.items()}

@@ -33,14 +33,14 @@ from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.engines.model.step_time import StepTimeModel
 from serve_app.errors import Outcome
 from serve_app.request import KeyTerms, Request, Submission
-from serve_app.serving.scheduler.history import KnownRequest, RequestHistory
+from serve_app.serving.scheduler.history import HistoryRecord, RequestHistory
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.tuning.counterfactuals.recording import RecordedChange, RecordedRequest, Recording
 
 _SALT = secrets.token_bytes(16)
 
 
-def captured(requests: Iterable[KnownRequest]) -> list[dict[str, Any]]:
+def captured(requests: Iterable[HistoryRecord]) -> list[dict[str, Any]]:
     """Return a line for each completed request whose tokens were counted by its engine, by arrival."""
     counted = [
         (known, known.gateway_request.usage)
@@ -73,7 +73,7 @@ LEARNED_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
-class Standing:
+class SurroundingsState:
     """Settings, partition and fleet at some time; times of changes are on the scheduler's clock."""
 
     settings: SchedulerSettings
@@ -91,9 +91,9 @@ class Standing:
         elif change.settings is not None:
             self.settings = change.settings
 
-    def copy(self) -> "Standing":
+    def copy(self) -> "SurroundingsState":
         """Return a copy."""
-        return Standing(self.settings, self.partition, dict(self.fleet))
+        return SurroundingsState(self.settings, self.partition, dict(self.fleet))
 
 
 class RecordedSurroundings:
@@ -101,7 +101,7 @@ class RecordedSurroundings:
 
     def __init__(self, core: Scheduler, kept_s: float) -> None:
         self._core, self._kept_s = core, kept_s
-        self._oldest = Standing(core.settings)
+        self._oldest = SurroundingsState(core.settings)
         self._changes: deque[RecordedChange] = deque()
         self._learned: deque[tuple[float, Mapping[str, Any]]] = deque()
         self._open: set[str] = set()
@@ -136,7 +136,7 @@ class RecordedSurroundings:
             case _:
                 pass
 
-    def at(self, time: float) -> tuple[Standing, list[RecordedChange]]:
+    def at(self, time: float) -> tuple[SurroundingsState, list[RecordedChange]]:
         """Return the surroundings at a time, and the changes since."""
         standing, later = self._oldest.copy(), list[RecordedChange]()
         for change in self._changes:
@@ -162,7 +162,7 @@ class RecordedSurroundings:
 
 LEAD_S = 180.0
 """Longest time before the request at which a recording begins."""
-MOST_BEFORE, MOST_AFTER = 3_000, 1_000
+MAX_BEFORE, MAX_AFTER = 3_000, 1_000
 """Maximum requests before and after the one in question, because they are replayed many times."""
 _AFTERWARDS_S = 30.0
 _EARLIER = 500
@@ -195,11 +195,11 @@ class _Minutes:
 
     at: float
     begins_idle: bool
-    requests: list[KnownRequest]
-    earlier: list[KnownRequest]
+    requests: list[HistoryRecord]
+    earlier: list[HistoryRecord]
 
 
-class MinutesRecorder:
+class TrafficRecorder:
     """Recorder of the traffic around single requests."""
 
     def __init__(self, core: Scheduler, history: RequestHistory, surroundings: RecordedSurroundings) -> None:
@@ -249,7 +249,7 @@ class MinutesRecorder:
             requests=tuple(requests),
         )
 
-    def _recorded(self, known: KnownRequest, at: float) -> RecordedRequest:
+    def _recorded(self, known: HistoryRecord, at: float) -> RecordedRequest:
         last, request, times = known.last, known.gateway_request, known.gateway_request.times
         dispatched_s = last.at - at if last is not None else None
         first_token_s = None
@@ -258,7 +258,7 @@ class MinutesRecorder:
         prompt_tokens, output_tokens = self._expected(known)
         patience_s = known.expires_at - known.arrived_at
         return RecordedRequest(
-            submission=_nameless(request.submission),
+            submission=_pseudonymized(request.submission),
             client_id=known.client_request_id,
             arrived_s=known.arrived_at - at,
             expires_after_s=patience_s if patience_s < float("inf") else None,
@@ -274,7 +274,7 @@ class MinutesRecorder:
             expected_output_tokens=output_tokens,
         )
 
-    def _expected(self, known: KnownRequest) -> tuple[int, int]:
+    def _expected(self, known: HistoryRecord) -> tuple[int, int]:
         """Return the expected prompt and output tokens, as estimated at dispatch or, without one, now."""
         if (last := known.last) is not None:
             return last.prompt_tokens, round(last.output_tokens)
@@ -285,7 +285,7 @@ class MinutesRecorder:
         return estimate.expected_prompt_tokens, estimate.expected_output_tokens
 
 
-def _minutes(known: list[KnownRequest], subject: KnownRequest, now: float) -> _Minutes:
+def _minutes(known: list[HistoryRecord], subject: HistoryRecord, now: float) -> _Minutes:
     """Select the requests of a recording from all known ones, which are sorted by arrival."""
     place = known.index(subject)
     first, until = place, 0.0
@@ -294,11 +294,11 @@ def _minutes(known: list[KnownRequest], subject: KnownRequest, now: float) -> _M
             first = index
         until = max(until, min(each.ended_at, now))
     lead_from = known[place].arrived_at - LEAD_S
-    earliest = max(first, place - MOST_BEFORE)
+    earliest = max(first, place - MAX_BEFORE)
     while earliest < place and known[earliest].arrived_at < lead_from:
         earliest += 1
     at = known[earliest].arrived_at
-    later = known[place + 1 : place + 1 + MOST_AFTER]
+    later = known[place + 1 : place + 1 + MAX_AFTER]
     end = subject.ended_at + max(_AFTERWARDS_S, subject.wait_s or 0.0)
     requests = [
         *(each for each in known[:earliest] if min(each.ended_at, now) > at),
@@ -313,7 +313,7 @@ def _minutes(known: list[KnownRequest], subject: KnownRequest, now: float) -> _M
     return _Minutes(at, earliest == first, requests, earlier[-_EARLIER:])
 
 
-def _nameless(submission: Submission) -> Submission:
+def _pseudonymized(submission: Submission) -> Submission:
     """Return a submission with a pseudonym, without prefix hashes, and with only the weight of its key."""
     weight = submission.key.weight if submission.key is not None else None
     key = None if weight is None else KeyTerms(key_id="", weight=weight)

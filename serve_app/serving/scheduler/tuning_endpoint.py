@@ -144,7 +144,7 @@ class TuningEndpoint:
 
     Attributes:
         queues: learned length queues.
-        shown: last state document of the tuner.
+        document: last state document of the tuner.
         frozen: why no trials are allowed; empty if they are.
     """
 
@@ -154,16 +154,16 @@ class TuningEndpoint:
     metrics: SchedulerMetrics
     replicas: Callable[[], list[ReplicaSpec]]
     queues: LearnedQueues = field(init=False, default_factory=LearnedQueues)
-    shown: Mapping[str, Any] = field(init=False, default_factory=dict)
+    document: Mapping[str, Any] = field(init=False, default_factory=dict)
     frozen: str = field(init=False, default="")
     # None until a tuner requests outcomes, so that they cost nothing without one.
     _outcomes: OutcomeWindow | None = field(init=False, default=None)
-    _for_good: SchedulerSettings = field(init=False)
+    _incumbent: SchedulerSettings = field(init=False)
     _tuned: Mapping[str, float] = field(init=False, default_factory=dict)
-    _return: asyncio.TimerHandle | None = field(init=False, default=None)
+    _trial_timer: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._for_good = with_weights(self.host.core.settings)
+        self._incumbent = with_weights(self.host.core.settings)
 
     def on_entry(self, entry: Entry) -> None:
         """Record lengths and, if requested, outcomes."""
@@ -186,7 +186,7 @@ class TuningEndpoint:
             completed_until=now if window is None else window.completed_until(now),
             outcomes=window.take() if outcomes and window is not None else [],
             replicas=self.replicas() if outcomes else [],
-            settings=replace(self._for_good, active_share=self.host.mode.active_share) if outcomes else None,
+            settings=replace(self._incumbent, active_share=self.host.mode.active_share) if outcomes else None,
             # Trials show nothing while part of the traffic bypasses scheduling.
             frozen=self.frozen or self.host.mode.obstacle,
         )
@@ -225,7 +225,7 @@ class TuningEndpoint:
         """
         if self.frozen and order.valid_s is not None:
             raise ChannelError(f"tuning is frozen: {self.frozen}")
-        settings = with_values(self._for_good, order.values)
+        settings = with_values(self._incumbent, order.values)
         try:
             checked_retuning(self.host.core.settings, settings)
         except ValueError as error:
@@ -234,19 +234,19 @@ class TuningEndpoint:
         self._apply(settings, order.values, order.reason)
         self._check_alive()
         if order.valid_s is None:
-            self._for_good = settings
+            self._incumbent = settings
         else:
             loop = asyncio.get_running_loop()
             # In an empty context, because tasks of the grants that follow must not belong to this call.
             context = contextvars.Context()
-            self._return = loop.call_later(
-                order.valid_s, self._go_back, "its time limit was reached", context=context
+            self._trial_timer = loop.call_later(
+                order.valid_s, self._end_trial, "its time limit was reached", context=context
             )
 
     def freeze(self, reason: str) -> None:
         """Return to the settings in force, and reject trials until `thaw`."""
         self.frozen = reason or "by command"
-        self._go_back("tuning was frozen")
+        self._end_trial("tuning was frozen")
         logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
 
     def thaw(self) -> None:
@@ -254,21 +254,21 @@ class TuningEndpoint:
         self.frozen = ""
         logger.info("event=tuning_thawed model=%s", self.model)
 
-    def show(self, document: Mapping[str, Any]) -> None:
+    def store_document(self, document: Mapping[str, Any]) -> None:
         """Store the tuner's state document."""
-        self.shown = document
+        self.document = document
 
     def status(self) -> dict[str, Any]:
         """Return the state of the tuner, for operators."""
-        shown = dict(self.shown) if self.shown else {"mode": "off", "state": "no values are tuned"}
+        document = dict(self.document) if self.document else {"mode": "off", "state": "no values are tuned"}
         if self.frozen:
-            shown["state"] = f"frozen: {self.frozen}"
-        return {**shown, "values": dict(self._tuned), "frozen": self.frozen}
+            document["state"] = f"frozen: {self.frozen}"
+        return {**document, "values": dict(self._tuned), "frozen": self.frozen}
 
     def figures(self, now: float) -> list[Figures]:
         """Return the metrics of learned queues, tuned values and the tuner."""
-        error = (self.shown.get("twin") or {}).get("error") or {}
-        counts = self.shown.get("counts") or {"searches": None, "trials": None, "decisions": {}}
+        error = (self.document.get("twin") or {}).get("error") or {}
+        counts = self.document.get("counts") or {"searches": None, "trials": None, "decisions": {}}
         return [
             figure(
                 "ewsjf_length_queues",
@@ -309,7 +309,7 @@ class TuningEndpoint:
             figure(
                 "ewsjf_tuner_frozen",
                 "1 while the tuner is frozen, by a command or after a failure: no trials.",
-                bool(self.frozen) if self.shown.get("counts") else None,
+                bool(self.frozen) if self.document.get("counts") else None,
             ),
         ]
 
@@ -317,27 +317,27 @@ class TuningEndpoint:
         """Stop; the scheduler has ended."""
         self._cancel_return()
 
-    def _go_back(self, reason: str) -> None:
-        if self._return is None:
+    def _end_trial(self, reason: str) -> None:
+        if self._trial_timer is None:
             return
         self._cancel_return()
         if not self.host.ended:
-            values = {path: float(value_at(self._for_good, path)) for path in self._tuned}
-            self._apply(self._for_good, values, reason)
+            values = {path: float(value_at(self._incumbent, path)) for path in self._tuned}
+            self._apply(self._incumbent, values, reason)
 
     def _apply(self, settings: SchedulerSettings, values: Mapping[str, float], reason: str) -> None:
         self.host.feed(Retuned(settings))
         self._tuned = dict(values)
         self.metrics.on_retuning()
-        told = " ".join(f"{path}={value:g}" for path, value in values.items())
+        text = " ".join(f"{path}={value:g}" for path, value in values.items())
         logger.info(
-            "event=retuned model=%s incarnation=%d reason=%r %s", self.model, self.incarnation, reason, told
+            "event=retuned model=%s incarnation=%d reason=%r %s", self.model, self.incarnation, reason, text
         )
 
     def _cancel_return(self) -> None:
-        if self._return is not None:
-            self._return.cancel()
-            self._return = None
+        if self._trial_timer is not None:
+            self._trial_timer.cancel()
+            self._trial_timer = None
 
     def _check_alive(self) -> None:
         if self.host.ended:

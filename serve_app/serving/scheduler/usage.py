@@ -23,14 +23,14 @@ from serve_app.request import Usage
 from serve_app.serving.metric_cells import counters
 from serve_app.serving.scheduler.gauges import BoundedNames
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.state import StateKeeper, StateStore
+from serve_app.serving.state import StatePersister, StateStore
 
 USAGE_KIND = "usage"
 
 # A quarter, for billing; older days are dropped.
 _KEPT_DAYS = 92
 # Keys with their own metrics; further ones are counted together.
-_MOST_LABELS = 1_000
+_MAX_LABELS = 1_000
 
 # Requests, prompt tokens, cached tokens, generated tokens.
 _Figures = list[int]
@@ -47,7 +47,7 @@ class UsageLedger:
         self._days: dict[str, _Day] = {}
         # Days in a returned state; they are copied before further counting.
         self._handed_out: set[str] = set()
-        self._label = BoundedNames(_MOST_LABELS)
+        self._label = BoundedNames(_MAX_LABELS)
         self._registry = CollectorRegistry()
         text = "Requests that ended in an engine, by API key."
         self._requests = counters(self._registry, "ewsjf_key_requests", text, ("model", "key"))
@@ -149,7 +149,7 @@ def _name_of(day: int) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(day * _DAY_S))
 
 
-class KeptUsage:
+class PersistentUsage:
     """Persistent ledger of one model; must be constructed on a running event loop.
 
     Args:
@@ -163,15 +163,15 @@ class KeptUsage:
     def __init__(self, model: str, state_uri: str | None, scope: str, interval_s: float) -> None:
         self.ledger = UsageLedger(model)
         self._model, self._interval_s = model, interval_s
-        self._keeper: StateKeeper | None = None
+        self._keeper: StatePersister | None = None
         self._restored = False
         self._retry: asyncio.Task[None] | None = None
         if state_uri is not None:
             store = StateStore(state_uri, USAGE_KIND, scope)
-            self._keeper = StateKeeper(store, model, self._take, interval_s)
+            self._keeper = StatePersister(store, model, self._take, interval_s)
 
     def __repr__(self) -> str:
-        return f"<KeptUsage {self.ledger}>"
+        return f"<PersistentUsage {self.ledger}>"
 
     async def load(self) -> None:
         """Read the stored state; while the store is unreachable, retry in the background."""
@@ -206,7 +206,7 @@ class KeptUsage:
     def _take(self) -> Mapping[str, Any] | None:
         return self.ledger.state() if self._restored else None
 
-    async def _restore(self, keeper: StateKeeper) -> bool:
+    async def _restore(self, keeper: StatePersister) -> bool:
         document = await keeper.load()
         if keeper.is_unreachable:
             return False
@@ -218,7 +218,7 @@ class KeptUsage:
                 keeper.rejected(str(exc))
         return True
 
-    async def _try_again(self, keeper: StateKeeper) -> None:
+    async def _try_again(self, keeper: StatePersister) -> None:
         while not self._restored:
             await asyncio.sleep(self._interval_s)
             await self._restore(keeper)

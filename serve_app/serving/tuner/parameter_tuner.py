@@ -61,7 +61,7 @@ class ParameterTuner:
         queues: RefineAndPruneSettings = _USUAL_QUEUES,
     ) -> None:
         self._model, self._settings, self._queues = model, settings, queues
-        self._kept = None if store is None else (store, StoreCalls(store))
+        self._state = None if store is None else (store, StoreCalls(store))
         self.loop: ParameterLoop | None = None
         self._incarnation: int | None = None
         self._worker = worker or self._in_thread
@@ -95,9 +95,9 @@ class ParameterTuner:
 
     async def load(self) -> None:
         """Read the state of an earlier tuner; call this once, before the first update."""
-        if self._kept is None:
+        if self._state is None:
             return
-        store, calls = self._kept
+        store, calls = self._state
         try:
             self._saved = await calls.answer(store.load, LOAD_TIMEOUT_S)
         except StateError as error:
@@ -105,9 +105,9 @@ class ParameterTuner:
 
     async def save(self) -> None:
         """Write the state that a restart needs."""
-        if self._kept is None or self.loop is None:
+        if self._state is None or self.loop is None:
             return
-        store, calls = self._kept
+        store, calls = self._state
         state = self.loop.state()
         try:
             await calls.answer(lambda: store.save(state), SAVE_TIMEOUT_S)

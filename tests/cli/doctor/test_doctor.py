@@ -24,7 +24,7 @@ from serve_app.serving.channel.settings import ChannelSettings
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.scheduler.decision_log import DecisionLogSettings
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler, LiveSchedulerOptions
-from serve_app.serving.state import StateKeeper, StateStore
+from serve_app.serving.state import StatePersister, StateStore
 from tests.cli.pages import answering
 from tests.serving.gateway.builders import Answers, FakeDispatcher, serving
 
@@ -338,7 +338,7 @@ async def test_a_real_gateway_and_scheduler_are_understood(
         raise AssertionError
 
     dispatcher = FakeDispatcher([1])
-    keeper = StateKeeper(StateStore("memory://doctor", "scheduler", "demo"), "demo", lambda: None, 1.0)
+    keeper = StatePersister(StateStore("memory://doctor", "scheduler", "demo"), "demo", lambda: None, 1.0)
     dispatcher.page = await scheduler.exposition() + keeper.exposition()
     views = {"demo": Answers(queue=queued, status=shown, freeze=frozen)}
     settings = GatewaySettings(

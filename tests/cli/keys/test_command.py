@@ -51,7 +51,7 @@ def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path, capsys: pytest.Ca
     assert "requests_per_minute=60" in capsys.readouterr().out
 
     assert main(["keys", "revoke", listed["id"], "--file", str(path)]) == 0
-    keys._look()
+    keys._check()
     with pytest.raises(RequestRejected, match="was revoked"):
         keys.caller(secret.encode())
     keys.close()

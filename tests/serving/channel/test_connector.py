@@ -9,7 +9,7 @@ from tests.serving.channel.harness import FAST, Simulation, until
 
 
 class Silent:
-    """Resident whose connection must never succeed."""
+    """Peer whose connection must never succeed."""
 
     def on_connected(self, *_: Any) -> NoReturn:
         raise AssertionError("nobody is there")

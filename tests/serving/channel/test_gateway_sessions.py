@@ -73,7 +73,7 @@ class Host:
     def queue_timeout_s(self, priority: PriorityClass) -> float:
         return self.core.settings.queue_timeout_s.of(priority)
 
-    def knows_replica(self, replica_id: str) -> bool:
+    def is_registered(self, replica_id: str) -> bool:
         return replica_id not in self.left
 
     def on_late_times(self, request_id: str, times: RequestTimes) -> None:
@@ -240,14 +240,14 @@ async def test_a_second_connection_is_not_ended_by_the_loss_of_the_first() -> No
     first = Page()
     host.sessions.on_join("g1", first)  # type: ignore[arg-type]
     host.connect(runs(replica_id))
-    host.sessions.on_loss("g1", first, for_good=False)  # type: ignore[arg-type]
+    host.sessions.on_loss("g1", first, permanent=False)  # type: ignore[arg-type]
     assert host.sessions.connected == 1
 
 
 async def test_a_gateway_that_reconnects_within_its_grace_loses_nothing() -> None:
     host, replica_id = running()
     page = host.connect(runs(replica_id))
-    host.sessions.on_loss("g1", page, for_good=False)  # type: ignore[arg-type]
+    host.sessions.on_loss("g1", page, permanent=False)  # type: ignore[arg-type]
     assert host.sessions.connected == 0
     host.connect(runs(replica_id))
     await asyncio.sleep(1.2)

@@ -90,7 +90,7 @@ async def test_a_loop_that_was_away_does_not_blame_its_peer() -> None:
         both.near.tick()
     both.far.tick()
     # However long the absence, there is one tick: the next one first reads what has arrived.
-    await until(lambda: both.near._heard)
+    await until(lambda: both.near._received)
     both.near.tick()
     assert both.near.open
 

@@ -35,13 +35,13 @@ def join(registry: ReplicaRegistry, number: int) -> SilentLink:
 def count_tables(registry: ReplicaRegistry) -> list[ReplicaTable]:
     """Return the list of all replica tables sent from here on."""
     tables: list[ReplicaTable] = []
-    tell = registry._tell_gateways
+    tell = registry._publish
 
     def counted(table: ReplicaTable) -> None:
         tables.append(table)
         tell(table)
 
-    registry._tell_gateways = counted
+    registry._publish = counted
     return tables
 
 

@@ -19,14 +19,14 @@ from serve_app.serving.channel.messages import (
     SnapshotEnd,
     Submit,
     Welcome,
-    as_before,
     common_version,
+    to_previous_version,
 )
 from tests.serving.channel.harness import Simulation, Stranger, hello, submission, until
 
 
 def test_nothing_is_put_differently_while_there_is_no_version_before() -> None:
-    assert as_before(SnapshotEnd()) == SnapshotEnd()
+    assert to_previous_version(SnapshotEnd()) == SnapshotEnd()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_a_peer_of_another_version_is_rejected_with_the_remedy(world: Simu
     stranger = await Stranger.at(world.endpoint())
     stranger.say(hello(world.endpoint(), version=theirs))
     reason = (await stranger.hear(PeerRejected)).reason
-    assert f"version {theirs} of the protocol, this scheduler {OLDEST_VERSION} to {VERSION}" in reason
+    assert f"protocol version {theirs}, this scheduler supports {OLDEST_VERSION} to {VERSION}" in reason
     assert "upgrade by one version at a time" in reason
 
 

@@ -197,7 +197,7 @@ async def test_a_key_holds_for_the_class_of_the_priority_field_too() -> None:
         ("GET", CHAT, b"", {}, 405, "method_not_allowed", "use POST"),
         ("POST", "/v1/models", b"", {}, 405, "method_not_allowed", "use GET"),
         ("GET", "/v1/models/gpt", b"", {}, 404, "model_not_found", "models: tiny"),
-        ("POST", "/v1/audio/speech", b"{}", {}, 404, "not_found", "there is no"),
+        ("POST", "/v1/audio/speech", b"{}", {}, 404, "not_found", "unknown path"),
         ("POST", "/tokenize", b"{}", {}, 400, None, "model is missing"),
     ],
 )

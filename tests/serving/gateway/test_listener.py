@@ -229,7 +229,7 @@ async def test_an_incomplete_head_is_answered_and_silence_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
         assert (await raw(port, b"GET /health HTT")).startswith(b"HTTP/1.1 408 ")
@@ -243,7 +243,7 @@ async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
     body = json.dumps(chat(stream=True, max_tokens=20)).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     async with before_an_engine(0.05) as (_, port):
@@ -253,7 +253,7 @@ async def test_a_head_that_stays_half_sent_does_not_end_the_answer_before_it(
 
 
 async def test_one_connection_too_many_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_listener, "most_connections", lambda: 2)
+    monkeypatch.setattr(gateway_listener, "max_connections", lambda: 2)
     app = gateway(FakeDispatcher([1]))
     async with opened(app) as (_, port):
         held = [await asyncio.open_connection(HOST, port) for _ in range(2)]

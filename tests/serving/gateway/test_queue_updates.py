@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import RequestOutlook
-from serve_app.serving.gateway.answer.waiting import ASK_AFTER_S
+from serve_app.serving.gateway.answer.waiting import SUBSCRIBE_AFTER_S
 
 from .builders import (
     Answer,
@@ -99,7 +99,7 @@ async def test_a_request_served_at_once_gets_no_updates_and_costs_the_scheduler_
     status, text = await streamed(stage, COMMENTS)
     assert status == 200
     assert ": queue" not in text
-    await asyncio.sleep(ASK_AFTER_S + 0.1)
+    await asyncio.sleep(SUBSCRIBE_AFTER_S + 0.1)
     assert stage.dispatcher.watching == {}
 
 
@@ -146,7 +146,7 @@ async def test_an_answer_in_one_piece_is_as_without_the_header(headers: dict[str
     async with queued() as stage:
         asked = asyncio.create_task(stage.http.post(CHAT, json=chat(), headers=headers))
         await eventually(lambda: stage.dispatcher.waiting == 1)
-        await asyncio.sleep(ASK_AFTER_S + 0.1)
+        await asyncio.sleep(SUBSCRIBE_AFTER_S + 0.1)
         assert stage.dispatcher.watching == {}
         stage.dispatcher.gate.set()
         answer = await asked
@@ -158,7 +158,7 @@ async def test_a_client_that_does_not_subscribe_gets_no_updates() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, {}))
         await eventually(lambda: stage.dispatcher.waiting == 1)
-        await asyncio.sleep(ASK_AFTER_S + 0.1)
+        await asyncio.sleep(SUBSCRIBE_AFTER_S + 0.1)
         assert stage.dispatcher.watching == {}
         stage.dispatcher.gate.set()
         _, text = await reading

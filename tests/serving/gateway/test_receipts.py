@@ -114,7 +114,7 @@ async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http:
 
     assert answer.status_code == 404
     summary = await receipt(http, "mine")
-    assert "no scheduler was asked: a body, key or model that is not allowed" in summary["error"]["message"]
+    assert "Requests that the gateway rejected have none" in summary["error"]["message"]
 
 
 TIMES = {"queue_time_ms": 2.0, "time_to_first_token_ms": 3.0, "generation_time_ms": 4.0}

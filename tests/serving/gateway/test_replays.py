@@ -61,7 +61,7 @@ async def test_the_error_names_what_cannot_be_replayed() -> None:
         for part in ("what-if", "recording"):
             early = await http.get(f"runs/{part}")
             assert early.status_code == 409
-            assert "once it has ended" in early.json()["error"]["message"]
+            assert "available after its end" in early.json()["error"]["message"]
         assert (await http.get("nobody-s/what-if")).status_code == 404
 
 

@@ -45,7 +45,7 @@ async def test_a_long_body_that_arrives_at_a_fair_rate_is_accepted() -> None:
 
 async def test_a_head_that_does_not_end_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(http_server, "LOOK_S", 0.1)
+    monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
     for sent, answers in (
         (b"", 0),
         (b"GET /health HTTP/1.1\r\nhost: x\r\na: b", 0),

@@ -13,7 +13,7 @@ from serve_app.engines.engine import Receive, Scope, Send
 from serve_app.serving.gateway import ApiKey, Gateway, GatewaySettings, ServedModel
 from serve_app.serving.gateway.admin import PoolWatcher
 from serve_app.serving.remote.settings import RemoteSettings
-from serve_app.serving.remote.watcher import EndpointWatcher, KeptChoices
+from serve_app.serving.remote.watcher import EndpointChoices, EndpointWatcher
 from tests.engines.servers import serving
 from tests.serving.channel.harness import Simulation, scheduler_settings
 from tests.serving.gateway.builders import MODEL, Engine
@@ -106,7 +106,7 @@ class WatchedFleet:
 @asynccontextmanager
 async def watched(
     *endpoints: str,
-    kept: KeptChoices | None = None,
+    kept: EndpointChoices | None = None,
     start: bool = True,
     model: str = MODEL,
     long: str = "",
@@ -123,11 +123,13 @@ async def watched(
         await world.begin()
         stack.push_async_callback(world.close)
         remote = RemoteSettings(endpoints=endpoints, **{"start_timeout_s": 5.0, **settings})
-        watcher = EndpointWatcher(POOL, remote, CHANNEL, world.locate_for_replica, kept or KeptChoices(None))
+        watcher = EndpointWatcher(
+            POOL, remote, CHANNEL, world.locate_for_replica, kept or EndpointChoices(None)
+        )
         stack.push_async_callback(watcher.close)
         if long:
             of_long = RemoteSettings(endpoints=(long,), start_timeout_s=5.0)
-            other = EndpointWatcher("long", of_long, CHANNEL, world.locate_for_replica, KeptChoices(None))
+            other = EndpointWatcher("long", of_long, CHANNEL, world.locate_for_replica, EndpointChoices(None))
             stack.push_async_callback(other.close)
             await other.start()
         client = await world.gateway()

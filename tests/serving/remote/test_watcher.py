@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.engines.engine import Scope, Send
 from serve_app.errors import EngineError
-from serve_app.serving.remote.watcher import KeptChoices
+from serve_app.serving.remote.watcher import EndpointChoices
 from serve_app.serving.state import StateStore
 from tests.engines.servers import free_port, serving
 from tests.serving.channel.harness import until
@@ -112,8 +112,8 @@ async def test_requests_on_a_removed_endpoint_continue() -> None:
 
 
 async def test_what_an_admin_chooses_holds_after_a_restart(tmp_path: Path) -> None:
-    def store() -> KeptChoices:
-        return KeptChoices(StateStore(str(tmp_path), "endpoints", "app/m/short"))
+    def store() -> EndpointChoices:
+        return EndpointChoices(StateStore(str(tmp_path), "endpoints", "app/m/short"))
 
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(serving(VllmLike()))

@@ -14,7 +14,7 @@ from serve_app.request import PriorityClass, Usage
 from serve_app.serving.channel.gateway_client import GatewayClient
 from serve_app.serving.channel.scheduler_client import Grant
 from serve_app.serving.scheduler import live_scaling
-from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
+from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
 from serve_app.serving.scheduler.incarnation import Incarnations
 from serve_app.serving.scheduler.live_scheduler import LiveScheduler
 from serve_app.serving.state import StateStore
@@ -59,7 +59,7 @@ class Cluster:
             state_uri=state_uri,
             scaling=ScalingSettings(pools={"short": ScaledPool()}),
         )
-        surroundings = Surroundings(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
+        surroundings = ClusterServices(claims=self.claims, host=lambda: "127.0.0.1", die=self._die)
         self.actors.append(SchedulerActor(settings, surroundings))
         return self.actors[-1]
 
@@ -299,7 +299,9 @@ async def test_an_actor_that_cannot_start_is_unhealthy(cluster: Cluster) -> None
         raise OSError("no address")
 
     settings = SchedulerActorSettings(scheduler=scheduler_settings(), channel=FAST, scope="app/m")
-    actor = SchedulerActor(settings, Surroundings(claims=cluster.claims, host=unreachable, die=lambda: None))
+    actor = SchedulerActor(
+        settings, ClusterServices(claims=cluster.claims, host=unreachable, die=lambda: None)
+    )
     cluster.actors.append(actor)
     with pytest.raises(OSError, match="no address"):
         await actor.check_health()

@@ -8,7 +8,7 @@ from serve_app.core.dispatch.backpressure import BackpressureSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler import costs as kept_costs
-from serve_app.serving.scheduler.costs import KeptCosts
+from serve_app.serving.scheduler.costs import PersistentCosts
 from tests.builders import ManualDriver, one_replica
 
 
@@ -22,13 +22,13 @@ def busy() -> ManualDriver:
     return driver
 
 
-def seconds(costs: KeptCosts) -> dict[str, float]:
+def seconds(costs: PersistentCosts) -> dict[str, float]:
     """Return the engine time of each tenant as the cost document shows it."""
     return {row["tenant"]: row["engine_seconds"] for row in costs.document({})["rows"]}
 
 
 def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> None:
-    costs = KeptCosts(since=time.time() - 60.0).with_those_of(busy().scheduler)
+    costs = PersistentCosts(since=time.time() - 60.0).plus(busy().scheduler)
     document = costs.document({"only": 4.0})
 
     assert document["engine_seconds"] == 3.0
@@ -43,9 +43,9 @@ def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> No
 
 
 def test_what_earlier_schedulers_counted_is_added_and_outlives_a_file() -> None:
-    first = KeptCosts(since=1_000.0).with_those_of(busy().scheduler)
-    kept = KeptCosts.restored({"costs": json.loads(json.dumps(first.state()))}, "costs")
-    again = kept.with_those_of(busy().scheduler)
+    first = PersistentCosts(since=1_000.0).plus(busy().scheduler)
+    kept = PersistentCosts.restored({"costs": json.loads(json.dumps(first.state()))}, "costs")
+    again = kept.plus(busy().scheduler)
 
     assert again.since == 1_000.0
     assert seconds(again) == {"heavy": 4.0, "light": 2.0}
@@ -55,7 +55,7 @@ def test_what_earlier_schedulers_counted_is_added_and_outlives_a_file() -> None:
 def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_costs, "_MOST", 2)
     used = tuple(("only", "batch", f"t{number}", float(number)) for number in range(5))
-    costs = KeptCosts(used=used).with_those_of(busy().scheduler)
+    costs = PersistentCosts(used=used).plus(busy().scheduler)
 
     assert seconds(costs) == {"t4": 4.0, "t3": 3.0, "other": 2.0 + 2.0 + 1.0 + 1.0}
 
@@ -71,8 +71,8 @@ def test_the_smallest_of_too_many_tenants_are_put_together(monkeypatch: pytest.M
 )
 def test_a_damaged_state_is_rejected(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="learned state"):
-        KeptCosts.restored({"costs": broken}, "costs")
+        PersistentCosts.restored({"costs": broken}, "costs")
 
 
 def test_a_state_of_a_release_without_costs_begins_to_count() -> None:
-    assert seconds(KeptCosts.restored({}, "costs")) == {}
+    assert seconds(PersistentCosts.restored({}, "costs")) == {}

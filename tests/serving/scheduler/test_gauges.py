@@ -11,7 +11,7 @@ from serve_app.errors import Outcome
 from serve_app.request import PriorityClass, Usage
 from serve_app.serving.scheduler.gauges import (
     BoundedNames,
-    Moment,
+    FigureCollector,
     Names,
     cost_figures,
     pool_figures,
@@ -23,7 +23,7 @@ from tests.serving.scheduler.test_costs import busy
 
 def pages(driver: builders.ManualDriver, most_tenants: int = 10) -> str:
     """Return a scheduler's metrics page."""
-    registry, moment = CollectorRegistry(), Moment("m")
+    registry, moment = CollectorRegistry(), FigureCollector("m")
     core, now, names = driver.scheduler, driver.now, Names(of_tenants=BoundedNames(most_tenants))
     moment.metrics = [*queue_figures(core, now, names), *pool_figures(core, now), *cost_figures(core, names)]
     registry.register(moment)

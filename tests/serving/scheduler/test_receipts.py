@@ -11,7 +11,7 @@ from serve_app.errors import Outcome
 from serve_app.request import Usage
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
-from serve_app.serving.scheduler.history import KEPT_S, RequestHistory
+from serve_app.serving.scheduler.history import RETENTION_S, RequestHistory
 from serve_app.serving.scheduler.journal import Entry
 from serve_app.serving.scheduler.queue_watch import QueueWatch
 from serve_app.serving.scheduler.receipts import Receipts
@@ -94,7 +94,7 @@ def test_the_history_is_bounded_in_number_and_time() -> None:
     assert desk.history.find("a") is desk.history.find("client-a") is None
     assert desk.history.find("client-b") is desk.history.find("b") is not None
 
-    desk.driver.now += KEPT_S + 1
+    desk.driver.now += RETENTION_S + 1
     desk.driver.report("r1")
     desk.arrive("d")
     desk.end("d")

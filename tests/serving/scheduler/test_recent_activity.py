@@ -75,7 +75,7 @@ def test_ends_are_counted_by_class_and_slot(clock: Clock) -> None:
     first, second = shown["series"]
     assert (first["outcomes"], second["outcomes"]) == ({"completed": 3}, {"expired": 1})
     assert second["number"] == first["number"] + 1 == shown["current"]
-    assert second["most_waiting"] == 7
+    assert second["peak_waiting"] == 7
     minute = shown["last_minute"]
     assert minute["interactive"]["outcomes"] == {"completed": 3}
     assert minute["batch"]["outcomes"] == {"expired": 1}

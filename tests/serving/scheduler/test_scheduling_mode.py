@@ -89,7 +89,7 @@ def test_a_share_belongs_to_active(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"active_share": 1.5}, "a share from 0 to 1"),
         ({"share": 0.5}, "the body must be like"),
-        ({"active_share": 0.5, "model": "other"}, "there are: tiny"),
+        ({"active_share": 0.5, "model": "other"}, "models: tiny"),
     ],
 )
 async def test_mistakes_are_reported_and_change_nothing(body: dict[str, Any], says: str) -> None:

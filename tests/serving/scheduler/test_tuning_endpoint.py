@@ -43,9 +43,9 @@ async def test_values_are_applied_permanently_logged_and_shown(
 
 
 async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulation) -> None:
-    world.live.tuner.show({"twin": {"error": None}})
+    world.live.tuner.store_document({"twin": {"error": None}})
     assert "ewsjf_twin_error_ratio{" not in await world.live.exposition()
-    world.live.tuner.show({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
+    world.live.tuner.store_document({"twin": {"error": {"ttft_ratio": 0.25, "tpot_ratio": -0.5}}})
     async with asyncio.timeout(PATIENCE_S):
         # Metrics pages are cached briefly.
         while "ewsjf_twin_error_ratio{" not in (page := await world.live.exposition()):  # noqa: ASYNC110 - see above
@@ -56,7 +56,7 @@ async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulat
 
 async def test_what_the_tuner_counts_is_shown_and_whether_it_is_frozen(world: Simulation) -> None:
     counts = {"searches": 2, "trials": 30, "decisions": {"adopted": 1}}
-    world.live.tuner.show({"counts": counts})
+    world.live.tuner.store_document({"counts": counts})
     world.live.tuner.freeze("an incident")
     text = await world.live.exposition()
     for line in (

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from serve_app.serving.scheduler.usage import KeptUsage, UsageLedger
+from serve_app.serving.scheduler.usage import PersistentUsage, UsageLedger
 from tests.builders import key
 from tests.serving.channel.harness import FAST, Simulation, granted, rejected, scheduler_settings, until
 
@@ -126,11 +126,11 @@ def test_a_clock_that_begins_in_the_past_loses_nothing_of_a_full_ledger() -> Non
 
 
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
-    first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    first = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await first.load()
     first.ledger.add(*ended())
     await first.close()
-    second = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    second = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await second.load()
     second.ledger.add(*ended())
     assert second.shown()["rows"][0]["requests"] == 2
@@ -140,7 +140,7 @@ async def test_it_survives_a_restart(tmp_path: Path) -> None:
 async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    first = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await first.load()
     first.ledger.add(*ended())
     await first.close()
@@ -150,13 +150,13 @@ async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
 
     with monkeypatch.context() as broken:
         broken.setattr("serve_app.serving.state.StateStore._read", unreachable)
-        second = KeptUsage("m", str(tmp_path), "app/m", 0.01)
+        second = PersistentUsage("m", str(tmp_path), "app/m", 0.01)
         await second.load()
         second.ledger.add(*ended())
         await second.save()
     await until(lambda: second.ledger.rows()[0]["requests"] == 2, "what was stored is added")
     await second.close()
-    third = KeptUsage("m", str(tmp_path), "app/m", 60.0)
+    third = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
     await third.load()
     assert third.ledger.rows()[0]["requests"] == 2
     await third.close()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from serve_app.serving.remote import watcher as endpoints_kept
-from serve_app.serving.remote.watcher import KeptChoices
-from serve_app.serving.scheduler.actor import SchedulerActor, SchedulerActorSettings, Surroundings
+from serve_app.serving.remote.watcher import EndpointChoices
+from serve_app.serving.scheduler.actor import ClusterServices, SchedulerActor, SchedulerActorSettings
 from serve_app.serving.state import LOAD_TIMEOUT_S, StateStore
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.settings import ParameterTuningSettings
@@ -31,11 +31,13 @@ def scheduler(uri: str) -> SchedulerActor:
     settings = SchedulerActorSettings(
         scheduler=scheduler_settings(), channel=FAST, scope="app/m", state_uri=uri, state_interval_s=0.05
     )
-    return SchedulerActor(settings, Surroundings(claims=Claims(), host=lambda: "127.0.0.1", die=lambda: None))
+    return SchedulerActor(
+        settings, ClusterServices(claims=Claims(), host=lambda: "127.0.0.1", die=lambda: None)
+    )
 
 
-async def choices(uri: str) -> KeptChoices:
-    found = KeptChoices(StateStore(uri, "endpoints", "app/m/short"))
+async def choices(uri: str) -> EndpointChoices:
+    found = EndpointChoices(StateStore(uri, "endpoints", "app/m/short"))
     await found.load()
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.serving import state as state_keeper
-from serve_app.serving.state import StateError, StateKeeper, StateStore
+from serve_app.serving.state import StateError, StatePersister, StateStore
 from tests.serving.channel.harness import until
 
 
@@ -46,11 +46,11 @@ def store(tmp_path: Path) -> Iterator[FlakyStore]:
     store.gate.set()
 
 
-def keeper(store: StateStore, document: dict[str, Any] | None, interval_s: float = 60.0) -> StateKeeper:
-    return StateKeeper(store, "m", lambda: document and dict(document), interval_s)
+def keeper(store: StateStore, document: dict[str, Any] | None, interval_s: float = 60.0) -> StatePersister:
+    return StatePersister(store, "m", lambda: document and dict(document), interval_s)
 
 
-def sample(keeper: StateKeeper, name: str) -> float:
+def sample(keeper: StatePersister, name: str) -> float:
     lines = [line for line in keeper.exposition().splitlines() if line.startswith(name)]
     return float(lines[0].rpartition(" ")[2])
 

@@ -16,10 +16,10 @@ from serve_app.lab.simulation.simulation import ReplicaPlan, SimulatedRequest, S
 from serve_app.request import PriorityClass, PromptShape, Request, RequestSpec, Submission
 from serve_app.serving.channel.request_book import GatewayRequest, GatewaySession
 from serve_app.serving.channel.scheduler_client import RequestTimes
-from serve_app.serving.process import in_parts
+from serve_app.serving.process import run_in_parts
 from serve_app.serving.scheduler.history import RequestHistory
 from serve_app.serving.scheduler.journal import Entry
-from serve_app.serving.scheduler.recordings import MinutesRecorder, RecordedSurroundings, StepTimes
+from serve_app.serving.scheduler.recordings import RecordedSurroundings, StepTimes, TrafficRecorder
 from serve_app.tuning.counterfactuals.recording import Recording, decode_recording, encode_recording
 from serve_app.tuning.engine_fit import engines_as_json
 from tests.lab.simulation.builders import STEP_TIME
@@ -67,12 +67,12 @@ class Production:
 
     simulation: Simulation
     records: dict[str, RequestRecord]
-    recorder: MinutesRecorder
+    recorder: TrafficRecorder
 
     def recording(self, request_id: str) -> Recording:
         """Return the recording as a client decodes it."""
         looking = self.recorder.recording(request_id, STEP_TIMES, self.simulation.timeline.now)
-        made = asyncio.run(in_parts(looking))
+        made = asyncio.run(run_in_parts(looking))
         assert made is not None
         return decode_recording(encode_recording(made))
 
@@ -119,7 +119,7 @@ def produce(
     for number, each in enumerate(plans):
         simulation.join(each, simulation.settings.report_interval_s * number / len(plans))
     ended = simulation.run(requests)
-    recorder = MinutesRecorder(simulation.scheduler, history, surroundings)
+    recorder = TrafficRecorder(simulation.scheduler, history, surroundings)
     return Production(simulation, {each.request_id: each for each in ended}, recorder)
 
 

@@ -40,7 +40,7 @@ def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) ->
     kind = "invalid_request_error" if status < 500 else "server_error"
     param = found.get("param") if isinstance(found, dict) else None
     detail = ErrorDetail(
-        _words(status, path, found, body),
+        _message(status, path, found, body),
         kind,
         param if isinstance(param, str) else None,
         _CODES.get(status),
@@ -49,19 +49,19 @@ def in_openai_shape(status: int, path: str, headers: HeaderList, body: bytes) ->
     return [JSON_TYPE, *others], encode({"error": detail})
 
 
-def error_words(status: int, path: str, body: bytes) -> str:
+def error_message(status: int, path: str, body: bytes) -> str:
     """Return the message of an engine's error of any shape."""
     found = _parsed(body)
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
-    return _words(status, path, found, body)
+    return _message(status, path, found, body)
 
 
-def _words(status: int, path: str, found: Any, body: bytes) -> str:
-    said = _said(found, body)
-    if status == 404 and said in ("", _NOT_FOUND):
+def _message(status: int, path: str, found: Any, body: bytes) -> str:
+    message_text = _raw_message(found, body)
+    if status == 404 and message_text in ("", _NOT_FOUND):
         return f"the engine of this model does not serve {path}"
-    return said or f"the engine answered {status} without a message"
+    return message_text or f"the engine answered {status} without a message"
 
 
 def _parsed(body: bytes) -> Any:
@@ -71,17 +71,17 @@ def _parsed(body: bytes) -> Any:
         return None
 
 
-def _said(found: Any, body: bytes) -> str:
+def _raw_message(found: Any, body: bytes) -> str:
     """Return the engine's message from the field that has it, or else the body."""
     if isinstance(found, dict):
-        words = next((found[name] for name in ("message", "detail", "error") if found.get(name)), "")
-        if isinstance(words, list):
-            words = "; ".join(map(_complaint, words))
-        return str(words)[:_MESSAGE_CHARACTERS]
+        text = next((found[name] for name in ("message", "detail", "error") if found.get(name)), "")
+        if isinstance(text, list):
+            text = "; ".join(map(_validation_error, text))
+        return str(text)[:_MESSAGE_CHARACTERS]
     return body[:_MESSAGE_CHARACTERS].decode("utf-8", "replace").strip()
 
 
-def _complaint(found: Any) -> str:
+def _validation_error(found: Any) -> str:
     """Format one entry of FastAPI's list of validation errors."""
     if not isinstance(found, dict):
         return str(found)
@@ -197,7 +197,7 @@ class AnthropicApi:
         if status < 400:
             return headers, body
         others = [pair for pair in headers if pair[0] != b"content-type"]
-        return [JSON_TYPE, *others], _error(_type_of(status), error_words(status, path, body))
+        return [JSON_TYPE, *others], _error(_type_of(status), error_message(status, path, body))
 
     def id_headers(self, request_id: str) -> HeaderList:
         """Return `x-request-id`, and `request-id` for Anthropic's SDKs."""

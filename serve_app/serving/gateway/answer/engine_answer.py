@@ -76,9 +76,10 @@ def failure_of(status: int, headers: HeaderList, body: bytes) -> UpstreamError |
         return None
     if failure is DispatchFailure.ENGINE_ERROR and is_dead(detail.message):
         failure = DispatchFailure.LOST
-    said = detail.message[:_MESSAGE_CHARACTERS]
+    message_text = detail.message[:_MESSAGE_CHARACTERS]
     return UpstreamError(
-        failure, f"the engine answered {status}: {said}" if said else f"the engine answered {status}"
+        failure,
+        f"the engine answered {status}: {message_text}" if message_text else f"the engine answered {status}",
     )
 
 

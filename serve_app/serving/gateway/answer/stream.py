@@ -230,11 +230,11 @@ def engine_times_of(metrics: msgspec.Raw) -> EngineTimes | None:
     if metrics is NO_TIMES:
         return None
     try:
-        told = _times_decoder.decode(metrics)
+        times = _times_decoder.decode(metrics)
     except (ValueError, RecursionError):
         return None
     # vLLM measures time to first token from the start of processing, without the queue time.
-    found = (told.queue_time_ms, told.time_to_first_token_ms, told.generation_time_ms)
+    found = (times.queue_time_ms, times.time_to_first_token_ms, times.generation_time_ms)
     times = EngineTimes(*(ms / 1e3 if ms is not None and 0 <= ms < _LONGEST_MS else None for ms in found))
     return None if times == EngineTimes() else times
 
@@ -351,13 +351,13 @@ class StreamScanner:
                 return self._inspected(data)
             end = _last_end(data, 0)
             self._held += data[end:]
-            return self._inspected(data[:end]) if end else self._relieved()
+            return self._inspected(data[:end]) if end else self._overflow()
         # Search only the new bytes and the few before them that may begin the end of an event.
         searched_from = max(0, len(self._held) - 2)
         self._held += data
         end = _last_end(self._held, searched_from)
         if not end:
-            return self._relieved()
+            return self._overflow()
         whole = bytes(memoryview(self._held)[:end])
         del self._held[:end]
         return self._inspected(whole)
@@ -368,7 +368,7 @@ class StreamScanner:
         self._held.clear()
         return self._inspected(rest) if rest else rest
 
-    def _relieved(self) -> bytes:
+    def _overflow(self) -> bytes:
         """Return the beginning of an event that is too long to buffer; otherwise empty."""
         if len(self._held) <= _MAX_HELD_BYTES:
             return b""
@@ -407,8 +407,8 @@ class StreamScanner:
             self.error = error.message or "the engine reported an error"
             self.error_is_engines = error.is_engines
         else:
-            said = event.message if isinstance(event.message, str) else None
-            self.error = error or said or "the engine reported an error"
+            message_text = event.message if isinstance(event.message, str) else None
+            self.error = error or message_text or "the engine reported an error"
             self.error_is_engines = True
 
 
@@ -427,7 +427,7 @@ class Announcements:
             rb'\A(?:event: ?(?:%s)\r?\n|data: ?\{\s*"type":\s*"(?:%s)")' % (names, names)
         )
 
-    def are_all(self, events: bytes) -> bool:
+    def match_all(self, events: bytes) -> bool:
         """Return whether there are events, and all of them are announcements."""
         search = self._pattern.search
         if search(events, 0, _LONGEST_KIND) is None:
@@ -469,7 +469,7 @@ async def first_events(
     engine before the prefill, and would count as its first token.
     """
     events = await next_events(response, scanner)
-    while announced is not None and announced.are_all(events) and not response.at_end:
+    while announced is not None and announced.match_all(events) and not response.at_end:
         events += await next_events(response, scanner)
     return events
 
@@ -486,9 +486,9 @@ async def next_events(response: UpstreamResponse, scanner: StreamScanner) -> byt
 
 def engine_failure(scanner: StreamScanner) -> UpstreamError:
     """Return the error that an engine reported inside its stream."""
-    said = scanner.error or ""
-    kind = DispatchFailure.LOST if is_dead(said) else DispatchFailure.ENGINE_ERROR
-    return UpstreamError(kind, f"the engine failed: {said}")
+    message_text = scanner.error or ""
+    kind = DispatchFailure.LOST if is_dead(message_text) else DispatchFailure.ENGINE_ERROR
+    return UpstreamError(kind, f"the engine failed: {message_text}")
 
 
 def stream_outcome(scanner: StreamScanner) -> Outcome:

@@ -68,7 +68,7 @@ class QueuedComments:
         if self._timer is not None:
             self._timer.cancel()
 
-    def say(self, piece: bytes) -> None:
+    def send_piece(self, piece: bytes) -> None:
         """Send a comment or an event; while one is in progress, only the newest is queued."""
         if self._stopped:
             return
@@ -98,10 +98,10 @@ class QueuedComments:
 
     def _arm(self) -> None:
         if self._interval_s:
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.say, _COMMENT)
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.send_piece, _COMMENT)
 
 
-ASK_AFTER_S = 0.25
+SUBSCRIBE_AFTER_S = 0.25
 """Delay of the subscription; most requests are dispatched or rejected by then."""
 
 
@@ -115,53 +115,59 @@ class QueueForm(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
-    """Format of a stream's queue updates, and `ask`, which subscribes a callback at the scheduler."""
+class QueueSubscription:
+    """Format of a stream's queue updates, and `subscribe`, which subscribes a callback at the scheduler."""
 
     form: QueueForm
-    ask: Callable[[Callable[[RequestOutlook | None], None]], None]
+    subscribe: Callable[[Callable[[RequestOutlook | None], None]], None]
 
 
 class QueueUpdates(QueuedComments):
     """Queue updates of one stream, with comments during longer silence."""
 
-    __slots__ = ("_asking", "_telling")
+    __slots__ = ("_subscribing", "_subscription")
 
-    def __init__(self, send: Send, interval_s: float, headers: HeaderList, telling: Telling) -> None:
+    def __init__(
+        self, send: Send, interval_s: float, headers: HeaderList, subscription: QueueSubscription
+    ) -> None:
         super().__init__(send, interval_s, headers)
-        self._telling = telling
-        self._asking: asyncio.TimerHandle | None = None
+        self._subscription = subscription
+        self._subscribing: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Start the timers of the first comment and of the subscription."""
         super().start()
-        self._asking = asyncio.get_running_loop().call_later(ASK_AFTER_S, self._telling.ask, self._on_outlook)
+        self._subscribing = asyncio.get_running_loop().call_later(
+            SUBSCRIBE_AFTER_S, self._subscription.subscribe, self._on_outlook
+        )
 
     def on_grant(self) -> None:
         """Send `started` if the client was notified of waiting."""
         if self.begun:
-            self.say(_written(self._telling.form, "started", None))
+            self.send_piece(_written(self._subscription.form, "started", None))
 
     def cancel(self) -> None:
         """Start no further messages, and cancel a pending subscription."""
         super().cancel()
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._subscribing is not None:
+            self._subscribing.cancel()
 
     def _on_outlook(self, outlook: RequestOutlook | None) -> None:
         state = "scheduler_unavailable" if outlook is None else "waiting"
-        self.say(_written(self._telling.form, state, outlook))
+        self.send_piece(_written(self._subscription.form, state, outlook))
 
 
 def _written(form: QueueForm, state: str, outlook: RequestOutlook | None) -> bytes:
-    told: dict[str, object] = {"state": state}
+    fields: dict[str, object] = {"state": state}
     if outlook is not None:
-        told["position"] = outlook.position
+        fields["position"] = outlook.position
         if outlook.expected_s is not None:
-            told["expected_start_s"] = outlook.expected_s
-            told["earliest_s"], told["latest_s"] = outlook.earliest_s, outlook.latest_s
+            fields["expected_start_s"] = outlook.expected_s
+            fields["earliest_s"], fields["latest_s"] = outlook.earliest_s, outlook.latest_s
     if form is QueueForm.EVENTS:
-        return b"event: ewsjf.queue\ndata: " + encode(told) + b"\n\n"
+        return b"event: ewsjf.queue\ndata: " + encode(fields) + b"\n\n"
     return (
-        b": queue " + b" ".join(b"%s=%s" % (key.encode(), str(told[key]).encode()) for key in told) + b"\n\n"
+        b": queue "
+        + b" ".join(b"%s=%s" % (key.encode(), str(fields[key]).encode()) for key in fields)
+        + b"\n\n"
     )

@@ -35,7 +35,7 @@ logger = logging.getLogger("ray.serve")
 
 INTERVAL_S = 1.0
 # A scheduler that is being replaced must not delay the data of the others.
-_ANSWER_TIMEOUT_S = 2.0
+_RESPONSE_TIMEOUT_S = 2.0
 
 
 class Frames:
@@ -48,7 +48,7 @@ class Frames:
 
     Attributes:
         watchers: number of browsers that watch.
-        drawn: number of rendered frames.
+        rendered: number of rendered frames.
     """
 
     def __init__(
@@ -57,23 +57,21 @@ class Frames:
         self._views = views
         self._gateway_id = gateway_id
         self._interval_s = interval_s
-        self._drawing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._latest = b""
         self._is_new = asyncio.Event()
         self._closed = False
         self.watchers = 0
-        self.drawn = 0
+        self.rendered = 0
 
     def __repr__(self) -> str:
-        return f"<Frames watchers={self.watchers} drawn={self.drawn}>"
+        return f"<Frames watchers={self.watchers} rendered={self.rendered}>"
 
     def __enter__(self) -> Self:
         self.watchers += 1
-        if self._drawing is None and not self._closed:
+        if self._task is None and not self._closed:
             # In an empty context, because Ray Serve cancels a request's tasks with the request.
-            self._drawing = asyncio.get_running_loop().create_task(
-                self._draw(), context=contextvars.Context()
-            )
+            self._task = asyncio.get_running_loop().create_task(self._render(), context=contextvars.Context())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,11 +92,11 @@ class Frames:
         self._is_new.set()
 
     def _stop(self) -> None:
-        if self._drawing is not None:
-            self._drawing.cancel()
-            self._drawing = None
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
-    async def _draw(self) -> None:
+    async def _render(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -108,7 +106,7 @@ class Frames:
                 # Watchers receive no frame, and the log has the reason.
                 logger.exception("event=dashboard_error")
             else:
-                self.drawn += 1
+                self.rendered += 1
                 is_new, self._is_new = self._is_new, asyncio.Event()
                 is_new.set()
             await asyncio.sleep(max(0.0, began + self._interval_s - loop.time()))
@@ -126,9 +124,9 @@ class Frames:
 
     async def _model(self, name: str, views: SchedulerViews) -> Mapping[str, Any]:
         try:
-            found: Mapping[str, Any] = await asyncio.wait_for(views.query("overview"), _ANSWER_TIMEOUT_S)
+            found: Mapping[str, Any] = await asyncio.wait_for(views.query("overview"), _RESPONSE_TIMEOUT_S)
         except TimeoutError:
-            return {"model": name, "error": f"its scheduler has not responded for {_ANSWER_TIMEOUT_S:g} s"}
+            return {"model": name, "error": f"its scheduler has not responded for {_RESPONSE_TIMEOUT_S:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
             return {"model": name, "error": f"its scheduler does not respond: {error!r}"}
         return found

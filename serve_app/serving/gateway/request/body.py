@@ -103,7 +103,7 @@ def _too_many(what: str, limit: int) -> RequestRejected:
 _SMALL_BYTES = 256 * 1024
 _SHARE_OF_LARGE = 0.75
 _RATE_S = 10.0
-_LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 class HeldBody:
@@ -184,4 +184,4 @@ class BodyBudget:
     def _room_in_s(self, missing_bytes: int) -> float:
         now = asyncio.get_running_loop().time()
         per_s = self._released.per_s(now) if self._released is not None else 0.0
-        return min(max(missing_bytes / per_s, _LEAST_RETRY_S), _MOST_RETRY_S) if per_s else _LEAST_RETRY_S
+        return min(max(missing_bytes / per_s, _MIN_RETRY_S), _MAX_RETRY_S) if per_s else _MIN_RETRY_S

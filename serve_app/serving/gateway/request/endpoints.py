@@ -66,14 +66,14 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         spec: work requested from an engine.
-        asks_usage: streams of this endpoint report usage only on request.
-        shows_usage: the client requested usage itself, so it is not hidden.
+        usage_on_request: streams of this endpoint report usage only on request.
+        usage_requested: the client requested usage itself, so it is not hidden.
         may_be_assembled: the client wants one piece, and a stream carries the same information.
         has_stream_options: the body has `stream_options`, which must be preserved.
         priority: vLLM's field, lower is sooner; None if absent.
         user: end user named in the body.
         opening: beginning of the prompt; empty for embeddings.
-        keeps_responses: the engine may store the response, and later requests may refer to it.
+        stores_responses: the engine may store the response, and later requests may refer to it.
         previous_response: id of the response that this request continues.
         background: the engine continues after its answer.
         names_response: the client names its response, which some engines accept.
@@ -81,15 +81,15 @@ class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     spec: RequestSpec
-    asks_usage: bool = False
-    shows_usage: bool = False
+    usage_on_request: bool = False
+    usage_requested: bool = False
     may_be_assembled: bool = False
     has_stream_options: bool = False
     service_tier: str | None = None
     priority: int | None = None
     user: str | None = None
     opening: Opening = NO_OPENING
-    keeps_responses: bool = False
+    stores_responses: bool = False
     previous_response: str | None = None
     background: bool = False
     names_response: bool = False
@@ -238,7 +238,7 @@ def _read_responses(body: ResponsesFields) -> ParsedBody:
         ),
         opening=responses_opening(body, measure.utf8),
         measure=measure,
-        keeps_responses=True,
+        stores_responses=True,
         previous_response=body.previous_response_id,
         background=bool(body.background),
         names_response=bool(memoryview(body.request_id)),
@@ -284,8 +284,8 @@ def _parsed(body: BodyFields, spec: RequestSpec, **more: Any) -> ParsedBody:
 def _usage_terms(body: ChatFields | CompletionFields) -> dict[str, bool]:
     options = body.stream_options
     return {
-        "asks_usage": True,
-        "shows_usage": options is not None and bool(options.include_usage),
+        "usage_on_request": True,
+        "usage_requested": options is not None and bool(options.include_usage),
         "may_be_assembled": not body.stream and options is None and body.may_be_assembled,
         "has_stream_options": options is not None,
     }

@@ -35,7 +35,7 @@ from serve_app.serving.gateway.request.fields import (
 from serve_app.serving.gateway.request.measure import Utf8, blocks_of
 
 _ID_BYTES = 8
-_LEAST_BYTES, _MOST_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))
+_MIN_BYTES, _MAX_BYTES = (end * BYTES_PER_TOKEN for end in (BLOCK_ENDS[0], BLOCK_ENDS[-1]))
 _NULL = b"null"
 # Separators before messages of the common roles.
 _HEADS = {role: f"\0{role}\0".encode() for role in ("system", "developer", "user", "assistant", "tool")}
@@ -86,7 +86,7 @@ def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[in
             return ()
         return _block_hashes(data, _ID_BYTES, _key(opening.kind, model, opening.salt, tenant))
     data = _joined(opening.pieces)
-    if len(data) < _LEAST_BYTES:
+    if len(data) < _MIN_BYTES:
         return ()
     return _block_hashes(data, BYTES_PER_TOKEN, _key(opening.kind, model, opening.salt, tenant))
 
@@ -95,16 +95,16 @@ def prefix_hashes(opening: Opening, *, model: str, tenant: str = "") -> tuple[in
 @lru_cache(maxsize=256)
 def _key(kind: bytes, *names: str) -> bytes:
     """Return the key that separates the hashes of different kinds, models, salts and tenants."""
-    return blake3(_told_apart(kind, *(name.encode() for name in names))).digest()
+    return blake3(_length_prefixed(kind, *(name.encode() for name in names))).digest()
 
 
-def _told_apart(*parts: bytes) -> bytes:
+def _length_prefixed(*parts: bytes) -> bytes:
     return b"".join([len(part).to_bytes(4, "big") + part for part in parts])
 
 
 def engine_salt(tenant: str, client_salt: str) -> str:
     """Return the `cache_salt` that isolates a tenant in an engine; clients cannot reproduce another's."""
-    both = _told_apart(tenant.encode(), client_salt.encode())
+    both = _length_prefixed(tenant.encode(), client_salt.encode())
     return blake2b(both, digest_size=16).hexdigest()
 
 
@@ -220,10 +220,10 @@ def _joined(pieces: Iterable[str | bytes]) -> bytes:
     size = 0
     for piece in pieces:
         # A character has at least one byte.
-        data = piece if isinstance(piece, bytes) else piece[:_MOST_BYTES].encode()
+        data = piece if isinstance(piece, bytes) else piece[:_MAX_BYTES].encode()
         encoded.append(data)
         size += len(data)
-        if size >= _MOST_BYTES:
+        if size >= _MAX_BYTES:
             break
     return b"".join(encoded)
 

@@ -297,7 +297,7 @@ class RequestReader:
             submission=submission,
             forwarded=self.forwarded(incoming),
             body=held,
-            hide_usage=parsed.asks_usage and not parsed.shows_usage,
+            hide_usage=parsed.usage_on_request and not parsed.usage_requested,
             assembles=assembles,
             # Clients of background work need its id at once.
             announced=None if parsed.background else announced,
@@ -317,7 +317,7 @@ class RequestReader:
     def _response(
         self, incoming: IncomingRequest, caller: Caller, parsed: ParsedBody
     ) -> ResponseTerms | None:
-        if not parsed.keeps_responses:
+        if not parsed.stores_responses:
             return None
         return ResponseTerms(
             owner=self.owner(incoming, caller),
@@ -352,7 +352,7 @@ def _collect(pieces: list[bytes | bytearray], piece: bytes) -> None:
 def _fields(parsed: ParsedBody, body: bytes) -> list[bytes]:
     """Return fields that the engine needs and the client did not send."""
     fields: list[bytes] = []
-    if parsed.spec.streamed and parsed.asks_usage and not parsed.shows_usage:
+    if parsed.spec.streamed and parsed.usage_on_request and not parsed.usage_requested:
         fields.append(usage_field(body, has_stream_options=parsed.has_stream_options))
     if parsed.priority:
         # The priority was read as the request's class. Engines reject the field unless they schedule by

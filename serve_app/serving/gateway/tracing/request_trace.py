@@ -99,7 +99,7 @@ def trace_parent(headers: Mapping[bytes, bytes]) -> TraceParent | None:
 _OFF = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
 
 
-def made_tracer(gateway_id: str) -> RequestTracer | None:
+def make_tracer(gateway_id: str) -> RequestTracer | None:
     """Create the tracer that the environment configures; None if it disables tracing.
 
     Raises:
@@ -120,6 +120,6 @@ def made_tracer(gateway_id: str) -> RequestTracer | None:
 
 def check_tracing() -> None:
     """Raise `SettingsError` if a tracer cannot be created."""
-    tracer = made_tracer("check")
+    tracer = make_tracer("check")
     if tracer is not None:
         tracer.close(0.0)

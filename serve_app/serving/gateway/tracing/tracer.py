@@ -97,17 +97,17 @@ class SampledTrace(RequestTrace):
         spec, root = submission.spec, self._root
         model = spec.adapter or spec.model
         root.update_name(f"{self._operation} {model}")
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             names.REQUEST_MODEL: model,
             names.REQUEST_STREAM: spec.streamed,
             names.CLASS: submission.priority.value,
             names.TENANT: submission.tenant,
         }
         if spec.max_output_tokens:
-            told[names.REQUEST_MAX_TOKENS] = spec.max_output_tokens
+            attributes[names.REQUEST_MAX_TOKENS] = spec.max_output_tokens
         if spec.choices != 1:
-            told[names.REQUEST_CHOICE_COUNT] = spec.choices
-        root.set_attributes(told)
+            attributes[names.REQUEST_CHOICE_COUNT] = spec.choices
+        root.set_attributes(attributes)
 
     def granted(self, grant: Grant, attempt: int) -> None:
         """Record a grant, and begin an attempt on its replica."""
@@ -165,20 +165,20 @@ class SampledTrace(RequestTrace):
         if self._since is not None:
             self._add(names.QUEUE_SPAN, self._since, time.monotonic(), {names.OUTCOME: record.outcome.value})
         root = self._root
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             names.OUTCOME: record.outcome.value,
             names.REQUEST_ID: record.request_id,
             names.HTTP_RESPONSE_STATUS_CODE: status,
         }
         if record.first_token_at is not None:
-            told[names.RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_at - record.arrived_at
+            attributes[names.RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token_at - record.arrived_at
             root.add_event(names.FIRST_CHUNK_EVENT, timestamp=self._epoch_ns(record.first_token_at))
         if record.prompt_tokens or record.output_tokens:
-            told[names.USAGE_INPUT_TOKENS] = record.prompt_tokens
-            told[names.USAGE_OUTPUT_TOKENS] = record.output_tokens
+            attributes[names.USAGE_INPUT_TOKENS] = record.prompt_tokens
+            attributes[names.USAGE_OUTPUT_TOKENS] = record.output_tokens
         if not record.completed:
-            told[names.ERROR_TYPE] = record.outcome.value
-        root.set_attributes(told)
+            attributes[names.ERROR_TYPE] = record.outcome.value
+        root.set_attributes(attributes)
         # By convention, a client's error is no error of the server span.
         if status >= 500 or record.outcome is Outcome.FAILED:
             root.set_status(_ERROR)
@@ -189,9 +189,9 @@ class SampledTrace(RequestTrace):
         if forward is not None:
             forward.end(self._epoch_ns(time.monotonic()))
 
-    def _add(self, name: str, began_at: float, ended_at: float, told: dict[str, Any]) -> None:
+    def _add(self, name: str, began_at: float, ended_at: float, attributes: dict[str, Any]) -> None:
         span = self._tracer.start_span(
-            name, context=self._below, attributes=told, start_time=self._epoch_ns(began_at)
+            name, context=self._below, attributes=attributes, start_time=self._epoch_ns(began_at)
         )
         span.end(self._epoch_ns(ended_at))
 

@@ -144,9 +144,9 @@ def test_events_that_announce_a_response_are_distinguished_from_its_content(name
         typed("response.created", named=named),
         typed("response.in_progress", named=named),
     )
-    assert BEGINNING.are_all(created)
-    assert BEGINNING.are_all(created + running)
-    assert not BEGINNING.are_all(created + typed("response.output_item.added", named=named))
-    assert not BEGINNING.are_all(typed("response.completed", named=named))
-    assert not BEGINNING.are_all(event({"choices": [{"delta": {"content": "response.created"}}]}))
-    assert not BEGINNING.are_all(b"")
+    assert BEGINNING.match_all(created)
+    assert BEGINNING.match_all(created + running)
+    assert not BEGINNING.match_all(created + typed("response.output_item.added", named=named))
+    assert not BEGINNING.match_all(typed("response.completed", named=named))
+    assert not BEGINNING.match_all(event({"choices": [{"delta": {"content": "response.created"}}]}))
+    assert not BEGINNING.match_all(b"")

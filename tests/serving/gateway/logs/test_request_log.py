@@ -18,7 +18,7 @@ from serve_app.serving.gateway.answer.client_api import OPENAI
 from serve_app.serving.gateway.keys import ApiKey
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.request_log import (
-    MOST_REJECTED_LINES,
+    MAX_REJECTED_LINES,
     ConcludedRequest,
     RequestLog,
     json_fields,
@@ -96,7 +96,7 @@ async def test_clients_that_are_rejected_by_the_hundred_leave_a_few_lines_and_a_
     assert sum("outcome=completed" in line for line in lines) == 40
     assert len(rejected) + sum(int(each["rejected_queue_full"]) for each in entries) == 80
     # The limit holds for each second; each `log_suppressed` line ends one.
-    assert len(rejected) <= MOST_REJECTED_LINES * (len(entries) + 1)
+    assert len(rejected) <= MAX_REJECTED_LINES * (len(entries) + 1)
     assert entries
 
 
@@ -357,13 +357,13 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     entries = documents(file)
     lines = [each["outcome"] for each in entries if each["event"] == "concluded"]
     assert lines.count("completed") == 1_000
-    assert lines.count("rejected_queue_full") == lines.count("expired") == MOST_REJECTED_LINES
+    assert lines.count("rejected_queue_full") == lines.count("expired") == MAX_REJECTED_LINES
     assert lines.count("failed") == 1
     (suppressed,) = [each for each in entries if each["event"] == "log_suppressed"]
     assert suppressed["message"] == "log_suppressed"
-    assert suppressed["rejected_queue_full"] == 3_000 - MOST_REJECTED_LINES
-    assert suppressed["expired"] == 1_500 - MOST_REJECTED_LINES
-    assert suppressed["count"] == 4_500 - 2 * MOST_REJECTED_LINES
+    assert suppressed["rejected_queue_full"] == 3_000 - MAX_REJECTED_LINES
+    assert suppressed["expired"] == 1_500 - MAX_REJECTED_LINES
+    assert suppressed["count"] == 4_500 - 2 * MAX_REJECTED_LINES
     # A new second resets the limit.
     log.add(concluded(1, Outcome.EXPIRED))
     log.close()
@@ -379,4 +379,4 @@ async def test_suppressed_lines_are_counted_at_the_end(logger: logging.Logger, t
     log.close()
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[-1] == "event=log_suppressed count=15 cancelled=15"
-    assert len(lines) == MOST_REJECTED_LINES + 1
+    assert len(lines) == MAX_REJECTED_LINES + 1

@@ -124,16 +124,16 @@ def test_responses_take_a_text_or_items_and_instructions() -> None:
     assert parsed.spec.shape.messages == 6
     assert parsed.spec.max_output_tokens == 7
     assert parsed.spec.streamed
-    assert not parsed.asks_usage
+    assert not parsed.usage_on_request
 
 
 def test_stream_options_decide_whether_the_client_sees_the_usage() -> None:
-    assert parse(CHAT, messages=[], stream=True).shows_usage is False
+    assert parse(CHAT, messages=[], stream=True).usage_requested is False
     asked = parse(CHAT, messages=[], stream=True, stream_options={"include_usage": True})
-    assert asked.shows_usage
+    assert asked.usage_requested
     other = parse(CHAT, messages=[], stream=True, stream_options={"continuous_usage_stats": False})
     assert other.has_stream_options
-    assert not other.shows_usage
+    assert not other.usage_requested
     assert not parse(CHAT, messages=[], stream_options=None).has_stream_options
 
 
@@ -217,10 +217,10 @@ def test_values_that_vllm_coerces_are_taken() -> None:
 
 def test_references_and_background_are_parsed() -> None:
     parsed = parse(RESPONSES, input="go on", previous_response_id="resp_1", background=True)
-    assert (parsed.previous_response, parsed.background, parsed.keeps_responses) == ("resp_1", True, True)
+    assert (parsed.previous_response, parsed.background, parsed.stores_responses) == ("resp_1", True, True)
     parsed = parse(RESPONSES, input="go on", previous_response_id=None)
-    assert (parsed.previous_response, parsed.background, parsed.keeps_responses) == (None, False, True)
-    assert not parse(CHAT, messages=[]).keeps_responses
+    assert (parsed.previous_response, parsed.background, parsed.stores_responses) == (None, False, True)
+    assert not parse(CHAT, messages=[]).stores_responses
 
 
 def test_a_prompt_that_begins_with_a_stored_response_has_no_known_beginning() -> None:

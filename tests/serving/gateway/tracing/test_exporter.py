@@ -8,7 +8,7 @@ import time
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.serving.gateway.tracing.request_trace import check_tracing, made_tracer
+from serve_app.serving.gateway.tracing.request_trace import check_tracing, make_tracer
 
 from ..builders import Engine, FakeDispatcher, chat, eventually, gateway
 from ..fleet import fleet_of
@@ -56,7 +56,7 @@ async def test_the_last_spans_leave_when_a_gateway_ends(
 @pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "TRUE"), ("OTEL_TRACES_EXPORTER", "none")])
 def test_the_environment_switches_tracing_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert made_tracer("g") is None
+    assert make_tracer("g") is None
 
 
 def test_an_unknown_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
