@@ -24,7 +24,7 @@ def request_us(row: Row) -> float:
 
 
 def _events(rows: Sequence[Row]) -> str:
-    head = ["replicas", "requests/s", *_KINDS, "request", "CPU asked for", "ceiling, 1/s"]
+    head = ["replicas", "requests/s", *_KINDS, "request", "CPU used", "ceiling, 1/s"]
     lines = markdown(head, map(_event_line, rows), text_columns=0)
     return f"{lines}\n\n{load_note(rows)}"
 

@@ -1,4 +1,4 @@
-"""What do clients hear when parts of a served application are killed, and how soon is it whole again?
+"""What do clients see when parts of a served application are killed, and how soon has it recovered?
 
 There is one application for each kind of process, with two gateways and two short replicas. Traffic is steady
 and streamed. Once the application is complete again, and after a pause, the next process of the kind is

@@ -7,7 +7,7 @@ from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 from experiments.deaths.nodes import KINDS
 
-_WHOLE = ("whole after, s: p50", "worst")
+_WHOLE = ("recovery, s: P50", "worst")
 
 
 def _headline(rows: Sequence[Row]) -> str:
@@ -25,7 +25,7 @@ def _headline(rows: Sequence[Row]) -> str:
 
 def _all(rows: Sequence[Row]) -> str:
     lines = ([_words(row), *summary(row.figures), *_whole_after(row)] for row in rows)
-    return f"{markdown(['what', *SUMMARY, *_WHOLE], lines)}\n\n{load_note(rows)}".rstrip()
+    return f"{markdown(['failure', *SUMMARY, *_WHOLE], lines)}\n\n{load_note(rows)}".rstrip()
 
 
 def _words(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Who gets what when there is not enough for all?
+"""How is capacity shared among tenants and classes in overload?
 
 The scenes are: tenants of different weight, a heavy tenant beside light ones, interactive requests beside
 batch work, and queues in the engines. Each is simulated with the paper's mix of lengths. Load 1.0 is the rate

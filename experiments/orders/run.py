@@ -1,4 +1,4 @@
-"""Is any order of service better than ours for short and for long prompts at once?
+"""Is any order of service better than EWSJF for short and for long prompts at once?
 
 The grid is that of `policies`: every order with and without prefill isolation, and ours with and without its
 delay bound, on four kinds of traffic at four loads with one, four and sixteen replicas.

@@ -1,4 +1,4 @@
-"""What does the application cost per request, beside other proxies and beside nothing in between?
+"""What does the application cost per request, compared with other proxies and with no proxy?
 
 A cheap client sends requests to light engines directly, and through each of several systems in turn: nginx,
 routers written in Rust, a bare forwarder, and the application with everything on. CPU time is that of the

@@ -1,4 +1,4 @@
-"""Do two pools save GPUs, and do the closed forms say so truthfully?
+"""Do two pools save GPUs, and how accurate are the closed forms?
 
 `cases` runs the planner on published traces: the production scheduler in the simulator, physical engine
 profiles, and both baselines. `grid` does the same on synthetic mixes of short and long requests.

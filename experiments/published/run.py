@@ -1,4 +1,4 @@
-"""Does EWSJF as published do what its paper says, in the set-up of its paper?
+"""Does EWSJF as published do what its paper reports, in the set-up of its paper?
 
 The policy `ewsjf-paper` runs with the published partition (Refine-and-Prune on raw lengths, Eq 3). It runs
 again with the values that the paper's meta-optimiser finds for each seed: theta, the reward of Eq 5, one

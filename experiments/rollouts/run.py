@@ -1,4 +1,4 @@
-"""What do clients hear while an application is redeployed, and how much longer do they wait?
+"""What do clients see while an application is redeployed, and how much longer do they wait?
 
 There is one application for each case. Steady streamed requests of nearly one length run all the time, and
 long streams are opened just before the change. Changes are deployed as by `serve deploy`.

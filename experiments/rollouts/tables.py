@@ -7,7 +7,7 @@ from experiments.common.rows import Row
 from experiments.common.tables import Table, load_note, markdown
 
 _WAITS = (
-    *("usual p99, s", "p99 meanwhile", "worst", "p99 at the gateways", "client late"),
+    *("usual p99, s", "p99 during the change", "worst", "p99 at the gateways", "client late"),
     *("complete after, s", "replaced"),
 )
 
@@ -27,7 +27,7 @@ def _headline(rows: Sequence[Row]) -> str:
 
 def _all(rows: Sequence[Row]) -> str:
     lines = ([str(row.key["what"]), *summary(row.figures), *_waits(row)] for row in rows)
-    return f"{markdown(['changed', *SUMMARY, *_WAITS], lines)}\n\n{load_note(rows)}".rstrip()
+    return f"{markdown(['change', *SUMMARY, *_WAITS], lines)}\n\n{load_note(rows)}".rstrip()
 
 
 def _waits(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""How many replica-seconds does autoscaling save, and at which price?
+"""How many replica-seconds does autoscaling save, and at what price?
 
 Two simulated pools get traffic that changes. The production rule scales them. It is compared with Ray Serve's
 default policy and two fixed fleets: our rule's peak number of replicas, and the mean number that it paid for.

@@ -1,4 +1,4 @@
-"""What does tuning bring a running system whose traffic changes half-way, and what does it risk?
+"""What does tuning gain for a running system whose traffic changes half-way, and what does it risk?
 
 The production scheduler runs on simulated engines beside the loop that tunes live schedulers, with its
 searches in the twin, its slices, roll-backs and pauses. Time is simulated.

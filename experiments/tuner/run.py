@@ -1,4 +1,4 @@
-"""How fast does a search find better settings, how good are they, and what does production meet meanwhile?
+"""How fast does a search find better settings, how good are they, and what is the risk for production?
 
 `tpe` and `random` are studies in the digital twin. `live` is the paper's loop: TPE on production itself, here
 simulated, one trial after another. Every leading candidate is judged on windows of other traffic of the same

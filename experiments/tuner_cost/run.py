@@ -1,4 +1,4 @@
-"""What does the tuner cost a served application while it searches: how much of a core, how much latency?
+"""What does a search of the tuner cost a served application, in CPU and in latency?
 
 Traffic has a steady rate that two emulated engines carry without a queue, in slices: idle, working, working,
 idle, and so on. In an idle slice the tuner is frozen and its last search is over; in a working one it
