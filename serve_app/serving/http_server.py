@@ -707,8 +707,8 @@ def without_offer(method: str, url: bytes, headers: Headers) -> bytes:
     for name, value in headers:
         if name == b"connection":
             options = [option.strip() for option in value.split(b",")]
-            kept = b", ".join(option for option in options if option.lower() not in _OFFER_HEADERS)
-            lines.append(b"connection: %b" % kept)
+            remaining = b", ".join(option for option in options if option.lower() not in _OFFER_HEADERS)
+            lines.append(b"connection: %b" % remaining)
         elif name not in _OFFER_HEADERS:
             lines.append(b"%b: %b" % (name, value))
     return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -70,10 +70,10 @@ def drop_new_connections(sock: socket.socket) -> bool:
     # Load the TCP flags, test SYN; return length 0 (drop) if it is set, and the whole segment otherwise.
     program = [(0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF_FFFF)]
     code = b"".join(struct.pack("HBBI", *each) for each in program)
-    kept = ctypes.create_string_buffer(code, len(code))
+    buffer = ctypes.create_string_buffer(code, len(code))
     try:
         sock.setsockopt(
-            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(kept))
+            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(buffer))
         )
     except OSError:
         return False

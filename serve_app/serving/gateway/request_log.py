@@ -68,11 +68,11 @@ def text_line(concluded: ConcludedRequest) -> str:
     record, incoming = concluded.record, concluded.incoming
     client, forwarded_for = _addresses(incoming)
     key = f" key={concluded.key_id}" if concluded.key_id else ""
-    said = f" forwarded_for={forwarded_for}" if forwarded_for else ""
+    forwarded = f" forwarded_for={forwarded_for}" if forwarded_for else ""
     line = (
         f"event=concluded outcome={record.outcome} status={_status(concluded)} model={concluded.model or '-'}"
         f" endpoint={concluded.endpoint} class={record.priority} tenant={record.tenant}{key}"
-        f" client={client or '-'}{said} e2e_s={record.e2e_s:.4f}"
+        f" client={client or '-'}{forwarded} e2e_s={record.e2e_s:.4f}"
     )
     if record.dispatched_at is not None:
         line += (

@@ -80,9 +80,9 @@ class ResponseHolders:
 
     def find(self, response_id: str, owner: str, replicas: Iterable[ReplicaAddress]) -> ReplicaAddress | None:
         """Return the replica that stores a response of this tenant; None if there is none."""
-        kept = self._remembered.get(response_id)
-        if kept is not None:
-            whose, replica_id = kept
+        remembered = self._remembered.get(response_id)
+        if remembered is not None:
+            whose, replica_id = remembered
             return next((each for each in replicas if each.replica_id == replica_id and whose == owner), None)
         ours = _OURS.fullmatch(response_id)
         if ours is None:
@@ -198,7 +198,7 @@ class StoredResponses:
         if not known:
             raise RequestRejected(
                 Outcome.REJECTED_NO_REPLICA,
-                "no replica is known yet, so none can be asked for this response: try again",
+                "no replica is connected yet: retry later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         raise RequestRejected(

@@ -507,7 +507,7 @@ class UpstreamPool:
         self._closed = False
 
     def __repr__(self) -> str:
-        idle = sum(len(kept) for kept in self._idle.values())
+        idle = sum(len(connections) for connections in self._idle.values())
         return f"<UpstreamPool busy={len(self._all) - idle} idle={idle} connects={self.connects}>"
 
     async def send(self, address: ServerAddress, head: bytes, body: bytes) -> UpstreamResponse:
@@ -516,10 +516,10 @@ class UpstreamPool:
         Raises:
             UpstreamError: UNREACHABLE when the replica never saw the request, LOST when it may have.
         """
-        kept = self._take_idle(address)
-        if kept is not None:
+        reused = self._take_idle(address)
+        if reused is not None:
             try:
-                return await kept.exchange(head, body)
+                return await reused.exchange(head, body)
             except StaleConnectionError as stale:
                 # The race with the replica's own keep-alive timeout.
                 self.stale_retries += 1
@@ -545,27 +545,27 @@ class UpstreamPool:
 
     def on_idle(self, connection: UpstreamConnection) -> None:
         """Add a connection to the idle ones of its replica, or close it if there are enough."""
-        kept = self._idle.setdefault(connection.address, [])
-        if len(kept) < self._settings.max_idle_per_replica and connection.is_usable:
-            kept.append(connection)
+        idle = self._idle.setdefault(connection.address, [])
+        if len(idle) < self._settings.max_idle_per_replica and connection.is_usable:
+            idle.append(connection)
         else:
             connection.abort()
 
     def on_lost(self, connection: UpstreamConnection) -> None:
         """Remove a closed connection."""
         self._all.discard(connection)
-        kept = self._idle.get(connection.address)
-        if kept is not None:
+        idle = self._idle.get(connection.address)
+        if idle is not None:
             with contextlib.suppress(ValueError):
-                kept.remove(connection)
-            if not kept:
+                idle.remove(connection)
+            if not idle:
                 del self._idle[connection.address]
 
     def _take_idle(self, address: ServerAddress) -> UpstreamConnection | None:
         """Return the most recently used idle connection, which is the least likely to be closed."""
-        kept = self._idle.get(address)
-        while kept:
-            connection = kept.pop()
+        idle = self._idle.get(address)
+        while idle:
+            connection = idle.pop()
             if connection.is_usable:
                 return connection
         return None

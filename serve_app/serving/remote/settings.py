@@ -30,9 +30,15 @@ class RemoteSettings:
     api_key: Annotated[str | None, ADVANCED] = field(default=None, repr=False)
     api_key_env: str | None = None
     served_model_names: Annotated[tuple[str, ...] | None, ADVANCED] = None
-    max_model_len: Annotated[int | None, at_least(1).hint("leave it out to ask the server")] = None
-    kv_tokens: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
-    max_num_seqs: Annotated[int | None, at_least(1).hint("leave it out to ask the server"), ADVANCED] = None
+    max_model_len: Annotated[
+        int | None, at_least(1).hint("omit to use the limit that the server reports")
+    ] = None
+    kv_tokens: Annotated[
+        int | None, at_least(1).hint("omit to use the limit that the server reports"), ADVANCED
+    ] = None
+    max_num_seqs: Annotated[
+        int | None, at_least(1).hint("omit to use the limit that the server reports"), ADVANCED
+    ] = None
     start_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # Time limit for reading metrics; an endpoint that exceeds it receives no requests until it answers again.
     # Must allow for an engine that is busy with a long prompt.

@@ -91,8 +91,8 @@ class SchedulerActorSettings:
         """Return the settings that need a new process."""
         scheduler = self.scheduler
         fixed = (scheduler.model, scheduler.routing.pools, sorted(self.scaling.pools))
-        kept = self.decision_log, self.state_uri, self.state_interval_s
-        return (*fixed, self.channel, self.scope, *kept, self.step_times)
+        persistence = self.decision_log, self.state_uri, self.state_interval_s
+        return (*fixed, self.channel, self.scope, *persistence, self.step_times)
 
     def with_hot(self, given: Mapping[str, Any]) -> "SchedulerActorSettings":
         """Return a copy with other hot settings.
@@ -296,8 +296,8 @@ class SchedulerActor:
         self._usage.start()
 
     def _more_metrics(self) -> str:
-        kept = "" if self._keeper is None else self._keeper.exposition()
-        return kept + self._usage.ledger.exposition() + self.scaling.exposition()
+        state = "" if self._keeper is None else self._keeper.exposition()
+        return state + self._usage.ledger.exposition() + self.scaling.exposition()
 
     async def _save_learned(self) -> None:
         if self._keeper is not None:

@@ -144,17 +144,17 @@ class RecentActivity:
         """Return all slots, the oldest first; slots without events are omitted."""
         now = self._clock()
         current = int(now // SLOT_S)
-        kept = [slot for slot in self._slots if slot.number > current - SLOTS]
+        recent = [slot for slot in self._slots if slot.number > current - SLOTS]
         if self._closed is None or self._closed[0] != current:
-            self._closed = current, _sum_of(slot for slot in kept if slot.number < current)
-        total = _sum_of([self._closed[1], *(slot for slot in kept if slot.number == current)])
+            self._closed = current, _sum_of(slot for slot in recent if slot.number < current)
+        total = _sum_of([self._closed[1], *(slot for slot in recent if slot.number == current)])
         return {
             "slot_s": SLOT_S,
             "slots": SLOTS,
             "known_s": min(now - self._began, SLOT_S * SLOTS),
             "current": current,
-            "series": [self._document_of(slot, current) for slot in kept],
-            "last_minute": _sum_of(slot for slot in kept if slot.number > current - 60 / SLOT_S).summary(),
+            "series": [self._document_of(slot, current) for slot in recent],
+            "last_minute": _sum_of(slot for slot in recent if slot.number > current - 60 / SLOT_S).summary(),
             "last_minutes": total.summary(),
             "tenants": total.served(),
         }

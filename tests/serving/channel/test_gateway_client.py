@@ -128,7 +128,7 @@ async def test_the_table_has_open_replicas_and_is_empty_without_a_scheduler(
 async def test_replicas_that_have_left_are_forgotten_without_a_lookup(
     world: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_client, "_LATELY_S", 0.0)
+    monkeypatch.setattr(gateway_client, "_RECENT_S", 0.0)
     gateway = await world.gateway()
     for number in range(5):
         client, _ = await world.replica(f"s{number}")
