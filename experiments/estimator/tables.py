@@ -19,7 +19,7 @@ _SETTINGS_COLUMNS = {
 _HEADLINE = {"median": 1, "other_pool_lmsys": 1, "overflow_lmsys": 2}
 _SOURCES = (
     "Texts: FastAPI's documentation in three languages, sonnets, HumanEval, GSM8K, MT-Bench, Python's "
-    "standard library, and numbers and encoded bytes that are made"
+    "standard library, and generated numbers and encoded bytes"
 )
 
 
@@ -27,7 +27,7 @@ def _headline(rows: Sequence[Row]) -> str:
     head = [
         "estimate",
         "median error, %",
-        "to another pool than true lengths say, %",
+        "in another pool than by true length, %",
         "overflow of the short pool, %",
     ]
     lines = [
@@ -74,7 +74,7 @@ TABLES = {
     "headline": Table(
         text=_headline,
         where={"after": ANY},
-        note=f"From one tokenizer to another; bodies weighted to the total tokens of LMSYS. {_SOURCES}",
+        note=f"Range over tokenizers; bodies weighted to the total tokens of LMSYS. {_SOURCES}",
     ),
     "settings": Table(
         text=_settings,

@@ -78,7 +78,7 @@ TABLES = {
     "weights": Table(
         text=_weights,
         where={"scene": "weights"},
-        note=f"What each tenant got over what was due to it by weight; 1 is exactly its share. {_ENGINES}, "
+        note=f"Service over the share by weight; 1 is exactly the share. {_ENGINES}, "
         f"four replicas, load 3; {_MEANS}",
     ),
     "light": Table(text=_text("service", _LIGHT_HEADLINE), where={"scene": "light"}, note=_LIGHT_NOTE),
@@ -88,12 +88,12 @@ TABLES = {
     "targets": Table(
         text=_text("policy, `target_waiting`", _TARGETS),
         where={"scene": "targets"},
-        note=f"{_ENGINES}, four replicas, load 1.3, a report each quarter of a second; {_MEANS}",
+        note=f"{_ENGINES}, four replicas, load 1.3, four reports per second; {_MEANS}",
     ),
     "engine-priority": Table(
         text=_text("feedback, `engine_priority`", _PRIORITY),
         where={"scene": "engine-priority"},
-        note=f"{_ENGINES}, one replica. Fresh is 1 ms and a report 5 times a second, late is 0.3 s and a "
-        f"report each second; {_MEANS}",
+        note=f"{_ENGINES}, one replica. Feedback: fresh is 1 ms and 5 reports per second, late is 0.3 s and "
+        f"1 report per second; {_MEANS}",
     ),
 }

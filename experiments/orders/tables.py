@@ -1,4 +1,4 @@
-"""Tables of this experiment: ours beside every other order, a line for each kind of traffic and load."""
+"""Tables of this experiment: EWSJF and every other order, a line for each kind of traffic and load."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

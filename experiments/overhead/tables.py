@@ -1,4 +1,4 @@
-"""The tables of this experiment."""
+"""Tables of this experiment."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -16,13 +16,13 @@ _NONE = "-"
 
 
 def layer_ms(figures: Figures) -> float:
-    """CPU milliseconds per request of all processes of a system but the tuner, median over the rounds."""
+    """Return CPU milliseconds per request of a system without the tuner, median over the rounds."""
     used = [values for role, values in figures["cpu_ms"].items() if role != TUNER]
     return float(median(map(sum, zip(*used, strict=True)))) if used else 0.0
 
 
 def added_ms(row: Row, system: str, name: str) -> float | None:
-    """What a system adds to a time of the direct way, median of the differences within a round."""
+    """Return the time that a system adds to a direct request, median of the differences within a round."""
     if system not in row.figures or DIRECT not in row.figures:
         return None
     pairs = zip(row.figures[system][name], row.figures[DIRECT][name], strict=True)
@@ -42,7 +42,7 @@ def _cpu_of(rows: Sequence[Row], kinds: Sequence[str]) -> str:
     cells = [(kind, row) for kind in kinds if (row := _busiest(rows, kind)) is not None]
     head = ["system", *(f"{kind}, {row.key['clients']} at once" for kind, row in cells)]
     lines = [
-        [_said(rows, system), *(_cpu_cell(row, system) for _, row in cells)]
+        [_named(rows, system), *(_cpu_cell(row, system) for _, row in cells)]
         for system in _systems(rows)
         if system != DIRECT
     ]
@@ -106,8 +106,8 @@ def _quick_start(rows: Sequence[Row]) -> str:
     totals = {name: median(map(sum, zip(*figures[name].values(), strict=True))) for name in _OF_ROLES}
     lines.append(["all", *(f"{totals[name]:{form}}" for name, form in _OF_ROLES.items())])
     start_s, processes = median(figures["start_s"]), median(figures["processes"])
-    said = f"It takes requests {start_s:.1f} s after its start, and has {processes:.0f} processes."
-    return f"{markdown(['role', 'memory, MB', 'idle CPU, cores'], lines)}\n\n{said} {load_note(rows)}"
+    summary = f"It accepts requests {start_s:.1f} s after its start, and has {processes:.0f} processes."
+    return f"{markdown(['role', 'memory, MB', 'idle CPU, cores'], lines)}\n\n{summary} {load_note(rows)}"
 
 
 _OF_ROLES = {"memory_mb": ",.0f", "idle_cores": ".3f"}
@@ -117,7 +117,7 @@ def _systems(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.figures))
 
 
-def _said(rows: Sequence[Row], system: str) -> str:
+def _named(rows: Sequence[Row], system: str) -> str:
     version = next(row.figures[system]["version"] for row in rows if system in row.figures)
     return f"{system} {version}".rstrip() if not version.startswith("Python") else system
 
@@ -151,6 +151,6 @@ TABLES = {
     "quick_start": Table(
         text=_quick_start,
         where={"quick start": True},
-        note="Live: memory is the sum of proportional set sizes",
+        note="Live. Memory is the sum of proportional set sizes",
     ),
 }
