@@ -49,20 +49,20 @@ class _Series:
     __slots__ = (
         "e2e",
         "gaps",
-        "good",
-        "judged",
         "misses",
         "output",
         "prompt",
         "queue_wait",
+        "slo_attained",
+        "slo_requests",
         "tpot",
         "ttft",
     )
 
     def __init__(self, metrics: "Telemetry", labels: tuple[str, str, str, str]) -> None:
         self.ttft = metrics.ttft[labels]
-        self.judged = metrics.judged[labels]
-        self.good = metrics.good[labels]
+        self.slo_requests = metrics.slo_requests[labels]
+        self.slo_attained = metrics.slo_attained[labels]
         # Create all kinds at once, so that the rate of one that never occurred is 0, not absent.
         self.misses = {miss: metrics.misses[(*labels, miss)] for miss in Miss}
         self.tpot = metrics.tpot[labels]
@@ -122,9 +122,9 @@ class Telemetry:
             "Requests that count for SLO attainment: all except invalid and rate-limited ones, and those "
             "whose client disconnected early."
         )
-        self.judged = self._counter("slo_requests", text, labels)
+        self.slo_requests = self._counter("slo_requests", text, labels)
         text = "Requests that completed within the latency targets of their class."
-        self.good = self._counter("slo_attained_requests", text, labels)
+        self.slo_attained = self._counter("slo_attained_requests", text, labels)
         text = "Missed latency targets of requests, by kind; a request may have two kinds."
         self.misses = self._counter("slo_violations", text, (*labels, "kind"))
 
@@ -189,7 +189,7 @@ class Telemetry:
         record, model = concluded.record, concluded.model
         self.requests[self._gateway_id, model, record.priority, record.pool, record.outcome].inc()
         if model:
-            self._judge(model, record)
+            self._count_slo(model, record)
         if record.dispatched_at is not None:
             self._observe(model, record, concluded.incoming.trace.trace_id)
         concluded.incoming.trace.ended(record, concluded.status or HTTP_STATUS[Outcome.CANCELLED])
@@ -234,16 +234,16 @@ class Telemetry:
             family.add_metric((self._gateway_id,), value)
             yield family
 
-    def _judge(self, model: str, record: RequestRecord) -> None:
+    def _count_slo(self, model: str, record: RequestRecord) -> None:
         """Count whether a request met its latency targets, and which ones it missed."""
         targets = self._targets.get(model, _USUAL_TARGETS)
         if not targets.is_attributable(record):
             return
         series = self._series_of(model, record.priority, record.pool)
-        series.judged.inc()
+        series.slo_requests.inc()
         misses = targets.missed_by(record)
         if not misses:
-            series.good.inc()
+            series.slo_attained.inc()
         for miss in misses:
             series.misses[miss].inc()
 
