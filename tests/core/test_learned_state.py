@@ -28,7 +28,7 @@ requests = st.builds(
 )
 usages = st.builds(Usage, prompt_tokens=st.integers(0, 60_000), output_tokens=st.integers(0, 70_000))
 # An example seen a hundred times is enough for learned lengths to be used.
-lessons = st.lists(st.tuples(requests, usages, st.sampled_from([1, 100])), max_size=12)
+observations = st.lists(st.tuples(requests, usages, st.sampled_from([1, 100])), max_size=12)
 prefills = st.lists(st.tuples(st.integers(1, 32_000), st.floats(1e-4, 100.0)), max_size=60)
 
 
@@ -36,9 +36,11 @@ def scheduler() -> Scheduler:
     return Scheduler(builders.settings())
 
 
-def taught(lessons: list[tuple[Request, Usage, int]], prefills: list[tuple[int, float]]) -> Scheduler:
+def trained_scheduler(
+    observations: list[tuple[Request, Usage, int]], prefills: list[tuple[int, float]]
+) -> Scheduler:
     core = scheduler()
-    for request, usage, times in lessons:
+    for request, usage, times in observations:
         for _ in range(times):
             core.estimator.observe(request, usage)
     for tokens, seconds in prefills:
@@ -47,14 +49,16 @@ def taught(lessons: list[tuple[Request, Usage, int]], prefills: list[tuple[int, 
 
 
 @settings(max_examples=60)
-@given(lessons, prefills, st.lists(requests, min_size=1, max_size=5), st.lists(st.tuples(requests, usages)))
+@given(
+    observations, prefills, st.lists(requests, min_size=1, max_size=5), st.lists(st.tuples(requests, usages))
+)
 def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_same(
-    lessons: list[tuple[Request, Usage, int]],
+    observations: list[tuple[Request, Usage, int]],
     prefills: list[tuple[int, float]],
     asked: list[Request],
     later: list[tuple[Request, Usage]],
 ) -> None:
-    first = taught(lessons, prefills)
+    first = trained_scheduler(observations, prefills)
     second = scheduler()
     document = json.loads(json.dumps(learned_state(first)))
     assert restore_error(second.settings, document) == ""
@@ -72,7 +76,9 @@ def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_sa
 
 
 def test_what_was_taken_does_not_change_any_more() -> None:
-    core = taught([(builders.request(), Usage(prompt_tokens=40, output_tokens=7), 60)], [(100, 1.0)])
+    core = trained_scheduler(
+        [(builders.request(), Usage(prompt_tokens=40, output_tokens=7), 60)], [(100, 1.0)]
+    )
     document = learned_state(core)
     before = json.dumps(document)
     core.estimator.observe(builders.request(), Usage(prompt_tokens=40, output_tokens=70))

@@ -18,7 +18,7 @@ UPDATE = re.compile(r": queue state=(\w+)(?: position=(\d+))?(?: expected_start_
 
 
 @dataclass(frozen=True)
-class Heard:
+class StreamView:
     """One client's view of its stream.
 
     Attributes:
@@ -34,7 +34,7 @@ class Heard:
     after_answer: int
 
 
-async def listen(http: httpx.AsyncClient, number: int) -> Heard:
+async def listen(http: httpx.AsyncClient, number: int) -> StreamView:
     positions: list[int] = []
     states: list[str] = []
     tokens = ends = after_answer = 0
@@ -61,16 +61,16 @@ async def listen(http: httpx.AsyncClient, number: int) -> Heard:
                 answer_began = True
                 usage = json.loads(line.removeprefix("data: ")).get("usage") or {}
                 tokens += usage.get("completion_tokens", 0)
-    return Heard(answer.status_code, positions, states, tokens, ends, after_answer)
+    return StreamView(answer.status_code, positions, states, tokens, ends, after_answer)
 
 
 async def test_waiting_streams_get_their_position_and_all_are_served(app: Served) -> None:
     limits = httpx.Limits(max_connections=STREAMS + 10)
     before = app.metric("ewsjf_queue_estimates_total", estimate="first")
     async with httpx.AsyncClient(base_url=app.url, timeout=200, limits=limits) as http:
-        heard = await asyncio.gather(*(listen(http, number) for number in range(STREAMS)))
-    assert {(one.status, one.tokens, one.ends, one.after_answer) for one in heard} == {(200, TOKENS, 1, 0)}
-    updated = [one for one in heard if one.positions]
+        views = await asyncio.gather(*(listen(http, number) for number in range(STREAMS)))
+    assert {(one.status, one.tokens, one.ends, one.after_answer) for one in views} == {(200, TOKENS, 1, 0)}
+    updated = [one for one in views if one.positions]
     assert len(updated) >= STREAMS / 10
     for one in updated:
         assert min(one.positions) >= 1

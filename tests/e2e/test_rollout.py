@@ -79,7 +79,10 @@ async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_req
     pool = changed_args(POOL, {"engine.emulated.max_model_len": 16_384})
     args = changed_args(ARGS, {"models.0.pools": [pool], "gateways.replicas": 2})
     with serve(args) as app:
-        users = [asyncio.create_task(ask_again_after(app, f"user-{number}", 7_500)) for number in range(8)]
+        users = [
+            asyncio.create_task(stream_then_reuse_connection(app, f"user-{number}", 7_500))
+            for number in range(8)
+        ]
         await asyncio.sleep(1)
         replaced = changed_args(args, {"gateway.advanced.upstream.connect_timeout_s": 4.0})
         await asyncio.to_thread(redeploy, app.application, serve_config_of(app, replaced))
@@ -88,7 +91,9 @@ async def test_a_connection_whose_stream_outlives_its_gateway_takes_the_next_req
     assert statistics.median(took_s for _, took_s in found) < 0.9
 
 
-async def ask_again_after(app: Served, name: str, tokens: int) -> tuple[list[tuple[str, str]], float]:
+async def stream_then_reuse_connection(
+    app: Served, name: str, tokens: int
+) -> tuple[list[tuple[str, str]], float]:
     """Stream a long, then a short answer on one connection; return the ends and the latter's duration."""
     one = httpx.Limits(max_connections=1, keepalive_expiry=None)
     async with httpx.AsyncClient(base_url=app.url, timeout=120, limits=one) as http:

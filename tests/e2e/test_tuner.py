@@ -32,29 +32,29 @@ def untaught() -> Iterator[Served]:
 
 
 async def test_two_lengths_of_prompts_get_a_learned_queue_each(untaught: Served) -> None:
-    await teach(untaught)
+    await learn_queues(untaught)
     lines = [one for one in untaught.log_lines("scheduler") if "event=partition_changed model=demo" in one]
     assert [one for one in lines if "reason=first" in one]
 
 
 async def test_a_new_scheduler_gets_the_current_queues_from_the_tuner(untaught: Served) -> None:
     app = untaught
-    await teach(app)
+    await learn_queues(app)
     before = app.metric("ewsjf_scheduler_incarnation")
     app.replicas("scheduler")[0].kill()
 
-    def knows_queues() -> bool:
+    def has_queues() -> bool:
         is_new = app.metric("ewsjf_scheduler_incarnation") > before
         return is_new and app.metric("ewsjf_length_queues", model="demo") >= 2
 
     # No request arrives in between, so the new scheduler cannot have learned the queues itself.
-    await asyncio.to_thread(wait_for, knows_queues, PATIENCE_S, "the queues at the new scheduler")
+    await asyncio.to_thread(wait_for, has_queues, PATIENCE_S, "the queues at the new scheduler")
     async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         short, long = await queue_of(http, SHORT), await queue_of(http, LONG)
     assert bounds(short)[1] < bounds(long)[0]
 
 
-async def teach(app: Served) -> None:
+async def learn_queues(app: Served) -> None:
     """Send prompts of two lengths until each has a learned queue."""
     async with httpx.AsyncClient(base_url=app.url, timeout=PATIENCE_S) as http:
         while not (

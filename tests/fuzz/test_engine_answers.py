@@ -76,7 +76,7 @@ def _harmless(answer: bytes) -> bool:
     return answer.startswith(b"\r\n") or any(b"\x00" in line for line in heads)
 
 
-async def by_ours(pool: UpstreamPool, port: int) -> Found:
+async def by_our_client(pool: UpstreamPool, port: int) -> Found:
     head = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
     try:
         response = await pool.send(ServerAddress("127.0.0.1", port), head, b"")
@@ -96,7 +96,7 @@ async def test_a_status_that_no_answer_has_is_no_answer() -> None:
 
     pool = UpstreamPool(UpstreamSettings())
     async with RawReplica(script).listening() as port, asyncio.timeout(20):
-        assert await by_ours(pool, port) is None
+        assert await by_our_client(pool, port) is None
     pool.close()
 
 
@@ -114,7 +114,7 @@ async def test_what_ours_believes_h11_believes(seed: int) -> None:
     differ, believed = [], 0
     async with RawReplica(script).listening() as port:
         for sent in answers:
-            ours, theirs = await by_ours(pool, port), by_h11(sent)
+            ours, theirs = await by_our_client(pool, port), by_h11(sent)
             believed += ours is not None
             # Our client may be stricter. An answer that it accepts must be the same for h11.
             if ours is not None and ours != theirs and not _harmless(sent):

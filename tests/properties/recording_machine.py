@@ -112,7 +112,7 @@ class RecordingMachine(RuleBasedStateMachine):
                 case Conclude():
                     was_sent = command.request_id in self.running or command.request_id == self.returning
                     assert command.dispatched is was_sent
-                    self.rejects_honestly(command)
+                    self.rejects_only_with_a_backlog(command)
                     self.waiting.discard(command.request_id)
                     self.running.pop(command.request_id, None)
                     self.started.discard(command.request_id)
@@ -136,7 +136,7 @@ class RecordingMachine(RuleBasedStateMachine):
             }
             assert len(alive & self.suspended()) <= max(1, len(alive) // 2)
 
-    def rejects_honestly(self, command: Conclude) -> None:
+    def rejects_only_with_a_backlog(self, command: Conclude) -> None:
         """No request is denied while the queue is empty, and a retryable one gets a `Retry-After`."""
         if command.conclusion.outcome in MAY_RETURN:
             assert command.conclusion.retry_after_s is not None

@@ -38,7 +38,7 @@ class EngineTimeMachine(SchedulerMachine):
             assert math.isclose(charged_s, self.worked_s, abs_tol=1e-6)
 
     @invariant()
-    def nobody_is_paid(self) -> None:
+    def charges_are_positive(self) -> None:
         assert all(seconds > 0 for _, _, _, seconds in self.scheduler.in_flight.engine_time.used)
 
 

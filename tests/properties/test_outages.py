@@ -1,4 +1,4 @@
-"""`nobody_waits_without_a_replica`: past the grace no request waits for pools where no replica is alive."""
+"""Outage invariant: past the grace period no request waits for pools without a live replica."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
@@ -36,7 +36,7 @@ class OutageMachine(SchedulerMachine):
         )
 
     @invariant()
-    def nobody_waits_without_a_replica(self) -> None:
+    def no_request_waits_without_a_replica(self) -> None:
         for scheduled in self.scheduler.queue:
             lasted_s = [self.now - self.without_since.get(pool, self.now) for pool in scheduled.pools]
             assert min(lasted_s) < GRACE_S, scheduled

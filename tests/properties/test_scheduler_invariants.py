@@ -258,7 +258,7 @@ class SchedulerMachine(RecordingMachine):
             assert state.reserved_tokens == sum(each.tokens for each in kept if each.replica is state)
 
     @invariant()
-    def leaves_no_room_idle(self) -> None:
+    def leaves_no_capacity_idle(self) -> None:
         """No sub-queue head waits while a replica could serve it; other requests wait for their head."""
         sub_queues: dict[tuple[object, ...], list[ScheduledRequest]] = {}
         for scheduled in self.scheduler.queue:
@@ -288,7 +288,7 @@ class SchedulerMachine(RecordingMachine):
                 assert known.spec.pool not in pools or not self.has_room(replica_id, head)
 
     @invariant()
-    def waits_where_it_can_go(self) -> None:
+    def waits_for_pools_that_fit(self) -> None:
         """Waiting requests are routed by the current context limits."""
         router = PoolRouter(self.routing, self.context_limit)
         for scheduled in self.scheduler.queue:
@@ -307,7 +307,7 @@ class SchedulerMachine(RecordingMachine):
             assert scheduled.pools
 
     @invariant()
-    def nobody_waits_past_the_bound(self) -> None:
+    def no_request_waits_past_its_deadline(self) -> None:
         for request_id in self.waiting:
             assert self.expires_at[request_id] > self.now
 
@@ -321,7 +321,7 @@ class SchedulerMachine(RecordingMachine):
                 assert self.now <= gone_at + 1.0 + 1e-9
 
     @invariant()
-    def time_never_goes_back(self) -> None:
+    def wake_ups_are_never_in_the_past(self) -> None:
         wake_at = self.scheduler.next_wakeup()
         assert wake_at is None or wake_at >= self.now - 1e-9
 

@@ -35,7 +35,7 @@ async def stops_midway(_: Scope, __: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"abc", "more_body": True})
 
 
-async def asked(app: ASGIApp, *sent: bytes) -> bytes:
+async def answer_to(app: ASGIApp, *sent: bytes) -> bytes:
     """Send a request; return everything until the server closes."""
     async with listening(app) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +51,7 @@ async def asked(app: ASGIApp, *sent: bytes) -> bytes:
 def test_a_body_in_chunks_is_returned_in_chunks(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     head = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + CLOSE
     with asyncio.Runner(loop_factory=loop) as runner:
-        answer = runner.run(asked(echo, head, b"3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n"))
+        answer = runner.run(answer_to(echo, head, b"3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n"))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert body.replace(b"\r\n", b"").endswith(b"0")
@@ -63,13 +63,13 @@ def test_a_body_in_chunks_is_returned_in_chunks(loop: Callable[[], asyncio.Abstr
     ("app", "begins"), [(fails, b"HTTP/1.1 500 Internal Server Error\r\n"), (stops_midway, b"HTTP/1.1 200 ")]
 )
 async def test_an_app_that_does_not_answer_ends_its_connection(app: ASGIApp, begins: bytes) -> None:
-    answer = await asked(app, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    answer = await answer_to(app, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     assert answer.startswith(begins)
 
 
 @pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
 async def test_a_head_that_cannot_be_is_rejected(broken: bytes) -> None:
-    assert (await asked(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert (await answer_to(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 async def test_a_broken_second_request_does_not_end_the_response_before_it() -> None:
@@ -78,7 +78,7 @@ async def test_a_broken_second_request_does_not_end_the_response_before_it() -> 
         await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b"ok"})
 
-    answer = await asked(slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n")
+    answer = await answer_to(slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert answer.endswith(b"\r\n\r\nok")
 

@@ -8,7 +8,7 @@ its pools with a replica that is alive and not suspended:
   If this request could not have used that slot, the cause is what it lacks: KV cache, permission for another
   long prefill, an engine with an empty queue, or its particular replica.
 - A replica has capacity, but not for this request: again the cause is what it lacks. A request that fits is
-  never left waiting (`leaves_no_room_idle`).
+  never left waiting (`leaves_no_capacity_idle`).
 
 Requests of one kind share an account, which assumes the smallest size of the kind. The error is below a
 factor of two in tokens: a request that lacks KV cache may be attributed to the slots that others took.

@@ -348,18 +348,18 @@ async def test_a_real_gateway_and_scheduler_are_understood(
     async with serving(app) as port:
         url = f"http://127.0.0.1:{port}"
 
-        async def asked(*more: str) -> tuple[int, str]:
+        async def run_doctor(*more: str) -> tuple[int, str]:
             found = await asyncio.to_thread(main, ["doctor", "--url", url, *more])
             return found, capsys.readouterr().out
 
-        assert await asked("--api-key", "k1") == (0, f"{url}: no problems found\n")
+        assert await run_doctor("--api-key", "k1") == (0, f"{url}: no problems found\n")
         assert scheduler.status()["pools"] == ["short", "long"]
-        found, output = await asked()
+        found, output = await run_doctor()
         assert found == 1
         assert "returned 401" in output
         scheduler.stop("superseded")
-        _, output = await asked("--api-key", "k1")
+        _, output = await run_doctor("--api-key", "k1")
         assert "its scheduler has ended: superseded" in output
         dispatcher.ports.clear()
-        _, output = await asked("--api-key", "k1")
+        _, output = await run_doctor("--api-key", "k1")
         assert output.startswith("1. down: model demo has no replica")

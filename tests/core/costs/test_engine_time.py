@@ -12,7 +12,7 @@ from tests.builders import ManualDriver, one_replica, request
 
 
 @pytest.fixture(autouse=True)
-def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 ms to read the weights, 1 ms per prompt token; nearly all of the weight is on these."""
     for name, value in (("_PRIOR_BASE_S", 0.01), ("_PRIOR_PER_TOKEN_S", 0.001), ("_PRIOR_WEIGHT", 1e9)):
         monkeypatch.setattr(prefill_cost, name, value)
@@ -31,7 +31,7 @@ def finish(driver: ManualDriver, request_id: str, *, after_s: float = 0.0) -> No
     driver.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
 
 
-def begun(driver: ManualDriver, name: str, **fields: object) -> None:
+def start_answer(driver: ManualDriver, name: str, **fields: object) -> None:
     """Start a request whose prompt costs nothing beyond a step and whose answer begins at once."""
     driver.arrive(name, tenant=name, prompt_tokens=1, **fields)
     driver.feed(ev.FirstToken(name))
@@ -39,7 +39,7 @@ def begun(driver: ManualDriver, name: str, **fields: object) -> None:
 
 def test_one_that_is_alone_has_all_the_time() -> None:
     driver = steady()
-    begun(driver, "alone")
+    start_answer(driver, "alone")
     finish(driver, "alone", after_s=2.0)
 
     assert used(driver) == {"alone": pytest.approx(2.0)}
@@ -47,9 +47,9 @@ def test_one_that_is_alone_has_all_the_time() -> None:
 
 def test_answers_share_the_time_equally() -> None:
     driver = steady()
-    begun(driver, "first")
+    start_answer(driver, "first")
     driver.feed(ev.Woke(), after_s=1.0)
-    begun(driver, "second")
+    start_answer(driver, "second")
     finish(driver, "first", after_s=2.0)
     finish(driver, "second", after_s=3.0)
 
@@ -58,7 +58,7 @@ def test_answers_share_the_time_equally() -> None:
 
 def test_a_long_prompt_pays_what_it_adds_to_the_step() -> None:
     driver = steady()
-    begun(driver, "answer")
+    start_answer(driver, "answer")
     driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
     # It costs 0.51 s, of which 0.01 s, one reading of the weights, would have passed without it.
     driver.feed(ev.FirstToken("prompt"), after_s=0.7)
@@ -84,7 +84,7 @@ def test_prompts_that_are_computed_together_share_the_room_of_a_step() -> None:
 
 def test_a_prompt_pays_no_more_than_the_time_there_was() -> None:
     driver = steady()
-    begun(driver, "answer")
+    start_answer(driver, "answer")
     driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
     driver.feed(ev.FirstToken("prompt"), after_s=0.2)
     finish(driver, "prompt")
@@ -94,7 +94,7 @@ def test_a_prompt_pays_no_more_than_the_time_there_was() -> None:
 
 def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
     driver = steady()
-    begun(driver, "answer")
+    start_answer(driver, "answer")
     driver.arrive("whole", tenant="whole", prompt_tokens=510, streamed=False)
     finish(driver, "whole", after_s=0.7)
     finish(driver, "answer")
@@ -104,7 +104,7 @@ def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
 
 def test_a_request_that_its_engine_did_not_take_pays_no_prompt() -> None:
     driver = steady()
-    begun(driver, "answer")
+    start_answer(driver, "answer")
     driver.arrive("rejected", tenant="rejected", prompt_tokens=510)
     failure = ev.DispatchFailed("rejected", "r1", ev.DispatchFailure.UNREACHABLE)
     driver.feed(failure, after_s=0.2)
@@ -116,7 +116,7 @@ def test_a_request_that_its_engine_did_not_take_pays_no_prompt() -> None:
 
 def test_time_is_charged_by_pool_and_class() -> None:
     driver = steady()
-    begun(driver, "mine", priority=PriorityClass.INTERACTIVE)
+    start_answer(driver, "mine", priority=PriorityClass.INTERACTIVE)
     finish(driver, "mine", after_s=1.0)
 
     assert [row[:3] for row in driver.scheduler.in_flight.engine_time.used] == [

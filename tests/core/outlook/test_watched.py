@@ -14,7 +14,7 @@ from .builders import ordered_requests, updates
 USAGE = Usage(prompt_tokens=40, output_tokens=10)
 
 
-class Line:
+class ServedQueue:
     """One replica that serves requests one by one, and the requests that wait for it.
 
     Attributes:
@@ -81,20 +81,20 @@ class Line:
 
 
 def test_a_request_that_does_not_wait_is_not_watched() -> None:
-    line = Line()
+    line = ServedQueue()
     assert not line.watched.watch("f0", 0.0)
     assert not line.watched.watch("nobody", 0.0)
     assert updates(line.watched, 0.0) == {}
 
 
 def test_a_lone_waiting_request_has_the_first_place() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive()
     assert {name: outlook.position for name, outlook in updates(line.watched, line.now).items()} == {"r0": 1}
 
 
 def test_before_anything_was_dispatched_only_the_place_is_known() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive(3)
     outlooks = updates(line.watched, line.now)
     assert [outlook.position for outlook in outlooks.values()] == [1, 2, 3]
@@ -102,7 +102,7 @@ def test_before_anything_was_dispatched_only_the_place_is_known() -> None:
 
 
 def test_positions_fall_as_others_are_served_and_the_order_is_preserved() -> None:
-    line = Line()
+    line = ServedQueue()
     names = line.arrive(12)
     places: dict[str, list[int]] = {name: [] for name in names}
     for _ in range(12):
@@ -116,7 +116,7 @@ def test_positions_fall_as_others_are_served_and_the_order_is_preserved() -> Non
 
 
 def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
-    line = Line()
+    line = ServedQueue()
     line.learn()
     names = line.arrive(20)
     outlooks = updates(line.watched, line.now)
@@ -133,7 +133,7 @@ def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
 
 
 def test_watching_does_not_change_the_estimate() -> None:
-    line = Line()
+    line = ServedQueue()
     line.learn()
     watched = line.arrive(4)
     unwatched = line.arrive(1, watch=False)[0]
@@ -151,14 +151,14 @@ def test_watching_does_not_change_the_estimate() -> None:
 
 
 def test_a_request_outside_the_order_has_no_estimate() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive(2)
     order = ordered_requests(line.driver.scheduler, line.now)
     assert line.watched.expected(order[1], order[:1], line.now) is None
 
 
 def test_updates_come_at_most_once_a_second_and_only_with_changes() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive(2)
     assert set(updates(line.watched, line.now)) == {"r0", "r1"}
     assert updates(line.watched, line.now + 0.5) == {}
@@ -169,7 +169,7 @@ def test_updates_come_at_most_once_a_second_and_only_with_changes() -> None:
 
 
 def test_a_stalled_queue_is_reported_after_a_while() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive()
     updates(line.watched, 0.0)
     for second in range(1, 15):
@@ -178,7 +178,7 @@ def test_a_stalled_queue_is_reported_after_a_while() -> None:
 
 
 def test_a_place_may_rise() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive()
     assert updates(line.watched, line.now)["r0"].position == 1
     line.report(after_s=1.5)
@@ -187,7 +187,7 @@ def test_a_place_may_rise() -> None:
 
 
 def test_no_start_is_expected_while_no_replica_is_alive() -> None:
-    line = Line(no_replica_grace_s=60.0)
+    line = ServedQueue(no_replica_grace_s=60.0)
     line.learn()
     line.arrive(4)
     before = updates(line.watched, line.now)
@@ -199,7 +199,7 @@ def test_no_start_is_expected_while_no_replica_is_alive() -> None:
 
 
 def test_expiry_after_the_interval_counts_as_an_underestimate() -> None:
-    line = Line()
+    line = ServedQueue()
     line.learn()
     line.arrive(3, expires_at=line.now + 400.0)
     updates(line.watched, line.now)
@@ -213,7 +213,7 @@ def test_expiry_after_the_interval_counts_as_an_underestimate() -> None:
 
 
 def test_a_request_that_leaves_is_not_counted() -> None:
-    line = Line()
+    line = ServedQueue()
     line.learn()
     line.arrive(3)
     updates(line.watched, line.now)
@@ -225,7 +225,7 @@ def test_a_request_that_leaves_is_not_counted() -> None:
 
 
 def test_nothing_is_computed_while_no_request_is_watched() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive(5, watch=False)
     assert list(line.watched.updates(line.now)) == []
     line.serve(5)
@@ -234,7 +234,7 @@ def test_nothing_is_computed_while_no_request_is_watched() -> None:
 
 
 def test_unwatched_requests_also_improve_the_estimates() -> None:
-    line = Line()
+    line = ServedQueue()
     line.arrive(59, watch=False)
     line.arrive(1)
     for _ in range(60):
@@ -244,7 +244,7 @@ def test_unwatched_requests_also_improve_the_estimates() -> None:
 
 
 def test_an_update_works_in_parts_and_allows_changes_between_them() -> None:
-    line = Line(max_waiting=5_000)
+    line = ServedQueue(max_waiting=5_000)
     names = line.arrive(1_600, tenant="t1")
     parts = line.watched.updates(line.now)
     assert next(parts) == []
@@ -259,7 +259,7 @@ def test_one_call_sends_a_bounded_number_of_updates_and_the_next_the_rest(
 ) -> None:
     monkeypatch.setattr("serve_app.core.outlook.watched.MAX_UPDATES", 4)
     assert MAX_UPDATES > 4
-    line = Line()
+    line = ServedQueue()
     names = line.arrive(10)
     first, second, third = (updates(line.watched, line.now + at) for at in (0.0, 0.25, 0.5))
     assert (len(first), len(second), len(third)) == (4, 4, 2)

@@ -21,7 +21,7 @@ def prompt(
     return scheduled
 
 
-class Line:
+class BoundedQueue:
     """A bound, and the waiting prompts, shortest first by score."""
 
     def __init__(self, **changes: float) -> None:
@@ -43,9 +43,9 @@ class Line:
         self.bound.leave(taken, now)
 
 
-def backlog() -> Line:
+def backlog() -> BoundedQueue:
     """Eight seconds of wait under FCFS, and a long prompt that the others passed."""
-    line = Line(wait_ratio=1.5)
+    line = BoundedQueue(wait_ratio=1.5)
     line.add(prompt("long", 4_000, 0.0), *(prompt(f"p{at}", 2_000, float(at)) for at in range(1, 9)))
     for at in range(1, 9):
         line.take(f"p{at}", 8.0)
@@ -53,7 +53,7 @@ def backlog() -> Line:
 
 
 def test_a_prompt_whose_turn_has_not_come_is_passed() -> None:
-    line = Line()
+    line = BoundedQueue()
     line.add(prompt("first", 2_000, 0.0), prompt("long", 4_000, 0.0), prompt("fresh", 1_500, 50.0))
     assert line.heads(100.0) == ["fresh", "first", "long"]
     line.take("fresh", 100.0)
@@ -76,7 +76,7 @@ def test_prompts_much_shorter_than_the_overdue_one_still_pass_it() -> None:
 
 
 def test_overdue_prompts_go_in_the_order_of_arrival() -> None:
-    line = Line(wait_ratio=1.0)
+    line = BoundedQueue(wait_ratio=1.0)
     line.add(prompt("older", 4_000, 0.0), prompt("younger", 3_000, 1.0), prompt("p", 8_000, 2.0))
     line.take("p", 2.0)
     assert line.heads(2.0) == ["older", "younger"]
@@ -89,7 +89,7 @@ def test_the_longest_turn_fades_so_that_a_burst_is_forgotten() -> None:
 
 
 def test_short_prompts_and_returned_ones_have_no_turn() -> None:
-    line = Line()
+    line = BoundedQueue()
     short, returned = prompt("s", 100, 0.0, PrefillClass.SHORT), prompt("r", 4_000, 0.0)
     returned.returned = True
     line.add(short, returned)
@@ -100,7 +100,7 @@ def test_short_prompts_and_returned_ones_have_no_turn() -> None:
 
 
 def test_a_ratio_of_zero_leaves_the_order_to_the_score() -> None:
-    line = Line(wait_ratio=0.0)
+    line = BoundedQueue(wait_ratio=0.0)
     line.add(prompt("long", 4_000, 0.0), prompt("fresh", 2_000, 8.0), prompt("p", 4_000, 8.0))
     line.take("p", 8.0)
     assert line.heads(1_000.0) == ["fresh", "long"]

@@ -34,7 +34,7 @@ def fresh() -> dict[str, Learner]:
     }
 
 
-def taught() -> dict[str, Any]:
+def trained_state() -> dict[str, Any]:
     learners: dict[str, Any] = fresh()
     usage = Usage(prompt_tokens=90, output_tokens=30)
     for _ in range(60):
@@ -50,7 +50,7 @@ def taught() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(fresh()))
 def test_a_restored_learner_has_the_state_of_the_original(name: str) -> None:
-    original, copy = taught()[name], fresh()[name]
+    original, copy = trained_state()[name], fresh()[name]
     assert copy.state() != original.state()
     copy.restore(json.loads(json.dumps(original.state())))
     assert copy.state() == original.state()
@@ -94,7 +94,7 @@ def lengths(**changes: object) -> dict[str, object]:
     ],
 )
 def test_a_damaged_state_is_rejected_and_changes_nothing(name: str, change: dict[str, object] | None) -> None:
-    learner = taught()[name]
+    learner = trained_state()[name]
     before = learner.state()
     with pytest.raises(ValueError, match=r"learned state|poetry"):
         learner.restore({} if change is None else {**before, **change})

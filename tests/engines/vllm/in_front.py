@@ -18,7 +18,7 @@ from tests.serving.channel.harness import FAST, Simulation, scheduler_settings
 
 
 @dataclass(frozen=True)
-class Heard:
+class ClientView:
     """A client's view of one answer.
 
     Attributes:
@@ -38,11 +38,11 @@ class Front:
     world: Simulation
     http: httpx.AsyncClient
 
-    def start(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> "asyncio.Task[Heard]":
+    def start(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> "asyncio.Task[ClientView]":
         """Send a request; its length must be unique in the test, because it identifies the answer."""
         return asyncio.create_task(self.ask(stream=stream, tokens=tokens, prompt=prompt))
 
-    async def ask(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> Heard:
+    async def ask(self, *, stream: bool, tokens: int, prompt: Prompt = "Hi") -> ClientView:
         """Send a request and return its answer."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
         url, document = "/v1/completions", {**body, "return_token_ids": True}
@@ -50,8 +50,8 @@ class Front:
             answer = await self.http.post(url, json=document)
             content = answer.json()
             if answer.status_code != 200:
-                return Heard(str(content["error"]["code"]))
-            return Heard("answered", len(content["choices"][0]["token_ids"]))
+                return ClientView(str(content["error"]["code"]))
+            return ClientView("answered", len(content["choices"][0]["token_ids"]))
         async with self.http.stream("POST", url, json=document) as answer:
             # A stream with a long queue time gets comments that keep it open.
             lines = [
@@ -60,7 +60,7 @@ class Front:
                 if line and not line.startswith(":")
             ]
         if answer.status_code != 200:
-            return Heard(str(json.loads(lines[0])["error"]["code"]))
+            return ClientView(str(json.loads(lines[0])["error"]["code"]))
         return _streamed(lines)
 
     async def has_no_replica(self) -> bool:
@@ -131,11 +131,11 @@ class _Running:
         pass
 
 
-def _streamed(lines: list[str]) -> Heard:
+def _streamed(lines: list[str]) -> ClientView:
     events: list[dict[str, Any]] = [json.loads(line) for line in lines if line != "[DONE]"]
     tokens = sum(
         len(choice.get("token_ids") or ()) for event in events for choice in event.get("choices", ())
     )
     if any("error" in event for event in events):
-        return Heard("error event", tokens)
-    return Heard("answered" if lines[-1] == "[DONE]" else "cut", tokens)
+        return ClientView("error event", tokens)
+    return ClientView("answered" if lines[-1] == "[DONE]" else "cut", tokens)

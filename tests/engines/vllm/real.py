@@ -84,7 +84,7 @@ def _client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S)
 
 
-def tokens_of_its_own(number: int, count: int) -> Prompt:
+def unshared_prompt(number: int, count: int) -> Prompt:
     """Return a prompt of this length that shares no prefix cache block with other numbers."""
     return [1_000 + number] * count
 
@@ -112,7 +112,7 @@ async def open_streams(
         await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def knows_its_tpot(engine: Engine) -> bool:
+async def has_measured_tpot(engine: Engine) -> bool:
     """Return whether gaps between tokens were measured, which takes two readings of the metrics."""
     return (await engine.load()).tpot_s is not None
 

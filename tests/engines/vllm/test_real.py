@@ -24,7 +24,7 @@ from tests.engines.servers import served, until
 from tests.engines.vllm.clients import CHECKS, WITH_TOOLS, counter
 from tests.engines.vllm.clients.plain_http import small_questions
 from tests.engines.vllm.conformance import ANSWERED, ASSEMBLED, REJECTED, answer, choice_form, without_ids
-from tests.engines.vllm.in_front import Front, Heard, in_front_of
+from tests.engines.vllm.in_front import ClientView, Front, in_front_of
 from tests.engines.vllm.real import (
     ANSWER_TIMEOUT_S,
     ARGS,
@@ -37,12 +37,12 @@ from tests.engines.vllm.real import (
     engine_core,
     events,
     hangs,
-    knows_its_tpot,
+    has_measured_tpot,
     open_streams,
     preemptions,
     running,
     runs,
-    tokens_of_its_own,
+    unshared_prompt,
 )
 
 pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
@@ -135,7 +135,7 @@ class TestTinyEngine:
                 return (load.running, load.waiting) == (MAX_NUM_SEQS, 2)
 
             await until(is_full)
-            await until(lambda: knows_its_tpot(tiny.engine))
+            await until(lambda: has_measured_tpot(tiny.engine))
             load = await tiny.engine.load()
             assert load.tpot_s is not None
             assert 0.0005 < load.tpot_s < 2.0
@@ -299,7 +299,7 @@ class TestTinyEngine:
             return await preemptions(tiny) > before
 
         # Two blocks each, and soon a third: three sequences are too many.
-        prompts = [tokens_of_its_own(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
+        prompts = [unshared_prompt(number, 2 * BLOCK_TOKENS - 16) for number in range(14)]
         lengths = range(20, 32)
         async with in_front_of(tiny.engine, tiny.limits) as front:
             answers = [
@@ -311,7 +311,7 @@ class TestTinyEngine:
             # preempted.
             async with open_streams(tiny.client, prompts[:2], priority=-1):
                 await until(preempted, ANSWER_TIMEOUT_S)
-            assert [await one for one in answers] == [Heard("answered", length) for length in lengths]
+            assert [await one for one in answers] == [ClientView("answered", length) for length in lengths]
 
     async def test_a_hanging_engine_gets_nothing_more_and_continues_where_it_was(self, tiny: Running) -> None:
         # The replica leaves while its engine hangs and then returns: requests that arrive in between wait for
@@ -333,8 +333,8 @@ class TestTinyEngine:
                 await until(front.waits)
             finally:
                 core.resume()
-            heard = [await one for one in asked]
-        assert heard == [Heard("answered", tokens) for tokens in (496, 497, 5)]
+            views = [await one for one in asked]
+        assert views == [ClientView("answered", tokens) for tokens in (496, 497, 5)]
 
     async def test_a_dead_engine_is_unhealthy_and_every_client_gets_an_error(self, tiny: Running) -> None:
         """The engine is dead afterwards, so this is its last test."""
@@ -345,11 +345,11 @@ class TestTinyEngine:
             await until(lambda: runs(tiny, 3))
             engine_core().kill()
             assert (await asyncio.wait_for(pending, 30)).status_code == 500
-            heard = await asyncio.wait_for(begun, 30)
+            views = await asyncio.wait_for(begun, 30)
             # It had begun, or it was dispatched again like the other one.
-            assert heard.end in ("error event", "no_replica")
-            assert await asyncio.wait_for(whole, 30) == Heard("no_replica")
-            assert await asyncio.wait_for(front.ask(stream=True, tokens=5), 30) == Heard("no_replica")
+            assert views.end in ("error event", "no_replica")
+            assert await asyncio.wait_for(whole, 30) == ClientView("no_replica")
+            assert await asyncio.wait_for(front.ask(stream=True, tokens=5), 30) == ClientView("no_replica")
         with pytest.raises(EngineError, match="is dead"):
             await tiny.engine.check_health()
         with pytest.raises(EngineError, match="is dead"):

@@ -21,7 +21,7 @@ def record(ttft_s: float, *, completed: bool = True) -> RequestRecord:
     )
 
 
-def drawn(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[RecordPair]:
+def drawn_pairs(rng: random.Random, factor: float, slices: int = 8, members: int = 30) -> list[RecordPair]:
     """Draw latencies that differ between slices; the other endpoint's are `factor` times the first one's."""
     pairs = []
     for number in range(slices):
@@ -37,7 +37,7 @@ def test_nineteen_of_twenty_intervals_hold_the_true_difference() -> None:
     rng = random.Random(7)
     held = {"mean": 0, "p50": 0}
     for _ in range(60):
-        ttft = compare(drawn(rng, 1.5)).latencies["ttft_s"]
+        ttft = compare(drawn_pairs(rng, 1.5)).latencies["ttft_s"]
         for name in held:
             low, high = ttft[name].low, ttft[name].high
             assert low is not None
@@ -48,9 +48,9 @@ def test_nineteen_of_twenty_intervals_hold_the_true_difference() -> None:
 
 
 def test_a_clear_difference_is_called_one_and_chance_is_not() -> None:
-    slower = compare(drawn(random.Random(1), 1.5)).latencies["ttft_s"]
+    slower = compare(drawn_pairs(random.Random(1), 1.5)).latencies["ttft_s"]
     assert all(figure.is_clear and figure.difference > 0 for figure in slower.values())
-    alike = compare(drawn(random.Random(1), 1.0))
+    alike = compare(drawn_pairs(random.Random(1), 1.0))
     assert not any(figure.is_clear for figure in alike.latencies["ttft_s"].values())
     assert alike.pairs == alike.completed_by_both == 240
     assert alike.latencies["tpot_s"]["mean"].base == pytest.approx(0.1)

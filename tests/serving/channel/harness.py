@@ -242,13 +242,13 @@ class Stranger:
     async def at(cls, endpoint: SchedulerEndpoint) -> "Stranger":
         return cls(*await asyncio.open_connection(endpoint.host, endpoint.port))
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         self._writer.write(encode_frames(messages, 1 << 22))
 
-    def say_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def hear(self, kind: type[M]) -> M:
+    async def receive(self, kind: type[M]) -> M:
         """Read until a message of this kind arrives."""
         async with asyncio.timeout(PATIENCE_S):
             while True:

@@ -88,10 +88,10 @@ class Host:
     def connect(self, *snapshot: Message) -> Page:
         """Connect or reconnect the gateway with this snapshot."""
         page = Page()
-        say = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
+        send = self.sessions.on_join("g1", page)  # type: ignore[arg-type]
         for message in (*snapshot, SnapshotEnd()):
-            say(message)
-        self.say = say
+            send(message)
+        self.send = send
         return page
 
     @property
@@ -161,7 +161,7 @@ async def test_waiting_on_both_sides_changes_nothing() -> None:
     page = host.connect(*(waits(f"r{n}") for n in range(60)))
     stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].runs)
     host.events.clear()
-    host.say(waits(stuck))
+    host.send(waits(stuck))
     assert host.names == []
     assert not [message for message in page.of(Granted) if message.dispatch.request_id == stuck]
 
@@ -229,7 +229,7 @@ async def test_known_and_not_mentioned_is_cancelled_whether_it_waits_or_runs() -
 async def test_a_put_back_of_an_unknown_request_is_answered_and_does_not_hang() -> None:
     host = Host()
     page = host.connect()
-    host.say(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
+    host.send(PutBack("r1", "s1", DispatchFailure.LOST, "", 1))
     assert [(rejection.request_id, rejection.conclusion.outcome) for rejection in page.of(Rejected)] == [
         ("r1", Outcome.FAILED)
     ]

@@ -74,7 +74,7 @@ async def test_silent_strangers_leave_no_descriptor_behind(world: Simulation, fa
 
 async def test_a_stranger_that_sends_half_a_message_is_closed_in_time_too(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say_bytes(b"\x00" * (HEADER_BYTES - 1))
+    stranger.send_bytes(b"\x00" * (HEADER_BYTES - 1))
     assert await stranger.closed()
 
 
@@ -86,8 +86,8 @@ async def test_a_flood_of_real_peers_is_accepted_and_nothing_raises(
 
     async def join(number: int) -> Stranger:
         stranger = await Stranger.at(world.endpoint())
-        stranger.say(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
-        await stranger.hear(Welcome)
+        stranger.send(hello(world.endpoint(), peer_id=f"g{number}"), SnapshotEnd())
+        await stranger.receive(Welcome)
         return stranger
 
     async with asyncio.timeout(PATIENCE_S):

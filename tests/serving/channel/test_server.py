@@ -19,15 +19,15 @@ from tests.serving.channel.harness import FAST, ReplicaDouble, Simulation, Stran
 
 async def test_a_peer_with_the_secret_is_accepted_and_gets_the_replicas(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()))
-    assert (await stranger.hear(Welcome)).incarnation == 1
-    assert (await stranger.hear(ReplicaTable)).entries == []
+    stranger.send(hello(world.endpoint()))
+    assert (await stranger.receive(Welcome)).incarnation == 1
+    assert (await stranger.receive(ReplicaTable)).entries == []
 
 
 async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), secret="guess"))
-    reason = (await stranger.hear(PeerRejected)).reason
+    stranger.send(hello(world.endpoint(), secret="guess"))
+    reason = (await stranger.receive(PeerRejected)).reason
     assert "wrong secret" in reason
     assert world.endpoint().secret not in reason
     assert await stranger.closed()
@@ -36,16 +36,16 @@ async def test_a_wrong_secret_is_rejected_without_a_hint_of_the_right_one(world:
 async def test_a_replica_cannot_pose_as_a_gateway(world: Simulation) -> None:
     endpoint = world.endpoint(Role.REPLICA)
     stranger = await Stranger.at(endpoint)
-    stranger.say(hello(endpoint, role=Role.GATEWAY))
-    assert "wrong secret" in (await stranger.hear(PeerRejected)).reason
+    stranger.send(hello(endpoint, role=Role.GATEWAY))
+    assert "wrong secret" in (await stranger.receive(PeerRejected)).reason
     assert await stranger.closed()
 
 
 async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: Simulation) -> None:
     gateway = await world.gateway()
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), highest_incarnation=7))
-    assert "superseded by 7" in (await stranger.hear(PeerRejected)).reason
+    stranger.send(hello(world.endpoint(), highest_incarnation=7))
+    assert "superseded by 7" in (await stranger.receive(PeerRejected)).reason
     await until(lambda: world.ends == ["incarnation 1 is superseded by 7"])
     await until(lambda: not gateway.is_connected, "its peers are sent away")
     with pytest.raises(Exception, match="superseded by 7"):
@@ -54,7 +54,7 @@ async def test_a_scheduler_that_sees_a_higher_incarnation_stops_for_ever(world: 
 
 async def test_a_stranger_without_the_secret_cannot_put_a_scheduler_out_of_office(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), secret="guess", highest_incarnation=7))
+    stranger.send(hello(world.endpoint(), secret="guess", highest_incarnation=7))
     assert await stranger.closed()
     assert world.ends == []
     assert world.endpoint().incarnation == 1
@@ -77,21 +77,21 @@ async def test_a_silent_connection_is_closed(world: Simulation) -> None:
 )
 async def test_garbage_closes_the_connection_and_nothing_else(world: Simulation, data: bytes) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say_bytes(data)
+    stranger.send_bytes(data)
     assert await stranger.closed()
     assert (await world.gateway()).is_connected
 
 
 async def test_a_peer_must_send_hello_first(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(Cancel("r1"))
+    stranger.send(Cancel("r1"))
     assert await stranger.closed()
 
 
 async def test_a_gateway_may_not_speak_as_a_replica(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     double = ReplicaDouble("s1", "short", 8)
-    stranger.say(hello(world.endpoint()), Register(double.spec, double.address))
+    stranger.send(hello(world.endpoint()), Register(double.spec, double.address))
     assert await stranger.closed()
     assert world.live.status()["replicas"] == {}
 
@@ -102,33 +102,33 @@ async def test_a_replica_may_not_register_under_anothers_name_nor_report_before_
     double = ReplicaDouble("s1", "short", 8)
     for message in (Register(double.spec, double.address), Report(double.report)):
         stranger = await Stranger.at(world.endpoint())
-        stranger.say(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
+        stranger.send(hello(world.endpoint(Role.REPLICA), role=Role.REPLICA, peer_id="s2"), message)
         assert await stranger.closed()
     assert world.live.status()["replicas"] == {}
 
 
 async def test_a_peer_that_opens_a_second_connection_loses_the_first(world: Simulation) -> None:
     first = await Stranger.at(world.endpoint())
-    first.say(hello(world.endpoint()), SnapshotEnd())
-    await first.hear(Welcome)
+    first.send(hello(world.endpoint()), SnapshotEnd())
+    await first.receive(Welcome)
     second = await Stranger.at(world.endpoint())
-    second.say(hello(world.endpoint()), SnapshotEnd())
-    await second.hear(Welcome)
+    second.send(hello(world.endpoint()), SnapshotEnd())
+    await second.receive(Welcome)
     assert await first.closed()
     assert world.live.status()["gateways"] == 1
 
 
 async def test_a_receipt_for_more_than_was_sent_is_a_fault(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()), Heartbeat(1000))
+    stranger.send(hello(world.endpoint()), Heartbeat(1000))
     assert await stranger.closed()
 
 
 async def test_a_busy_peer_is_borne_for_a_while(world: Simulation) -> None:
     loop = asyncio.get_running_loop()
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()), SnapshotEnd())
-    await stranger.hear(Welcome)
+    stranger.send(hello(world.endpoint()), SnapshotEnd())
+    await stranger.receive(Welcome)
     # The kernel acknowledges the heartbeats, but the peer answers none.
     began = loop.time()
     assert await stranger.closed()
@@ -141,8 +141,8 @@ async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
 ) -> None:
     caplog.set_level("INFO", "ray.serve")
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()), SnapshotEnd())
-    await stranger.hear(Welcome)
+    stranger.send(hello(world.endpoint()), SnapshotEnd())
+    await stranger.receive(Welcome)
     stranger.vanish()
     await until(lambda: world.live._gateways.connected == 0)
     (line,) = [record.getMessage() for record in caplog.records if "event=peer_lost" in record.getMessage()]
@@ -152,11 +152,11 @@ async def test_a_peer_whose_host_is_gone_is_cut_off_within_about_the_limit(
 
 async def test_a_peer_that_talks_and_does_not_listen_is_cut_off(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()), SnapshotEnd())
+    stranger.send(hello(world.endpoint()), SnapshotEnd())
 
     async def talk() -> None:
         while True:
-            stranger.say(Heartbeat(0))
+            stranger.send(Heartbeat(0))
             await asyncio.sleep(0.05)
 
     talking = asyncio.get_running_loop().create_task(talk())

@@ -44,29 +44,29 @@ async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
 ) -> None:
     await world.replica("s1")
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), version=VERSION))
-    await stranger.hear(Welcome)
-    stranger.say(Submit(submission("r1"), 0.0), SnapshotEnd())
-    assert (await stranger.hear(messages.Granted)).dispatch.request_id == "r1"
+    stranger.send(hello(world.endpoint(), version=VERSION))
+    await stranger.receive(Welcome)
+    stranger.send(Submit(submission("r1"), 0.0), SnapshotEnd())
+    assert (await stranger.receive(messages.Granted)).dispatch.request_id == "r1"
     assert not any(isinstance(each, ReplicaTable) for each in stranger.heard)
 
 
 async def test_what_waits_in_a_gateway_outlives_the_upgrade_of_the_scheduler(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
+    stranger.send(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
     await until(lambda: len(world.live.core) == 1)
     await world.restart()
     await world.replica("s1")
     again = await Stranger.at(world.endpoint())
-    again.say(hello(world.endpoint()), Submit(submission("r1"), 1.0), SnapshotEnd())
-    assert (await again.hear(messages.Granted)).dispatch.request_id == "r1"
+    again.send(hello(world.endpoint()), Submit(submission("r1"), 1.0), SnapshotEnd())
+    assert (await again.receive(messages.Granted)).dispatch.request_id == "r1"
 
 
 @pytest.mark.parametrize("theirs", [OLDEST_VERSION - 1, VERSION + 1])
 async def test_a_peer_of_another_version_is_rejected_with_the_remedy(world: Simulation, theirs: int) -> None:
     stranger = await Stranger.at(world.endpoint())
-    stranger.say(hello(world.endpoint(), version=theirs))
-    reason = (await stranger.hear(PeerRejected)).reason
+    stranger.send(hello(world.endpoint(), version=theirs))
+    reason = (await stranger.receive(PeerRejected)).reason
     assert f"protocol version {theirs}, this scheduler supports {OLDEST_VERSION} to {VERSION}" in reason
     assert "upgrade by one version at a time" in reason
 

@@ -447,7 +447,7 @@ class Answers:
 
 
 @contextlib.asynccontextmanager
-async def looked_into(views: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def admin_client(views: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Run a gateway over these schedulers; yield a client with an admin key. `k2` is another tenant's key.
 
     Args:

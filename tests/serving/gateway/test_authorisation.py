@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "may act": {"may_act_for_tenants": True},
     "admin": {"admin": True},
 }
-EVERYBODY = ("none", "unknown", *KINDS, "written", "own admin")
+ALL_KINDS = ("none", "unknown", *KINDS, "written", "own admin")
 NOBODY_YET = dict.fromkeys(("none", "unknown", "expired", "revoked"), 401)
 
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
@@ -56,7 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": MESSAGE,
 }
 # No such response exists: authorised callers get 404.
-KEPT = {"/v1/responses/resp_1": "GET", "/v1/responses/resp_1/cancel": "POST"}
+STORED = {"/v1/responses/resp_1": "GET", "/v1/responses/resp_1/cancel": "POST"}
 ADMINS = {"admin": 200, "own admin": 200}
 # Expected statuses other than 200, by endpoint and kind of key.
 PAGE = tuple(f"{DASHBOARD_PATH}/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix != ".html")
@@ -96,7 +96,7 @@ def expected(path: str, kind: str) -> int:
         return 404
     if path in DEBUG:
         return ADMINS.get(kind, 403)
-    if path in KEPT:
+    if path in STORED:
         return 404
     # Without a model in the request, these use a model that the key allows.
     if kind == "other model" and path not in ("/v1/models", *QUESTIONS):
@@ -104,7 +104,7 @@ def expected(path: str, kind: str) -> int:
     return 200
 
 
-class Door:
+class KeyedGateway:
     """A gateway with one secret of each kind."""
 
     def __init__(self, http: httpx.AsyncClient, secrets: Mapping[str, str]) -> None:
@@ -118,7 +118,7 @@ class Door:
             return await self.http.post(path, data={"model": MODEL}, files=files, headers=headers)
         if path in BODIES:
             return await self.http.post(path, json=BODIES[path], headers=headers)
-        method = {**DEBUG, **KEPT}.get(path, "GET")
+        method = {**DEBUG, **STORED}.get(path, "GET")
         async with self.http.stream(method, path, headers=headers) as answer:
             # The event stream does not end.
             if path != EVENTS_PATH or answer.status_code != 200:
@@ -127,7 +127,7 @@ class Door:
 
 
 @pytest.fixture
-async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
+async def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KeyedGateway]:
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "made-by-serve")
     made = {kind: record(**fields) for kind, fields in KINDS.items()}
     path = tmp_path / "keys.json"
@@ -153,13 +153,13 @@ async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         app = Gateway(settings, dict.fromkeys(names, dispatcher), "gw", dict.fromkeys(names, views))
         async with serving(app) as front, httpx.AsyncClient(timeout=30) as http:
             http.base_url = httpx.URL(f"http://127.0.0.1:{front}")
-            yield Door(http, secrets)
+            yield KeyedGateway(http, secrets)
         app.close()
 
 
 def routes() -> list[str]:
     models = ("/v1/models", f"/v1/models/{MODEL}")
-    return [*BODIES, *FORMS, *KEPT, *QUESTIONS, *models, *OPEN, REDIRECTED, *DEBUG]
+    return [*BODIES, *FORMS, *STORED, *QUESTIONS, *models, *OPEN, REDIRECTED, *DEBUG]
 
 
 async def test_no_endpoint_is_left_out() -> None:
@@ -170,9 +170,9 @@ async def test_no_endpoint_is_left_out() -> None:
     assert not unlisted
 
 
-@pytest.mark.parametrize("kind", EVERYBODY)
-async def test_each_key_opens_what_it_should_and_nothing_else(door: Door, kind: str) -> None:
-    answers = {path: await door.ask(path, kind) for path in routes()}
+@pytest.mark.parametrize("kind", ALL_KINDS)
+async def test_each_key_opens_what_it_should_and_nothing_else(keyed: KeyedGateway, kind: str) -> None:
+    answers = {path: await keyed.ask(path, kind) for path in routes()}
     found = {path: answer.status_code for path, answer in answers.items()}
     assert found == {path: expected(path, kind) for path in routes()}
     for path, answer in answers.items():
@@ -183,36 +183,38 @@ async def test_each_key_opens_what_it_should_and_nothing_else(door: Door, kind: 
             assert "error" in answer.json(), path
 
 
-@pytest.mark.parametrize("kind", EVERYBODY)
-async def test_a_key_opens_the_same_in_the_header_of_anthropics_clients(door: Door, kind: str) -> None:
-    headers = {"x-api-key": door.secrets[kind]} if kind in door.secrets else {}
+@pytest.mark.parametrize("kind", ALL_KINDS)
+async def test_a_key_opens_the_same_in_the_header_of_anthropics_clients(
+    keyed: KeyedGateway, kind: str
+) -> None:
+    headers = {"x-api-key": keyed.secrets[kind]} if kind in keyed.secrets else {}
     for path in ("/v1/messages", "/v1/models", "/debug/queue", "/metrics"):
-        answer = await door.ask(path, "none", **headers)
+        answer = await keyed.ask(path, "none", **headers)
         assert answer.status_code == expected(path, kind), (path, answer.text)
 
 
 @pytest.mark.parametrize("kind", ["plain", "other model", "admin", "written"])
-async def test_each_key_sees_the_models_that_it_may_use(door: Door, kind: str) -> None:
-    listed = [model["id"] for model in (await door.ask("/v1/models", kind)).json()["data"]]
+async def test_each_key_sees_the_models_that_it_may_use(keyed: KeyedGateway, kind: str) -> None:
+    listed = [model["id"] for model in (await keyed.ask("/v1/models", kind)).json()["data"]]
     assert listed == (["other"] if kind == "other model" else [MODEL, "other"])
 
 
-@pytest.mark.parametrize("kind", EVERYBODY)
-async def test_no_key_sends_requests_above_its_class(door: Door, kind: str) -> None:
+@pytest.mark.parametrize("kind", ALL_KINDS)
+async def test_no_key_sends_requests_above_its_class(keyed: KeyedGateway, kind: str) -> None:
     for path in (*SCHEDULED, *FORMS):
-        answer = await door.ask(path, kind, **{"x-priority": "interactive"})
+        answer = await keyed.ask(path, kind, **{"x-priority": "interactive"})
         wanted = 403 if kind == "lower class" else expected(path, kind)
         assert answer.status_code == wanted, (path, answer.text)
-        answer = await door.ask(path, kind, **{"x-priority": "batch"})
+        answer = await keyed.ask(path, kind, **{"x-priority": "batch"})
         assert answer.status_code == expected(path, kind), (path, answer.text)
 
 
-@pytest.mark.parametrize("kind", EVERYBODY)
-async def test_only_keys_with_the_right_act_for_another_tenant(door: Door, kind: str) -> None:
+@pytest.mark.parametrize("kind", ALL_KINDS)
+async def test_only_keys_with_the_right_act_for_another_tenant(keyed: KeyedGateway, kind: str) -> None:
     # The application's admin key belongs to no client: it names tenants as keyless callers do.
     allowed = {"may act", "own admin"}
     for path in (*SCHEDULED, *FORMS):
-        answer = await door.ask(path, kind, **{"x-tenant": "somebody-else"})
+        answer = await keyed.ask(path, kind, **{"x-tenant": "somebody-else"})
         wanted = expected(path, kind)
         wanted = wanted if kind in allowed or wanted == 401 else 403
         assert answer.status_code == wanted, (path, answer.text)

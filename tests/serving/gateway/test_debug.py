@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.serving.gateway.builders import Answers, looked_into
+from tests.serving.gateway.builders import Answers, admin_client
 
 OTHER = {"authorization": "Bearer k2"}
 
@@ -19,7 +19,7 @@ async def test_each_scheduler_is_queried_and_a_silent_one_is_named(question: str
         return {"model": "a", "waiting": 3}
 
     views = {"a": Answers(**{question: shown}), "b": Answers(**{question: silent})}
-    async with looked_into(views) as http:
+    async with admin_client(views) as http:
         first, second = (await http.get(f"/debug/{question}")).json()["models"]
         rejected = await http.get(f"/debug/{question}", headers=OTHER)
     assert first == {"model": "a", "waiting": 3}
@@ -32,7 +32,7 @@ async def test_the_tuner_of_each_model_can_be_inspected_alone() -> None:
     async def status() -> dict[str, Any]:
         return {"model": "a", "waiting": 3, "tuner": {"mode": "on", "state": "searching"}}
 
-    async with looked_into({"a": Answers(status=status)}) as http:
+    async with admin_client({"a": Answers(status=status)}) as http:
         answer = await http.get("/debug/tuner")
     assert answer.json() == {"models": [{"model": "a", "mode": "on", "state": "searching"}]}
 
@@ -48,7 +48,7 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
 
         return Answers(freeze=freeze)
 
-    async with looked_into({name: views(name) for name in "ab"}) as http:
+    async with admin_client({name: views(name) for name in "ab"}) as http:
         assert (await http.post("/debug/tuner/freeze", headers=OTHER)).status_code == 403
         assert heard == []
         (said, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
@@ -61,7 +61,7 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
 
 
 async def test_a_foreign_page_cannot_freeze_the_tuner_of_a_laptop() -> None:
-    async with looked_into({"a": Answers()}, keys=()) as http:
+    async with admin_client({"a": Answers()}, keys=()) as http:
         del http.headers["authorization"]
         answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})
         looked = [await http.get(f"/debug/{view}") for view in ("queue", "status", "tuner")]

@@ -84,13 +84,13 @@ class Clients:
     failed: list[object] = field(default_factory=list)
     ending: bool = False
 
-    async def ask_anew(self) -> None:
+    async def reconnect_each_time(self) -> None:
         while not self.ending:
             reader, writer = await self._connect()
             await self._ask(reader, writer)
             writer.close()
 
-    async def ask_again(self) -> None:
+    async def reuse_connection(self) -> None:
         connection = None
         while not self.ending:
             connection = connection or await self._connect()
@@ -124,8 +124,8 @@ async def test_replacing_a_gateway_has_no_effect_on_clients() -> None:
     clients = Clients(port)
     last = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
     await last.start()
-    asking = [asyncio.create_task(clients.ask_anew()) for _ in range(4)]
-    asking += [asyncio.create_task(clients.ask_again()) for _ in range(4)]
+    asking = [asyncio.create_task(clients.reconnect_each_time()) for _ in range(4)]
+    asking += [asyncio.create_task(clients.reuse_connection()) for _ in range(4)]
     for _ in range(4):
         successor = GatewayListener(app, HTTPOptions(host=HOST, port=port), "/", "app")
         await successor.start()

@@ -37,7 +37,7 @@ WEATHER: Any = {"name": "get_weather", "description": "of a city", "input_schema
 
 
 @dataclass
-class Desk:
+class AnthropicStage:
     """A gateway with an Anthropic client and an engine."""
 
     dispatcher: FakeDispatcher
@@ -46,31 +46,31 @@ class Desk:
     engine: Engine
 
 
-async def _desk(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator[Desk]:
+async def _anthropic_stage(engine: ASGIApp | None = None, **settings: Any) -> AsyncIterator[AnthropicStage]:
     async with staged(engine=engine, **settings) as stage:
         url = f"http://127.0.0.1:{stage.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="k1", max_retries=0, timeout=30) as sdk:
-            yield Desk(stage.dispatcher, stage.http, sdk, stage.engine)
+            yield AnthropicStage(stage.dispatcher, stage.http, sdk, stage.engine)
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
+async def anthropic_stage() -> AsyncIterator[AnthropicStage]:
     """Run a gateway over the emulated engine, which answers as vLLM does."""
     engine = EmulatedEngine(
         EmulatedEngineSettings(served_model_names=(MODEL,), profile="laptop", speed_up=20.0)
     )
     await engine.start()
     try:
-        async for made in _desk(engine.app):
+        async for made in _anthropic_stage(engine.app):
             yield made
     finally:
         await engine.stop()
 
 
 @pytest.fixture
-async def scripted() -> AsyncIterator[Desk]:
+async def scripted() -> AsyncIterator[AnthropicStage]:
     """Run a gateway with keys over an engine that a test scripts."""
-    async for made in _desk(keys=(ApiKey(tenant="t", key="k1"),)):
+    async for made in _anthropic_stage(keys=(ApiKey(tenant="t", key="k1"),)):
         yield made
 
 
@@ -80,28 +80,28 @@ def used(message: anthropic.types.Message) -> tuple[int, int]:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0), usage.output_tokens
 
 
-async def test_a_message_is_answered_and_its_tokens_are_counted(desk: Desk) -> None:
-    message = await desk.sdk.messages.create(**HELLO, system="Be brief.")
+async def test_a_message_is_answered_and_its_tokens_are_counted(anthropic_stage: AnthropicStage) -> None:
+    message = await anthropic_stage.sdk.messages.create(**HELLO, system="Be brief.")
     assert message.type == "message"
     assert message.content[0].type == "text"
     assert message.content[0].text
     assert message.stop_reason == "max_tokens"
     prompt, output = used(message)
     assert output == 6
-    assert desk.dispatcher.events[-1] == (
+    assert anthropic_stage.dispatcher.events[-1] == (
         "finished",
         Outcome.COMPLETED,
         Usage(prompt_tokens=prompt, output_tokens=6, cached_tokens=0),
     )
-    assert desk.dispatcher.submissions[0].spec.max_output_tokens == 6
+    assert anthropic_stage.dispatcher.submissions[0].spec.max_output_tokens == 6
 
 
-async def test_cached_tokens_are_counted_with_the_prompt(desk: Desk) -> None:
+async def test_cached_tokens_are_counted_with_the_prompt(anthropic_stage: AnthropicStage) -> None:
     long: Any = {**HELLO, "system": "All words are equal. " * 60}
-    first, again = [await desk.sdk.messages.create(**long) for _ in range(2)]
+    first, again = [await anthropic_stage.sdk.messages.create(**long) for _ in range(2)]
     assert again.usage.cache_read_input_tokens
     assert used(again)[0] == used(first)[0]
-    usage = desk.dispatcher.events[-1][2]
+    usage = anthropic_stage.dispatcher.events[-1][2]
     assert usage == Usage(
         prompt_tokens=used(first)[0],
         output_tokens=6,
@@ -109,29 +109,31 @@ async def test_cached_tokens_are_counted_with_the_prompt(desk: Desk) -> None:
     )
 
 
-async def test_a_streamed_message_adds_up_and_is_counted(desk: Desk) -> None:
-    async with desk.sdk.messages.stream(**HELLO) as stream:
+async def test_a_streamed_message_adds_up_and_is_counted(anthropic_stage: AnthropicStage) -> None:
+    async with anthropic_stage.sdk.messages.stream(**HELLO) as stream:
         kinds = [event.type async for event in stream]
         whole = await stream.get_final_message()
     assert kinds[0] == "message_start"
     assert kinds[1] == "content_block_start"
     assert kinds[-1] == "message_stop"
     assert used(whole)[1] == 6
-    assert desk.dispatcher.names() == ["acquire", "first_token", "finished"]
-    assert desk.dispatcher.events[-1][2] == Usage(
+    assert anthropic_stage.dispatcher.names() == ["acquire", "first_token", "finished"]
+    assert anthropic_stage.dispatcher.events[-1][2] == Usage(
         prompt_tokens=used(whole)[0], output_tokens=6, cached_tokens=0
     )
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_agent_calls_a_tool_and_continues_with_its_result(desk: Desk, streamed: bool) -> None:
+async def test_an_agent_calls_a_tool_and_continues_with_its_result(
+    anthropic_stage: AnthropicStage, streamed: bool
+) -> None:
     question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What weather is it?"}]}]
     request: Any = {**HELLO, "max_tokens": 300, "messages": question, "tools": [WEATHER]}
     if streamed:
-        async with desk.sdk.messages.stream(**request) as stream:
+        async with anthropic_stage.sdk.messages.stream(**request) as stream:
             message = await stream.get_final_message()
     else:
-        message = await desk.sdk.messages.create(**request)
+        message = await anthropic_stage.sdk.messages.create(**request)
     (call,) = message.content
     assert call.type == "tool_use"
     assert (message.stop_reason, call.name) == ("tool_use", "get_weather")
@@ -142,10 +144,10 @@ async def test_an_agent_calls_a_tool_and_continues_with_its_result(desk: Desk, s
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": [result]},
     ]
-    last = await desk.sdk.messages.create(**request)
+    last = await anthropic_stage.sdk.messages.create(**request)
     assert last.content[0].type == "text"
     # Earlier turns are part of the prompt and of the measured size.
-    first, then = (submission.spec.shape for submission in desk.dispatcher.submissions[-2:])
+    first, then = (submission.spec.shape for submission in anthropic_stage.dispatcher.submissions[-2:])
     assert then.messages > first.messages
     assert then.tool_bytes > first.tool_bytes
 
@@ -161,15 +163,17 @@ async def test_an_agent_calls_a_tool_and_continues_with_its_result(desk: Desk, s
         ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "end_turn"),
     ],
 )
-async def test_output_parameters_reach_the_engine(desk: Desk, changes: dict[str, Any], reason: str) -> None:
-    message = await desk.sdk.messages.create(**{**HELLO, "max_tokens": 60, **changes})
+async def test_output_parameters_reach_the_engine(
+    anthropic_stage: AnthropicStage, changes: dict[str, Any], reason: str
+) -> None:
+    message = await anthropic_stage.sdk.messages.create(**{**HELLO, "max_tokens": 60, **changes})
     assert message.stop_reason == reason
 
 
-async def test_tokens_are_counted_by_any_replica(desk: Desk) -> None:
-    counted = await desk.sdk.messages.count_tokens(model=MODEL, messages=HELLO["messages"])
-    assert counted.input_tokens == used(await desk.sdk.messages.create(**HELLO))[0]
-    assert len(desk.dispatcher.submissions) == 1
+async def test_tokens_are_counted_by_any_replica(anthropic_stage: AnthropicStage) -> None:
+    counted = await anthropic_stage.sdk.messages.count_tokens(model=MODEL, messages=HELLO["messages"])
+    assert counted.input_tokens == used(await anthropic_stage.sdk.messages.create(**HELLO))[0]
+    assert len(anthropic_stage.dispatcher.submissions) == 1
 
 
 def opening(*kinds: str, then: Any = None) -> Answer:
@@ -200,7 +204,7 @@ async def finish(send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Desk) -> None:
+async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: AnthropicStage) -> None:
     async def look(send: Send) -> None:
         await eventually(lambda: "acquire" in scripted.dispatcher.names())
         assert "first_token" not in scripted.dispatcher.names()
@@ -216,7 +220,7 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Desk)
     assert scripted.dispatcher.events[-1][2] == Usage(prompt_tokens=13, output_tokens=7, cached_tokens=4)
 
 
-async def test_an_engine_that_dies_after_the_beginning_is_replaced_unseen(scripted: Desk) -> None:
+async def test_an_engine_that_dies_after_the_beginning_is_replaced_unseen(scripted: AnthropicStage) -> None:
     async def die(send: Send) -> None:
         raise ConnectionResetError
 
@@ -231,7 +235,7 @@ async def test_an_engine_that_dies_after_the_beginning_is_replaced_unseen(script
     ]
 
 
-async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: Desk) -> None:
+async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: AnthropicStage) -> None:
     async def break_off(send: Send) -> None:
         block = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}
         await send_event(send, block, name="content_block_delta")
@@ -257,7 +261,7 @@ async def test_a_break_in_a_message_is_an_error_that_the_sdk_raises(scripted: De
     ],
 )
 async def test_rejections_are_in_anthropics_format(
-    scripted: Desk, outcome: Outcome, status: int, kind: str
+    scripted: AnthropicStage, outcome: Outcome, status: int, kind: str
 ) -> None:
     scripted.dispatcher.script.append(rejection(outcome, "not now", retry_after_s=2.0))
     with pytest.raises(anthropic.APIStatusError) as raised:
@@ -280,7 +284,7 @@ async def test_rejections_are_in_anthropics_format(
     ],
 )
 async def test_the_gateways_own_rejections_are_in_anthropics_format(
-    scripted: Desk, changes: dict[str, Any], status: int, kind: str, words: str
+    scripted: AnthropicStage, changes: dict[str, Any], status: int, kind: str, words: str
 ) -> None:
     answer = await scripted.http.post(PATH, json={**HELLO, **changes}, headers={"x-api-key": "k1"})
     error = answer.json()["error"]
@@ -298,7 +302,7 @@ async def test_the_gateways_own_rejections_are_in_anthropics_format(
     ],
 )
 async def test_an_engines_error_has_anthropics_shape(
-    scripted: Desk, path: str, document: dict[str, Any]
+    scripted: AnthropicStage, path: str, document: dict[str, Any]
 ) -> None:
     scripted.engine.answers.append(replies(400, document))
     answer = await scripted.http.post(path, json=HELLO, headers={"x-api-key": "k1"})
@@ -308,7 +312,7 @@ async def test_an_engines_error_has_anthropics_shape(
     )
 
 
-async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: Desk) -> None:
+async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: AnthropicStage) -> None:
     scripted.engine.answers.append(replies(200, {"type": "message", "usage": {"input_tokens": 1}}))
     assert (await scripted.http.post(PATH, json=HELLO, headers={"x-api-key": "k1"})).status_code == 200
     for wrong in ({"x-api-key": "k2"}, {}, {"x-api-key": "k1", "authorization": "Bearer k2"}):
@@ -319,7 +323,7 @@ async def test_a_key_is_accepted_as_anthropics_clients_send_it(scripted: Desk) -
 
 
 async def test_a_rejection_in_a_stream_that_waits_is_an_error_event() -> None:
-    async for waiting in _desk(queue_comment_interval_s=0.05):
+    async for waiting in _anthropic_stage(queue_comment_interval_s=0.05):
         waiting.dispatcher.gate.clear()
         waiting.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long"))
         body = {**HELLO, "stream": True}

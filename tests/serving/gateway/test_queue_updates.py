@@ -40,7 +40,7 @@ async def queued(*answers: Answer, **changes: Any) -> AsyncIterator[Stage]:
         yield stage
 
 
-async def tell(stage: Stage, position: int, *start: float) -> None:
+async def send_update(stage: Stage, position: int, *start: float) -> None:
     """Send a queue update for the only request; times in seconds: expected, earliest, latest."""
     await eventually(lambda: bool(stage.dispatcher.watching))
     ((request_id, on_outlook),) = stage.dispatcher.watching.items()
@@ -64,8 +64,8 @@ async def streamed(stage: Stage, headers: dict[str, str], **fields: Any) -> tupl
 async def test_comments_have_position_and_start_and_then_the_answer_follows() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
-        await tell(stage, 7)
-        await tell(stage, 3, 2.4, 1.1, 4.0)
+        await send_update(stage, 7)
+        await send_update(stage, 3, 2.4, 1.1, 4.0)
         await away(stage)
         stage.dispatcher.gate.set()
         status, text = await reading
@@ -84,7 +84,7 @@ async def test_comments_have_position_and_start_and_then_the_answer_follows() ->
 async def test_named_events_have_the_same_content() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, EVENTS))
-        await tell(stage, 3, 2.4, 1.1, 4.0)
+        await send_update(stage, 3, 2.4, 1.1, 4.0)
         stage.dispatcher.gate.set()
         _, text = await reading
     events = [event.splitlines() for event in text.split("\n\n") if event.startswith("event: ")]
@@ -124,7 +124,7 @@ async def test_a_rejection_after_news_is_an_error_event() -> None:
     async with queued() as stage:
         stage.dispatcher.script.append(rejection(Outcome.EXPIRED, "waited too long", 2.0))
         reading = asyncio.create_task(streamed(stage, COMMENTS))
-        await tell(stage, 1)
+        await send_update(stage, 1)
         stage.dispatcher.gate.set()
         status, text = await reading
     assert status == 200
@@ -134,7 +134,7 @@ async def test_a_rejection_after_news_is_an_error_event() -> None:
 async def test_a_put_back_request_gets_updates_again() -> None:
     async with queued(replies(503, error_json("busy", 503))) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
-        await tell(stage, 1)
+        await send_update(stage, 1)
         stage.dispatcher.gate.set()
         _, text = await reading
     assert text.count(": queue state=started\n\n") >= 1
@@ -180,7 +180,7 @@ async def test_without_updates_the_usual_comments_are_sent_and_with_updates_only
     async with queued(queue_comment_interval_s=0.3) as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
         for position in range(9, 3, -1):
-            await tell(stage, position)
+            await send_update(stage, position)
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)
         stage.dispatcher.gate.set()
@@ -193,11 +193,11 @@ async def test_without_updates_the_usual_comments_are_sent_and_with_updates_only
 async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(streamed(stage, COMMENTS))
-        await tell(stage, 2)
+        await send_update(stage, 2)
         reading.cancel()
         await eventually(lambda: stage.gateway.in_flight == 0)
         assert stage.dispatcher.names()[-1] == "cancelled_in_queue"
-        await tell(stage, 1)
+        await send_update(stage, 1)
 
 
 async def test_a_client_that_does_not_read_gets_the_newest_of_what_it_missed() -> None:
@@ -234,8 +234,8 @@ async def chunks_of(sdk: openai.AsyncOpenAI, headers: dict[str, str]) -> list[Ch
 async def test_openais_sdk_reads_a_commented_stream_without_noticing() -> None:
     async with queued() as stage:
         reading = asyncio.create_task(chunks_of(stage.sdk, COMMENTS))
-        await tell(stage, 2)
-        await tell(stage, 1, 2.4, 1.1, 4.0)
+        await send_update(stage, 2)
+        await send_update(stage, 1, 2.4, 1.1, 4.0)
         stage.dispatcher.gate.set()
         chunks = await reading
     received = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -246,7 +246,7 @@ async def test_openais_sdk_takes_an_event_for_a_chunk_without_choices() -> None:
     """This is why the documentation restricts named events to clients that know them."""
     async with queued() as stage:
         reading = asyncio.create_task(chunks_of(stage.sdk, EVENTS))
-        await tell(stage, 2)
+        await send_update(stage, 2)
         stage.dispatcher.gate.set()
         chunks = await reading
     assert isinstance(chunks[0], ChatCompletionChunk)
@@ -292,7 +292,7 @@ async def test_anthropics_sdk_reads_a_commented_stream_without_noticing() -> Non
                     return await stream.get_final_text()
 
             reading = asyncio.create_task(read())
-            await tell(stage, 2)
-            await tell(stage, 1, 2.4, 1.1, 4.0)
+            await send_update(stage, 2)
+            await send_update(stage, 1, 2.4, 1.1, 4.0)
             stage.dispatcher.gate.set()
             assert await reading == "hello"

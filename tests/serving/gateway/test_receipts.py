@@ -31,7 +31,7 @@ async def http(stage: PageStage) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def asked(http: httpx.AsyncClient, named: str = "", **changes: Any) -> "asyncio.Task[httpx.Response]":
+def send_request(http: httpx.AsyncClient, named: str = "", **changes: Any) -> "asyncio.Task[httpx.Response]":
     """Send a request in the background; extra headers and body fields are optional."""
     headers = {"authorization": f"Bearer {KEY}", **changes.pop("headers", {})}
     if named:
@@ -55,7 +55,7 @@ async def test_a_request_that_expires_is_found_by_its_clients_id(
 ) -> None:
     await stage.fill()
 
-    answer = await asked(http, "mine", headers={"x-queue-timeout-s": "0.3"})
+    answer = await send_request(http, "mine", headers={"x-queue-timeout-s": "0.3"})
 
     assert (answer.status_code, answer.headers["x-request-id"]) == (504, "mine")
     found = await receipt(http, "mine")
@@ -74,7 +74,7 @@ async def test_a_request_that_is_not_admitted_is_found_by_its_clients_id(
 ) -> None:
     await stage.fill()
 
-    answer = await asked(http, "mine", headers={"x-queue": "no-wait"})
+    answer = await send_request(http, "mine", headers={"x-queue": "no-wait"})
 
     assert answer.status_code == 429
     found = await receipt(http, "mine")
@@ -87,7 +87,7 @@ async def test_a_request_whose_client_leaves_the_queue_is_found_by_its_clients_i
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     await stage.fill()
-    waits = asked(http, "mine")
+    waits = send_request(http, "mine")
     await until(lambda: stage.waiting("mine"))
     waits.cancel()
     await until(lambda: not stage.waiting("mine"))
@@ -103,14 +103,14 @@ async def test_a_request_without_an_id_of_its_own_is_found_by_that_of_its_answer
 ) -> None:
     await stage.fill()
 
-    answer = await asked(http, headers={"x-queue-timeout-s": "0.2"})
+    answer = await send_request(http, headers={"x-queue-timeout-s": "0.2"})
 
     found = await receipt(http, answer.headers["x-request-id"])
     assert found["request_id"] == found["client_request_id"] == answer.headers["x-request-id"]
 
 
 async def test_a_gateways_own_rejections_have_no_receipt(stage: PageStage, http: httpx.AsyncClient) -> None:
-    answer = await asked(http, "mine", model="unheard-of")
+    answer = await send_request(http, "mine", model="unheard-of")
 
     assert answer.status_code == 404
     summary = await receipt(http, "mine")
@@ -134,7 +134,7 @@ async def timed_stream(_scope: Scope, parsed: dict[str, Any], send: Send) -> Non
 async def test_the_prefill_is_estimated_where_the_engine_reports_nothing(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
-    await asked(http, "mine", stream=True)
+    await send_request(http, "mine", stream=True)
 
     found = await receipt(http, "mine")
     first = next(each for each in found["stages"] if each["stage"] == "until_first_token")
@@ -149,10 +149,10 @@ async def test_the_times_that_an_engine_reports_are_not_estimated(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     stage.engine.answers.append(timed_stream)
-    await asked(http, "streamed", stream=True)
+    await send_request(http, "streamed", stream=True)
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": TIMES}
     stage.engine.answers.append(replies(200, whole))
-    await asked(http, "whole")
+    await send_request(http, "whole")
 
     found = {name: await receipt(http, name) for name in ("streamed", "whole")}
     parts = {
@@ -178,7 +178,7 @@ async def test_metrics_of_another_kind_do_no_harm(
     whole = {"object": "chat.completion", "choices": [], "usage": usage_json(7, 1), "metrics": metrics}
     stage.engine.answers.append(replies(200, whole))
 
-    assert (await asked(http, "mine")).json()["metrics"] == metrics
+    assert (await send_request(http, "mine")).json()["metrics"] == metrics
 
     found = await receipt(http, "mine")
     assert found["tokens"]["prompt"] == 7
@@ -190,7 +190,7 @@ async def test_an_admin_sees_which_tenants_were_served_in_between(
 ) -> None:
     places = await stage.fill()
     stage.submit("theirs", tenant="rival", priority=PriorityClass.INTERACTIVE)
-    waits = asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
+    waits = send_request(http, "mine", headers={"x-ewsjf-receipt": "1"})
     await until(lambda: stage.waiting("mine"))
     for number in range(places):
         stage.end(f"f{number}")
@@ -208,7 +208,7 @@ async def test_an_admin_sees_which_tenants_were_served_in_between(
 async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
-    answer = await asked(http, "mine", headers={"x-ewsjf-receipt": "1"})
+    answer = await send_request(http, "mine", headers={"x-ewsjf-receipt": "1"})
 
     summary = json.loads(answer.headers["x-ewsjf-receipt"])
     assert summary["stages_ms"] == stages(await receipt(http, "mine"))
@@ -218,7 +218,7 @@ async def test_an_answer_in_one_piece_has_all_stages_in_its_header(
 async def test_a_stream_ends_with_a_comment_with_all_stages(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
-    answer = await asked(http, "mine", stream=True, headers={"x-ewsjf-receipt": "1"})
+    answer = await send_request(http, "mine", stream=True, headers={"x-ewsjf-receipt": "1"})
 
     *_, done, comment, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
@@ -227,7 +227,7 @@ async def test_a_stream_ends_with_a_comment_with_all_stages(
     assert set(summary["stages_ms"]) == {"gateway", "channel", "queue", "until_first_token", "generation"}
     in_header = json.loads(answer.headers["x-ewsjf-receipt"])["stages_ms"]
     assert in_header.items() <= summary["stages_ms"].items()
-    assert "ewsjf-receipt" not in (await asked(http, stream=True)).text
+    assert "ewsjf-receipt" not in (await send_request(http, stream=True)).text
 
 
 async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: PageStage) -> None:
@@ -273,9 +273,9 @@ async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -
 
 async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
     await stage.fill()
-    first = asked(http, "first")
+    first = send_request(http, "first")
     await until(lambda: stage.waiting("first"))
-    second = asked(http, "second")
+    second = send_request(http, "second")
     await until(lambda: stage.waiting("second"))
     await asyncio.sleep(0.02)
 
@@ -306,7 +306,7 @@ async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatc
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
     await stage.fill()
-    waits = asked(http, "mine", headers={"x-priority": "batch"})
+    waits = send_request(http, "mine", headers={"x-priority": "batch"})
     await until(lambda: stage.waiting("mine"))
     for number in range(4):
         stage.submit(f"others{number}")
@@ -326,7 +326,7 @@ async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatc
 
 async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:
     stage.engine.token_delay_s = 0.2
-    runs = asked(http, "mine", stream=True)
+    runs = send_request(http, "mine", stream=True)
     await until(lambda: stage.waiting("mine"))
     while (found := await receipt(http, "mine"))["queue"]["ms"] and "generation" not in stages(found):
         assert (found["outcome"], found["state"]) == (None, "running")
@@ -342,9 +342,9 @@ async def test_a_request_that_runs_can_be_looked_up(stage: PageStage, http: http
 async def test_of_requests_with_one_clients_id_the_open_one_is_shown(
     stage: PageStage, http: httpx.AsyncClient
 ) -> None:
-    await asked(http, "same")
+    await send_request(http, "same")
     stage.engine.token_delay_s = 0.2
-    runs = asked(http, "same")
+    runs = send_request(http, "same")
     await until(lambda: stage.waiting("same"))
 
     assert (await receipt(http, "same"))["state"] == "running"

@@ -12,7 +12,7 @@ from serve_app.serving.gateway.admin import Replays
 from serve_app.serving.gateway.answer.responses import RequestRejected
 from serve_app.tuning.counterfactuals.recording import encode_recording, example_of_tenant, with_tenant_name
 from serve_app.tuning.counterfactuals.what_if import what_if
-from tests.serving.gateway.builders import MODEL, Answers, looked_into
+from tests.serving.gateway.builders import MODEL, Answers, admin_client
 from tests.tuning.counterfactuals.production import burst, produce
 
 RECORDING = produce(burst(40, 0)).recording("r35")
@@ -31,7 +31,7 @@ async def gateway(recording: str) -> AsyncIterator[httpx.AsyncClient]:
             return {"request_id": request_id, "tenant": "rival"}
         return {"request_id": request_id} if request_id == "runs" else {}
 
-    async with looked_into({MODEL: Answers(receipt=receipt, recording=recorded)}) as http:
+    async with admin_client({MODEL: Answers(receipt=receipt, recording=recorded)}) as http:
         http.base_url = http.base_url.join("/debug/requests/")
         yield http
 

@@ -148,7 +148,7 @@ async def test_a_setting_that_cannot_change_is_rejected_by_name(cluster: Cluster
     await actor.check_health()
 
 
-def teach(actor: SchedulerActor, output_tokens: int) -> int:
+def observe_answers(actor: SchedulerActor, output_tokens: int) -> int:
     """Let the core observe sixty answers; return its output limit for a request without one."""
     core = shell_of(actor).core
     for _ in range(60):
@@ -170,7 +170,7 @@ async def test_an_actor_that_restarts_has_the_last_ones_learned_state(
 ) -> None:
     first = cluster.actor(str(tmp_path))
     await first.check_health()
-    learned = teach(first, output_tokens=77)
+    learned = observe_answers(first, output_tokens=77)
     cost_s = shell_of(first).core.prefill_costs.shared.seconds(500)
     await first.close()
     second = cluster.actor(str(tmp_path))
@@ -184,7 +184,7 @@ async def test_an_actor_that_restarts_has_the_last_ones_learned_state(
 async def test_an_actor_without_a_store_starts_fresh(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.actor()
     await first.check_health()
-    learned = teach(first, output_tokens=77)
+    learned = observe_answers(first, output_tokens=77)
     await first.close()
     second = cluster.actor(str(tmp_path))
     await second.check_health()
@@ -194,7 +194,7 @@ async def test_an_actor_without_a_store_starts_fresh(cluster: Cluster, tmp_path:
 async def test_other_settings_preserve_learned_state_even_without_a_store(cluster: Cluster) -> None:
     actor = cluster.actor()
     await actor.check_health()
-    learned = teach(actor, output_tokens=77)
+    learned = observe_answers(actor, output_tokens=77)
     await actor.reconfigure({"max_waiting": 5})
     assert shell_of(actor).core.estimator.estimate(UNLIMITED).max_output_tokens == learned
 
@@ -255,7 +255,7 @@ async def test_a_state_of_a_release_without_start_times_is_used_and_a_wrong_one_
 ) -> None:
     first = cluster.actor(str(tmp_path))
     await first.check_health()
-    learned = teach(first, output_tokens=77)
+    learned = observe_answers(first, output_tokens=77)
     await first.close()
     store = StateStore(str(tmp_path), "scheduler", "app/m")
     document = dict(store.load() or {})
@@ -283,10 +283,10 @@ async def test_a_store_out_of_reach_costs_no_availability(cluster: Cluster, tmp_
 async def test_a_scheduler_that_was_superseded_overwrites_nothing(cluster: Cluster, tmp_path: Path) -> None:
     older = cluster.actor(str(tmp_path))
     await older.check_health()
-    teach(older, output_tokens=5)
+    observe_answers(older, output_tokens=5)
     newer = cluster.actor(str(tmp_path))
     await until(lambda: cluster.deaths == 1)
-    learned = teach(newer, output_tokens=300)
+    learned = observe_answers(newer, output_tokens=300)
     await newer.close()
     await older.close()
     third = cluster.actor(str(tmp_path))

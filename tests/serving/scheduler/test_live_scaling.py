@@ -117,12 +117,12 @@ async def test_a_fault_leaves_the_last_decision_and_is_counted_each_time_but_log
         changed.setattr(live_scaling, "observe", broken)
         await until(lambda: failures(scaling) >= 5)
         assert scaling.statistics() == {"least_replicas:short": 1.0}
-        assert said(caplog) == ["event=scaling_failed"]
+        assert fault_events(caplog) == ["event=scaling_failed"]
         changed.setattr(live_scaling, "observe", broken_otherwise)
         seen = failures(scaling)
         await until(lambda: failures(scaling) >= seen + 5)
-    await until(lambda: "event=scaling_recovered" in said(caplog))
-    assert said(caplog) == ["event=scaling_failed", "event=scaling_failed", "event=scaling_recovered"]
+    await until(lambda: "event=scaling_recovered" in fault_events(caplog))
+    assert fault_events(caplog) == ["event=scaling_failed", "event=scaling_failed", "event=scaling_recovered"]
     scaling.stop()
 
 
@@ -135,7 +135,7 @@ def failures(scaling: LiveScaling) -> float:
     return value
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def fault_events(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the events of scaling faults, each line once."""
     # Ray may add a second handler that records here.
     records = {id(record): record.getMessage().split()[0] for record in caplog.records}

@@ -20,7 +20,7 @@ from tests.builders import ManualDriver, fill, one_replica, request
 USAGE = Usage(prompt_tokens=50, output_tokens=5)
 
 
-class Desk:
+class ReceiptStage:
     """A scheduler with its request history."""
 
     def __init__(self, driver: ManualDriver, most: int = 10) -> None:
@@ -67,13 +67,13 @@ def request_times(*, first_token_s: float | None = 0.25, grant_s: float = 0.5) -
 
 @pytest.mark.parametrize("first_token_s", [None, 0.25])
 def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | None) -> None:
-    desk = Desk(one_replica())
-    fill(desk.driver)
-    desk.arrive("waits", "mine")
-    desk.end("f0", after_s=2.0)
-    desk.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
+    receipt_stage = ReceiptStage(one_replica())
+    fill(receipt_stage.driver)
+    receipt_stage.arrive("waits", "mine")
+    receipt_stage.end("f0", after_s=2.0)
+    receipt_stage.end("waits", request_times(first_token_s=first_token_s, grant_s=2.25))
 
-    document = desk.document("mine")
+    document = receipt_stage.document("mine")
     stages = {each["stage"]: each["ms"] for each in document["stages"]}
     engine = (
         {"engine": 1_500.0} if first_token_s is None else {"until_first_token": 250.0, "generation": 1_250.0}
@@ -87,27 +87,27 @@ def test_the_stages_add_up_to_the_time_at_the_gateway(first_token_s: float | Non
 
 
 def test_the_history_is_bounded_in_number_and_time() -> None:
-    desk = Desk(one_replica(), most=2)
+    receipt_stage = ReceiptStage(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        desk.arrive(name, f"client-{name}")
-        desk.end(name)
-    assert desk.history.find("a") is desk.history.find("client-a") is None
-    assert desk.history.find("client-b") is desk.history.find("b") is not None
+        receipt_stage.arrive(name, f"client-{name}")
+        receipt_stage.end(name)
+    assert receipt_stage.history.find("a") is receipt_stage.history.find("client-a") is None
+    assert receipt_stage.history.find("client-b") is receipt_stage.history.find("b") is not None
 
-    desk.driver.now += RETENTION_S + 1
-    desk.driver.report("r1")
-    desk.arrive("d")
-    desk.end("d")
+    receipt_stage.driver.now += RETENTION_S + 1
+    receipt_stage.driver.report("r1")
+    receipt_stage.arrive("d")
+    receipt_stage.end("d")
 
-    assert len(desk.history.ended()) == 1
-    assert desk.history.find("c") is None
+    assert len(receipt_stage.history.ended()) == 1
+    assert receipt_stage.history.find("c") is None
 
 
 def test_of_requests_with_one_clients_id_the_last_is_found() -> None:
-    desk = Desk(one_replica(), most=2)
+    receipt_stage = ReceiptStage(one_replica(), most=2)
     for name in ("a", "b", "c"):
-        desk.arrive(name, "same")
-        desk.end(name)
-    found = desk.history.find("same")
+        receipt_stage.arrive(name, "same")
+        receipt_stage.end(name)
+    found = receipt_stage.history.find("same")
     assert found is not None
     assert found.request_id == "c"

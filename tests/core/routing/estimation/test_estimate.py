@@ -33,7 +33,7 @@ def estimator(**ratio: Any) -> TokenEstimator:
     return TokenEstimator(EstimatorSettings(**ratio))
 
 
-def taught(history: list[tuple[Request, Usage]], **ratio: Any) -> TokenEstimator:
+def trained_estimator(history: list[tuple[Request, Usage]], **ratio: Any) -> TokenEstimator:
     learned = estimator(**ratio)
     for asked, usage in history:
         learned.observe(asked, usage)
@@ -103,7 +103,7 @@ def test_a_prompt_that_is_mostly_text_teaches_nothing_of_its_image() -> None:
 
 @pytest.mark.parametrize("tokens_each", [85, 576, 9_000])
 def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(tokens_each: int) -> None:
-    learned = taught([with_images(1 + index % 3, 200, tokens_each) for index in range(60)])
+    learned = trained_estimator([with_images(1 + index % 3, 200, tokens_each) for index in range(60)])
     asked, usage = with_images(2, 200, tokens_each)
     estimate = learned.estimate(asked)
     assert estimate.expected_prompt_tokens == pytest.approx(usage.prompt_tokens, rel=0.1, abs=30)
@@ -115,7 +115,7 @@ def test_the_tokens_of_images_are_learned_from_prompts_that_are_mostly_images(to
 def test_images_of_all_sizes_are_covered_by_the_careful_estimate() -> None:
     rng = random.Random(5)
     sizes = [int(math.exp(rng.uniform(5, 9))) for _ in range(300)]
-    learned = taught([with_images(1, 100, size) for size in sizes[:100]])
+    learned = trained_estimator([with_images(1, 100, size) for size in sizes[:100]])
     judged = [
         (learned.estimate(asked), usage) for asked, usage in (with_images(1, 100, s) for s in sizes[100:])
     ]
@@ -139,7 +139,7 @@ def chats(rng: random.Random, count: int) -> list[tuple[Request, Usage]]:
 
 
 def test_ratio_and_template_are_learned_apart_from_chats_of_all_sizes() -> None:
-    learned = taught(chats(random.Random(2), 100))
+    learned = trained_estimator(chats(random.Random(2), 100))
     mean = learned.bytes_per_token(TextCategory.PROSE)
     assert mean == pytest.approx(4.5, rel=0.03)
     short = learned.estimate(request(text_bytes=20, messages=1))
@@ -170,7 +170,7 @@ def test_the_careful_estimate_covers_more_with_gamma_and_the_least_covers_all(
     gamma: float, share: float
 ) -> None:
     rng = random.Random(4)
-    learned = taught(chats(rng, 100), gamma=gamma)
+    learned = trained_estimator(chats(rng, 100), gamma=gamma)
     judged = [(learned.estimate(asked), usage.prompt_tokens) for asked, usage in chats(rng, 500)]
     assert sum(estimate.prompt_tokens < true for estimate, true in judged) <= share * len(judged)
     assert all(estimate.least_prompt_tokens <= true for estimate, true in judged)
@@ -180,7 +180,7 @@ def test_the_careful_estimate_covers_more_with_gamma_and_the_least_covers_all(
 def test_estimates_are_ordered_whatever_was_observed(
     history: list[tuple[Request, Usage]], asked: Request
 ) -> None:
-    estimate = taught(history).estimate(asked)
+    estimate = trained_estimator(history).estimate(asked)
     prompts = asked.shape.prompts
     assert 0 <= estimate.least_prompt_tokens <= estimate.prompt_tokens
     assert estimate.prompt_tokens * prompts >= estimate.expected_prompt_tokens
@@ -193,7 +193,7 @@ def test_estimates_are_ordered_whatever_was_observed(
 def test_more_bytes_never_mean_fewer_tokens(
     history: list[tuple[Request, Usage]], one: int, other: int, category: TextCategory
 ) -> None:
-    learned = taught(history)
+    learned = trained_estimator(history)
     less, more = (
         learned.estimate(request(text_bytes=size, category=category)) for size in sorted((one, other))
     )
@@ -206,7 +206,7 @@ def test_more_bytes_never_mean_fewer_tokens(
 def test_a_restored_estimator_estimates_and_learns_like_the_original(
     history: list[tuple[Request, Usage]], asked: Request
 ) -> None:
-    learned, copy = taught(history), estimator()
+    learned, copy = trained_estimator(history), estimator()
     copy.restore(json.loads(json.dumps(learned.state())))
     assert copy.state() == learned.state()
     assert copy.estimate(asked) == learned.estimate(asked)

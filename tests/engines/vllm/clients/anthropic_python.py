@@ -14,7 +14,7 @@ from tests.engines.vllm.clients.counter import (
     SCHEMA_TOKENS,
     Checks,
     Counter,
-    keeps_to,
+    check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
@@ -41,7 +41,7 @@ async def answers(at: Counter) -> None:
     cached = message.usage.cache_read_input_tokens or 0
     assert at.counted.prompt_tokens == message.usage.input_tokens + cached
     assert at.counted.cached_tokens == cached
-    straight = await at.straight("/v1/messages", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/messages", max_tokens=8, temperature=0)
     assert message.content[0].type == "text"
     assert message.content[0].text == straight["content"][0]["text"]
 
@@ -63,7 +63,7 @@ async def calls_tools(at: Counter) -> None:
         assert message.stop_reason == "tool_use"
         (call,) = [block for block in message.content if block.type == "tool_use"]
         assert call.name == TOOL_NAME
-        keeps_to(TOOL_SCHEMA, call.input)
+        check_schema(TOOL_SCHEMA, call.input)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is Paris."}
     turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     request = {**CALL, "messages": [*QUESTION, *turns], "tool_choice": {"type": "none"}}
@@ -78,7 +78,7 @@ async def streams_tool_calls(at: Counter) -> None:
     async with at.anthropic.messages.stream(**CALL, **GREEDY) as stream:
         arguments = "".join([event.partial_json async for event in stream if event.type == "input_json"])
         final = await stream.get_final_message()
-    keeps_to(TOOL_SCHEMA, arguments)
+    check_schema(TOOL_SCHEMA, arguments)
     assert final.content[-1].type == "tool_use"
     assert final.content[-1].input == json.loads(arguments)
     assert [without_id(block) for block in final.content] == [without_id(block) for block in whole.content]
@@ -95,7 +95,7 @@ async def keeps_to_a_schema(at: Counter) -> None:
     message = await at.anthropic.messages.create(**PLACE, **GREEDY)
     assert message.stop_reason == "end_turn"
     assert message.content[0].type == "text"
-    keeps_to(SCHEMA, message.content[0].text)
+    check_schema(SCHEMA, message.content[0].text)
 
 
 async def counts_tokens(at: Counter) -> None:

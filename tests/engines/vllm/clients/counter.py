@@ -66,7 +66,7 @@ class Counter:
     def first_tokens(self) -> int:
         return self.dispatcher.names().count("first_token")
 
-    async def straight(self, path: str, **body: Any) -> Any:
+    async def direct_answer(self, path: str, **body: Any) -> Any:
         """Return the engine's own answer to a request that bypasses the gateway."""
         answer = await self.direct.post(path, json={"model": MODEL, "messages": QUESTION, **body})
         assert answer.status_code == 200, answer.text
@@ -97,6 +97,6 @@ async def counter(engine_url: str) -> AsyncIterator[Counter]:
     app.close()
 
 
-def keeps_to(schema: Any, value: Any) -> None:
+def check_schema(schema: Any, value: Any) -> None:
     """Raise unless the value matches the schema; text is parsed as JSON."""
     jsonschema.validate(json.loads(value) if isinstance(value, str) else value, schema)

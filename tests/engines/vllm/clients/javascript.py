@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.clients import anthropic_python, openai_python
-from tests.engines.vllm.clients.counter import KEY, LONG, MODEL, QUESTION, SCHEMA, Checks, Counter, keeps_to
+from tests.engines.vllm.clients.counter import (
+    KEY,
+    LONG,
+    MODEL,
+    QUESTION,
+    SCHEMA,
+    Checks,
+    Counter,
+    check_schema,
+)
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
 FOLDER = Path(__file__).with_name("javascript")
@@ -54,7 +63,7 @@ async def answer(at: Counter, client: str, method: str, request: Any = None) -> 
 async def openai_answers(at: Counter) -> None:
     found = await answer(at, OPENAI, "create", openai_python.SHORT)
     assert at.counted.output_tokens == found["usage"]["completion_tokens"] == 8
-    straight = await at.straight("/v1/chat/completions", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/chat/completions", max_tokens=8, temperature=0)
     assert found["choices"][0]["message"]["content"] == straight["choices"][0]["message"]["content"]
 
 
@@ -72,20 +81,20 @@ async def openai_calls_tools(at: Counter) -> None:
     (choice,) = (await answer(at, OPENAI, "create", openai_python.CALL))["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("stop", TOOL_NAME)
-    keeps_to(TOOL_SCHEMA, call["function"]["arguments"])
+    check_schema(TOOL_SCHEMA, call["function"]["arguments"])
 
 
 async def openai_streams_tool_calls(at: Counter) -> None:
     (choice,) = (await answer(at, OPENAI, "stream", openai_python.CALL))["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == TOOL_NAME
-    keeps_to(TOOL_SCHEMA, call["function"]["arguments"])
+    check_schema(TOOL_SCHEMA, call["function"]["arguments"])
 
 
 async def openai_keeps_to_a_schema(at: Counter) -> None:
     (choice,) = (await answer(at, OPENAI, "create", openai_python.PLACE))["choices"]
     assert choice["finish_reason"] == "stop"
-    keeps_to(SCHEMA, choice["message"]["content"])
+    check_schema(SCHEMA, choice["message"]["content"])
 
 
 async def openai_hears_of_errors(at: Counter) -> None:
@@ -107,7 +116,7 @@ async def openai_lists_models(at: Counter) -> None:
 async def anthropic_answers(at: Counter) -> None:
     message = await answer(at, ANTHROPIC, "create", {**anthropic_python.SHORT, **GREEDY})
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 8)
-    straight = await at.straight("/v1/messages", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/messages", max_tokens=8, temperature=0)
     assert message["content"][0]["text"] == straight["content"][0]["text"]
     assert at.counted.output_tokens == 8
 
@@ -115,7 +124,7 @@ async def anthropic_answers(at: Counter) -> None:
 async def anthropic_streams(at: Counter) -> None:
     before = at.first_tokens()
     whole = await answer(at, ANTHROPIC, "stream", {**anthropic_python.SHORT, **GREEDY})
-    straight = await at.straight("/v1/messages", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/messages", max_tokens=8, temperature=0)
     assert whole["pieces"] == whole["content"][0]["text"] == straight["content"][0]["text"]
     assert at.first_tokens() == before + 1
     assert at.counted.output_tokens == whole["usage"]["output_tokens"] == 8
@@ -133,13 +142,13 @@ async def _calls_a_tool(at: Counter, method: str) -> None:
     message = await answer(at, ANTHROPIC, method, {**anthropic_python.CALL, **GREEDY})
     (call,) = [block for block in message["content"] if block["type"] == "tool_use"]
     assert (message["stop_reason"], call["name"]) == ("tool_use", TOOL_NAME)
-    keeps_to(TOOL_SCHEMA, call["input"])
+    check_schema(TOOL_SCHEMA, call["input"])
 
 
 async def anthropic_keeps_to_a_schema(at: Counter) -> None:
     message = await answer(at, ANTHROPIC, "create", {**anthropic_python.PLACE, **GREEDY})
     assert message["stop_reason"] == "end_turn"
-    keeps_to(SCHEMA, message["content"][0]["text"])
+    check_schema(SCHEMA, message["content"][0]["text"])
 
 
 async def anthropic_counts_tokens(at: Counter) -> None:

@@ -13,7 +13,7 @@ from tests.engines.vllm.clients.counter import (
     SCHEMA_TOKENS,
     Checks,
     Counter,
-    keeps_to,
+    check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
@@ -32,7 +32,7 @@ def chat(at: Counter, max_tokens: int = 8, **options: Any) -> Any:
 
 async def answers(at: Counter) -> None:
     message = await chat(at).ainvoke(ASK)
-    straight = await at.straight("/v1/chat/completions", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/chat/completions", max_tokens=8, temperature=0)
     assert message.content == straight["choices"][0]["message"]["content"]
     assert at.counted.output_tokens == message.usage_metadata["output_tokens"] == 8
 
@@ -51,7 +51,7 @@ async def calls_tools(at: Counter) -> None:
     message = await with_tool(at).ainvoke(ASK)
     (call,) = message.tool_calls
     assert (call["name"], message.invalid_tool_calls) == (TOOL_NAME, [])
-    keeps_to(TOOL_SCHEMA, call["args"])
+    check_schema(TOOL_SCHEMA, call["args"])
 
 
 async def streams_tool_calls(at: Counter) -> None:
@@ -61,7 +61,7 @@ async def streams_tool_calls(at: Counter) -> None:
         gathered = piece if gathered is None else gathered + piece
     assert gathered is not None
     (call,) = gathered.tool_calls
-    keeps_to(TOOL_SCHEMA, call["args"])
+    check_schema(TOOL_SCHEMA, call["args"])
     assert (call["name"], call["args"]) == (TOOL_NAME, whole.tool_calls[0]["args"])
 
 
@@ -71,7 +71,7 @@ def with_tool(at: Counter) -> Any:
 
 async def keeps_to_a_schema(at: Counter) -> None:
     model = chat(at, SCHEMA_TOKENS).with_structured_output(PLACE, method="json_schema")
-    keeps_to(SCHEMA, await model.ainvoke(ASK))
+    check_schema(SCHEMA, await model.ainvoke(ASK))
 
 
 async def hears_of_errors(at: Counter) -> None:

@@ -13,7 +13,7 @@ from tests.engines.vllm.clients.counter import (
     SCHEMA_TOKENS,
     Checks,
     Counter,
-    keeps_to,
+    check_schema,
 )
 from tests.engines.vllm.weights.scripted import TOOL_NAME, TOOL_SCHEMA
 
@@ -38,7 +38,7 @@ async def answers(at: Counter) -> None:
     answer = await at.openai.chat.completions.create(**SHORT)
     assert answer.usage is not None
     assert at.counted.output_tokens == answer.usage.completion_tokens == 8
-    straight = await at.straight("/v1/chat/completions", max_tokens=8, temperature=0)
+    straight = await at.direct_answer("/v1/chat/completions", max_tokens=8, temperature=0)
     assert answer.choices[0].message.content == straight["choices"][0]["message"]["content"]
 
 
@@ -58,7 +58,7 @@ async def calls_tools(at: Counter) -> None:
         (call,) = answer.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert call.function.name == TOOL_NAME
-        keeps_to(TOOL_SCHEMA, call.function.arguments)
+        check_schema(TOOL_SCHEMA, call.function.arguments)
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is Paris."}
     messages = [*QUESTION, answer.choices[0].message, result]
     again = await at.openai.chat.completions.create(
@@ -80,7 +80,7 @@ async def streams_tool_calls(at: Counter) -> None:
         final = await stream.get_final_completion()
     (call,) = final.choices[0].message.tool_calls or []
     assert call.function.arguments == arguments
-    keeps_to(TOOL_SCHEMA, arguments)
+    check_schema(TOOL_SCHEMA, arguments)
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
     (asked_whole,) = whole.choices[0].message.tool_calls or []
     assert asked_whole.type == "function"
@@ -91,7 +91,7 @@ async def streams_tool_calls(at: Counter) -> None:
 async def keeps_to_a_schema(at: Counter) -> None:
     answer = await at.openai.chat.completions.create(**PLACE)
     assert answer.choices[0].finish_reason == "stop"
-    keeps_to(SCHEMA, answer.choices[0].message.content)
+    check_schema(SCHEMA, answer.choices[0].message.content)
 
 
 async def hears_of_errors(at: Counter) -> None:

@@ -24,7 +24,7 @@ ADMIN = {"authorization": "Bearer k1"}
 
 
 @dataclass
-class Looks:
+class CountedOverview:
     """Scheduler overview that counts its reads.
 
     Attributes:
@@ -47,17 +47,17 @@ class Looks:
 
 
 @dataclass
-class Door:
+class DashboardStage:
     http: httpx.AsyncClient
-    looks: Looks
+    looks: CountedOverview
     app: Gateway
     port: int
     keys: Path
 
 
 @asynccontextmanager
-async def door_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[Door]:
-    looks, path = Looks(), tmp_path / "keys.json"
+async def dashboard_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[DashboardStage]:
+    looks, path = CountedOverview(), tmp_path / "keys.json"
     found, _ = record()
     changed_keys(path, lambda _: [found])
     settings = GatewaySettings(
@@ -74,19 +74,21 @@ async def door_of(tmp_path: Path, **upstream: Any) -> AsyncIterator[Door]:
     app = Gateway(settings, {MODEL: FakeDispatcher([])}, "gw", {MODEL: views})
     async with serving(app) as port, httpx.AsyncClient(timeout=20) as http:
         http.base_url = httpx.URL(f"http://127.0.0.1:{port}")
-        yield Door(http, looks, app, port, path)
+        yield DashboardStage(http, looks, app, port, path)
     app.close()
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    async with door_of(tmp_path) as made:
+async def dashboard(tmp_path: Path) -> AsyncIterator[DashboardStage]:
+    async with dashboard_of(tmp_path) as made:
         yield made
 
 
 @asynccontextmanager
-async def watching(door: Door, headers: dict[str, str] | None = None) -> AsyncIterator[AsyncIterator[Any]]:
-    async with door.http.stream("GET", EVENTS, headers=headers or ADMIN) as answer:
+async def watching(
+    dashboard: DashboardStage, headers: dict[str, str] | None = None
+) -> AsyncIterator[AsyncIterator[Any]]:
+    async with dashboard.http.stream("GET", EVENTS, headers=headers or ADMIN) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["cache-control"] == "no-store"
@@ -99,14 +101,18 @@ async def frames_of(answer: httpx.Response) -> AsyncIterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
-async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(door: Door) -> None:
-    page = await door.http.get("/dashboard")
+async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(
+    dashboard: DashboardStage,
+) -> None:
+    page = await dashboard.http.get("/dashboard")
     named = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
     assert {"dashboard/main.js", "dashboard/style.css", "dashboard/icon.svg"} == set(named)
-    modules = {path for path, _ in door.app._routes.items() if path.startswith("/dashboard/") and "." in path}
+    modules = {
+        path for path, _ in dashboard.app._routes.items() if path.startswith("/dashboard/") and "." in path
+    }
     assert {f"/{name}" for name in named} < modules
     for path in ("/dashboard", *modules):
-        answer = await door.http.get(path)
+        answer = await dashboard.http.get(path)
         assert answer.status_code == 200, path
         assert "http://" not in answer.text.replace("http://www.w3.org/", ""), path
         assert "https://" not in answer.text, path
@@ -116,69 +122,69 @@ async def test_the_page_and_its_files_are_open_and_name_nothing_from_elsewhere(d
         assert "require-trusted-types-for 'script'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
     for path in modules:
-        for name in re.findall(r'from "\./([^"]+)"', (await door.http.get(path)).text):
+        for name in re.findall(r'from "\./([^"]+)"', (await dashboard.http.get(path)).text):
             assert f"/dashboard/{name}" in modules, (path, name)
 
 
-async def test_a_browser_with_a_cached_file_gets_not_modified(door: Door) -> None:
-    first = await door.http.get("/dashboard/main.js")
-    again = await door.http.get("/dashboard/main.js", headers={"if-none-match": first.headers["etag"]})
-    other = await door.http.get("/dashboard/dom.js", headers={"if-none-match": first.headers["etag"]})
+async def test_a_browser_with_a_cached_file_gets_not_modified(dashboard: DashboardStage) -> None:
+    first = await dashboard.http.get("/dashboard/main.js")
+    again = await dashboard.http.get("/dashboard/main.js", headers={"if-none-match": first.headers["etag"]})
+    other = await dashboard.http.get("/dashboard/dom.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert other.status_code == 200
     assert first.headers["content-type"] == "text/javascript; charset=utf-8"
 
 
-async def test_the_page_with_a_slash_is_the_page(door: Door) -> None:
-    answer = await door.http.get("/dashboard/")
+async def test_the_page_with_a_slash_is_the_page(dashboard: DashboardStage) -> None:
+    answer = await dashboard.http.get("/dashboard/")
     assert (answer.status_code, answer.headers["location"]) == (308, "../dashboard")
-    assert (await door.http.get("/dashboard/", follow_redirects=True)).text.startswith("<!doctype html>")
+    assert (await dashboard.http.get("/dashboard/", follow_redirects=True)).text.startswith("<!doctype html>")
 
 
 async def test_all_watchers_share_one_read_a_second_and_nothing_is_read_before_or_after(
-    door: Door,
+    dashboard: DashboardStage,
 ) -> None:
-    assert door.looks.count == 0
-    async with watching(door) as one, watching(door) as other:
+    assert dashboard.looks.count == 0
+    async with watching(dashboard) as one, watching(dashboard) as other:
         seen = [
             ((await anext(one))["models"][0]["look"], (await anext(other))["models"][0]) for _ in range(3)
         ]
-        assert door.looks.count <= 5
+        assert dashboard.looks.count <= 5
         assert seen[0][0] < seen[1][0] < seen[2][0]
         assert (await anext(one))["gateway"] == {"id": "gw", "watchers": 2}
-    frames = door.app._dashboard._frames
+    frames = dashboard.app._dashboard._frames
     await eventually(lambda: frames.watchers == 0)
-    looked = door.looks.count
+    looked = dashboard.looks.count
     await asyncio.sleep(1.5)
-    assert door.looks.count == looked
+    assert dashboard.looks.count == looked
 
 
-async def test_a_scheduler_that_fails_or_hangs_is_named_until_it_recovers(door: Door) -> None:
-    async with watching(door) as frames:
+async def test_a_scheduler_that_fails_or_hangs_is_named_until_it_recovers(dashboard: DashboardStage) -> None:
+    async with watching(dashboard) as frames:
         assert "error" not in (await anext(frames))["models"][0]
-        door.looks.failure = ConnectionError("gone")
+        dashboard.looks.failure = ConnectionError("gone")
         await anext(frames)
         content = (await anext(frames))["models"][0]
         assert content["model"] == MODEL
         assert "gone" in content["error"]
-        door.looks.failure, door.looks.hangs = None, True
+        dashboard.looks.failure, dashboard.looks.hangs = None, True
         await anext(frames)
-        assert "has not answered for 2 s" in (await anext(frames))["models"][0]["error"]
-        door.looks.hangs = False
+        assert "has not responded for 2 s" in (await anext(frames))["models"][0]["error"]
+        dashboard.looks.hangs = False
         await anext(frames)
         assert "error" not in (await anext(frames))["models"][0]
 
 
 async def test_a_browser_that_stops_reading_blocks_no_other_and_is_disconnected(tmp_path: Path) -> None:
-    async with door_of(tmp_path, stalled_client_timeout_s=2.0) as door:
-        door.looks.padding = 2_000_000
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
+    async with dashboard_of(tmp_path, stalled_client_timeout_s=2.0) as dashboard:
+        dashboard.looks.padding = 2_000_000
+        reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port, limit=1024)
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         writer.write(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n\r\n".encode())
-        frames = door.app._dashboard._frames
+        frames = dashboard.app._dashboard._frames
         await eventually(lambda: frames.watchers == 1)
-        async with watching(door) as others:
+        async with watching(dashboard) as others:
             for _ in range(3):
                 assert (await anext(others))["models"][0]["padding"]
         await eventually(lambda: frames.watchers == 0, within_s=10)
@@ -186,17 +192,17 @@ async def test_a_browser_that_stops_reading_blocks_no_other_and_is_disconnected(
         assert not reader.at_eof()
 
 
-async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(door: Door) -> None:
-    door.app._dashboard._max_watchers = 2
+async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(dashboard: DashboardStage) -> None:
+    dashboard.app._dashboard._max_watchers = 2
     assert MAX_WATCHERS == 20
-    async with watching(door) as one, watching(door) as other:
+    async with watching(dashboard) as one, watching(dashboard) as other:
         await anext(one)
         await anext(other)
-        rejected = await door.http.get(EVENTS, headers=ADMIN)
+        rejected = await dashboard.http.get(EVENTS, headers=ADMIN)
         assert rejected.status_code == 429
         assert "2 dashboard connections are open" in rejected.json()["error"]["message"]
-    await eventually(lambda: door.app._dashboard._frames.watchers == 0)
-    async with watching(door) as again:
+    await eventually(lambda: dashboard.app._dashboard._frames.watchers == 0)
+    async with watching(dashboard) as again:
         await anext(again)
 
 
@@ -204,41 +210,43 @@ async def test_the_number_of_watchers_is_limited_and_the_next_is_rejected(door: 
     ("headers", "status"),
     [({}, 401), ({"authorization": "Bearer k2"}, 403), ({"authorization": "Bearer guess"}, 401)],
 )
-async def test_only_admins_get_frames(door: Door, headers: dict[str, str], status: int) -> None:
-    assert (await door.http.get(EVENTS, headers=headers)).status_code == status
-    in_address = await door.http.get(f"{EVENTS}?key=k1&access_token=k1", headers={"cookie": "key=k1"})
+async def test_only_admins_get_frames(
+    dashboard: DashboardStage, headers: dict[str, str], status: int
+) -> None:
+    assert (await dashboard.http.get(EVENTS, headers=headers)).status_code == status
+    in_address = await dashboard.http.get(f"{EVENTS}?key=k1&access_token=k1", headers={"cookie": "key=k1"})
     assert in_address.status_code == 401
-    assert door.looks.count == 0
+    assert dashboard.looks.count == 0
 
 
-async def test_a_key_that_is_revoked_sees_no_further_frame(door: Door) -> None:
+async def test_a_key_that_is_revoked_sees_no_further_frame(dashboard: DashboardStage) -> None:
     found, secret = record(admin=True)
-    changed_keys(door.keys, lambda before: [*before, found])
+    changed_keys(dashboard.keys, lambda before: [*before, found])
     headers = {"authorization": f"Bearer {secret}"}
 
     async def lets_in() -> bool:
-        async with door.http.stream("GET", EVENTS, headers=headers) as answer:
+        async with dashboard.http.stream("GET", EVENTS, headers=headers) as answer:
             return answer.status_code == 200
 
     async with asyncio.timeout(20):
         while not await lets_in():  # noqa: ASYNC110 - the file is read by a thread
             await asyncio.sleep(0.2)
-    async with watching(door, headers) as frames, asyncio.timeout(20):
+    async with watching(dashboard, headers) as frames, asyncio.timeout(20):
         await anext(frames)
-        changed_keys(door.keys, lambda before: before[:1])
+        changed_keys(dashboard.keys, lambda before: before[:1])
         # The key file is reloaded within two seconds.
         assert len([frame async for frame in frames]) <= 5
-    assert (await door.http.get(EVENTS, headers=headers)).status_code == 401
+    assert (await dashboard.http.get(EVENTS, headers=headers)).status_code == 401
 
 
-async def test_a_gateway_that_drains_ends_the_streams(door: Door) -> None:
-    async with watching(door) as frames, asyncio.timeout(10):
+async def test_a_gateway_that_drains_ends_the_streams(dashboard: DashboardStage) -> None:
+    async with watching(dashboard) as frames, asyncio.timeout(10):
         await anext(frames)
-        assert await door.app.drain(5.0, 1.0) == 0
+        assert await dashboard.app.drain(5.0, 1.0) == 0
         assert [frame async for frame in frames] == []
 
 
-async def test_a_head_request_gets_no_stream(door: Door) -> None:
-    answer = await door.http.head(EVENTS, headers=ADMIN)
+async def test_a_head_request_gets_no_stream(dashboard: DashboardStage) -> None:
+    answer = await dashboard.http.head(EVENTS, headers=ADMIN)
     assert (answer.status_code, answer.content) == (200, b"")
-    assert door.looks.count <= 1
+    assert dashboard.looks.count <= 1

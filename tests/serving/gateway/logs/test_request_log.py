@@ -230,7 +230,7 @@ def logger() -> Iterator[logging.Logger]:
         handler.close()
 
 
-def kept_in(file: Path, form: str, max_bytes: int = 0) -> RotatingFileHandler:
+def rotating_log(file: Path, form: str, max_bytes: int = 0) -> RotatingFileHandler:
     """Open a log file as Ray Serve does: from the first record on."""
     handler = RotatingFileHandler(file, maxBytes=max_bytes, backupCount=3)
     handler.setFormatter(logging.Formatter(form))
@@ -253,7 +253,7 @@ async def test_lines_are_written_soon_in_order_and_formatted_one_by_one(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    memory = MemoryHandler(100, target=kept_in(file, "%(levelname)s %(message)s"))
+    memory = MemoryHandler(100, target=rotating_log(file, "%(levelname)s %(message)s"))
     logger.addHandler(memory)
     log = RequestLog(logger)
     logger.info("before")
@@ -269,7 +269,7 @@ async def test_a_format_of_json_gets_one_document_a_line_with_fields(
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    handler = kept_in(file, "")
+    handler = rotating_log(file, "")
     handler.setFormatter(Document())
     logger.addHandler(handler)
     log = RequestLog(logger)
@@ -286,7 +286,7 @@ async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logg
         def format(self, record: logging.LogRecord) -> str:
             return json.dumps({"body": {"text": record.getMessage()}})
 
-    handler = kept_in(tmp_path / "log", "")
+    handler = rotating_log(tmp_path / "log", "")
     handler.setFormatter(Nested())
     logger.addHandler(handler)
     log = RequestLog(logger)
@@ -296,7 +296,7 @@ async def test_another_format_of_json_gets_the_line_as_text(logger: logging.Logg
 
 
 async def test_a_full_file_is_put_away(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(kept_in(tmp_path / "log", "%(message)s", max_bytes=100))
+    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s", max_bytes=100))
     log = RequestLog(logger)
     for number in range(3):
         for _ in range(10):
@@ -327,7 +327,7 @@ async def test_other_handlers_get_a_record_for_each_line_that_passes_their_level
 
 
 async def test_many_lines_do_not_wait(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(kept_in(tmp_path / "log", "%(message)s"))
+    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s"))
     log = RequestLog(logger)
     made = [concluded(number) for number in range(1_000)]
     for each in made:
@@ -342,7 +342,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
     logger: logging.Logger, tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    handler = kept_in(file, "")
+    handler = rotating_log(file, "")
     handler.setFormatter(Document())
     logger.addHandler(handler)
     log = RequestLog(logger)
@@ -372,7 +372,7 @@ async def test_a_flood_of_rejections_is_counted_and_no_completed_request_is_left
 
 
 async def test_suppressed_lines_are_counted_at_the_end(logger: logging.Logger, tmp_path: Path) -> None:
-    logger.addHandler(kept_in(tmp_path / "log", "%(message)s"))
+    logger.addHandler(rotating_log(tmp_path / "log", "%(message)s"))
     log = RequestLog(logger)
     for number in range(25):
         log.add(concluded(number, Outcome.CANCELLED))

@@ -109,30 +109,36 @@ def test_bodies_of_numbers_and_mixtures_get_categories_of_their_own(
 TEXT = "word " * 20_000
 
 
-def said(**message: Any) -> dict[str, Any]:
+def assistant_message(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", **message}]}
 
 
 # Fields in which a chat template or its engine may find text.
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
-    "reasoning": (CHAT, said(content="x", reasoning=TEXT)),
-    "reasoning_content": (CHAT, said(content="x", reasoning_content=TEXT)),
-    "reasoning details": (CHAT, said(content="x", reasoning_details=[{"text": TEXT}])),
+    "reasoning": (CHAT, assistant_message(content="x", reasoning=TEXT)),
+    "reasoning_content": (CHAT, assistant_message(content="x", reasoning_content=TEXT)),
+    "reasoning details": (CHAT, assistant_message(content="x", reasoning_details=[{"text": TEXT}])),
     "role": (CHAT, {"messages": [{"role": TEXT, "content": "x"}]}),
-    "tool_call_id": (CHAT, said(content="x", tool_call_id=TEXT)),
-    "name": (CHAT, said(content="x", name=TEXT)),
-    "an unknown field of a message": (CHAT, said(content="x", whatever={"deep": [TEXT]})),
-    "the name of an unknown field": (CHAT, said(content="x", **{TEXT: 1})),
-    "a rejection beside a text": (CHAT, said(content=[{"type": "refusal", "text": "x", "refusal": TEXT}])),
-    "documents": (CHAT, {**said(content="x"), "documents": [{"title": "t", "text": TEXT}]}),
-    "chat_template": (CHAT, {**said(content="x"), "chat_template": TEXT}),
-    "chat_template_kwargs": (CHAT, {**said(content="x"), "chat_template_kwargs": {"context": TEXT}}),
-    "an unknown field": (CHAT, {**said(content="x"), "whatever": TEXT}),
+    "tool_call_id": (CHAT, assistant_message(content="x", tool_call_id=TEXT)),
+    "name": (CHAT, assistant_message(content="x", name=TEXT)),
+    "an unknown field of a message": (CHAT, assistant_message(content="x", whatever={"deep": [TEXT]})),
+    "the name of an unknown field": (CHAT, assistant_message(content="x", **{TEXT: 1})),
+    "a rejection beside a text": (
+        CHAT,
+        assistant_message(content=[{"type": "refusal", "text": "x", "refusal": TEXT}]),
+    ),
+    "documents": (CHAT, {**assistant_message(content="x"), "documents": [{"title": "t", "text": TEXT}]}),
+    "chat_template": (CHAT, {**assistant_message(content="x"), "chat_template": TEXT}),
+    "chat_template_kwargs": (
+        CHAT,
+        {**assistant_message(content="x"), "chat_template_kwargs": {"context": TEXT}},
+    ),
+    "an unknown field": (CHAT, {**assistant_message(content="x"), "whatever": TEXT}),
     "earlier input": (RESPONSES, {"input": "x", "previous_input_messages": [{"content": TEXT}]}),
     "the input of a custom tool": (RESPONSES, {"input": [{"type": "custom_tool_call", "input": TEXT}]}),
     "chat_template_kwargs of an embedding": (
         "/v1/embeddings",
-        {**said(content="x"), "chat_template_kwargs": {"context": TEXT}},
+        {**assistant_message(content="x"), "chat_template_kwargs": {"context": TEXT}},
     ),
 }
 

@@ -26,9 +26,9 @@ class Gateways:
     world: Simulation
     http: dict[str, httpx.AsyncClient]
 
-    async def requests(self, asked: str) -> dict[str, float]:
+    async def requests(self, scraped_gateway: str) -> dict[str, float]:
         """Scrape one gateway; return the concluded requests of each."""
-        page = (await self.http[asked].get("/metrics")).text
+        page = (await self.http[scraped_gateway].get("/metrics")).text
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -58,10 +58,10 @@ async def fleet() -> AsyncIterator[Gateways]:
         yield Gateways(world, http)
 
 
-async def shows(fleet: Gateways, asked: str, counts: dict[str, float]) -> None:
+async def shows(fleet: Gateways, scraped_gateway: str, counts: dict[str, float]) -> None:
     """Wait until a scrape of one gateway shows these counts: pages are cached briefly."""
     async with asyncio.timeout(20):
-        while await fleet.requests(asked) != counts:  # noqa: ASYNC110 - asking is what is tested
+        while await fleet.requests(scraped_gateway) != counts:  # noqa: ASYNC110 - asking is what is tested
             await asyncio.sleep(0.1)
 
 
@@ -70,8 +70,8 @@ async def test_each_gateway_shows_what_all_of_them_count(fleet: Gateways) -> Non
         for _ in range(number):
             answer = await fleet.http[name].post("/v1/chat/completions", json=chat())
             assert answer.status_code == 200
-    for asked in NAMES:
-        await shows(fleet, asked, {"g1": 1, "g2": 2, "g3": 3})
+    for scraped_gateway in NAMES:
+        await shows(fleet, scraped_gateway, {"g1": 1, "g2": 2, "g3": 3})
 
 
 async def test_counts_never_fall_while_scrapes_reach_one_gateway_after_the_other(fleet: Gateways) -> None:
@@ -96,7 +96,7 @@ async def test_a_gateway_that_does_not_answer_is_missing_from_a_scrape_and_holds
         await fleet.http[name].post("/v1/chat/completions", json=chat())
     endpoint = fleet.world.endpoint()
     silent = await Stranger.at(endpoint)
-    silent.say(hello(endpoint, peer_id="silent"))
+    silent.send(hello(endpoint, peer_id="silent"))
     await until(lambda: fleet.world.live._gateways.connected == 4)
     await shows(fleet, "g1", {"g1": 1, "g2": 1, "g3": 1})
     silent.leave()

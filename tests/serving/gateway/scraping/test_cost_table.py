@@ -2,7 +2,7 @@ import csv
 import io
 
 from serve_app.serving.gateway.admin import cost_table
-from tests.serving.gateway.builders import Answers, looked_into
+from tests.serving.gateway.builders import Answers, admin_client
 
 
 def row(tenant: str, gpu_seconds: float | None = 8.0) -> dict[str, object]:
@@ -64,7 +64,7 @@ async def test_the_table_is_whole_or_rejected() -> None:
 
     good, bad = Answers(costs=counted), Answers(costs=silent)
     for views, expected in (({"a": good}, 200), ({"a": good, "b": bad}, 503)):
-        async with looked_into(views) as http:
+        async with admin_client(views) as http:
             answer = await http.get("/debug/costs.csv")
             as_json = await http.get("/debug/costs")
         assert answer.status_code == expected

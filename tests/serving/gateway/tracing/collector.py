@@ -15,7 +15,7 @@ SERVER, CLIENT = 2, 3
 
 
 @dataclass
-class Kept:
+class ReceivedSpan:
     """One received span."""
 
     span: Span
@@ -45,7 +45,7 @@ class Kept:
     def seconds(self) -> float:
         return (self.span.end_time_unix_nano - self.span.start_time_unix_nano) / 1e9
 
-    def is_within(self, other: "Kept") -> bool:
+    def is_within(self, other: "ReceivedSpan") -> bool:
         began, ended = other.span.start_time_unix_nano, other.span.end_time_unix_nano
         return began <= self.span.start_time_unix_nano <= self.span.end_time_unix_nano <= ended
 
@@ -60,7 +60,7 @@ class Collector:
     """
 
     url: str = ""
-    spans: list[Kept] = field(default_factory=list)
+    spans: list[ReceivedSpan] = field(default_factory=list)
     raw: list[bytes] = field(default_factory=list)
     status: int = 200
 
@@ -70,18 +70,18 @@ class Collector:
         for of_resource in request.resource_spans:
             resource = _plain(of_resource.resource.attributes)
             for of_scope in of_resource.scope_spans:
-                self.spans += [Kept(span, resource) for span in of_scope.spans]
+                self.spans += [ReceivedSpan(span, resource) for span in of_scope.spans]
 
-    def named(self, name: str) -> list[Kept]:
+    def named(self, name: str) -> list[ReceivedSpan]:
         found = [kept for kept in self.spans if kept.name == name]
         return sorted(found, key=lambda kept: kept.span.start_time_unix_nano)
 
-    def only(self, name: str) -> Kept:
+    def only(self, name: str) -> ReceivedSpan:
         found = self.named(name)
         assert len(found) == 1, [kept.name for kept in self.spans]
         return found[0]
 
-    def only_of(self, trace_id: str, name: str) -> Kept:
+    def only_of(self, trace_id: str, name: str) -> ReceivedSpan:
         found = [kept for kept in self.named(name) if kept.trace_id == trace_id]
         assert len(found) == 1, [(kept.trace_id, kept.name) for kept in self.spans]
         return found[0]
