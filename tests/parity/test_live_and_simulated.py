@@ -172,7 +172,7 @@ class LiveSystem:
             learner.observe(length)
         partition = learner.due(self.loop.time())
         if partition is not None:
-            self.live.tuner.put_in_force(
+            self.live.tuner.apply_partition(
                 PartitionUpdate(partition=partition, reason="test", lengths=0, distance=0.0, age_s=0.0)
             )
 

@@ -96,8 +96,8 @@ class GatewayDeployment:
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply other hot settings; see `Gateway.change`.
 
-        Invalid settings are logged and the current ones stay in force. An error here would make Serve replace
-        a working gateway with one that cannot start.
+        Invalid settings are logged and the current ones stay in effect. An error here would make Serve
+        replace a working gateway with one that cannot start.
         """
         try:
             self._gateway.change(user_config)

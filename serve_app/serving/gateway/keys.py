@@ -253,7 +253,7 @@ class FileKeys:
     """Keys of a file by id, reloaded when the file changes.
 
     A thread checks the file, so requests never wait for a file system, and a busy event loop does not delay
-    revocations. If the file cannot be read, the previous keys stay in force and the error is logged with its
+    revocations. If the file cannot be read, the previous keys stay in effect and the error is logged with its
     position: a typo must not lock all clients out.
 
     Args:

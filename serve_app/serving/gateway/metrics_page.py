@@ -180,7 +180,7 @@ class MetricsEndpoint:
         """Replace the scraper's key.
 
         Raises:
-            SettingsError: the key cannot be read; the previous one stays in force.
+            SettingsError: the key cannot be read; the previous one stays in effect.
         """
         self._digest = None if key is None else _digest(key.secret().encode())
         self._asks_for_keys = requires_keys

@@ -180,7 +180,7 @@ class SchedulerActor:
         """Return the observations since the last call, for the tuner."""
         return (await self._current()).tuner.observed(outcomes=outcomes)
 
-    async def put_in_force(self, update: PartitionUpdate) -> None:
+    async def apply_partition(self, update: PartitionUpdate) -> None:
         """Apply a learned partition.
 
         Raises:
@@ -188,7 +188,7 @@ class SchedulerActor:
         """
         live = await self._current()
         # In an empty context, because tasks of the grants that follow must outlive this call.
-        contextvars.Context().run(live.tuner.put_in_force, update)
+        contextvars.Context().run(live.tuner.apply_partition, update)
 
     async def retune(self, order: Retune) -> None:
         """Apply tuned values.
@@ -201,7 +201,7 @@ class SchedulerActor:
         contextvars.Context().run(live.tuner.retune, order)
 
     async def freeze_tuning(self, reason: str) -> None:
-        """Return to the values in force and start no trials until an admin thaws the tuner."""
+        """Roll back the trial, and start none until an admin thaws the tuner."""
         live = await self._current()
         contextvars.Context().run(live.tuner.freeze, reason)
 

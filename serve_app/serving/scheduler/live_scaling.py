@@ -155,7 +155,7 @@ class LiveScaling(Collector):
             return
         try:
             decisions = self._scaler.decide(observe(self._core, self._scaler.pools, now), now)
-        except Exception as error:  # noqa: BLE001 - logged; the last decision stays in force
+        except Exception as error:  # noqa: BLE001 - logged; the last decision stays in effect
             self._on_fault(error)
             return
         if self._fault is not None:

@@ -187,11 +187,11 @@ class SchedulerMetrics:
             self._start_error[labels].observe(one.error_s)
 
     def on_partition_change(self, reason: str) -> None:
-        """Count a learned partition that was put in force."""
+        """Count a change of the learned partition."""
         self._partition_changes[self._model, reason].inc()
 
     def on_retuning(self) -> None:
-        """Count tuned values that were put in force."""
+        """Count a change of tuned values."""
         self._retunings.inc()
 
     def on_core_failure(self) -> None:

@@ -1,7 +1,7 @@
 """The tuning endpoint: the observations that the tuner pulls, and the changes that it may make.
 
 Learned partitions (`LearnedQueues`) and tuned values are sent by the tuner, which pulls lengths and outcomes.
-All of it is soft state: if a tuner dies, what is in force remains, and values on trial expire.
+All of it is soft state: if a tuner dies, the adopted values remain, and values on trial expire.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Observed:
         completed_until: arrival of the oldest open request; `at` if none is open.
         outcomes: requests concluded since the last pull, if requested.
         replicas: connected replicas, if outcomes were requested.
-        settings: settings in force, without values on trial, if outcomes were requested.
+        settings: settings in effect, without values on trial, if outcomes were requested.
         frozen: why no trials are allowed; empty if they are.
     """
 
@@ -57,11 +57,11 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionUpdate:
-    """A partition to put in force, with its origin.
+    """A partition to apply, with its origin.
 
     Attributes:
         reason: first, interval, drift or adjusted (`tuning.strategic_loop.Reason`); restored if this
-            scheduler did not have the partition that was in force.
+            scheduler did not have the current partition.
         lengths: number of lengths that it was learned from.
         distance: from the previous partition; see `tuning.strategic_loop.partition_distance`.
         age_s: time since it was learned.
@@ -75,7 +75,7 @@ class PartitionUpdate:
 
 
 class LearnedQueues:
-    """Buffer of lengths for the tuner, and the partition in force; None while the initial queues are used."""
+    """Buffer of lengths for the tuner, and the current partition; None while the initial queues are used."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_KEPT)
@@ -83,7 +83,7 @@ class LearnedQueues:
         self._learned_at = 0.0
 
     def __len__(self) -> int:
-        """Return the number of learned queues in force."""
+        """Return the number of learned queues."""
         return len(self.update.partition) if self.update is not None else 0
 
     def on_arrival(self, prompt_tokens: int) -> None:
@@ -97,15 +97,15 @@ class LearnedQueues:
         return taken
 
     def on_change(self, update: PartitionUpdate, now: float) -> None:
-        """Record that `update` is in force."""
+        """Record that `update` was applied."""
         self.update, self._learned_at = update, now - update.age_s
 
     def age_s(self, now: float) -> float | None:
-        """Return the time since the partition in force was learned; None without one."""
+        """Return the time since the current partition was learned; None without one."""
         return None if self.update is None else now - self._learned_at
 
     def described(self, now: float) -> dict[str, Any]:
-        """Return the number, age and origin of the learned queues in force."""
+        """Return the number, age and origin of the learned queues."""
         update = self.update
         return {
             "learned": len(self),
@@ -191,7 +191,7 @@ class TuningEndpoint:
             frozen=self.frozen or self.host.mode.obstacle,
         )
 
-    def put_in_force(self, update: PartitionUpdate) -> None:
+    def apply_partition(self, update: PartitionUpdate) -> None:
         """Apply a learned partition; waiting requests are queued again.
 
         Raises:
@@ -230,7 +230,7 @@ class TuningEndpoint:
             checked_retuning(self.host.core.settings, settings)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        self._cancel_return()
+        self._cancel_trial_timer()
         self._apply(settings, order.values, order.reason)
         self._check_alive()
         if order.valid_s is None:
@@ -244,7 +244,7 @@ class TuningEndpoint:
             )
 
     def freeze(self, reason: str) -> None:
-        """Return to the settings in force, and reject trials until `thaw`."""
+        """Roll back the trial, and reject further ones until `thaw`."""
         self.frozen = reason or "by command"
         self._end_trial("tuning was frozen")
         logger.info("event=tuning_frozen model=%s reason=%r", self.model, self.frozen)
@@ -315,12 +315,12 @@ class TuningEndpoint:
 
     def stop(self) -> None:
         """Stop; the scheduler has ended."""
-        self._cancel_return()
+        self._cancel_trial_timer()
 
     def _end_trial(self, reason: str) -> None:
         if self._trial_timer is None:
             return
-        self._cancel_return()
+        self._cancel_trial_timer()
         if not self.host.ended:
             values = {path: float(value_at(self._incumbent, path)) for path in self._tuned}
             self._apply(self._incumbent, values, reason)
@@ -334,7 +334,7 @@ class TuningEndpoint:
             "event=retuned model=%s incarnation=%d reason=%r %s", self.model, self.incarnation, reason, text
         )
 
-    def _cancel_return(self) -> None:
+    def _cancel_trial_timer(self) -> None:
         if self._trial_timer is not None:
             self._trial_timer.cancel()
             self._trial_timer = None

@@ -3,7 +3,7 @@
 Every few seconds it pulls the prompt lengths of new requests, and its strategic loop decides whether new
 queues are due. The scheduler never waits for the tuner. If the tuner dies, the scheduler retains its queues,
 and the next tuner learns from later arrivals. A new scheduler has another incarnation, and receives the
-queues in force.
+current queues.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class SchedulerCalls(Protocol):
         """Return the observations since the last pull."""
         ...
 
-    async def put_in_force(self, update: PartitionUpdate) -> None:
+    async def apply_partition(self, update: PartitionUpdate) -> None:
         """Apply a learned partition."""
         ...
 
@@ -147,7 +147,7 @@ class TunerActor:
             distance=change.distance,
             age_s=self._loop.time() - change.at,
         )
-        if await self._ask(_confirmed(self._scheduler.put_in_force(update))):
+        if await self._ask(_confirmed(self._scheduler.apply_partition(update))):
             self._delivered = (incarnation, change)
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer | None:

@@ -64,8 +64,8 @@ class _Calls:
         observed: Observed = await self._scheduler.observed.remote(outcomes=outcomes)
         return observed
 
-    async def put_in_force(self, update: PartitionUpdate) -> None:
-        await self._scheduler.put_in_force.remote(update)
+    async def apply_partition(self, update: PartitionUpdate) -> None:
+        await self._scheduler.apply_partition.remote(update)
 
     async def retune(self, order: Retune) -> None:
         await self._scheduler.retune.remote(order)

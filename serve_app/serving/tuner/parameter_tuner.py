@@ -1,7 +1,7 @@
 """The tuner of the scheduler's settings: the loop of `tuning.parameter_loop` for a live scheduler.
 
 The tuner actor drives it. `update` takes the scheduler's observations and returns orders, without blocking.
-Work runs in one thread of low priority with pauses, so that it uses only its share of a core. Values in force
+Work runs in one thread of low priority with pauses, so that it uses only its share of a core. Adopted values
 and decisions are persisted in the state store.
 """
 
@@ -44,7 +44,7 @@ class ParameterTuner:
 
     Args:
         queues: how the application learns its length queues, for the twin.
-        store: persists values in force and decisions; None disables persistence.
+        store: persists adopted values and decisions; None disables persistence.
         worker: executes work; None executes it in a thread with a limited share of a core.
 
     Attributes:

@@ -195,14 +195,14 @@ async def test_learned_queues_are_applied_and_recorded(world: Simulation, tmp_pa
     assert (first.incarnation, first.lengths, first.outcomes) == (1, [10], [])
     assert live.tuner.observed().lengths == []
     partition = Partition((LengthInterval(min_tokens=9, max_tokens=90, mean_tokens=30.0, count=5),))
-    live.tuner.put_in_force(
+    live.tuner.apply_partition(
         PartitionUpdate(partition=partition, reason="first", lengths=5, distance=0.0, age_s=0.0)
     )
     after = await granted(gateway, "r2")
     assert before.dispatch.length_queue != after.dispatch.length_queue == "9-90"
     live.stop("the end")
     with pytest.raises(ChannelError, match="does not schedule: the end"):
-        live.tuner.put_in_force(
+        live.tuner.apply_partition(
             PartitionUpdate(partition=partition, reason="drift", lengths=5, distance=0.0, age_s=0.0)
         )
     decisions = logged(tmp_path / "decisions.jsonl").decisions

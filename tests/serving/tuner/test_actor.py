@@ -39,8 +39,8 @@ class SimulatedCalls:
             raise ConnectionError("the scheduler is away")
         return self._simulation.live.tuner.observed(outcomes=outcomes)
 
-    async def put_in_force(self, update: PartitionUpdate) -> None:
-        self._simulation.live.tuner.put_in_force(update)
+    async def apply_partition(self, update: PartitionUpdate) -> None:
+        self._simulation.live.tuner.apply_partition(update)
 
     async def retune(self, order: Retune) -> None:
         self._simulation.live.tuner.retune(order)
@@ -166,7 +166,7 @@ class ScriptedCalls:
     async def observed(self, *, outcomes: bool) -> Observed:
         return Observed(incarnation=1, lengths=[] if self.updates else self.lengths)
 
-    async def put_in_force(self, update: PartitionUpdate) -> None:
+    async def apply_partition(self, update: PartitionUpdate) -> None:
         self.updates.append((update.partition, update.reason))
         if self.loses_the_first and len(self.updates) == 1:
             raise ConnectionError("lost")

@@ -139,7 +139,7 @@ class RequestRejected(ServeAppError):  # noqa: N818 - an outcome of requests, no
 
 
 class ForbiddenError(RequestRejected):
-    """The caller is authenticated but lacks permission: 403, where 401 asks for another key."""
+    """The caller is authenticated but lacks permission (403); 401 means a missing or invalid key."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(Outcome.REJECTED_UNAUTHORISED, message, param=param, code=NOT_ALLOWED_CODE)

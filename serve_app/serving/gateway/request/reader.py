@@ -153,7 +153,7 @@ class RequestReader:
         """Apply other settings of the same models to requests that arrive from now on.
 
         Raises:
-            SettingsError: a key cannot be read; the previous settings stay in force.
+            SettingsError: a key cannot be read; the previous settings stay in effect.
         """
         keyring, before = _keyring(settings), self._keyring
         self._settings, self._keyring = settings, keyring
