@@ -103,7 +103,7 @@ async def test_freezing_ends_a_trial_at_once_and_prevents_others(world: Simulati
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"backpressure.nonsense": 1}, "no setting"),
+        ({"backpressure.nonsense": 1}, "unknown setting"),
         ({TARGET: 0}, "target_waiting must be at least 1"),
         ({"max_waiting": 5}, "max_waiting cannot change"),
     ],
