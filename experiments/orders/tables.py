@@ -92,8 +92,8 @@ def _headline(rows: Sequence[Row]) -> str:
         price = of[_OURS].mean(LONG) / of[_ISOLATED].mean(LONG) if _ISOLATED in of else None
         lines.append([traffic, str(load), *short, "-" if price is None else f"{price:.2f}"])
     head = [
-        *("traffic", "load", "short P99, s: no gateway", "FCFS with isolation", "EWSJF"),
-        "long P99: EWSJF / FCFS with isolation",
+        *("traffic", "load", "short P99, s: no gateway", "short P99, s: FCFS with isolation"),
+        *("short P99, s: EWSJF", "long P99: EWSJF / FCFS with isolation"),
     ]
     return markdown(head, lines, text_columns=2)
 
