@@ -28,7 +28,7 @@ RAY = {
 
 
 @pytest.mark.parametrize(("name", "consequence"), RAY.items())
-def test_ray_still_has_what_is_used_of_it(name: str, consequence: str) -> None:
+def test_the_used_interfaces_of_ray_exist(name: str, consequence: str) -> None:
     module, _, path = name.partition(":")
     found: object = importlib.import_module(module)
     for step in path.split("."):
@@ -37,7 +37,7 @@ def test_ray_still_has_what_is_used_of_it(name: str, consequence: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["http_config", "get_serve_details", "deploy_apps"])
-def test_the_client_of_serve_still_has_what_is_used_of_it(name: str) -> None:
+def test_the_used_interfaces_of_serves_client_exist(name: str) -> None:
     assert hasattr(ServeControllerClient, name), f"see serve_app/serving/_ray.py for {name}"
 
 

@@ -180,7 +180,7 @@ async def test_requests_of_a_killed_gateway_are_released_within_two_seconds(app:
 
 
 @pytest.mark.parametrize(("deployment", "count"), [("scheduler", 1), ("gateway", 2)])
-async def test_what_was_killed_is_back_and_serves(app: Served, deployment: str, count: int) -> None:
+async def test_a_killed_process_is_replaced_and_serves(app: Served, deployment: str, count: int) -> None:
     old = await asyncio.to_thread(kill_one, app, deployment)
 
     def is_back() -> bool:

@@ -40,7 +40,7 @@ def full_log() -> DecisionLogSettings:
     return DecisionLogSettings(path="/dev/full")
 
 
-async def test_requests_go_on_when_the_decision_log_finds_its_disk_full() -> None:
+async def test_requests_continue_when_the_disk_of_the_decision_log_is_full() -> None:
     engines = [MarkedEngine()]
     async with fleet_of(engines, parts={"decision_log": full_log()}) as fleet:
         assert ends_of(await answers(fleet, 30, 0.5)) == {"answered": 30}

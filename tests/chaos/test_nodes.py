@@ -197,7 +197,7 @@ async def test_the_scheduler_and_a_gateway_die_with_their_node(nodes: NodeApplic
     assert {one.end for one in later.ended} == {ANSWERED}
 
 
-async def test_requests_go_on_without_the_head_and_nothing_new_starts(nodes: NodeApplication) -> None:
+async def test_requests_continue_without_the_head_and_nothing_new_starts(nodes: NodeApplication) -> None:
     incarnation = nodes.status()["incarnation"]
     load = Load(nodes, "head", entrances(nodes, HEAD))
     await load.run(60, 6.0, killing(nodes, HEAD))

@@ -248,7 +248,7 @@ def test_the_chart_is_of_this_release() -> None:
     assert f"ray=={values['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def test_the_notes_name_what_was_made() -> None:
+def test_the_notes_name_the_installed_objects() -> None:
     notes = str(install(values_of("pool_groups"))["notes"])
     assert "2 to 8 of short, 1 to 4 of long" in notes
     assert "ewsjf-serve-svc" in notes

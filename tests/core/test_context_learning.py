@@ -85,7 +85,7 @@ def test_a_reported_limit_is_never_changed() -> None:
     assert arrive(driver, "b", 5_000) == "s1"
 
 
-def test_nothing_is_rejected_by_what_was_only_learned() -> None:
+def test_nothing_is_rejected_by_a_learned_limit() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
     driver.join("s1", "only", max_model_len=UNREPORTED_CONTEXT, kv_tokens=None)
     arrive(driver, "a", 5_000)
@@ -125,7 +125,7 @@ def test_a_known_cache_of_an_engine_without_a_reported_context_is_a_limit() -> N
     assert driver.scheduler.ledger["s1"].kv_budget <= 10_000
 
 
-def test_an_adapter_that_is_loaded_does_not_end_what_was_learned_of_its_engine() -> None:
+def test_loading_an_adapter_does_not_reset_what_was_learned_about_its_engine() -> None:
     driver = fleet()
     limits = {"max_model_len": UNREPORTED_CONTEXT, "kv_tokens": None, "max_num_seqs": None}
     driver.join("s1", "short", **limits)

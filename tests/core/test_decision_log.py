@@ -63,7 +63,7 @@ def played() -> list[str]:
     return lines + [encode_decision(decision) for decision in decisions]
 
 
-def test_what_is_written_is_read_again_exactly() -> None:
+def test_a_log_is_read_exactly_as_written() -> None:
     lines = [encode_header(HEADER), *map(encode_decision, STEPS), encode_end("max_events reached")]
     (run,) = read_runs(lines)
     assert run.header == HEADER

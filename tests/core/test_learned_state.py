@@ -75,7 +75,7 @@ def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_sa
             assert costs[0].seconds(request.shape.text_bytes) == costs[1].seconds(request.shape.text_bytes)
 
 
-def test_what_was_taken_does_not_change_any_more() -> None:
+def test_a_snapshot_does_not_change() -> None:
     core = trained_scheduler(
         [(builders.request(), Usage(prompt_tokens=40, output_tokens=7), 60)], [(100, 1.0)]
     )

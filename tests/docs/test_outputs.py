@@ -41,7 +41,7 @@ def written_by(arguments: list[str]) -> list[Path]:
 
 
 @pytest.mark.parametrize(("place", "command"), SHOWN, ids=[place for place, _ in SHOWN])
-def test_what_it_writes_is_ignored_by_git(place: str, command: str) -> None:
+def test_its_outputs_are_ignored_by_git(place: str, command: str) -> None:
     arguments = shlex.split(command, comments=True)
     for path in written_by(arguments):
         # A path below the folder, because a pattern such as `out/` matches only folders.

@@ -136,7 +136,7 @@ RARE = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_what_is_rare_is_shown_where_it_happens(tmp_path: Path) -> None:
+def test_rare_series_are_shown_once_they_occur(tmp_path: Path) -> None:
     with serve(RARE) as app, prometheus(app.url, tmp_path, key=SCRAPER) as watcher:
         app.wait_until_ready()
         asyncio.run(overload(app.url, 15.0, CLIENT, clients=100))

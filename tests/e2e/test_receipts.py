@@ -107,7 +107,7 @@ def check(answer: httpx.Response, receipt: dict[str, Any]) -> None:
     assert receipt["tokens"]["output"] > 0
 
 
-async def test_what_is_unknown_gets_an_honest_answer(app: Served) -> None:
+async def test_an_unknown_request_gets_a_clear_answer(app: Served) -> None:
     async with httpx.AsyncClient(base_url=app.url, timeout=30) as http:
         admin = app.application.admin_headers()
         answer = await http.get("/debug/requests/never-heard-of", headers=admin)

@@ -83,7 +83,7 @@ def test_the_account_has_every_end_and_the_log_shows_doubled_answers() -> None:
     assert answered_twice(lines, "short-") == 1
 
 
-def test_the_summary_adds_up_what_never_may_happen() -> None:
+def test_the_summary_adds_up_forbidden_ends() -> None:
     ends = dict(zip(ENDS, (10, 2, 3, 4, 5, 6, 7, 8), strict=True))
     found = summary({"sent": 1_045, "ends": ends, "answered_twice": 1})
     assert dict(zip(SUMMARY, found, strict=True)) == {

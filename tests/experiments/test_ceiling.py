@@ -4,7 +4,7 @@ from experiments.ceiling.run import CeilingSettings, play
 from experiments.common.experiment import Context
 
 
-def test_each_kind_of_event_is_counted_and_a_backlog_stays_as_long_as_it_is() -> None:
+def test_each_kind_of_event_is_counted_and_a_backlog_stays_constant() -> None:
     settings = CeilingSettings(
         replicas=(4,),
         waiting=(300,),

@@ -101,7 +101,7 @@ async def test_a_status_that_no_answer_has_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_what_ours_believes_h11_believes(seed: int) -> None:
+async def test_answers_accepted_by_our_client_are_accepted_by_h11(seed: int) -> None:
     chance = random.Random(seed)
     answers = [damaged(chance) for _ in range(ANSWERS // 6)]
     sent = b""

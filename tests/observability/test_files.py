@@ -38,7 +38,7 @@ def test_generated_files_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_dashboard_is_what_grafana_reads(path: Path) -> None:
+def test_grafana_reads_a_dashboard_unchanged(path: Path) -> None:
     read = dashboard(path)
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= read.keys()
     assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", read["uid"])

@@ -107,9 +107,7 @@ def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Seq
 
 
 @pytest.mark.parametrize(("rate_per_s", "values"), [(11.0, SMALL), (13.0, AWFUL)])
-def test_the_tuner_of_a_simulated_production_does_what_the_live_one_does(
-    rate_per_s: float, values: Values
-) -> None:
+def test_the_tuner_of_a_simulated_production_acts_as_the_live_one(rate_per_s: float, values: Values) -> None:
     expected, audit = simulated(rate_per_s, values)
 
     async def live() -> tuple[untuned.Decisions, Sequence[Audit]]:

@@ -46,7 +46,7 @@ def test_other_secrets_have_no_id(secret: bytes) -> None:
     assert id_of(secret) is None
 
 
-def test_what_is_written_is_read_and_no_secret_is_in_it(tmp_path: Path) -> None:
+def test_a_written_file_is_read_back_and_contains_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "keys.json"
     first, secret = record(models=("a", "b"), requests_per_minute=60, expires_at=NOW)
     second, _ = record(admin=True, weight=2.5, highest_class=PriorityClass.BATCH)
@@ -112,7 +112,7 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, change: dict[str, Any
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "x", "version": 1, "keys": []}', "\xff"])
-def test_what_is_no_file_of_keys_is_rejected(tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_file_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(KeysFileError, match=r"keys\.json"):

@@ -47,7 +47,7 @@ def wanted(pool: str, context: Context, scheduler: str = "scheduler-m") -> int:
     return PoolPolicy(scheduler=scheduler, pool=pool)(context)[0]
 
 
-def test_a_pool_gets_what_its_scheduler_wants_and_stays_as_it_is_without() -> None:
+def test_a_pool_gets_its_schedulers_target_and_is_unchanged_without_one() -> None:
     scheduler = SchedulerPolicy(scheduler="scheduler-m")
     assert wanted("short", Context(app_name="fresh")) == 2
     assert scheduler(Context(app_name="fresh", raw_metrics=recorded(999.0, short=5, long=0))) == (1, {})

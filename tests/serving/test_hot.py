@@ -74,7 +74,7 @@ def version(deployment: Deployment) -> str:
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_a_change_replaces_what_cannot_take_it_and_nothing_else(path: str) -> None:
+def test_a_change_replaces_only_processes_that_cannot_apply_it(path: str) -> None:
     value, replaced = CHANGES[path]
     before = built(ARGS)
     after = built(changed_args(ARGS, {path.replace("[]", ".0"): value}))
@@ -98,7 +98,7 @@ def test_the_same_settings_are_the_same_version_and_other_models_do_not_matter()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_what_reaches_a_running_process_is_what_a_new_one_begins_with(config: Path) -> None:
+def test_a_running_process_gets_the_settings_of_a_new_one(config: Path) -> None:
     settings = load_settings(config)
     assert with_hot_gateway(settings.gateway, gateway_hot(settings.gateway)) == settings.gateway
     for name, deployment in deployments(application_of(settings)).items():

@@ -77,7 +77,7 @@ def test_a_change_replaces_some_processes_and_reaches_others(
         assert found_changed == changed
 
 
-def test_what_was_deployed_is_what_new_processes_begin_with() -> None:
+def test_new_processes_start_with_the_deployed_settings() -> None:
     info: Any = received(changed_args(ARGS, {"models.0.scheduler": {"max_waiting": 9}}), "two")[SCHEDULER]
     assert info.deployment_config.user_config["max_waiting"] == 9
     assert info.replica_config.init_args[0].scheduler.max_waiting == 9

@@ -60,7 +60,7 @@ def test_machines_of_your_own_are_all_workers() -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_what_they_deploy_passes_our_own_check(name: str) -> None:
+def test_the_deployed_configuration_passes_our_own_check(name: str) -> None:
     checked = check_file(deployed(name), on_this_machine=False, gpu="h100")
     assert checked.mistakes == []
     assert checked.settings is not None

@@ -137,7 +137,7 @@ def test_the_progress_bar_ends_with_the_candidates_that_were_tried(
         (["--policy", "direct"], "direct"),
     ],
 )
-def test_what_cannot_be_ends_with_one_line(
+def test_impossible_arguments_end_with_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune(*arguments) == 2

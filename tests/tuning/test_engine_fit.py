@@ -41,7 +41,7 @@ def fitted(factor: float = 1.0) -> EngineFitResult:
 # A fit takes some ten seconds of CPU time. Other tests share the fit of unchanged engines.
 @pytest.mark.parametrize("factor", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate_per_s", [3.0, 9.0])
-def test_what_was_fitted_without_a_profile_predicts_other_requests(factor: float, rate_per_s: float) -> None:
+def test_a_fit_without_a_profile_predicts_other_requests(factor: float, rate_per_s: float) -> None:
     result = fitted(factor)
     assert result.error is None
     assert result.engines is not None

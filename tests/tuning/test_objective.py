@@ -142,7 +142,7 @@ def test_too_few_requests_give_no_reward() -> None:
     assert reward_of([served(0.1)] * 30, ObjectiveSettings()).value is not None
 
 
-def test_what_no_order_could_change_is_not_judged() -> None:
+def test_requests_that_no_order_could_change_are_not_judged() -> None:
     rejected = [
         served(0.1, outcome=outcome, first_token_at=None)
         for outcome in (Outcome.REJECTED_INVALID, Outcome.REJECTED_TOO_LONG, Outcome.REJECTED_RATE_LIMITED)

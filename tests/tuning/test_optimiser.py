@@ -48,7 +48,7 @@ def test_tpe_beats_random_search_on_most_seeds() -> None:
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, -math.inf])
-def test_what_cannot_be_measured_does_not_attract_the_search(reward: float | None) -> None:
+def test_unmeasurable_values_do_not_attract_the_search(reward: float | None) -> None:
     optimiser = TpeOptimiser(space(), seed=0, startup=5)
     proposals = []
     for _ in range(30):

@@ -141,7 +141,7 @@ def tried(seconds: int, ttft_s: float) -> tuple[ParameterLoop, list[Retune]]:
     return loop, orders
 
 
-def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
+def test_a_search_result_is_tried_in_slices_and_adopted_permanently() -> None:
     loop, orders = tried(86, 0.05)
     assert [order.values[TARGET] for order in orders] == [6, 6, 3, 6, 6, 3, 6]
     assert [order.valid_s for order in orders] == [15.0, 15.0, None, 15.0, 15.0, None, None]
@@ -152,7 +152,7 @@ def test_what_a_search_finds_is_tried_in_slices_and_adopted_for_good() -> None:
     assert loop.work_due(observation(150.0)) is not None
 
 
-def test_what_serves_worse_is_withdrawn_after_two_pairs() -> None:
+def test_a_harmful_step_is_withdrawn_after_two_pairs() -> None:
     loop, orders = tried(50, 2.0)
     assert orders[-1].values[TARGET] == 3
     assert orders[-1].valid_s is None

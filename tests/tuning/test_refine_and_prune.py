@@ -162,7 +162,7 @@ def test_a_single_huge_prompt_among_many_does_no_harm(kind: RefineAndPruneSettin
         (["12"], "whole numbers"),
     ],
 )
-def test_what_is_no_prompt_length_is_rejected_by_name(lengths: Any, message: str) -> None:
+def test_an_invalid_prompt_length_is_rejected_by_name(lengths: Any, message: str) -> None:
     with pytest.raises(LengthsError, match=message):
         refine_and_prune(lengths, STABLE)
 

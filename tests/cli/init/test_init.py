@@ -44,7 +44,7 @@ def written(path: Path) -> ModelSettings:
     return model
 
 
-def test_emulated_engines_are_what_configs_local_has(
+def test_emulated_engines_equal_those_of_configs_local(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, port = tmp_path / "x.yaml", free_port()
@@ -179,7 +179,7 @@ def test_a_file_is_not_overwritten_unless_forced(tmp_path: Path, capsys: pytest.
         (["--emulated", "--port", "70000"], "at most 65535"),
     ],
 )
-def test_what_cannot_be_is_rejected_and_nothing_is_written(
+def test_impossible_options_are_rejected_and_nothing_is_written(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.yaml"

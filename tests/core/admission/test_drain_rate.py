@@ -17,7 +17,7 @@ def test_dispatches_without_a_backlog_do_not_count() -> None:
     assert rate.tokens_per_s == 0.0
 
 
-def test_an_idle_fleet_does_not_look_slow() -> None:
+def test_an_idle_fleet_does_not_count_as_slow() -> None:
     rate = DrainRate(0.0)
     now = backlog(rate, 0.0, 60, 700)
     before = rate.tokens_per_s

@@ -106,7 +106,7 @@ def test_tokens_are_charged_as_estimated_and_settled_as_counted() -> None:
     granted(driver, "e", key=limited, prompt_tokens=10)
 
 
-def test_what_an_engine_counts_beyond_the_estimate_is_charged_when_it_is_known() -> None:
+def test_tokens_beyond_the_estimate_are_charged_once_the_engine_reports_them() -> None:
     driver = fleet()
     limited = key(tokens_per_minute=100)
     granted(driver, "a", key=limited)
@@ -163,7 +163,7 @@ def test_a_request_that_is_rejected_for_another_reason_is_not_counted(limit: str
     assert dispatched(driver.arrive("b", key=limited))
 
 
-def test_what_expires_or_is_cancelled_in_the_queue_costs_a_request_and_no_tokens() -> None:
+def test_an_expired_or_cancelled_request_counts_as_a_request_without_tokens() -> None:
     driver = fleet(seats=1)
     limited = key(requests_per_minute=10, tokens_per_minute=3 * TOKENS)
     for name in "wxy":

@@ -35,7 +35,7 @@ def test_capacity_returns_in_the_order_of_use() -> None:
     assert (status.remaining, status.reset_s) == (4, 30.0)
 
 
-def test_what_was_taken_back_may_be_used_again_and_nothing_older_is_touched() -> None:
+def test_a_refund_may_be_used_again_and_changes_nothing_older() -> None:
     window = MinuteWindow()
     window.add(0.0, 6, 0.0)
     window.subtract(0.0, 2)

@@ -108,7 +108,7 @@ def test_pools_that_share_their_work_drain_it_together() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, TIMEOUT_S, 10.0, 100.0])
-def test_what_surely_drains_in_time_does_so_by_the_full_count(seconds: float) -> None:
+def test_a_backlog_that_surely_drains_in_time_does_so_by_the_full_count(seconds: float) -> None:
     driver, found = cold("short", "long"), set()
     for number in range(60):
         driver.arrive(f"w{number}", prompt_tokens=1, max_output_tokens=OUTPUT, expires_at=1_000.0)

@@ -115,7 +115,7 @@ def test_a_measured_pace_is_forgotten_when_no_answer_has_ended_for_long() -> Non
     assert dispatched(without_metrics(driver)) == [("waits", "r1")]
 
 
-def test_what_an_engine_reports_counts_more_than_what_is_measured() -> None:
+def test_reported_load_counts_more_than_measured_load() -> None:
     driver = make_driver(tpot_gate_s=0.15)
     driver.report("r1", running=1, tpot_s=0.05)
     for number in range(3):

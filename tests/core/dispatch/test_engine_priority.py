@@ -110,7 +110,7 @@ def test_a_returned_request_is_numbered_again() -> None:
     assert priorities(again) == [BAND + 1]
 
 
-def test_a_new_scheduler_counts_what_runs_already() -> None:
+def test_a_new_scheduler_counts_running_requests() -> None:
     driver = make_driver()
     for n in range(2):
         driver.feed(Resumed(request(f"r{n}"), "s1", started=True))

@@ -46,7 +46,7 @@ def test_a_session_stays_on_its_replica_where_load_alone_would_move_it() -> None
         assert sessions.replica_of("second", (*SESSION, 77)) == expected
 
 
-def test_only_what_is_left_to_compute_is_reserved_and_charged() -> None:
+def test_only_uncached_tokens_are_reserved_and_charged() -> None:
     sessions = Sessions(policy="ewsjf")
     sessions.ask("first")
     sessions.done("first")

@@ -96,7 +96,7 @@ def test_requests_that_fail_everywhere_suspend_nothing() -> None:
     assert not suspended(driver)
 
 
-def test_a_replica_that_fails_what_others_serve_is_suspended() -> None:
+def test_a_replica_that_fails_requests_that_others_serve_is_suspended() -> None:
     driver = fleet(4)
     for number in range(3):
         assert not suspended(driver)

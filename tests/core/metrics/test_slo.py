@@ -60,7 +60,7 @@ def test_a_request_may_miss_both_latencies() -> None:
     assert TARGETS.missed_by(class_record(first_token_at=None, finished_at=60.0)) == ()
 
 
-def test_what_was_not_answered_misses_by_its_outcome() -> None:
+def test_an_unanswered_request_misses_by_its_outcome() -> None:
     kinds = {
         Outcome.EXPIRED: Miss.EXPIRED,
         Outcome.FAILED: Miss.FAILED,

@@ -164,7 +164,7 @@ def test_jain_lies_between_one_nth_and_one(values: list[float]) -> None:
     st.dictionaries(st.text(max_size=3), st.floats(min_value=0, max_value=1e6), min_size=1),
     st.floats(min_value=0, max_value=1e6),
 )
-def test_shares_never_exceed_the_demand_and_use_up_what_can_be_used(
+def test_shares_never_exceed_the_demand_and_use_all_usable_capacity(
     asked: dict[str, float], capacity: float
 ) -> None:
     shares = max_min_shares(asked, capacity, {})
@@ -172,7 +172,7 @@ def test_shares_never_exceed_the_demand_and_use_up_what_can_be_used(
     assert sum(shares.values()) == pytest.approx(min(capacity, sum(asked.values())), abs=1e-6)
 
 
-def test_what_a_modest_tenant_leaves_goes_to_the_others_by_weight() -> None:
+def test_the_unused_share_of_a_modest_tenant_is_divided_by_weight() -> None:
     shares = max_min_shares({"small": 10.0, "a": 100.0, "b": 100.0}, 100.0, {"b": 2.0})
     assert shares == pytest.approx({"small": 10.0, "a": 30.0, "b": 60.0})
 

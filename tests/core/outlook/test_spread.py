@@ -5,7 +5,7 @@ import pytest
 from serve_app.core.outlook.spread import Margin, Quantiles, RatioSpread
 
 
-def test_quantiles_are_those_of_what_was_seen() -> None:
+def test_quantiles_are_those_of_the_observations() -> None:
     rng, spread = random.Random(1), RatioSpread()
     ratios = [rng.lognormvariate(0.3, 0.6) for _ in range(20_000)]
     for ratio in ratios:
@@ -24,7 +24,7 @@ def test_one_ratio_is_all_quantiles_within_a_bin() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "low", "high"), [(0.0, 2**-7, 2**-6), (1e9, 2**4, 2**5)])
-def test_what_is_out_of_range_counts_at_its_end(ratio: float, low: float, high: float) -> None:
+def test_an_observation_out_of_range_counts_at_its_end(ratio: float, low: float, high: float) -> None:
     spread = RatioSpread()
     spread.add(ratio)
     assert low <= spread.quantiles().middle <= high

@@ -8,7 +8,7 @@ def replica(replica_id: str, *adapters: str) -> ReplicaState:
     return ReplicaState(spec(replica_id, adapters=adapters), 0, DecayingRate(10.0, 0.0), kv_budget=100)
 
 
-def test_what_is_removed_is_found_no_more() -> None:
+def test_a_removed_holder_is_not_found() -> None:
     holders, one, two = AdapterHolders(), replica("r1", "a", "b"), replica("r2", "b")
     holders.add(one)
     holders.add(two)

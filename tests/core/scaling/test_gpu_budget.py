@@ -29,7 +29,7 @@ def test_a_pool_without_any_comes_before_one_that_has_some() -> None:
     }
 
 
-def test_what_is_too_large_for_the_rest_leaves_it_to_others() -> None:
+def test_a_pool_too_large_for_the_rest_leaves_it_to_others() -> None:
     assert share_gpus({"short": need(5), "long": need(2, gpus=4)}, 7) == {"short": 3, "long": 1}
 
 

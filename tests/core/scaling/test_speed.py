@@ -70,7 +70,7 @@ def test_an_engine_that_may_not_fill_its_slots_is_slower() -> None:
     assert slow.output_token_s == pytest.approx(0.06 / 20, rel=0.02)
 
 
-def test_what_an_engine_states_counts_once() -> None:
+def test_stated_figures_of_an_engine_count_once() -> None:
     speed = PoolSpeed()
     speed.slots = 10.0
     speed.set_prefill(0.001)

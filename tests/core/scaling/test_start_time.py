@@ -48,7 +48,7 @@ def test_a_replica_that_was_gone_for_a_moment_has_not_started() -> None:
     assert start.learned_s() == 40.0
 
 
-def test_what_an_earlier_one_has_learned_is_a_beginning_and_later_starts_are_averaged_into_it() -> None:
+def test_a_restored_start_time_is_averaged_with_later_starts() -> None:
     start = StartTime()
     start.restore(100.0)
     start.on_ready((), 0.0)

@@ -27,7 +27,7 @@ def test_a_rejected_key_is_named() -> None:
 
 
 @pytest.mark.parametrize("page", [b"<html>", {"data": [{"name": "m"}]}, {"data": None}, []])
-def test_what_is_no_list_of_models_is_shown(page: object) -> None:
+def test_an_invalid_model_list_is_shown(page: object) -> None:
     with pytest.raises(EngineError, match="/v1/models is not a list of models: "):
         asyncio.run(identify(server({"/v1/models": page})))
 

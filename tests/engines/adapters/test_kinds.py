@@ -166,7 +166,7 @@ def test_triton_without_tensorrt_llm_has_no_load() -> None:
     assert (found.kind, found.metrics_path) == ("Triton", None)
 
 
-def test_older_triton_waits_for_what_is_active_and_not_scheduled() -> None:
+def test_older_triton_counts_active_unscheduled_requests_as_waiting() -> None:
     page = b"\n".join(
         line for line in recorded("triton-25.09-trtllm-busy.txt").splitlines() if b'"waiting"' not in line
     )

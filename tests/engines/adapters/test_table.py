@@ -45,7 +45,7 @@ def test_the_tables_say_what_the_adapters_find() -> None:
     assert documented(LIMITS) == [limits for _, limits in rows]
 
 
-def test_what_is_lacking_is_what_the_tables_have_no_for() -> None:
+def test_missing_values_are_a_no_in_the_tables() -> None:
     for name in SERVERS:
         described = asyncio.run(identify(server(SERVERS[name])))
         assert len(described.limitations) == " ".join(found(name)).count("| no "), name

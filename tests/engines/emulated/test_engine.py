@@ -309,7 +309,7 @@ async def test_under_a_tiny_cache_sequences_are_preempted_and_every_answer_is_wh
         assert (await it.metrics())["vllm:num_preemptions_total"] > 0
 
 
-async def test_metrics_count_what_was_served(engine: Served) -> None:
+async def test_metrics_count_served_requests(engine: Served) -> None:
     for _ in range(3):
         await engine.sdk.completions.create(
             model="tiny", prompt=[1] * 40, max_tokens=10, extra_body={"ignore_eos": True}

@@ -30,7 +30,7 @@ async def test_a_number_may_be_written_as_another_type(engine: Served, tokens: A
 
 
 @pytest.mark.parametrize("tokens", [3.5, "three", [3], {}])
-async def test_what_is_no_number_is_rejected(engine: Served, tokens: Any) -> None:
+async def test_values_that_are_not_numbers_are_rejected(engine: Served, tokens: Any) -> None:
     answer = await engine.http.post("/v1/completions", json={"prompt": "x", "max_tokens": tokens})
     assert answer.status_code == 400
 
@@ -245,7 +245,7 @@ async def test_usual_parameters_and_nulls_are_accepted(engine: Served) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/audio/transcriptions", "/v1/audio/speech", "/rerank", "/score", "/pooling", "/classify"]
 )
-async def test_what_a_text_model_does_not_serve_is_not_found(engine: Served, path: str) -> None:
+async def test_endpoints_that_a_text_model_lacks_are_not_found(engine: Served, path: str) -> None:
     answer = await engine.http.post(path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}

@@ -139,7 +139,7 @@ def test_the_papers_own_setup_does_not_fit() -> None:
     assert papers.model.weights_size / (2 * papers.gpu.bandwidth_per_s) > 0.034
 
 
-def test_what_does_not_fit_is_rejected_with_the_sum() -> None:
+def test_a_model_that_does_not_fit_is_rejected_with_the_sum() -> None:
     with pytest.raises(
         SettingsError, match=r"1 GPUs would hold 141\.1 GB of weights.*offers 90% of 85\.0 GB"
     ):
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_rejected_with_the_sum() -> None:
 
 
 @pytest.mark.parametrize("names", SETUPS, ids=lambda names: profile_name(*names))
-def test_the_profile_in_the_package_is_what_the_roofline_gives(names: tuple[str, str, int]) -> None:
+def test_the_packaged_profile_equals_the_rooflines(names: tuple[str, str, int]) -> None:
     assert profile_path(*names).read_text(encoding="utf-8") == profile_text(*names)
     ours, theirs = load_profile(profile_name(*names)), roofline_profile(setup(*names))
     assert replace(ours, step_time=theirs.step_time) == theirs

@@ -5,7 +5,7 @@ import pytest
 from serve_app.engines.vllm.load_meter import LoadMeter, StepRecorder
 
 
-def test_the_meter_counts_what_the_core_has_not_seen_as_waiting() -> None:
+def test_the_meter_counts_requests_unknown_to_the_core_as_waiting() -> None:
     meter = LoadMeter()
     meter.record_step(0, running=4, kv_usage_ratio=0.5)
     load = meter.load(unfinished=6, now=0.0)

@@ -127,7 +127,7 @@ class TestTinyEngine:
         assert usage["total_tokens"] == MAX_MODEL_LEN
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
-    async def test_the_load_shows_what_runs_and_what_waits(self, tiny: Running) -> None:
+    async def test_the_load_has_running_and_waiting_requests(self, tiny: Running) -> None:
         async with open_streams(tiny.client, ["Hi"] * (MAX_NUM_SEQS + 2)):
 
             async def is_full() -> bool:
@@ -172,7 +172,7 @@ class TestTinyEngine:
         with pytest.raises(SettingsError, match=message):
             VllmEngineSettings(model="m", args=args).check()
 
-    async def test_the_parser_of_vllm_takes_what_our_configurations_use(
+    async def test_the_parser_of_vllm_accepts_our_configurations(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # An empty cache: no arguments were accepted before.
@@ -190,7 +190,9 @@ class TestTinyEngine:
         }
         VllmEngineSettings(model="m", args=args).check()
 
-    async def test_the_emulated_engine_rejects_what_vllm_rejects_in_its_words(self, tiny: Running) -> None:
+    async def test_the_emulated_engine_rejects_as_vllm_does_with_the_same_message(
+        self, tiny: Running
+    ) -> None:
         async with served(EmulatedEngineSettings(served_model_names=("m",))) as emulated:
             for path, parameters in REJECTED:
                 real = await answer(tiny.client, path, parameters)

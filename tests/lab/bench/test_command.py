@@ -49,7 +49,7 @@ def test_a_run_writes_the_json_of_the_contract_with_its_provenance(
     assert "hush" not in out.read_text()
 
 
-def test_the_table_goes_to_standard_output_and_what_was_skipped_to_standard_error(
+def test_the_table_is_on_standard_output_and_omissions_on_standard_error(
     url: str, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--url", url, "--trace", trace) == 0

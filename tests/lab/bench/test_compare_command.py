@@ -109,7 +109,7 @@ def test_the_interval_of_equal_servers_holds_zero(trace: str, tmp_path: Path) ->
         assert not mean["is_clear"]
 
 
-def test_what_one_endpoint_rejects_is_an_error_of_it(trace: str, tmp_path: Path) -> None:
+def test_a_rejection_counts_as_an_error_of_its_endpoint(trace: str, tmp_path: Path) -> None:
     full = document(429, {"error": {"message": "full", "code": "queue_full"}})
     with servers(lambda _: delayed(0.0), lambda number: full if number % 2 else delayed(0.0)) as urls:
         found = compared(urls, trace, tmp_path, "--records", str(tmp_path / "records.jsonl"))

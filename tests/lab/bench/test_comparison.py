@@ -56,7 +56,7 @@ def test_a_clear_difference_is_called_one_and_chance_is_not() -> None:
     assert alike.latencies["tpot_s"]["mean"].base == pytest.approx(0.1)
 
 
-def test_what_a_slice_does_to_both_endpoints_cancels() -> None:
+def test_effects_of_a_slice_on_both_endpoints_cancel() -> None:
     """A tenfold difference between slices does not hide a difference of 1 % between endpoints."""
     pairs = [
         RecordPair(

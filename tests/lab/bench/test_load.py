@@ -116,7 +116,7 @@ async def test_an_endpoint_that_is_not_there_fails_every_request() -> None:
     assert "cannot connect" in result.records[0].detail
 
 
-async def test_an_interrupted_run_concludes_what_it_has_sent() -> None:
+async def test_an_interrupted_run_concludes_its_sent_requests() -> None:
     met = asyncio.Event()
 
     async def silent(writer: asyncio.StreamWriter) -> None:

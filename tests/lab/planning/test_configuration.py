@@ -39,7 +39,9 @@ def sized(plan: FleetPlan, **counts: int) -> SizedFleet:
 @pytest.mark.parametrize(
     "fleet", [sized(SPLIT, short=5, long=2), sized(paged_fleet(PoolPlan(profile=LARGE)), all=3)]
 )
-def test_what_is_written_passes_the_check_and_simulates_as_planned(fleet: SizedFleet, tmp_path: Path) -> None:
+def test_the_written_file_passes_the_check_and_simulates_as_planned(
+    fleet: SizedFleet, tmp_path: Path
+) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(configuration(fleet, demand(10.0, tpot_s=0.05), COSTS))
     assert check_file(path, on_this_machine=False).mistakes == []

@@ -51,7 +51,7 @@ def test_the_operating_point_solves_its_equation() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3-70b-h100-tp4", "qwen3-235b-a22b-mi300x-tp8"])
-def test_steps_take_what_the_engine_model_takes(name: str) -> None:
+def test_steps_take_as_long_as_in_the_engine_model(name: str) -> None:
     step_time = load_profile(name).step_time
     model = pool_model(mix((1_000, 101)), step_time=step_time)
     # Each sequence decodes in 100 of its 101 iterations, at 1,050.5 tokens of context in the mean.
@@ -136,7 +136,7 @@ def test_an_engine_without_prefill_cost_still_has_an_end() -> None:
     assert 0 < pool_model(CHAT, step_time=free).capacity_per_s < math.inf
 
 
-def test_what_makes_no_sense_is_rejected() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="without requests"):
         pool_model(CHAT.split(1)[0])
 

@@ -28,7 +28,7 @@ def test_only_an_interval_without_zero_is_better_or_worse() -> None:
     assert paired([1], [0.1]).judgement is Judgement.UNKNOWN
 
 
-def test_more_of_what_is_good_is_better() -> None:
+def test_a_higher_good_figure_is_better() -> None:
     assert goodput([1, 2, 3, 4], [1.5, 2.4, 3.6, 4.4]).judgement is Judgement.BETTER
     assert goodput([1, 2, 3, 4], [0.5, 1.4, 2.6, 3.4]).judgement is Judgement.WORSE
 

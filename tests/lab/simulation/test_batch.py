@@ -48,7 +48,7 @@ def test_requests_finish_as_they_arrive_below_the_saturated_rate_and_not_above()
     assert len(above.records) / above.whole.makespan_s == pytest.approx(rate, rel=0.1)
 
 
-def test_the_chunk_limit_under_test_has_no_part_in_what_load_means() -> None:
+def test_the_chunk_limit_under_test_does_not_affect_load_1() -> None:
     chunked = replace(ONE, engine=EngineChanges(long_prefill_token_threshold=64))
     assert saturated_rate_per_s(chunked, PAPER_MIX, 0) == saturated_rate_per_s(ONE, PAPER_MIX, 0)
     smaller = replace(ONE, engine=EngineChanges(max_num_seqs=4))

@@ -132,7 +132,7 @@ def test_omissions_and_unequal_work_are_reported(
         (["--policy", "fcfs", "--warm-up", "1.5"], "warm_up_ratio"),
     ],
 )
-def test_what_cannot_be_ends_with_one_line(
+def test_impossible_arguments_end_with_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(*arguments) == 2

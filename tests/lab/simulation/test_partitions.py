@@ -117,7 +117,9 @@ def test_a_file_that_is_no_partition_is_rejected(text: str, message: str, tmp_pa
         read_partition(path)
 
 
-def test_what_one_command_learns_the_next_can_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partition_learned_by_one_command_can_be_used_by_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved, out = tmp_path / "learned.yaml", tmp_path / "out.json"
     plain = ["simulate", "--trace", "paper-mix", "--profile", "laptop", "--replicas", "1", "--load", "0.8"]
     plain += ["--requests", "700", "--jobs", "1", "--json", str(out)]

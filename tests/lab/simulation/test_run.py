@@ -170,7 +170,7 @@ def test_scheduler_settings_are_changed_by_path() -> None:
         ({"scheduler": {"model.name": "m"}}, "cannot be set below 'model'"),
     ],
 )
-def test_what_cannot_be_is_rejected_by_name(changes: dict[str, object], message: str) -> None:
+def test_impossible_settings_are_rejected_by_name(changes: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         simulate(settings(**changes))
 

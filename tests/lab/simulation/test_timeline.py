@@ -40,7 +40,7 @@ def test_the_past_cannot_be_planned() -> None:
         timeline.at_each(Rank.ARRIVAL, [(2.0, lambda: None), (0.5, lambda: None)])
 
 
-def test_what_is_planned_at_once_happens_as_if_it_had_been_planned_one_by_one() -> None:
+def test_actions_planned_together_run_as_if_planned_one_by_one() -> None:
     rng = random.Random(3)
     times = [rng.choice([0.0, 1.0, 1.0, 2.0, 3.0]) for _ in range(60)]
 

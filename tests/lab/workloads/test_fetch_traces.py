@@ -69,7 +69,7 @@ def test_a_trace_is_downloaded_once(script: ModuleType, address: str, tmp_path: 
         ("trace.csv", 44, "0" * 64, "has SHA-256"),
     ],
 )
-def test_what_is_not_whole_and_right_leaves_nothing_behind(
+def test_an_incomplete_or_wrong_download_leaves_nothing_behind(
     script: ModuleType,
     address: str,
     tmp_path: Path,

@@ -39,7 +39,7 @@ def test_scaling_changes_the_mean_rate_and_preserves_the_pattern() -> None:
     assert [one.arrival_s for one in scaled.requests] == pytest.approx([0, 1 / 6, 4 / 6])
 
 
-def test_what_cannot_be_done_is_rejected_with_the_value() -> None:
+def test_impossible_changes_are_rejected_with_the_value() -> None:
     with pytest.raises(TraceError, match="rate must be positive, got 0"):
         scale_to_rate(trace(0, 1), 0)
     with pytest.raises(TraceError, match="all 2 requests of 't' arrive at once"):

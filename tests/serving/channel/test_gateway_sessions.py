@@ -166,14 +166,14 @@ async def test_waiting_on_both_sides_changes_nothing() -> None:
     assert not [message for message in page.of(Granted) if message.dispatch.request_id == stuck]
 
 
-async def test_running_here_and_waiting_there_with_a_grant_unseen_is_granted_again() -> None:
+async def test_a_running_request_with_an_unreceived_grant_is_granted_again() -> None:
     host, replica_id = running()
     page = host.connect(waits())
     assert host.names == []
     assert [(grant.grant, grant.dispatch.replica_id) for grant in page.of(Granted)] == [(1, replica_id)]
 
 
-async def test_a_grant_unseen_to_a_replica_that_left_is_put_back_and_granted_elsewhere() -> None:
+async def test_an_unreceived_grant_to_a_lost_replica_is_put_back_and_granted_elsewhere() -> None:
     host, replica_id = running()
     host.left.add(replica_id)
     page = host.connect(waits())

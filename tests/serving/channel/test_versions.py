@@ -51,7 +51,7 @@ async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
     assert not any(isinstance(each, ReplicaTable) for each in stranger.heard)
 
 
-async def test_what_waits_in_a_gateway_outlives_the_upgrade_of_the_scheduler(world: Simulation) -> None:
+async def test_requests_queued_in_a_gateway_survive_the_upgrade_of_the_scheduler(world: Simulation) -> None:
     stranger = await Stranger.at(world.endpoint())
     stranger.send(hello(world.endpoint()), SnapshotEnd(), Submit(submission("r1"), 0.0))
     await until(lambda: len(world.live.core) == 1)

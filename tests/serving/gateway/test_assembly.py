@@ -136,7 +136,7 @@ async def test_silence_in_the_middle_of_an_answer_ends_it(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("ends", ["cut", "early", "unreadable"])
-async def test_an_engine_that_is_lost_in_the_middle_is_replaced_unseen(stage: Stage, ends: str) -> None:
+async def test_an_engine_lost_in_the_middle_is_replaced_transparently(stage: Stage, ends: str) -> None:
     async def breaks(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
         await start_stream(send)
         await send_event(send, {"choices": [{"index": 0, "delta": {"content": "lost"}}]})

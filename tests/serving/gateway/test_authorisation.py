@@ -171,7 +171,7 @@ async def test_no_endpoint_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-async def test_each_key_opens_what_it_should_and_nothing_else(keyed: KeyedGateway, kind: str) -> None:
+async def test_each_key_opens_its_endpoints_and_no_others(keyed: KeyedGateway, kind: str) -> None:
     answers = {path: await keyed.ask(path, kind) for path in routes()}
     found = {path: answer.status_code for path, answer in answers.items()}
     assert found == {path: expected(path, kind) for path in routes()}

@@ -90,7 +90,7 @@ async def test_another_page_gets_no_leave_not_even_the_engines() -> None:
 
 
 @pytest.mark.parametrize("origins", [(), (PAGE,)])
-async def test_what_an_engine_allows_pages_does_not_pass(origins: tuple[str, ...]) -> None:
+async def test_an_engines_own_cors_headers_are_not_forwarded(origins: tuple[str, ...]) -> None:
     async with staged_for(*origins) as stage:
         open_to_all = [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"x-a")]
 
@@ -121,7 +121,7 @@ async def test_without_the_setting_a_preflight_is_rejected_with_the_methods_ther
     "origin",
     ["chat.example.com", "https://a.example.com/", "https://a.example.com/chat", "https://A.example.com", ""],
 )
-def test_what_no_browser_calls_an_origin_is_rejected(origin: str) -> None:
+def test_an_invalid_origin_is_rejected(origin: str) -> None:
     with pytest.raises(SettingsError, match="allow_origins"):
         CorsSettings(allow_origins=(origin,))
 

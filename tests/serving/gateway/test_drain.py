@@ -55,7 +55,7 @@ async def test_open_answers_end_and_new_requests_are_rejected(stage: Stage) -> N
     assert stage.gateway.open_requests == 0
 
 
-async def test_what_is_open_at_the_deadline_ends_with_an_error(stage: Stage) -> None:
+async def test_open_requests_at_the_deadline_end_with_an_error(stage: Stage) -> None:
     stage.engine.token_delay_s = 0.05
     stream = await opened(stage, 1000, stream=True)
     whole = await opened(stage, 1000, stream=False)

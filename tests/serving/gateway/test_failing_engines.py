@@ -139,7 +139,7 @@ async def hangs(scope: Scope, parsed: dict[str, Any], send: Send) -> None:
     await asyncio.sleep(3600)
 
 
-async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_replaced_unseen() -> None:
+async def test_an_engine_that_dies_before_the_first_token_of_a_response_is_replaced_transparently() -> None:
     """vLLM sends `response.created` and `response.in_progress` before it computes anything."""
 
     async def dies(scope: Scope, parsed: dict[str, Any], send: Send) -> None:

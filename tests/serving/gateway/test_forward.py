@@ -41,7 +41,7 @@ def put_backs(stage: Stage) -> list[DispatchFailure]:
     return [event[1] for event in stage.dispatcher.events if event[0] == "put_back"]
 
 
-async def test_a_replica_that_is_gone_is_replaced_unseen(stage: Stage) -> None:
+async def test_a_lost_replica_is_replaced_transparently(stage: Stage) -> None:
     stage.dispatcher.script.extend([1, *stage.dispatcher.ports])
     answer = await stage.http.post(CHAT, json=chat())
     assert answer.status_code == 200
@@ -55,7 +55,7 @@ async def test_a_replica_that_is_gone_is_replaced_unseen(stage: Stage) -> None:
     ("status", "failure"),
     [(503, DispatchFailure.BUSY), (500, DispatchFailure.ENGINE_ERROR), (401, DispatchFailure.UNREACHABLE)],
 )
-async def test_an_engine_that_cannot_is_replaced_unseen(
+async def test_a_rejecting_engine_is_replaced_transparently(
     stage: Stage, status: int, failure: DispatchFailure, stream: bool
 ) -> None:
     stage.engine.answers.append(replies(status, error_json("not now", status)))
@@ -75,7 +75,7 @@ async def test_an_engine_that_cannot_is_replaced_unseen(
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{",
     ],
 )
-async def test_a_replica_that_dies_before_the_first_event_is_replaced_unseen(
+async def test_a_replica_that_dies_before_the_first_event_is_replaced_transparently(
     stage: Stage, said: bytes
 ) -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:

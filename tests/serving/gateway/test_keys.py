@@ -40,7 +40,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_a_key_brings_what_it_allows(tmp_path: Path, watched: MakeFileKeys) -> None:
+def test_a_key_carries_its_terms(tmp_path: Path, watched: MakeFileKeys) -> None:
     path = tmp_path / "keys.json"
     found, secret = record(tenant="a", highest_class=PriorityClass.BATCH, models=("m",), weight=2.0)
     changed_keys(path, lambda _: [found])

@@ -155,7 +155,7 @@ async def test_a_stopping_gateway_waits_for_streams_and_accepts_no_new_clients()
             own.check_health()
 
 
-async def test_what_is_open_when_the_time_is_over_is_cut() -> None:
+async def test_open_answers_are_cut_at_the_end_of_the_drain() -> None:
     async with (
         before_an_engine(0.2) as (own, port),
         httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=30) as http,
@@ -315,7 +315,7 @@ async def test_an_address_in_use_is_rejected_by_name() -> None:
     server.close()
 
 
-def test_what_only_a_proxy_does_is_rejected() -> None:
+def test_settings_of_a_proxy_are_rejected() -> None:
     options = HTTPOptions(request_timeout_s=5.0)
     with pytest.raises(SettingsError, match=r"request_timeout_s 5.0 needs a proxy of Ray Serve: set"):
         GatewayListener(gateway(FakeDispatcher([1])), options, "/", "app")

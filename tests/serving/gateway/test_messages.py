@@ -220,7 +220,9 @@ async def test_the_beginning_of_a_message_is_not_its_first_token(scripted: Anthr
     assert scripted.dispatcher.events[-1][2] == Usage(prompt_tokens=13, output_tokens=7, cached_tokens=4)
 
 
-async def test_an_engine_that_dies_after_the_beginning_is_replaced_unseen(scripted: AnthropicStage) -> None:
+async def test_an_engine_that_dies_after_the_beginning_is_replaced_transparently(
+    scripted: AnthropicStage,
+) -> None:
     async def die(send: Send) -> None:
         raise ConnectionResetError
 

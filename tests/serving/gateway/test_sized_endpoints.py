@@ -96,7 +96,7 @@ async def test_bad_forms_are_rejected_by_field_and_remedy(
     assert stage.engine.bodies == []
 
 
-async def test_what_is_no_form_or_a_part_of_one_is_rejected(stage: Stage) -> None:
+async def test_invalid_forms_are_rejected(stage: Stage) -> None:
     body, content_type = form(b"x" * 100, model=MODEL)
     for broken, kind in (
         (body, b"application/json"),

@@ -77,7 +77,7 @@ async def test_the_client_of_openai_finds_everything_where_it_expects_it(fleet: 
     await sdk.close()
 
 
-async def test_a_second_gateway_finds_what_the_first_has_passed_on(fleet: Fleet) -> None:
+async def test_a_second_gateway_finds_responses_created_through_the_first(fleet: Fleet) -> None:
     first = (await fleet.http.post(CREATE, json=ASKED)).json()
     other = await fleet.world.gateway("g2")
     await eventually(lambda: len(other.all_replicas()) == 3)
@@ -86,7 +86,7 @@ async def test_a_second_gateway_finds_what_the_first_has_passed_on(fleet: Fleet)
     assert (await fleet.http.get(f"{CREATE}/{first['id']}")).json() == first
 
 
-async def test_tenants_read_and_go_on_from_their_own_responses_alone() -> None:
+async def test_tenants_read_and_continue_only_their_own_responses() -> None:
     async with AsyncExitStack() as stack:
         engine = await started(stack)
         keys = (ApiKey(tenant="a", key="ka"), ApiKey(tenant="b", key="kb", may_act_for_tenants=True))

@@ -129,7 +129,7 @@ async def test_its_rejection_is_understood_and_states_its_context(stream: bool) 
     assert reported_context_limit(str(failure)) == CONTEXT
 
 
-async def test_the_gateway_serves_it_and_rejects_what_it_would() -> None:
+async def test_the_gateway_serves_it_and_rejects_too_long_prompts_like_it() -> None:
     async with llama_server("--metrics") as url, watched(url, model=MODEL) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}

@@ -20,7 +20,7 @@ def test_the_parts_of_an_endpoints_url(text: str, read: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:8000", "ftp://a", "http://", "http://a:99999", "http://a/?b=c"])
-def test_what_is_no_url_is_named(text: str) -> None:
+def test_an_invalid_url_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"http://host:8000, got '"):
         EndpointUrl.parse(text)
 

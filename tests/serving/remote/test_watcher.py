@@ -111,7 +111,7 @@ async def test_requests_on_a_removed_endpoint_continue() -> None:
         assert {(one["url"], one["state"]) for one in shown} == {(other, "serving"), (url, "removed")}
 
 
-async def test_what_an_admin_chooses_holds_after_a_restart(tmp_path: Path) -> None:
+async def test_an_admins_choices_persist_across_a_restart(tmp_path: Path) -> None:
     def store() -> EndpointChoices:
         return EndpointChoices(StateStore(str(tmp_path), "endpoints", "app/m/short"))
 

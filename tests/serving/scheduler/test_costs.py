@@ -42,7 +42,7 @@ def test_the_document_has_the_dearest_first_and_gpus_where_there_are_any() -> No
     assert [row["gpu_seconds"] for row in without["rows"]] == [None, None]
 
 
-def test_what_earlier_schedulers_counted_is_added_and_outlives_a_file() -> None:
+def test_counts_of_earlier_schedulers_are_added_and_survive_a_file() -> None:
     first = PersistentCosts(since=1_000.0).plus(busy().scheduler)
     kept = PersistentCosts.restored({"costs": json.loads(json.dumps(first.state()))}, "costs")
     again = kept.plus(busy().scheduler)

@@ -45,7 +45,7 @@ def test_gauges_have_queue_lengths_and_oldest_waits() -> None:
     assert 'ewsjf_tenant_requests_waiting{model="m",tenant="acme"} 2.0' in page
 
 
-def test_why_heads_wait_and_what_pools_could_take() -> None:
+def test_gauges_have_blocked_heads_and_capacity_of_pools() -> None:
     driver = builders.one_replica()
     assert 'ewsjf_pool_saturation_ratio{model="m",pool="only"} 0.0' in pages(driver)
     builders.fill(driver)

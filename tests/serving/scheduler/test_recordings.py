@@ -45,7 +45,7 @@ def test_each_time_has_its_fleet_queues_and_settings() -> None:
     assert none == []
 
 
-def test_what_is_forgotten_is_folded_into_the_beginning() -> None:
+def test_forgotten_events_are_folded_into_the_start_state() -> None:
     watched = Watched()
     watched.feed(ev.ReplicaJoined(spec("s1")), 1.0)
     watched.feed(ev.ReplicaJoined(spec("s2")), 2.0)

@@ -54,7 +54,7 @@ async def test_the_error_of_the_twin_is_a_metric_once_it_is_known(world: Simulat
     assert 'ewsjf_twin_error_ratio{latency="tpot",model="m"} -0.5' in page
 
 
-async def test_what_the_tuner_counts_is_shown_and_whether_it_is_frozen(world: Simulation) -> None:
+async def test_the_status_has_the_tuners_counts_and_whether_it_is_frozen(world: Simulation) -> None:
     counts = {"searches": 2, "trials": 30, "decisions": {"adopted": 1}}
     world.live.tuner.store_document({"counts": counts})
     world.live.tuner.freeze("an incident")

@@ -137,7 +137,7 @@ async def test_it_survives_a_restart(tmp_path: Path) -> None:
     await second.close()
 
 
-async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
+async def test_stored_usage_survives_a_start_that_cannot_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = PersistentUsage("m", str(tmp_path), "app/m", 60.0)
@@ -162,7 +162,7 @@ async def test_what_is_stored_survives_a_start_during_which_it_cannot_be_read(
     await third.close()
 
 
-async def test_a_scheduler_counts_what_ended_in_an_engine_and_nothing_else() -> None:
+async def test_a_scheduler_counts_only_requests_that_ended_in_an_engine() -> None:
     ledger = UsageLedger("m")
     world = Simulation(scheduler_settings(), FAST)
     await world.begin(ledger=ledger)

@@ -49,7 +49,7 @@ def rejections(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "state_rejected" in record.getMessage()]
 
 
-def test_what_was_saved_is_loaded_by_another_one(uri: str) -> None:
+def test_saved_state_is_loaded_by_another_store(uri: str) -> None:
     store = StateStore(uri, "scheduler", "app/m")
     assert store.load() is None
     assert store.save(DOCUMENT)

@@ -192,7 +192,7 @@ async def test_an_update_that_got_lost_is_sent_again() -> None:
     assert scheduler.updates[0][1] == "first"
 
 
-async def test_a_tuner_that_cannot_go_on_is_unhealthy() -> None:
+async def test_a_tuner_that_cannot_continue_is_unhealthy() -> None:
     tuner = TunerActor("m", QUICK, ScriptedCalls(["long"]))
     await tuner.check_health()
     await until(tuner._task.done)

@@ -106,6 +106,6 @@ def test_a_recording_names_no_tenant_and_holds_no_hash() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 99}', '{"version": 1}'])
-def test_what_is_no_recording_is_rejected(text: str) -> None:
+def test_an_invalid_recording_is_rejected(text: str) -> None:
     with pytest.raises(RecordingError):
         decode_recording(text)

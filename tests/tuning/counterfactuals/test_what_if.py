@@ -137,7 +137,7 @@ def test_unknown_step_times_are_fitted() -> None:
         (lambda each: replace(each, outcome=None, wait_s=None), "has not ended"),
     ],
 )
-def test_what_has_not_waited_is_not_explained(broken: object, words: str) -> None:
+def test_a_request_that_did_not_wait_is_not_explained(broken: object, words: str) -> None:
     recording = recorded()
     assert callable(broken)
     requests = tuple(

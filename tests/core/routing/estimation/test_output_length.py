@@ -30,7 +30,7 @@ def expected(learned: OutputLengthEstimator, limit: int) -> float:
     return learned.estimate(request(max_output_tokens=limit)).expected
 
 
-def test_the_clients_own_limit_is_taken_as_it_is() -> None:
+def test_the_clients_own_limit_is_used_unchanged() -> None:
     assert OutputLengthEstimator().estimate(request(max_output_tokens=777)).limit == 777
 
 

@@ -55,7 +55,7 @@ def test_a_system_prompt_of_three_hundred_tokens_is_followed_within_a_dozen_repo
     assert learned.tokens(1) == pytest.approx(300, abs=10)
 
 
-def test_one_odd_report_hardly_moves_what_is_known() -> None:
+def test_one_odd_report_hardly_changes_the_estimate() -> None:
     learned = overhead()
     for _ in range(50):
         learned.observe(1, 31.0, 2.0)

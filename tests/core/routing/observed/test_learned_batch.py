@@ -35,7 +35,7 @@ def test_an_unknown_use_of_the_cache_is_no_obstacle() -> None:
     assert learned(*[(2, 16, None)] * 5) == 16
 
 
-def test_what_was_too_low_is_dropped_when_more_run() -> None:
+def test_a_batch_limit_that_proves_too_low_is_dropped() -> None:
     held_back = [(2, 5, 0.5)] * 5
     assert learned(*held_back) == 5
     assert learned(*held_back, (1, 6, 0.5)) is None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from serve_app.core.routing.observed import LearnedContext
 
 
-def test_a_stated_limit_is_taken_as_it_is() -> None:
+def test_a_stated_limit_is_used_unchanged() -> None:
     context = LearnedContext()
     assert context.limit_tokens is None
     context.on_rejection(5_000, None)
@@ -38,7 +38,7 @@ def test_a_count_from_elsewhere_takes_the_place_of_estimates() -> None:
     assert context.limit_tokens == 1_899
 
 
-def test_what_a_longer_answer_contradicts_is_forgotten() -> None:
+def test_a_limit_that_a_longer_answer_contradicts_is_forgotten() -> None:
     context = LearnedContext()
     context.on_rejection(1_200, None)
     context.on_served(1_500)
@@ -56,7 +56,7 @@ events = st.lists(
 
 
 @given(limit=st.integers(100, 3_000), history=events)
-def test_with_true_upper_estimates_the_limit_lies_between_what_was_served_and_what_was_rejected(
+def test_with_true_upper_estimates_the_limit_is_between_served_and_rejected_lengths(
     limit: int, history: list[tuple[int, float, bool, bool]]
 ) -> None:
     context, served, rejected = LearnedContext(), 0, [10**6]

@@ -111,7 +111,7 @@ def test_a_session_moves_when_a_fuller_batch_costs_more_than_it_saves() -> None:
     assert fleet.choose("s1", prompt(output_tokens=10)) == "s2"
 
 
-def test_what_the_replica_chosen_by_load_holds_itself_is_nothing_saved() -> None:
+def test_blocks_cached_on_the_least_loaded_replica_save_nothing() -> None:
     fleet = Fleet("s1", "s2", step_cost_tokens=0.0)
     fleet.on_dispatch("s1", SESSION[:7])
     fleet.on_dispatch("s2")
@@ -134,7 +134,7 @@ def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None
     assert fleet.choose(None, prompt(()), admissible_up_to(1_100)) is None
 
 
-def test_what_is_cached_is_counted_where_most_of_it_is() -> None:
+def test_cached_blocks_are_counted_where_most_of_them_are() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s1", SESSION[:2])
     fleet.on_dispatch("s2")

@@ -56,7 +56,7 @@ def test_the_engines_own_message_is_preserved(status: int, body: object, message
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_what_is_an_answer_or_openais_error_already_is_left_as_it_is(status: int) -> None:
+def test_an_answer_or_an_openai_error_is_forwarded_unchanged(status: int) -> None:
     raw = json.dumps(error_json("no", param="n")).encode()
     headers = [(b"content-type", b"application/json; charset=utf-8")]
     assert in_openai_shape(status, EMBEDDINGS, headers, raw) == (headers, raw)

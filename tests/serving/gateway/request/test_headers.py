@@ -88,7 +88,7 @@ def test_queue_wishes_are_read() -> None:
     assert not headers.no_wait(None)
 
 
-def test_what_belongs_to_one_connection_or_to_the_gateway_stays_here() -> None:
+def test_connection_headers_and_those_of_the_gateway_are_not_forwarded() -> None:
     raw = [
         (b"content-type", b"application/json"),
         (b"traceparent", b"00-1"),

@@ -55,7 +55,7 @@ def test_the_user_is_the_one_that_the_metadata_name() -> None:
     assert parse(user(text("a")), metadata={"user_id": "u1"}).user == "u1"
 
 
-def test_conversations_that_go_on_begin_alike() -> None:
+def test_turns_of_a_conversation_share_a_prefix() -> None:
     def hashes(billing: str, *messages: Any) -> tuple[int, ...]:
         system = [text(f"x-anthropic-billing-header: {billing}"), text("You are an agent. " * 90)]
         parsed = parse(*messages, system=system, tools=[TOOL])

@@ -110,11 +110,11 @@ def test_several_prompts_in_one_request_have_no_common_beginning() -> None:
 
 
 @pytest.mark.parametrize("ids", [[2**63] * 200, [1] * 199 + ["x"]])
-def test_what_no_engine_takes_for_token_ids_has_no_prefix(ids: list[object]) -> None:
+def test_invalid_token_ids_have_no_prefix(ids: list[object]) -> None:
     assert completion(ids) == ()
 
 
-def test_what_a_model_reads_in_another_way_does_not_match() -> None:
+def test_prompts_that_a_model_reads_differently_do_not_match() -> None:
     text = "x" * 600
     hashes = {
         completion(text),

@@ -86,7 +86,7 @@ TEXT = "a word, and another. " * 22_000
     [(TEXT, False), (TEXT.replace(",", ""), True), (TEXT.replace(",", "") * 2, False)],
     ids=["many signs", "long text", "longer text"],
 )
-async def test_only_what_takes_long_to_read_is_read_on_a_thread(
+async def test_only_slow_bodies_are_parsed_on_a_thread(
     content: str, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []

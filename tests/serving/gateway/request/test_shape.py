@@ -158,7 +158,7 @@ BULKY = {
 
 
 @pytest.mark.parametrize("bulk", BULKY)
-def test_what_makes_a_body_long_hides_no_text(bulk: str) -> None:
+def test_bulky_content_hides_no_text(bulk: str) -> None:
     bulky = {"role": "user", "content": BULKY[bulk]}
     alone = shape(CHAT, messages=[bulky])
     found = shape(CHAT, messages=[bulky, {"role": "user", "content": "x", "whatever": TEXT}])
@@ -180,7 +180,7 @@ def test_what_makes_a_body_long_hides_no_text(bulk: str) -> None:
         {"stop": [TEXT[:50]] * 10, "temperature": 0.5, "seed": 12345, "user": "u" * 2_000},
     ],
 )
-def test_what_no_model_reads_is_not_counted(inert: dict[str, Any]) -> None:
+def test_fields_that_no_model_reads_are_not_counted(inert: dict[str, Any]) -> None:
     found = shape(CHAT, messages=[{"role": "user", "content": "abc"}], **inert)
     assert (found.text_bytes, found.tool_bytes) == (3, 0)
 

@@ -58,7 +58,7 @@ def test_a_priority_replaces_the_clients_own(body: dict[str, Any], own: int | No
 
 
 @pytest.mark.parametrize("body", [b"", b"  ", b"[1]"])
-def test_what_is_no_object_is_rejected(body: bytes) -> None:
+def test_bodies_that_are_not_objects_are_rejected(body: bytes) -> None:
     with pytest.raises(RequestRejected, match="one JSON object"):
         append_fields(body, [priority_field(0)])
 

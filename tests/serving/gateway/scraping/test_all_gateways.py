@@ -65,7 +65,7 @@ async def shows(fleet: Gateways, scraped_gateway: str, counts: dict[str, float])
             await asyncio.sleep(0.1)
 
 
-async def test_each_gateway_shows_what_all_of_them_count(fleet: Gateways) -> None:
+async def test_each_gateway_shows_the_counts_of_all(fleet: Gateways) -> None:
     for number, name in enumerate(NAMES, start=1):
         for _ in range(number):
             answer = await fleet.http[name].post("/v1/chat/completions", json=chat())

@@ -55,7 +55,7 @@ async def test_an_answer_beyond_its_targets_is_counted_by_what_it_missed() -> No
     assert found["ewsjf_gateway_slo_violations_total ttft"] == 0
 
 
-async def test_what_the_application_adds_is_measured_by_stage() -> None:
+async def test_the_added_latency_is_measured_by_stage() -> None:
     found = await page_after_a_stream(LAX)
     for stage in ("parse", "schedule"):
         assert found[f"ewsjf_overhead_seconds_count {stage}"] == 1

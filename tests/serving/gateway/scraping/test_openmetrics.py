@@ -108,5 +108,5 @@ def test_a_page_of_text_is_rewritten() -> None:
         ("text/html,application/xhtml+xml,*/*;q=0.8", False),
     ],
 )
-def test_a_scraper_gets_what_it_rather_reads(accept: str, does: bool) -> None:
+def test_a_scraper_gets_its_preferred_format(accept: str, does: bool) -> None:
     assert prefers_openmetrics(accept.encode()) is does

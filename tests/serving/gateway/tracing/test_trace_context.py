@@ -44,7 +44,7 @@ def test_later_versions_may_have_more_fields() -> None:
         f" 00-{TRACE}-{SPAN}-01",
     ],
 )
-def test_what_is_no_parent_is_none(value: str) -> None:
+def test_an_invalid_parent_is_ignored(value: str) -> None:
     assert not read(value)
 
 
