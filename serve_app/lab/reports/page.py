@@ -385,7 +385,9 @@ def _differences(table: DifferenceTable) -> str:
 
 
 def _difference(one: FigureDifference, scale: IntervalScale) -> str:
-    kind = ", ".join(filter(None, (one.unit, "less is better" if one.lower_is_better else "more is better")))
+    kind = ", ".join(
+        filter(None, (one.unit, "lower is better" if one.lower_is_better else "higher is better"))
+    )
     return (
         f'<tr class="{one.judgement.name.lower()}">'
         f'<th scope="row">{escape(one.figure)} <small>{escape(kind)}</small></th>'
