@@ -377,7 +377,8 @@ def _facts(result: RunResult, policies: Sequence[str], sample: Sample) -> Iterat
     yield "workload", f"{trace.title}: {len(trace.requests):,} requests per run, {rate}"
     yield "source", trace.source
     pools = ", ".join(f"{count} in pool {pool}" for pool, count in settings.fleet.replicas.items())
-    yield "fleet", f"{settings.fleet.profile}: {pools} ({settings.fleet.gpus:,} GPUs)"
+    gpus = f"{settings.fleet.gpus:,} GPU{'' if settings.fleet.gpus == 1 else 's'}"
+    yield "fleet", f"{settings.fleet.profile}: {pools} ({gpus})"
     yield "short prompts", f"at most {settings.short_at_tokens:,} tokens; all others are long"
     yield "goodput", f"requests within all of these limits, per second: {_limits(settings.slo)}"
     excluded = f"{100 * settings.warm_up_ratio:g} %"
