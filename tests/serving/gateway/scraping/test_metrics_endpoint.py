@@ -93,7 +93,7 @@ async def test_the_line_on_the_terminal_of_serve_reads_them_with_the_key_of_an_a
     async with serving(gateway(FakeDispatcher([1]), keys=(CLIENT, ADMIN))) as port:
         url = f"http://127.0.0.1:{port}"
         assert "0 running, 0 waiting" in await asyncio.to_thread(LiveView(url, "admin").text)
-        assert "need the key of an admin" in await asyncio.to_thread(LiveView(url, "client").text)
+        assert "requires an admin key" in await asyncio.to_thread(LiveView(url, "client").text)
 
 
 def test_a_secret_comes_from_one_place(tmp_path: Path) -> None:
