@@ -67,7 +67,7 @@ def body_of(name: str, tokens: int, model: str = "demo") -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Heard:
+class ReceivedStream:
     """The received part of an answer."""
 
     text: str = ""
@@ -111,7 +111,7 @@ async def asked(
         text: expected text of the whole answer, for engines with predictable text.
         headers: besides the request's ID.
     """
-    heard, begun = Heard(), False
+    received, begun = ReceivedStream(), False
     try:
         async with http.stream(
             "POST",
@@ -124,14 +124,14 @@ async def asked(
             begun = True
             swapped = response.headers.get("x-request-id") != name
             async for line in response.aiter_lines():
-                heard.take(line)
+                received.take(line)
     except httpx.TimeoutException as exc:
         return "lost", repr(exc)
     except (httpx.TransportError, json.JSONDecodeError) as exc:
         return (ENDS[4] if begun else ENDS[3]), repr(exc)
     if swapped:
         return ENDS[6], "another request's id"
-    return heard.end(tokens, text)
+    return received.end(tokens, text)
 
 
 NO_LIMIT = httpx.Limits(max_connections=None)

@@ -37,8 +37,10 @@ def install(values: Mapping[str, Any], name: str = "ewsjf") -> Mapping[str, Any]
     with library.Config(
         namespace="llm", storage_driver="memory", kube_apiserver="http://127.0.0.1:9"
     ) as config:
-        said: Mapping[str, Any] = config.install(CHART, name, dict(values), namespace="llm", dry_run="client")
-    return said
+        installed: Mapping[str, Any] = config.install(
+            CHART, name, dict(values), namespace="llm", dry_run="client"
+        )
+    return installed
 
 
 def render(values: Mapping[str, Any], name: str = "ewsjf") -> list[Object]:

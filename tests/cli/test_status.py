@@ -180,8 +180,8 @@ def test_one_command_freezes_and_thaws_every_tuner(url: str, capsys: pytest.Capt
     assert main(["status", "--url", url, "--api-key", "k1", "--freeze-tuner"]) == 0
     assert main(["status", "--url", url, "--api-key", "k1", "--thaw-tuner"]) == 0
     assert POSTED == ["/debug/tuner/freeze", "/debug/tuner/thaw"]
-    said = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
-    assert tuple(capsys.readouterr().out.splitlines()) == said
+    expected = ("demo: the tuner was asked to freeze", "demo: the tuner was asked to thaw")
+    assert tuple(capsys.readouterr().out.splitlines()) == expected
 
 
 def test_the_key_that_serve_made_is_used_for_its_application_alone(

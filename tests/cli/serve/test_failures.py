@@ -43,8 +43,8 @@ def test_the_engines_own_error_replaces_a_pointer_to_it(folder: Path) -> None:
 
 
 def test_without_a_log_of_its_engine_the_error_of_the_deployment_is_shown(tmp_path: Path) -> None:
-    said = "Error:\nTraceback\nserve_app.errors.EngineError: http://h:1 gave no answer: rejected\n"
-    assert reason_of("only-bad", said, tmp_path) == (
+    message = "Error:\nTraceback\nserve_app.errors.EngineError: http://h:1 gave no answer: rejected\n"
+    assert reason_of("only-bad", message, tmp_path) == (
         "only-bad did not start: http://h:1 gave no answer: rejected"
     )
 

@@ -18,8 +18,8 @@ def test_every_engine_is_understood_and_its_limit_is_read(name: str) -> None:
     assert failure.failure is DispatchFailure.TOO_LONG
     assert reported_context_limit(str(failure)) == limit
     # The client receives the engine's own message.
-    said = body.get("error", body)
-    assert failure.message == (said if isinstance(said, str) else said["message"])
+    error = body.get("error", body)
+    assert failure.message == (error if isinstance(error, str) else error["message"])
 
 
 @pytest.mark.parametrize(

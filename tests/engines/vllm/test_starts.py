@@ -45,8 +45,8 @@ async def test_smollm2_answers_a_question_and_leaves_no_process() -> None:
         answer = await started.post("/v1/chat/completions", **question)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]
         stream = await started.post("/v1/chat/completions", **question, stream=True)
-        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(stream))
-        assert "Paris" in said
+        streamed_text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(stream))
+        assert "Paris" in streamed_text
         processes = engine_processes()
         assert len(processes) >= 2
     _, alive = psutil.wait_procs(processes, timeout=5)

@@ -236,7 +236,7 @@ class Stranger:
         self._reader = reader
         self._writer = writer
         self._frames: FrameReader[FromScheduler] = FrameReader(decode_from_scheduler, 1 << 22)
-        self.heard: list[FromScheduler] = []
+        self.received: list[FromScheduler] = []
 
     @classmethod
     async def at(cls, endpoint: SchedulerEndpoint) -> "Stranger":
@@ -252,7 +252,7 @@ class Stranger:
         """Read until a message of this kind arrives."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                for message in self.heard:
+                for message in self.received:
                     if isinstance(message, kind):
                         return message
                 if not await self._read():
@@ -281,7 +281,7 @@ class Stranger:
         except ConnectionError:
             return False
         for frame in self._frames.feed(data):
-            self.heard += frame
+            self.received += frame
         return bool(data)
 
 

@@ -30,14 +30,14 @@ class Page:
     """Link that records messages."""
 
     def __init__(self) -> None:
-        self.said: list[Message] = []
+        self.messages: list[Message] = []
 
     def send(self, message: Message) -> int:
-        self.said.append(message)
-        return len(self.said)
+        self.messages.append(message)
+        return len(self.messages)
 
     def of(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.said if isinstance(message, kind)]
+        return [message for message in self.messages if isinstance(message, kind)]
 
 
 class Host:

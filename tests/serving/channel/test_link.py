@@ -13,11 +13,11 @@ from tests.serving.channel.harness import FAST, until
 
 class Owner:
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.reasons: list[str] = []
 
     def on_link_message(self, _link: Link, message: Any) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
     def on_link_lost(self, _link: Link, reason: str) -> None:
         self.reasons.append(reason)
@@ -53,9 +53,9 @@ async def test_messages_go_both_ways_in_order() -> None:
     for n in range(1000):
         both.near.send(Cancel(str(n)))
         both.far.send(Cancel(str(-n)))
-    await until(lambda: len(both.near_owner.heard) == len(both.far_owner.heard) == 1000)
-    assert both.far_owner.heard == [Cancel(str(n)) for n in range(1000)]
-    assert both.near_owner.heard == [Cancel(str(-n)) for n in range(1000)]
+    await until(lambda: len(both.near_owner.received) == len(both.far_owner.received) == 1000)
+    assert both.far_owner.received == [Cancel(str(n)) for n in range(1000)]
+    assert both.near_owner.received == [Cancel(str(-n)) for n in range(1000)]
 
 
 async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
@@ -69,7 +69,7 @@ async def test_small_messages_are_not_held_back_by_the_kernel() -> None:
 async def test_a_receipt_acknowledges_all_messages_up_to_a_number() -> None:
     both = await pair()
     number = both.near.send(Cancel("a"))
-    await until(lambda: both.far_owner.heard == [Cancel("a")])
+    await until(lambda: both.far_owner.received == [Cancel("a")])
     assert both.near.acknowledged < number
     both.far.tick()
     await until(lambda: both.near.acknowledged == number)
@@ -101,7 +101,7 @@ async def test_a_closed_link_sends_its_buffer_and_nothing_after() -> None:
     both.near.close("enough")
     assert both.near.send(Cancel("more")) == 0
     await until(lambda: bool(both.far_owner.reasons))
-    assert both.far_owner.heard == [Cancel("last words")]
+    assert both.far_owner.received == [Cancel("last words")]
     assert both.near_owner.reasons == ["enough"]
 
 
@@ -126,20 +126,20 @@ async def test_a_flood_is_read_in_slices_with_the_loop_running_between() -> None
     def turn() -> None:
         nonlocal turns
         turns += 1
-        if len(both.far_owner.heard) < 20_000:
+        if len(both.far_owner.received) < 20_000:
             asyncio.get_running_loop().call_soon(turn)
 
     for n in range(20_000):
         both.near.send(Cancel(str(n)))
     turn()
-    await until(lambda: len(both.far_owner.heard) == 20_000)
+    await until(lambda: len(both.far_owner.received) == 20_000)
     assert turns > 40
-    assert both.far_owner.heard[-1] == Cancel("19999")
+    assert both.far_owner.received[-1] == Cancel("19999")
 
 
-@pytest.mark.parametrize("said", [Heartbeat(5), Heartbeat(-1)], ids=["too many", "less than before"])
-async def test_a_receipt_that_cannot_be_true_ends_the_link(said: Heartbeat) -> None:
+@pytest.mark.parametrize("heartbeat", [Heartbeat(5), Heartbeat(-1)], ids=["too many", "less than before"])
+async def test_a_receipt_that_cannot_be_true_ends_the_link(heartbeat: Heartbeat) -> None:
     both = await pair()
-    both.far.send(said)
+    both.far.send(heartbeat)
     await until(lambda: bool(both.near_owner.reasons))
     assert "acknowledgement of" in both.near_owner.reasons[0]

@@ -338,17 +338,17 @@ class Handlers:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.heard: dict[str, list[str]] = {}
+        self.results: dict[str, list[str]] = {}
 
     async def handle(self, gateway: GatewayClient, request_id: str) -> None:
-        heard = self.heard.setdefault(request_id, [])
+        results = self.results.setdefault(request_id, [])
         answer = await gateway.acquire(submission(request_id))
         while isinstance(answer, Grant) and self._rng.random() < 0.2:
             answer = await gateway.put_back(
                 request_id, answer.dispatch.replica_id, DispatchFailure.UNREACHABLE
             )
         if isinstance(answer, Conclusion):
-            heard.append(answer.outcome.value)
+            results.append(answer.outcome.value)
             return
         if self._rng.random() < 0.7:
             gateway.first_token(request_id)
@@ -357,7 +357,7 @@ class Handlers:
         except asyncio.CancelledError:
             gateway.finish(request_id, Outcome.CANCELLED)
             raise
-        heard.append("completed")
+        results.append("completed")
         gateway.finish(request_id, Outcome.COMPLETED, USAGE)
 
 
@@ -387,7 +387,7 @@ async def test_conserves_requests_whatever_breaks_and_whenever(seed: int) -> Non
     await until(lambda: len(world.live.core) == 0, "the scheduler ends empty")
     for n, task in enumerate(tasks):
         wanted = [] if task.cancelled() else ["completed"]
-        assert handlers.heard.get(f"r{n}", []) == wanted, f"r{n}"
+        assert handlers.results.get(f"r{n}", []) == wanted, f"r{n}"
     assert not world.live._gateways.book
     assert all(not gateway._pending for gateway in gateways)
     assert world.ends == []

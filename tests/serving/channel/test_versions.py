@@ -48,7 +48,7 @@ async def test_a_peer_of_the_previous_version_is_served_without_newer_messages(
     await stranger.receive(Welcome)
     stranger.send(Submit(submission("r1"), 0.0), SnapshotEnd())
     assert (await stranger.receive(messages.Granted)).dispatch.request_id == "r1"
-    assert not any(isinstance(each, ReplicaTable) for each in stranger.heard)
+    assert not any(isinstance(each, ReplicaTable) for each in stranger.received)
 
 
 async def test_requests_queued_in_a_gateway_survive_the_upgrade_of_the_scheduler(world: Simulation) -> None:

@@ -325,18 +325,18 @@ async def test_metrics_join_the_gateways_and_the_schedulers(stage: Stage) -> Non
 
 async def test_a_lifespan_and_a_websocket_are_answered() -> None:
     app = gateway(FakeDispatcher([1]))
-    said: list[dict[str, Any]] = []
+    sent_messages: list[dict[str, Any]] = []
     messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
 
     async def receive() -> Any:
         return next(messages, {"type": "websocket.connect"})
 
     async def send(message: Any) -> None:
-        said.append(message)
+        sent_messages.append(message)
 
     await app({"type": "lifespan"}, receive, send)
     await app({"type": "websocket"}, receive, send)
-    assert [message["type"] for message in said] == [
+    assert [message["type"] for message in sent_messages] == [
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
         "websocket.close",

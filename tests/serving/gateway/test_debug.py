@@ -38,22 +38,22 @@ async def test_the_tuner_of_each_model_can_be_inspected_alone() -> None:
 
 
 async def test_admins_freeze_and_thaw_every_tuner() -> None:
-    heard: list[tuple[str, str]] = []
+    freezes: list[tuple[str, str]] = []
 
     def views(model: str) -> Answers:
         async def freeze(reason: str) -> None:
             if model == "b" and not reason:
                 raise ConnectionError("gone")
-            heard.append((model, reason))
+            freezes.append((model, reason))
 
         return Answers(freeze=freeze)
 
     async with admin_client({name: views(name) for name in "ab"}) as http:
         assert (await http.post("/debug/tuner/freeze", headers=OTHER)).status_code == 403
-        assert heard == []
-        (said, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
-        assert "there are no trials until POST /debug/tuner/thaw" in said["message"]
-        assert heard == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
+        assert freezes == []
+        (answered, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
+        assert "there are no trials until POST /debug/tuner/thaw" in answered["message"]
+        assert freezes == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
         answer = (await http.post("/debug/tuner/thaw")).json()["models"]
     thawed = "the tuner is thawed: trials are allowed again"
     assert answer[0] == {"model": "a", "frozen": "", "message": thawed}

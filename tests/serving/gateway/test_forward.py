@@ -67,7 +67,7 @@ async def test_a_rejecting_engine_is_replaced_transparently(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "partial_answer",
     [
         b"",
         STREAM_HEAD,
@@ -76,10 +76,10 @@ async def test_a_rejecting_engine_is_replaced_transparently(
     ],
 )
 async def test_a_replica_that_dies_before_the_first_event_is_replaced_transparently(
-    stage: Stage, said: bytes
+    stage: Stage, partial_answer: bytes
 ) -> None:
     async def script(writer: asyncio.StreamWriter, body: bytes, number: int) -> None:
-        writer.write(said)
+        writer.write(partial_answer)
         await writer.drain()
         writer.close()
 

@@ -241,8 +241,8 @@ async def test_the_clients_of_openai_and_anthropic_pass_over_the_comment(stage: 
                 stream=True,
                 extra_headers=headers,
             )
-            said = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-            assert "".join(said) == "w0 w1 w2 "
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+            assert "".join(pieces) == "w0 w1 w2 "
     stage.engine.answers.append(anthropic_stream)
     async with (
         anthropic.AsyncAnthropic(base_url=stage.url, auth_token=KEY, max_retries=0) as other,
@@ -267,8 +267,8 @@ async def anthropic_stream(_scope: Scope, _parsed: dict[str, Any], send: Send) -
     ]
     await start_stream(send)
     for event in events:
-        said = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
-        await send({"type": "http.response.body", "body": said, "more_body": event is not events[-1]})
+        event_bytes = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+        await send({"type": "http.response.body", "body": event_bytes, "more_body": event is not events[-1]})
 
 
 async def test_a_request_that_waits_can_be_looked_up(stage: PageStage, http: httpx.AsyncClient) -> None:

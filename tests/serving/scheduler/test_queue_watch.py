@@ -16,7 +16,7 @@ from serve_app.serving.channel.scheduler_client import Grant, RequestOutlook
 from tests.serving.channel.harness import FAST, PATIENCE_S, Simulation, scheduler_settings, submission, until
 
 USAGE = Usage(prompt_tokens=10, output_tokens=5)
-Heard = dict[str, list[RequestOutlook | None]]
+Updates = dict[str, list[RequestOutlook | None]]
 
 
 @pytest_asyncio.fixture
@@ -27,19 +27,21 @@ async def world() -> AsyncIterator[Simulation]:
     await world.close()
 
 
-def ask(gateway: GatewayClient, request_id: str, heard: Heard, **changes: object) -> asyncio.Task[object]:
+def subscribe(
+    gateway: GatewayClient, request_id: str, updates: Updates, **changes: object
+) -> asyncio.Task[object]:
     """Submit a request that waits and subscribes to queue updates."""
     task: asyncio.Task[object] = asyncio.create_task(gateway.acquire(submission(request_id, **changes)))  # type: ignore[arg-type]
 
     def listen() -> None:
-        gateway.watch(request_id, heard.setdefault(request_id, []).append)
+        gateway.watch(request_id, updates.setdefault(request_id, []).append)
 
     asyncio.get_running_loop().call_soon(listen)
     return task
 
 
-def places(heard: Heard, request_id: str) -> list[int]:
-    return [outlook.position for outlook in heard.get(request_id, []) if outlook is not None]
+def positions(updates: Updates, request_id: str) -> list[int]:
+    return [outlook.position for outlook in updates.get(request_id, []) if outlook is not None]
 
 
 async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
@@ -50,20 +52,20 @@ async def end(gateway: GatewayClient, task: asyncio.Task[object]) -> None:
 
 async def test_positions_are_sent_and_fall_while_others_are_served(world: Simulation) -> None:
     gateway = await world.gateway()
-    heard: Heard = {}
-    waiting = [ask(gateway, f"r{number}", heard) for number in range(6)]
-    await until(lambda: len(heard) == 6 and all(heard.values()))
-    assert [places(heard, f"r{number}") for number in range(6)] == [[number + 1] for number in range(6)]
-    assert all(outlook is not None and outlook.expected_s is None for (outlook,) in heard.values())
+    updates: Updates = {}
+    waiting = [subscribe(gateway, f"r{number}", updates) for number in range(6)]
+    await until(lambda: len(updates) == 6 and all(updates.values()))
+    assert [positions(updates, f"r{number}") for number in range(6)] == [[number + 1] for number in range(6)]
+    assert all(outlook is not None and outlook.expected_s is None for (outlook,) in updates.values())
     for task in waiting[:3]:
         task.cancel()
-    await until(lambda: places(heard, "r5")[-1] == 3)
+    await until(lambda: positions(updates, "r5")[-1] == 3)
     await world.replica(seats=64)
     for task in waiting[3:]:
         await end(gateway, task)
-    before = {name: list(outlooks) for name, outlooks in heard.items()}
+    before = {name: list(outlooks) for name, outlooks in updates.items()}
     await asyncio.sleep(0.4)
-    assert heard == before
+    assert updates == before
 
 
 async def test_a_request_without_a_subscription_gets_no_updates(world: Simulation) -> None:
@@ -76,29 +78,29 @@ async def test_a_request_without_a_subscription_gets_no_updates(world: Simulatio
 
 async def test_only_its_own_gateway_gets_updates_of_a_request(world: Simulation) -> None:
     ours, others = await world.gateway("g1"), await world.gateway("g2")
-    heard: Heard = {}
-    first, second = ask(ours, "r1", heard), ask(others, "r2", heard)
-    await until(lambda: len(heard) == 2 and all(heard.values()))
+    updates: Updates = {}
+    first, second = subscribe(ours, "r1", updates), subscribe(others, "r2", updates)
+    await until(lambda: len(updates) == 2 and all(updates.values()))
     # Another gateway may subscribe, but receives nothing.
     assert others._link is not None
     others._link.send(Watch("r1"))
-    before = len(heard["r1"])
+    before = len(updates["r1"])
     await asyncio.sleep(0.3)
-    assert len(heard["r1"]) == before
+    assert len(updates["r1"]) == before
     first.cancel()
     second.cancel()
 
 
 async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(world: Simulation) -> None:
     gateway = await world.gateway()
-    heard: Heard = {}
-    waiting = [ask(gateway, f"r{number}", heard) for number in range(3)]
-    await until(lambda: places(heard, "r2") == [3])
+    updates: Updates = {}
+    waiting = [subscribe(gateway, f"r{number}", updates) for number in range(3)]
+    await until(lambda: positions(updates, "r2") == [3])
     world.kill()
-    await until(lambda: heard["r2"][-1] is None)
+    await until(lambda: updates["r2"][-1] is None)
     await world.begin()
-    await until(lambda: places(heard, "r2") == [3, 3])
-    assert heard["r2"].count(None) == 1
+    await until(lambda: positions(updates, "r2") == [3, 3])
+    assert updates["r2"].count(None) == 1
     await world.replica(seats=64)
     for task in waiting:
         await end(gateway, task)
@@ -106,44 +108,44 @@ async def test_a_dead_scheduler_is_reported_and_the_next_one_continues(world: Si
 
 async def test_a_subscription_without_a_scheduler_reports_that(world: Simulation) -> None:
     gateway = await world.gateway()
-    heard: Heard = {}
+    updates: Updates = {}
     world.kill()
     await until(lambda: not gateway.is_connected)
-    task = ask(gateway, "r1", heard)
-    await until(lambda: heard.get("r1") == [None])
+    task = subscribe(gateway, "r1", updates)
+    await until(lambda: updates.get("r1") == [None])
     await world.begin()
-    await until(lambda: places(heard, "r1") == [1])
+    await until(lambda: positions(updates, "r1") == [1])
     task.cancel()
 
 
 async def test_a_put_back_request_gets_updates_again(world: Simulation) -> None:
     gateway = await world.gateway()
-    heard: Heard = {}
+    updates: Updates = {}
     replica, _ = await world.replica("s1")
     answer = await asyncio.wait_for(gateway.acquire(submission("r1")), PATIENCE_S)
     assert isinstance(answer, Grant)
     # The request was granted before its subscription arrived.
-    gateway.watch("r1", heard.setdefault("r1", []).append)
+    gateway.watch("r1", updates.setdefault("r1", []).append)
     await asyncio.sleep(0.1)
-    assert heard["r1"] == []
+    assert updates["r1"] == []
     await replica.close()
     await until(lambda: not gateway.replicas())
     again = asyncio.create_task(gateway.put_back("r1", "s1", DispatchFailure.UNREACHABLE, "it is gone"))
-    await until(lambda: places(heard, "r1") == [1])
+    await until(lambda: positions(updates, "r1") == [1])
     again.cancel()
 
 
 async def test_the_start_is_sent_and_its_error_is_counted(world: Simulation) -> None:
     gateway = await world.gateway()
-    heard: Heard = {}
+    updates: Updates = {}
     busy = ReplicaReport(received=0, waiting=9, running=8, kv_usage_ratio=1.0)
     _, double = await world.replica(prepare=lambda made: setattr(made, "report", busy))
     drain = world.live.core.admission.predictor.drain
     drain.backlog_s = 10.0
     drain._tokens.add(200.0, 10.0)
-    task = ask(gateway, "r1", heard, priority=PriorityClass.INTERACTIVE)
-    await until(lambda: bool(heard.get("r1")))
-    outlook = heard["r1"][0]
+    task = subscribe(gateway, "r1", updates, priority=PriorityClass.INTERACTIVE)
+    await until(lambda: bool(updates.get("r1")))
+    outlook = updates["r1"][0]
     assert outlook is not None
     assert outlook.earliest_s is not None
     assert outlook.expected_s is not None
@@ -174,10 +176,10 @@ async def test_a_fault_in_the_outlook_costs_no_request(
 
     monkeypatch.setattr("serve_app.core.outlook.watched.expected_order", faulty)
     gateway = await world.gateway()
-    heard: Heard = {}
-    task = ask(gateway, "r1", heard)
+    updates: Updates = {}
+    task = subscribe(gateway, "r1", updates)
     await until(lambda: "event=queue_outlook_failed" in caplog.text)
     await world.replica()
     await end(gateway, task)
-    assert heard["r1"] == []
+    assert updates["r1"] == []
     assert world.ends == []

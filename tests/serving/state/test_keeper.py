@@ -97,8 +97,8 @@ async def test_an_unreachable_store_is_logged_once_and_counted(
     assert sample(kept, 'ewsjf_state_failures_total{model="m",operation="save"}') == 2
     store.error = None
     await kept.save()
-    said = [record.getMessage().split()[0] for record in caplog.records]
-    assert said == ["event=state_unreachable", "event=state_reachable"]
+    log_events = [record.getMessage().split()[0] for record in caplog.records]
+    assert log_events == ["event=state_unreachable", "event=state_reachable"]
     assert store.load() == {"n": 1}
 
 

@@ -48,9 +48,9 @@ async def ask(at: Counter, client: str, method: str, request: Any = None, key: s
     process = await asyncio.create_subprocess_exec(
         node(), str(FOLDER / f"{client}.mjs"), given, stdout=asyncio.subprocess.PIPE
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 120)
+    output, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
-    found: dict[str, Any] = json.loads(said)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 

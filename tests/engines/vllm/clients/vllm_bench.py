@@ -55,8 +55,8 @@ async def bench(at: Counter, backend: str, endpoint: str) -> Any:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        said, _ = await process.communicate()
-        assert process.returncode == 0, said.decode()
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
         return json.loads((Path(folder) / "result.json").read_text())
 
 

@@ -103,14 +103,14 @@ def _script(tokenizer: Any) -> list[_ScriptStep]:
     call, between, last = ([vocabulary[_written(piece)] for piece in part] for part in _CALL)
     words = _words(vocabulary)
 
-    def said(count: int) -> Iterator[_ScriptStep]:
+    def word_steps(count: int) -> Iterator[_ScriptStep]:
         return (_ScriptStep([next(words) for _ in range(_CHOICES)]) for _ in range(count))
 
     return [
         _ScriptStep([start_of_thoughts]),
-        *said(_THOUGHTS),
+        *word_steps(_THOUGHTS),
         _ScriptStep([end_of_thoughts], shortcut=call[0]),
-        *said(_WORDS),
+        *word_steps(_WORDS),
         _ScriptStep([call[0], end], favour=_FAVOUR_OF_CALLS),
         *(_ScriptStep([token]) for token in call[1:]),
         _ScriptStep(cities),

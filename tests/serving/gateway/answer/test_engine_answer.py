@@ -54,8 +54,8 @@ def test_faults_of_a_replica_mean_another_try(status: int, failure: DispatchFail
 
 
 def test_an_engine_whose_core_died_is_lost() -> None:
-    said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-    found = failure_of(500, [], body(said, 500))
+    error_text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    found = failure_of(500, [], body(error_text, 500))
     assert found is not None
     assert found.failure is DispatchFailure.LOST
 

@@ -204,7 +204,7 @@ def test_text_and_json_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "said"),
+    ("headers", "forwarded_for"),
     [
         ([], None),
         (["6.6.6.6, 7.7.7.7", "1.2.3.4"], "6.6.6.6,7.7.7.7,1.2.3.4"),
@@ -213,10 +213,12 @@ def test_text_and_json_agree() -> None:
         ([", ,"], None),
     ],
 )
-def test_the_client_is_the_peer_whatever_a_header_claims(headers: list[str], said: str | None) -> None:
+def test_the_client_is_the_peer_whatever_a_header_claims(
+    headers: list[str], forwarded_for: str | None
+) -> None:
     raw = [(b"x-forwarded-for", value.encode()) for value in headers]
     fields = json_fields(concluded(headers=raw, client=("10.0.0.9", 1)))
-    assert (fields["client"], fields.get("forwarded_for")) == ("10.0.0.9", said)
+    assert (fields["client"], fields.get("forwarded_for")) == ("10.0.0.9", forwarded_for)
 
 
 @pytest.fixture

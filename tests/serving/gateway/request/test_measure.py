@@ -93,10 +93,10 @@ def hashes(parsed: ParsedBody) -> tuple[int, ...]:
     return prefix_hashes(parsed.opening, model="m", tenant="tenant")
 
 
-said = st.lists(st.tuples(roles, texts), max_size=6)
+role_texts = st.lists(st.tuples(roles, texts), max_size=6)
 
 
-@given(said, st.booleans())
+@given(role_texts, st.booleans())
 @example([("user", "\u6570" * 600_000)], True)
 @example([("user", "word " * 300_000), ("user", "more")], False)
 def test_the_hashes_of_a_chat_are_those_of_its_roles_and_texts(
@@ -110,7 +110,7 @@ def test_the_hashes_of_a_chat_are_those_of_its_roles_and_texts(
     assert hashes(parsed) == hashes_of(text, parsed.opening)
 
 
-@given(said, texts, st.booleans())
+@given(role_texts, texts, st.booleans())
 def test_other_apis_hash_their_texts_alike(turns: list[tuple[str, str]], system: str, escaped: bool) -> None:
     items = [{"role": role, "content": text} for role, text in turns]
     asked: Pairs = [("model", "m"), ("instructions", system), ("input", items)]
@@ -124,9 +124,9 @@ def test_other_apis_hash_their_texts_alike(turns: list[tuple[str, str]], system:
 
 
 @given(st.lists(texts, max_size=4))
-def test_escapes_are_not_overrated(said: list[str]) -> None:
+def test_escapes_are_not_overrated(strings: list[str]) -> None:
     utf8 = Utf8()
-    for text in said:
+    for text in strings:
         utf8.of(text)
-    longer = [len(json.dumps(text)) - len(json.dumps(text, ensure_ascii=False).encode()) for text in said]
+    longer = [len(json.dumps(text)) - len(json.dumps(text, ensure_ascii=False).encode()) for text in strings]
     assert 0 <= utf8.escape_bytes() <= sum(longer)
