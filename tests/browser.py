@@ -65,7 +65,7 @@ class BrowserPage:
     async def becomes(self, expression: str) -> Any:
         """Return the value of an expression once it is true."""
         async with asyncio.timeout(_WAIT_S):
-            while not (value := await self.evaluate(expression)):  # noqa: ASYNC110 - a page tells no event
+            while not (value := await self.evaluate(expression)):  # noqa: ASYNC110 - pages emit no events
                 await asyncio.sleep(0.05)
         return value
 

@@ -32,7 +32,7 @@ async def test_an_urgent_request_overtakes_a_backlog_that_the_engine_has_already
 
         backlog = [asyncio.create_task(ask(5, 500)) for _ in range(BACKLOG)]
         async with asyncio.timeout(30):
-            while (await engine.load()).waiting < BACKLOG - 1:  # noqa: ASYNC110 - the engine tells no more
+            while (await engine.load()).waiting < BACKLOG - 1:  # noqa: ASYNC110 - the engine reports only this
                 await asyncio.sleep(0.01)
         before = len(ended)
         await ask(-1, 2)

@@ -120,7 +120,7 @@ async def test_an_engines_own_failure_is_tried_once_elsewhere(stream: bool) -> N
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/embeddings"])
 async def test_an_answer_that_takes_too_long_is_computed_once(path: str) -> None:
-    """Regression test: it was computed once on each of three replicas, and then rejected."""
+    """Regression: it was once computed on each of three replicas and then rejected."""
     engines = [Engine(token_delay_s=60) for _ in range(3)]
     silent = UpstreamSettings(silence_timeout_s=0.5)
     async with fleet_of(engines, upstream=silent) as fleet:

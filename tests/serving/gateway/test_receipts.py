@@ -316,7 +316,7 @@ async def test_a_waiting_request_gets_an_expected_start_once_others_were_dispatc
         stage.end(f"f{number}")
 
     async with asyncio.timeout(10):
-        while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:  # noqa: ASYNC110 - a page tells no event
+        while (queue := (await receipt(http, "mine"))["queue"])["expected_ms"] is None:  # noqa: ASYNC110 - pages emit no events
             await asyncio.sleep(0.05)
 
     earliest, latest = queue["expected_between_ms"]

@@ -81,7 +81,7 @@ def body(tokens: int) -> dict[str, object]:
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.02)
 
 

@@ -33,7 +33,7 @@ def waiting(count: int) -> Scheduler:
 
 async def decided(scaling: LiveScaling) -> None:
     async with asyncio.timeout(5):
-        while not scaling.described()["pools"]:  # noqa: ASYNC110 - it has no event of its own
+        while not scaling.described()["pools"]:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -144,5 +144,5 @@ def fault_events(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - it has no event of its own
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)

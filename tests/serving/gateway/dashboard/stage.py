@@ -71,7 +71,7 @@ class PageStage:
     async def held(self) -> None:
         """Wait until the scheduler has received the draining report."""
         async with asyncio.timeout(20):
-            while not (self._report() or {}).get("draining"):  # noqa: ASYNC110 - reports come by themselves
+            while not (self._report() or {}).get("draining"):  # noqa: ASYNC110 - reports emit no event
                 await asyncio.sleep(0.01)
 
     def submit(self, request_id: str, tokens: int = 40, **changes: Any) -> None:

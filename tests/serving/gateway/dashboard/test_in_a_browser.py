@@ -163,7 +163,7 @@ async def test_an_update_leaves_the_focus_and_the_choice_where_they_are(
     was = "document.activeElement === document.querySelector('#panel-queues .scroll')"
     frames = stage.app._dashboard._frames
     drawn = frames.rendered
-    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames come by themselves
+    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames emit no event
         await asyncio.sleep(0.05)
     assert await page.evaluate(was)
 
@@ -177,7 +177,7 @@ async def test_a_pause_holds_the_figures_still(stage: PageStage, page: BrowserPa
     stage.submit("r1")
     frames = stage.app._dashboard._frames
     drawn = frames.rendered
-    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames come by themselves
+    while frames.rendered < drawn + 2:  # noqa: ASYNC110 - frames emit no event
         await asyncio.sleep(0.05)
     assert await page.evaluate(tile("Waiting")) == "0"
     await page.evaluate("document.getElementById('pause').click()")
