@@ -27,7 +27,7 @@ def format_what_if(result: Mapping[str, Any]) -> Iterator[str]:
     begins = "from an idle fleet" if replay["begins_idle"] else "with the requests in flight"
     yield (
         f"what if: {replay['requests']:,} requests of {replay['seconds']:,.0f} s replayed {begins}, policy "
-        f"{result['policy']}, step times {replay['engines']}"
+        f"{result['policy']}, step times: {replay['engines']}"
     )
     yield (
         f"wait in the unchanged replay {replay['wait_ms']:,.1f} ms, recorded wait "

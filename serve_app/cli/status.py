@@ -62,7 +62,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     tuner.add_argument(
         "--freeze-tuner",
         action="store_true",
-        help="stop all trials: every model returns to its current settings",
+        help="stop all trials: roll back the current ones, keep adopted values, and start no others",
     )
     tuner.add_argument("--thaw-tuner", action="store_true", help="resume the tuners")
     parser.add_argument("--json", action="store_true", help="print the application's documents as JSON")
