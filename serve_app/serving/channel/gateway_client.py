@@ -162,7 +162,7 @@ class _PendingQuery:
         self.answer = answer
         self._parts: list[bytes] = []
 
-    def take(self, message: QueryResult) -> None:
+    def add_part(self, message: QueryResult) -> None:
         self._parts.append(message.part)
         if message.error:
             self.fail(message.error)
@@ -355,10 +355,10 @@ class GatewayClient:
             raise ChannelError("no scheduler is connected to this gateway")
         self._query_serial += 1
         serial = self._query_serial
-        pending = self._queries[serial] = _PendingQuery(self._loop.create_future())
+        query = self._queries[serial] = _PendingQuery(self._loop.create_future())
         self._link.send(Query(serial, name, msgspec.json.encode(arguments)))
         try:
-            return msgspec.json.decode(await pending.answer)
+            return msgspec.json.decode(await query.answer)
         finally:
             self._queries.pop(serial, None)
 
@@ -395,8 +395,8 @@ class GatewayClient:
             if answer is not None and not answer.done():
                 answer.set_result("".join((message.text, *self._others[message.serial])))
         elif isinstance(message, QueryResult):
-            if (pending := self._queries.get(message.serial)) is not None:
-                pending.take(message)
+            if (query := self._queries.get(message.serial)) is not None:
+                query.add_part(message)
         elif isinstance(message, GatewayPage):
             self._others.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
@@ -432,8 +432,8 @@ class GatewayClient:
     def on_disconnected(self) -> None:
         """Continue without a scheduler; no-wait requests are rejected."""
         self._link = None
-        for pending in self._queries.values():
-            pending.fail("the connection to the scheduler was lost before it responded")
+        for query in self._queries.values():
+            query.fail("the connection to the scheduler was lost before it responded")
         for pending in list(self._pending.values()):
             if pending.waits and pending.submission.no_wait:
                 self._reject(pending, reject_disconnected(NO_WAIT_REJECTED))

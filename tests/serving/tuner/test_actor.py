@@ -49,7 +49,7 @@ class SimulatedCalls:
         self._simulation.live.tuner.freeze(reason)
 
     async def show_tuner(self, document: Mapping[str, Any]) -> None:
-        self._simulation.live.tuner.show(document)
+        self._simulation.live.tuner.store_document(document)
 
 
 @pytest_asyncio.fixture

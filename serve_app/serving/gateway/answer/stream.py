@@ -230,11 +230,11 @@ def engine_times_of(metrics: msgspec.Raw) -> EngineTimes | None:
     if metrics is NO_TIMES:
         return None
     try:
-        times = _times_decoder.decode(metrics)
+        raw = _times_decoder.decode(metrics)
     except (ValueError, RecursionError):
         return None
     # vLLM measures time to first token from the start of processing, without the queue time.
-    found = (times.queue_time_ms, times.time_to_first_token_ms, times.generation_time_ms)
+    found = (raw.queue_time_ms, raw.time_to_first_token_ms, raw.generation_time_ms)
     times = EngineTimes(*(ms / 1e3 if ms is not None and 0 <= ms < _LONGEST_MS else None for ms in found))
     return None if times == EngineTimes() else times
 
