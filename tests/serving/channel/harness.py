@@ -256,7 +256,9 @@ class Stranger:
                     if isinstance(message, kind):
                         return message
                 if not await self._read():
-                    raise ConnectionError(f"closed before a {kind.__name__} came; heard {self.heard}")
+                    raise ConnectionError(
+                        f"closed before a {kind.__name__} arrived; received {self.received}"
+                    )
 
     async def closed(self) -> bool:
         """Read until the peer closes the connection."""
