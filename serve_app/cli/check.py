@@ -20,9 +20,9 @@ def print_findings(config: Path, found: CheckResult) -> None:
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations to check")
     parser.add_argument(
-        "--elsewhere",
+        "--skip-machine-checks",
         action="store_true",
-        help="skip checks of this machine (ports, cores, GPUs, memory, folders), because another one runs it",
+        help="skip checks of this machine (ports, cores, GPUs, memory, folders), for another one that runs it",
     )
     parser.add_argument(
         "--gpu",
@@ -42,7 +42,7 @@ def _known_gpu(name: str) -> str:
 def _run(args: argparse.Namespace) -> int:
     status = 0
     for config in args.configs:
-        found = check_file(config, on_this_machine=not args.elsewhere, gpu=args.gpu)
+        found = check_file(config, on_this_machine=not args.skip_machine_checks, gpu=args.gpu)
         print_findings(config, found)
         if found.mistakes:
             status = 2

@@ -120,13 +120,13 @@ def test_the_command_warns_with_a_line_and_does_not_fail(
 ) -> None:
     path = config(tmp_path, context=600_000)
     line = path.read_text().splitlines().index("                    max_model_len: 600000") + 1
-    assert main(["check", "--elsewhere", "--gpu", "H100", str(path)]) == 0
+    assert main(["check", "--skip-machine-checks", "--gpu", "H100", str(path)]) == 0
     output = capsys.readouterr()
     assert output.err.startswith(
         f"{path}:{line}: warning: models[0].pools[1].engine.vllm.args.max_model_len: "
     )
     assert output.out == f"{path} is valid, with warnings\n"
-    assert main(["check", "--elsewhere", str(path)]) == 0
+    assert main(["check", "--skip-machine-checks", str(path)]) == 0
     assert capsys.readouterr() == (f"{path} is valid\n", "")
 
 
