@@ -92,8 +92,8 @@ def _configure_comparison(group: "argparse._ArgumentGroup") -> None:
         "--slice-s",
         type=positive_float,
         default=10.0,
-        help="seconds of the trace per slice, after which the other endpoint receives the requests (default: "
-        "%(default)s)",
+        help="seconds of the trace per slice, after which the other "
+        "endpoint receives the requests (default: %(default)s)",
     )
     group.add_argument("--compare-model", help="model of the second endpoint (default: that of the first)")
     group.add_argument(
@@ -135,8 +135,8 @@ def _configure_requests(group: "argparse._ArgumentGroup") -> None:
         type=BodyKind,
         choices=list(BodyKind),
         default=BodyKind.EMULATED,
-        help="emulated: exact token counts in extra fields; text: prompts for real engines (default: "
-        "%(default)s)",
+        help="emulated: exact token counts in extra fields; "
+        "text: prompts for real engines (default: %(default)s)",
     )
     group.add_argument(
         "--bytes-per-token",

@@ -150,8 +150,8 @@ def unreachable(url: str, reason: str, running: list[Instance]) -> Finding:
         return Finding(
             Severity.DOWN,
             f"{what}, but its port is in use{listener}",
-            "if this is the application, it is starting or hanging: see its logs; otherwise stop it or give "
-            "--url",
+            "if this is the application, it is starting or "
+            "hanging: see its logs; otherwise stop it or give --url",
         )
     if running:
         known = ", ".join(f"{each.url} ({each.config})" for each in running)
@@ -301,8 +301,8 @@ def pools(model: Document) -> Iterator[Finding]:
             yield Finding(
                 Severity.DEGRADED,
                 f"model {model['model']}: pool {pool} has no replica: its requests wait or spill",
-                "replicas that start are used automatically; if none becomes ready, see the logs of its "
-                "engine",
+                "replicas that start are used automatically; if "
+                "none becomes ready, see the logs of its engine",
             )
 
 
@@ -378,8 +378,8 @@ def saturation(model: Document) -> Iterator[Finding]:
         return
     yield Finding(
         Severity.RISK,
-        f"model {model['model']}: {waiting:,} requests are queued, and all {len(ready)} replicas are "
-        "saturated",
+        f"model {model['model']}: {waiting:,} requests are "
+        f"queued, and all {len(ready)} replicas are saturated",
         "if it lasts, add replicas: `plan` computes how many, and `autoscaling` adds them automatically",
     )
 
@@ -436,8 +436,8 @@ def outcomes(inspection: Inspection, model: str) -> Iterator[Finding]:
         if count > share * all_of_them and all_of_them >= _FEW:
             yield Finding(
                 Severity.RISK,
-                f"model {model}: since its scheduler started, {count:,.0f} of {all_of_them:,.0f} requests "
-                f"{meaning}",
+                f"model {model}: since its scheduler started, "
+                f"{count:,.0f} of {all_of_them:,.0f} requests {meaning}",
                 step,
             )
 

@@ -114,8 +114,8 @@ def _configure_simulation(group: "argparse._ArgumentGroup") -> None:
         type=positive_int,
         default=24,
         metavar="REPLICAS",
-        help="maximum number of replicas to simulate; a larger fleet is scaled down with its rate (default: "
-        "%(default)s)",
+        help="maximum number of replicas to simulate; a larger "
+        "fleet is scaled down with its rate (default: %(default)s)",
     )
     group.add_argument(
         "--candidates",

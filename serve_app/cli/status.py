@@ -34,8 +34,8 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for an application's address and API key."""
     parser.add_argument(
         "--url",
-        help="URL of the application (default: the one that `serve` runs on this machine, else "
-        f"{_LOCAL_URL})",
+        help="URL of the application (default: the one that "
+        f"`serve` runs on this machine, else {_LOCAL_URL})",
     )
     parser.add_argument(
         "--api-key",

@@ -141,16 +141,15 @@ class ResourceSettings:
         for number, bundle in enumerate(self.placement_bundles):
             if not bundle or min(bundle.values()) <= 0:
                 raise ValueError(
-                    f"resources.placement_bundles[{number}] must name resources with amounts above 0, got "
-                    f"{dict(bundle)}"
+                    f"resources.placement_bundles[{number}] must name "
+                    f"resources with amounts above 0, got {dict(bundle)}"
                 )
         first = self.placement_bundles[0]
         for name, amount in self._replica_resources().items():
             if amount > first.get(name, 0.0):
                 raise ValueError(
                     f"resources.placement_bundles[0] hosts the replica, which needs {name}: {amount:g}, but "
-                    "has "
-                    f"{name}: {first.get(name, 0.0):g}: raise it, or lower the amount in resources"
+                    f"has {name}: {first.get(name, 0.0):g}: raise it, or lower the amount in resources"
                 )
 
     def _replica_resources(self) -> dict[str, float]:

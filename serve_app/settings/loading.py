@@ -138,9 +138,9 @@ def _check_pools(where: str, model: ModelSettings) -> None:
     budget = model.scheduler.routing.b_short_tokens
     if budget > first.engine.max_model_len:
         raise SettingsError(
-            f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds the context of pool "
-            f"{first.name} "
-            f"(max_model_len {first.engine.max_model_len:,}): lower the first or raise the second"
+            f"{where}.scheduler.routing.b_short_tokens of {budget:,} exceeds the "
+            f"context of pool {first.name} (max_model_len "
+            f"{first.engine.max_model_len:,}): lower the first or raise the second"
         )
 
 
@@ -159,8 +159,7 @@ def _check_boundary(where: str, pool: PoolSettings, pools: tuple[PoolSettings, .
     if limit is not None and boundary > limit:
         raise SettingsError(
             f"{where} of {boundary:,} exceeds the context of pool {pool.name} (max_model_len {limit:,}): "
-            "lower "
-            "the first or raise the second"
+            "lower the first or raise the second"
         )
 
 

@@ -420,8 +420,7 @@ def space_of(
     if unknown := set(only) - set(parameters):
         raise SettingsError(
             f"cannot tune {', '.join(sorted(unknown))}: the parameters of policy {tunable.scheduler.policy} "
-            "are "
-            f"{', '.join(parameters)}"
+            f"are {', '.join(parameters)}"
         )
     chosen = [each for name, each in parameters.items() if not only or name in only]
     return SearchSpace(chosen, {each.name: tunable.value(each) for each in chosen})

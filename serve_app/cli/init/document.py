@@ -87,8 +87,8 @@ class Gpus:
         stated = config_context_limit(self.model)
         if self.max_model_len is not None and stated is not None and self.max_model_len > stated:
             raise SettingsError(
-                f"max_model_len of {self.max_model_len:,} exceeds the {stated:,} tokens in "
-                f"{self.model}/config.json"
+                f"max_model_len of {self.max_model_len:,} exceeds "
+                f"the {stated:,} tokens in {self.model}/config.json"
             )
 
     @property
@@ -190,8 +190,8 @@ def _ask(given: str, api_key: str | None) -> Server:
         raise ServeAppError(f"{url} serves no model")
     if found.limits.max_model_len is None:
         raise ServeAppError(
-            f"{url} does not report its max_model_len: add its pool to the configuration by hand, with "
-            "engine.remote.max_model_len"
+            f"{url} does not report its max_model_len: add its pool to "
+            "the configuration by hand, with engine.remote.max_model_len"
         )
     return Server(url=url, models=names, max_model_len=found.limits.max_model_len)
 

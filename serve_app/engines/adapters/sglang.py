@@ -46,8 +46,7 @@ def read_metrics(page: bytes, prefix: bytes) -> EngineReading:
     if not running or not waiting:
         raise EngineError(
             f"the metrics have no {prefix.decode()}num_running_reqs or num_queue_reqs: is it an SGLang "
-            "server "
-            "with --enable-metrics?"
+            "server with --enable-metrics?"
         )
     return EngineReading(
         waiting=round(sum(waiting)),

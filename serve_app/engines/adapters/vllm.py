@@ -38,8 +38,7 @@ def read(page: bytes) -> EngineReading:
     if waiting is None or running is None or usage is None:
         raise EngineError(
             f"the metrics have no {RUNNING.decode()}, {_WAITING.decode()} or {_KV_USAGE[0].decode()}: is it "
-            "a "
-            "vLLM server (0.6 or later) that logs statistics?"
+            "a vLLM server (0.6 or later) that logs statistics?"
         )
     cores = samples(page, _CACHE_CONFIG)
     return EngineReading(

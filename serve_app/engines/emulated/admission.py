@@ -173,10 +173,10 @@ class EmulatedAdmission:
         left = self.limits.max_model_len - prompt.tokens
         if not left:
             raise invalid(
-                f"The decoder prompt (length {prompt.tokens}) plus the number of requested output tokens (at "
-                f"least 1) is longer than the maximum model length of {prompt.tokens}. Make sure that "
-                "`max_model_len` is no smaller than the number of text tokens (prompt + requested output "
-                "tokens)."
+                f"The decoder prompt (length {prompt.tokens}) plus the number of "
+                "requested output tokens (at least 1) is longer than the maximum model "
+                f"length of {prompt.tokens}. Make sure that `max_model_len` is no smaller "
+                "than the number of text tokens (prompt + requested output tokens)."
             )
         return left if generation.max_tokens is None else min(left, generation.max_tokens)
 

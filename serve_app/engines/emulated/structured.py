@@ -175,8 +175,8 @@ def chat_call(tools: msgspec.Raw, tool_choice: msgspec.Raw, user_text: str) -> T
         functions = [tool.function for tool in read_raw(tools, list[ChatTool])]
         if not functions:
             raise invalid(
-                "`tools` must not be an empty array. Either provide at least one tool or omit the field "
-                "entirely.",
+                "`tools` must not be an empty array. Either provide "
+                "at least one tool or omit the field entirely.",
                 param="tools",
             )
     choice: Any = read_raw(tool_choice, Any) if is_given(tool_choice) else None

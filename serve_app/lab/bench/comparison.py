@@ -458,8 +458,8 @@ def _by_slice(played: Interleaved) -> Plot:
     curves = Curves([float(number) for number in numbers], lines)
     return Plot(
         title="Mean TTFT per slice",
-        reading="Lower is better. Changes of the workload move both lines; the gap between them is the "
-        "difference.",
+        reading="Lower is better. Changes of the workload move "
+        "both lines; the gap between them is the difference.",
         x=PlotAxis(label="slice of the trace", unit=Unit.COUNT, logarithmic=None),
         y=PlotAxis(label="mean TTFT", unit=Unit.SECONDS),
         positions=curves.positions,

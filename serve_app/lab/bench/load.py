@@ -91,8 +91,8 @@ class BodySettings:
     def __post_init__(self) -> None:
         if self.ignore_eos and self.kind is BodyKind.EMULATED:
             raise ValueError(
-                "ignore_eos is for real engines (body kind text), because emulated ones generate exact "
-                "lengths"
+                "ignore_eos is for real engines (body kind text), "
+                "because emulated ones generate exact lengths"
             )
 
 

@@ -228,8 +228,8 @@ def tail_plots(plan: Plan) -> Iterator[Plot]:
             series.append(Series(name="limit", values=[limit] * len(positions), style=LineStyle.BASELINE))
         yield Plot(
             title=f"{title} against the number of GPUs",
-            reading="A fleet must be below the limit. The maximum of fleets with the same number of GPUs is "
-            "shown.",
+            reading="A fleet must be below the limit. The maximum "
+            "of fleets with the same number of GPUs is shown.",
             x=PlotAxis(label="GPUs", unit=Unit.COUNT, logarithmic=None),
             y=PlotAxis(label=title, unit=Unit.SECONDS, logarithmic=title == "P99 TTFT"),
             positions=[float(place) for place in positions],

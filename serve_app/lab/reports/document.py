@@ -141,8 +141,7 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
         listed = "; ".join(map(_with_change, differences))
         return (
             f"{other} against {base} with {sample.text}, which gives no confidence interval, so the "
-            "differences "
-            f"may be chance: {listed}. For intervals, {sample.advice}."
+            f"differences may be chance: {listed}. For intervals, {sample.advice}."
         )
     clear = [
         f"{judgement.value} in {', '.join(map(_with_change, found[judgement]))}"
@@ -152,8 +151,7 @@ def verdict_of(base: str, other: str, differences: Sequence[FigureDifference], s
     if not clear:
         return (
             f"No significant difference between {other} and {base} with {sample.text}; for narrower "
-            "intervals, "
-            f"{sample.advice}."
+            f"intervals, {sample.advice}."
         )
     unclear = found[Judgement.UNCLEAR] + found[Judgement.UNKNOWN]
     rest = f"; no significant difference with {sample.text} in {', '.join(one.figure for one in unclear)}"

@@ -134,9 +134,9 @@ class FleetSettings:
         for plan, longer in pairwise(plans):
             if plan.engine.max_model_len > longer.engine.max_model_len:
                 raise SettingsError(
-                    "pools must be listed by increasing context, got max_model_len "
-                    f"{plan.engine.max_model_len:,} in {plan.pool} before {longer.engine.max_model_len:,} in "
-                    f"{longer.pool}"
+                    "pools must be listed by increasing context, got "
+                    f"max_model_len {plan.engine.max_model_len:,} in {plan.pool} "
+                    f"before {longer.engine.max_model_len:,} in {longer.pool}"
                 )
         return plans
 

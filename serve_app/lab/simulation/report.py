@@ -410,8 +410,7 @@ def _notes(differences: Mapping[str, Sequence[FigureDifference]], result: RunRes
     if differences:
         yield (
             "The verdict covers metrics that were chosen in advance; all others are below. All policies "
-            "served "
-            "the same requests, so intervals are of paired differences per seed (Student's t, 95 %)."
+            "served the same requests, so intervals are of paired differences per seed (Student's t, 95 %)."
         )
         yield "Intervals are not corrected for multiple comparisons: one of twenty may exclude 0 by chance."
     if any("not deployable" in name for name in differences):

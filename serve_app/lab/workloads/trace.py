@@ -149,8 +149,8 @@ def scale_to_rate(trace: Trace, rate_per_s: float) -> Trace:
     own_rate_per_s = trace.rate_per_s
     if own_rate_per_s is None:
         raise TraceError(
-            f"all {len(trace.requests)} requests of {trace.name!r} arrive at once, so there is no rate to "
-            "scale"
+            f"all {len(trace.requests)} requests of {trace.name!r} "
+            "arrive at once, so there is no rate to scale"
         )
     factor = own_rate_per_s / rate_per_s
     requests = tuple(replace(one, arrival_s=one.arrival_s * factor) for one in trace.requests)

@@ -364,8 +364,7 @@ def unchanged(recording: Recording) -> UnchangedReplay:
     if (comparable := best.waits(subject).comparable) < MIN_COMPARABLE:
         raise RecordingError(
             f"only {comparable} other requests were recorded in these minutes, but an estimate of the "
-            "replay's "
-            f"error needs at least {MIN_COMPARABLE}"
+            f"replay's error needs at least {MIN_COMPARABLE}"
         )
     return best
 
