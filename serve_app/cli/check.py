@@ -22,7 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-machine-checks",
         action="store_true",
-        help="skip checks of this machine (ports, cores, GPUs, memory, folders), for another one that runs it",
+        help="skip checks of this machine, such as its ports, cores, GPUs, memory and folders",
     )
     parser.add_argument(
         "--gpu",
