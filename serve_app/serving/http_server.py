@@ -352,7 +352,7 @@ class Connection(asyncio.Protocol):
         assert parser is not None, "called by the parser"
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
         if method == "CONNECT":
-            raise ValueError("no tunnels")
+            raise ValueError("CONNECT is not supported")
         if parser.should_upgrade():
             self._head_without_offer = without_offer(method, self._url, self._headers)
             return
@@ -457,7 +457,7 @@ class Connection(asyncio.Protocol):
         elif self._overdue != since:
             self._overdue = since
         elif self._head_bytes >= 0:
-            self._reject(408, "")
+            self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
             self.transport.close()
 
@@ -636,7 +636,7 @@ class Exchange:
         stated = closes = False
         for name, value in headers:
             if _UNFIT_NAME.search(name) or _UNFIT_VALUE.search(value):
-                raise RuntimeError(f"the header {name!r} contains control characters")
+                raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
             name = name.lower()  # noqa: PLW2901 - the same name
             if name == b"content-length":
                 self._left, stated = int(value), True
@@ -663,8 +663,10 @@ class Exchange:
             body, self._left = b"", None
         if self._left is not None:
             self._left -= len(body)
-            if self._left < 0 or (ends and self._left):
-                raise RuntimeError(f"a response has {-self._left} bytes more than its content-length states")
+            if self._left < 0:
+                raise RuntimeError(f"the response body exceeds its content-length by {-self._left} bytes")
+            if ends and self._left:
+                raise RuntimeError(f"the response body is {self._left} bytes shorter than its content-length")
         write = self._connection.transport.write
         head, self._head = self._head, b""
         if self._chunked:

@@ -67,6 +67,30 @@ async def test_an_app_that_does_not_answer_ends_its_connection(app: ASGIApp, beg
     assert answer.startswith(begins)
 
 
+@pytest.mark.parametrize(
+    ("headers", "body", "message"),
+    [
+        ([(b"content-length", b"2")], b"abc", "the response body exceeds its content-length by 1 bytes"),
+        ([(b"content-length", b"9")], b"abc", "the response body is 6 bytes shorter than its content-length"),
+        ([(b"x y", b"1")], b"", "invalid characters in the name or value of header b'x y'"),
+    ],
+)
+async def test_an_invalid_response_raises_an_error_that_states_the_difference(
+    headers: list[tuple[bytes, bytes]], body: bytes, message: str
+) -> None:
+    errors: list[str] = []
+
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    await answer_to(app, b"GET / HTTP/1.1\r\n" + CLOSE)
+    assert errors == [message]
+
+
 @pytest.mark.parametrize("broken", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
 async def test_a_head_that_cannot_be_is_rejected(broken: bytes) -> None:
     assert (await answer_to(echo, broken[:100], broken[100:])).startswith(b"HTTP/1.1 400 Bad Request\r\n")
