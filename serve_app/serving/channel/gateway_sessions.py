@@ -422,6 +422,9 @@ class GatewaySessions:
             logger.exception("event=admin_query_failed name=%s", query.name)
             gateway.send(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
             return
+        if not found:
+            error = f"the answer to query {query.name!r} is empty"
+            gateway.send(QueryResult(query.serial, b"", is_last=True, error=error))
         for at in range(0, len(found), _PART_BYTES):
             end = at + _PART_BYTES
             gateway.send(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))

@@ -59,6 +59,17 @@ async def test_a_question_that_cannot_be_answered_gives_the_reason_and_harms_not
     assert gateway.is_connected
 
 
+async def test_an_empty_answer_is_an_error(world: Simulation) -> None:
+    class Empty:
+        async def answer(self, query: str, arguments: bytes) -> bytes:
+            return b""
+
+    gateway = await world.gateway()
+    world.live.queries = Empty()
+    with pytest.raises(ChannelError, match="the answer to query 'status' is empty"):
+        await asyncio.wait_for(gateway.query("status"), PATIENCE_S)
+
+
 async def test_a_question_to_a_lost_scheduler_fails_at_once(world: Simulation) -> None:
     gateway = await world.gateway()
     world.live.queries = slow = Slow({})
