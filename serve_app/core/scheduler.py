@@ -68,12 +68,12 @@ class Scheduler:
 
     Attributes:
         queue: the queued requests.
-        ledger: the replicas and their reservations.
+        ledger: the replicas, with their holds and reservations.
         estimator: token estimates, with learned bytes per token and output lengths.
         suspensions: suspends failing replicas.
         affinity: the prefix caches of replicas.
         isolation: the prefill classes and their limits.
-        dispatcher: the order of service.
+        dispatcher: selects the next request and its replica.
         in_flight: the requests on replicas, and their engine time.
         prefill_costs: learned duration of prefills in each pool.
         pass_through: selects the requests that bypass the scheduler.

@@ -3,15 +3,17 @@
 After each event every queued request waits for one of these reasons. The reason is evaluated in the first of
 its pools with a replica that is alive and not suspended:
 
-- No pool has such a replica: none is connected, none reports, or all that report are suspended.
-- No replica of the pool has capacity: the engines are busy. The request that gets the next slot is the cause.
-  If this request could not have used that slot, the cause is what it lacks: KV cache, permission for another
-  long prefill, an engine with an empty queue, or its particular replica.
-- A replica has capacity, but not for this request: again the cause is what it lacks. A request that fits is
-  never left waiting (`leaves_no_capacity_idle`).
+- No pool has such a replica: none is connected, none reports, or all that report drain, hang or are
+  suspended.
+- No replica of the pool has capacity: the engines are busy. The cause is the *taker*, the request that gets
+  the next slot. If the waiting request could not have used that slot, the cause is what it lacks: KV cache,
+  permission for another long prefill, an engine with an empty queue, or its particular replica.
+- A replica has capacity, but not for the waiting request: again the cause is what it lacks. A request that
+  fits is never left waiting (`leaves_no_capacity_idle`).
 
-Requests of one kind share an account, which assumes the smallest size of the kind. The error is below a
-factor of two in tokens: a request that lacks KV cache may be attributed to the slots that others took.
+Requests with the same key (`key_of`) share an account, which assumes the smallest size among them. Sizes
+within an account differ by less than a factor of two; all requests below 4,096 tokens share one size.
+Therefore a request that lacks KV cache may be attributed to the slots that others took.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +54,7 @@ INDEX_OF = {cause: BUSY + number for number, cause in enumerate(_STATES)}
 # After the sums, the numbers of slots that others took, by the rank of their class.
 _COUNTS = BUSY + len(_STATES)
 _LENGTH = _COUNTS + len(PriorityClass)
-# A request below this many tokens never waits because of the size of a KV cache alone.
+# Requests below 2**12 tokens share an account: they never wait because of the size of a KV cache alone.
 _SMALL_TOKENS_BITS = 12
 
 WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destination]

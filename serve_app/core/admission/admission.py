@@ -2,23 +2,27 @@
 
 A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`reject`,
 `key_limits`), or no replica that could serve it is alive (`reject_outage`, `outages`). A request that fits a
-replica is dispatched immediately, however full the queue is. These limits decide whether any other request
-may queue (`queue_rejection`):
+replica is dispatched immediately, however full the queue is. Any other request may queue if it meets these
+conditions (`queue_rejection`):
 
-- Deadline: the predicted wait plus a margin must end before the request's queue timeout. This limit applies
-  only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower bound
-  computed from the replicas' slots must also end before the timeout (`SlotRate`).
+- Deadline: the predicted wait plus a margin must end before the request's queue timeout. This condition
+  applies only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower
+  bound computed from the replicas' slots must also end before the timeout (`SlotRate`).
 - Queue length: `max_waiting` bounds all queued requests. `batch` leaves a share of it to `default`, and both
-  leave a share to `interactive`. A tenant may queue at most a multiple of the free places, so a heavy tenant
-  is rejected before a light one (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998).
+  leave a share to `interactive`. A tenant may queue at most a multiple of the queue's free capacity, so a
+  heavy tenant is rejected before a light one (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2),
+  1998).
 - The API key's limit on queued requests.
 
-Nothing is rejected while the queue is empty. `Retry-After` is the time at which the last of the limits is
-expected to allow the request. Its work is reserved for that time (`retry_reservations`). A request that
-retries with a reservation has a smaller deadline margin and precedes newcomers.
+These conditions do not apply while the queue is empty. A request with `x-queue: no-wait` never queues: it is
+rejected whenever no replica has capacity for it.
 
-`Retry-After` is spread by a hash of the request id, so that clients rejected together do not retry together.
-A hash is deterministic, so the same events give the same commands.
+`Retry-After` is the delay after which all conditions are expected to allow the request. Until then its work
+is reserved (`retry_reservations`). A request that retries with a reservation has a smaller deadline margin
+and precedes newcomers.
+
+`Retry-After` has jitter, so that clients rejected together do not retry together. The jitter is a hash of the
+request id, which is deterministic: the same events give the same commands.
 """
 
 import math

@@ -1,15 +1,16 @@
 """The dispatcher: selects the next request in the order of service, and its replica.
 
 1. A request put back through no fault of its own, as by a lost replica: it had been dispatched in time.
-2. A request beyond its class's starvation bound or with a claimed retry reservation, at a bounded rate
-   (`starvation`). If it fits nowhere, capacity is reserved for it.
+2. A request beyond its class's starvation bound, at a bounded rate (`starvation`). The bound is at most half
+   of the queue timeout if the request claimed a retry reservation. If it fits nowhere, capacity is reserved
+   for it.
 3. A lower class that is owed its floor share (`starvation`).
 4. The classes in their order. Within a class, tenants in the order of their shares (`fairness`). Among
    tenants with equal shares, and within a tenant, the heads of the sub-queues by the policy's score, within
    the bound on delay (`delay_bound`). Capacity is also reserved for a tenant that is clearly behind.
 
-The first request in this order that fits a replica of the pool is dispatched. Batch work requires an empty
-engine queue, unless it is owed its floor share.
+The first request in this order that fits a replica of the pool is dispatched. Batch work requires an empty or
+nearly empty engine queue, unless it was put back, is promoted or is owed its floor share.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -336,7 +337,7 @@ class Dispatcher:
         return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
     def _is_owed(self, head: ScheduledRequest, pool: str) -> bool:
-        """Return whether the tenant is clearly behind and stays so if others take all free capacity."""
+        """Return whether to reserve capacity: the tenant is clearly behind, the pool has no reservation."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
         return self._queue.behind_requests(head.request) >= OWED_REQUESTS

@@ -109,7 +109,7 @@ class StartEstimates:
         )
 
     def record(self, scheduled: ScheduledRequest, position: int, uncorrected_s: float, now: float) -> None:
-        """Store an estimate if the request has not been in this octave of positions."""
+        """Store an estimate if this is the lowest octave of positions that the request has reached."""
         octave = position.bit_length()
         estimates = self._open.get(scheduled.request.request_id)
         if estimates is None:

@@ -222,13 +222,13 @@ class FairShares:
             yield [tenant.name]
 
     def behind_requests(self, name: str) -> float:
-        """Return how many average requests the tenant furthest behind needs to catch up; 0 for others."""
+        """Return how many average requests the tenant is behind the next one; 0 unless it is behind all."""
         if len(self._waiting) < 2 or self._waiting[0].name != name:
             return 0.0
         return self.most_behind()[1]
 
     def most_behind(self) -> tuple[str, float]:
-        """Return the tenant that is furthest behind and by how many average requests, or ("", 0.0)."""
+        """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
         if len(self._waiting) < 2 or not self._mean_cost > 0:
             return "", 0.0
         name, behind = self._waiting[0].name, self._waiting[1].counter - self._waiting[0].counter

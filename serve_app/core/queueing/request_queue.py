@@ -258,9 +258,9 @@ class HeadGroups:
 # A sub-queue holds requests of one class and tenant with the same length queue, pools, prefill class and
 # destination, so the same replicas can serve them.
 #
-# It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) is only marked,
-# and is removed when it reaches the top. The heap is rebuilt when most of it is marked. The sub-queue always
-# knows its head, and registers each new one with its group.
+# It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) leaves a stale
+# entry, which is removed when it reaches the top. The heap is rebuilt when most entries are stale. The
+# sub-queue always knows its head, and registers each new one with its group.
 
 
 SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
@@ -345,12 +345,13 @@ class HeadQuery:
 
     Attributes:
         groups: the groups of `priority` whose heads are requested.
-        others: groups of the same class and position; their heads may be included.
+        all_groups: all groups of the same class and position, `groups` included; heads of the others may be
+            added.
     """
 
     priority: PriorityClass
     groups: Sequence[HeadGroup]
-    others: Sequence[HeadGroup] = ()
+    all_groups: Sequence[HeadGroup] = ()
 
 
 class RequestQueue:
@@ -496,11 +497,14 @@ class RequestQueue:
         return heads + [head for head in earliest if head is not None]
 
     def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
-        """Return the tenant furthest behind its share and by how many average requests, or ("", 0.0)."""
+        """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
         return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
 
     def behind_requests(self, request: Request) -> float:
-        """Return how many average requests the tenant is behind its share; 0 without fairness."""
+        """Return how many average requests the tenant is behind the next one; 0 unless it is behind all.
+
+        Always 0 without fairness.
+        """
         if not self.is_fair:
             return 0.0
         return self.shares[request.priority].behind_requests(request.tenant)
@@ -648,7 +652,7 @@ class RequestQueue:
         policy = self.policy
         if not (policy.omits_heads or policy.bounds_delay):
             return []
-        others = [group for group in query.others if group not in query.groups]
+        others = [group for group in query.all_groups if group not in query.groups]
         rest = [head for group in others for tenant in tenants for head in group.heads_of(tenant)]
         if policy.omits_heads or any(self._delay_bound(head).is_overdue(head, now) for head in rest):
             return rest

@@ -54,7 +54,8 @@ class AdapterHolders:
         return f"<AdapterHolders { ({name: len(holders) for name, holders in self._by_adapter.items()}) }>"
 
 
-# The open replicas of each pool, ordered so that the best one for a request is found in O(1).
+# The open replicas of each pool, ordered so that the best one for a request is found in amortised constant
+# time, unless the request excludes single replicas.
 #
 # A replica is *open* if it may accept one more request. Open replicas are in heaps, those with the most free
 # tokens first. A heap entry is valid only while its version is the replica's current one, and every change of
@@ -326,7 +327,7 @@ def _count(limits: Counter[int], limit: int, by: int) -> None:
 
 _STARTS_TIME_CONSTANT_S = 2.0
 _REPORT_GAP_WEIGHT = 0.2
-# KV tokens of a cache of unknown size. Replicas are still ordered by their reserved tokens.
+# KV tokens of a cache of unknown size. Replicas are still ordered by their held tokens.
 _NO_LIMIT = 1 << 40
 
 
