@@ -1,6 +1,6 @@
 """Command `doctor`: diagnoses a running application and lists problems by severity.
 
-`inspect` reads the application's pages once. Each check then evaluates that inspection only.
+`inspect` reads the application's endpoints once. Each check then evaluates that inspection only.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Severity(enum.IntEnum):
     """Severity of a finding, by its current effect on clients."""
 
     DOWN = 0
-    """Requests are not answered."""
+    """Requests are not served."""
     DEGRADED = 1
     """Requests are delayed, or some fail."""
     RISK = 2
@@ -58,14 +58,14 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Pages of an application, read once.
+    """Responses of an application's endpoints, read once.
 
     Attributes:
         status: one document per model from `/debug/status`; empty if access is denied.
         queues: one document per model from `/debug/queue`; empty if access is denied.
         samples: samples of `/metrics`.
         clock_skew_s: seconds by which the application's clock is ahead of this machine's; None if unknown.
-        rejection: response of a debug page that could not be read; None if all were read.
+        rejection: response of a debug endpoint that could not be read; None if all were read.
     """
 
     health: HttpResponse
@@ -86,14 +86,14 @@ class Inspection:
 
 
 def inspect(url: str, api_key: str | None) -> Inspection:
-    """Read all pages once.
+    """Read all endpoints once.
 
     Raises:
-        ConnectionFailedError: the application does not answer.
+        ConnectionFailedError: the application does not respond.
     """
     health, ready = (request(f"{url}{path}") for path in ("/health", "/ready"))
     status, queue = (request(f"{url}{path}", api_key) for path in ("/debug/status", "/debug/queue"))
-    rejection = next((answer for answer in (status, queue) if answer.status != 200), None)
+    rejection = next((response for response in (status, queue) if response.status != 200), None)
     return Inspection(
         health=health,
         ready=ready,
@@ -105,24 +105,24 @@ def inspect(url: str, api_key: str | None) -> Inspection:
     )
 
 
-def _models(answer: HttpResponse) -> tuple[Document, ...]:
-    document = answer.document() if answer.status == 200 else None
+def _models(response: HttpResponse) -> tuple[Document, ...]:
+    document = response.document() if response.status == 200 else None
     models = (document or {}).get("models")
     return tuple(models) if isinstance(models, list) else ()
 
 
-def _samples(answer: HttpResponse) -> tuple[Sample, ...]:
-    if answer.status != 200:
+def _samples(response: HttpResponse) -> tuple[Sample, ...]:
+    if response.status != 200:
         return ()
     try:
-        families = list(text_string_to_metric_families(answer.text))
+        families = list(text_string_to_metric_families(response.text))
     except ValueError:
         return ()
     return tuple(sample for family in families for sample in family.samples)
 
 
-def _skew_s(answer: HttpResponse) -> float | None:
-    date = answer.headers.get("date")
+def _skew_s(response: HttpResponse) -> float | None:
+    date = response.headers.get("date")
     try:
         return None if date is None else email.utils.parsedate_to_datetime(date).timestamp() - time.time()
     except ValueError:
@@ -132,13 +132,13 @@ def _skew_s(answer: HttpResponse) -> float | None:
 # -- reachability ------------------------------------------------------------------------------------------
 
 
-_HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
+_LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}  # noqa: S104 - looked up, not bound
 # More than network delay explains. Above this, certificates, keys and logs of several machines disagree.
-_SKEW_S = 30.0
+_MAX_SKEW_S = 30.0
 
 
 def unreachable(url: str, reason: str, running: list[Instance]) -> Finding:
-    """Return the finding for an address that does not answer."""
+    """Return the finding for an address that does not respond."""
     what = f"nothing responds at {url}: {reason}"
     if instance := instance_at(url, running):
         return Finding(
@@ -151,22 +151,22 @@ def unreachable(url: str, reason: str, running: list[Instance]) -> Finding:
             Severity.DOWN,
             f"{what}, but its port is in use{listener}",
             "if this is the application, it is starting or "
-            "hanging: see its logs; otherwise stop it or give --url",
+            "hanging: see its logs; otherwise stop it or pass --url",
         )
     if running:
         known = ", ".join(f"{each.url} ({each.config})" for each in running)
-        return Finding(Severity.DOWN, what, f"give --url; applications run here at {known}")
-    return Finding(Severity.DOWN, what, f"start it with {program()} serve CONFIG, or give --url")
+        return Finding(Severity.DOWN, what, f"pass --url; applications run here at {known}")
+    return Finding(Severity.DOWN, what, f"start it with {program()} serve CONFIG, or pass --url")
 
 
 def is_gateway(inspection: Inspection) -> bool:
-    """Return whether a gateway of this project answers."""
+    """Return whether a gateway of this project responded."""
     document = inspection.ready.document() or {}
     return "models_without_replica" in document
 
 
 def not_a_gateway(url: str, inspection: Inspection, running: list[Instance]) -> Finding:
-    """Return the finding for an address at which something other than a gateway answers."""
+    """Return the finding for an address at which something other than a gateway responds."""
     instance = instance_at(url, running)
     if instance is not None or inspection.health.status in {502, 503, 504}:
         folder = f" in {instance.folder}" if instance is not None else ""
@@ -179,11 +179,11 @@ def not_a_gateway(url: str, inspection: Inspection, running: list[Instance]) -> 
         Severity.DOWN,
         f"the server at {url}{_listener(url)} is not a gateway of this project "
         f"(/ready: {inspection.ready.status})",
-        "give the application's own address with --url, including its route_prefix",
+        "pass the application's own address as --url, including its route_prefix",
     )
 
 
-def unready(inspection: Inspection, instance: Instance | None) -> Iterator[Finding]:
+def check_readiness(inspection: Inspection, instance: Instance | None) -> Iterator[Finding]:
     """Yield findings from `/ready`."""
     document = inspection.ready.document() or {}
     if document.get("status") == "stopping":
@@ -218,29 +218,29 @@ def _cause(model: str, instance: Instance) -> str:
     return next(filter(None, causes), "")
 
 
-def access_denied(inspection: Inspection) -> Iterator[Finding]:
-    """Yield a finding if the debug pages could not be read."""
-    answer = inspection.rejection
-    if answer is None:
+def check_access(inspection: Inspection) -> Iterator[Finding]:
+    """Yield a finding if the debug endpoints could not be read."""
+    response = inspection.rejection
+    if response is None:
         return
-    if answer.status in {401, 403}:
+    if response.status in {401, 403}:
         yield Finding(
             Severity.NOTE,
-            f"queues and replicas are not accessible: the application returned {answer.status}",
-            "give an admin key with --api-key or EWSJF_API_KEY and run this command again",
+            f"queues and replicas are not accessible: the application returned {response.status}",
+            "pass an admin key with --api-key or EWSJF_API_KEY",
         )
     else:
         yield Finding(
             Severity.DEGRADED,
-            f"queues and replicas are not available: the application returned {answer.status}",
+            f"queues and replicas are not available: the application returned {response.status}",
             "see the logs of its gateways",
         )
 
 
-def clock(inspection: Inspection) -> Iterator[Finding]:
+def check_clock(inspection: Inspection) -> Iterator[Finding]:
     """Yield a finding if the application's clock differs from this machine's."""
     skew_s = inspection.clock_skew_s
-    if skew_s is not None and abs(skew_s) > _SKEW_S:
+    if skew_s is not None and abs(skew_s) > _MAX_SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
         yield Finding(
             Severity.NOTE,
@@ -251,7 +251,7 @@ def clock(inspection: Inspection) -> Iterator[Finding]:
 
 def _listener(url: str) -> str:
     parts = urlsplit(url)
-    if parts.hostname not in _HERE:
+    if parts.hostname not in _LOCAL_HOSTS:
         return ""
     return listening_process(parts.port or (443 if parts.scheme == "https" else 80))
 
@@ -259,8 +259,8 @@ def _listener(url: str) -> str:
 # -- schedulers and replicas -------------------------------------------------------------------------------
 
 
-def scheduler(model: Document) -> Iterator[Finding]:
-    """Yield a finding if a model's scheduler does not answer or has ended."""
+def check_scheduler(model: Document) -> Iterator[Finding]:
+    """Yield a finding if a model's scheduler does not respond or has ended."""
     name = model["model"]
     if "error" in model:
         yield Finding(
@@ -272,11 +272,11 @@ def scheduler(model: Document) -> Iterator[Finding]:
         yield Finding(
             Severity.DEGRADED,
             f"model {name}: its scheduler has ended: {model['ended']}",
-            "another one takes over automatically: check again in a few seconds",
+            "another scheduler takes over automatically: check again in a few seconds",
         )
 
 
-def reports(model: Document) -> Iterator[Finding]:
+def check_reports(model: Document) -> Iterator[Finding]:
     """Yield a finding for replicas without a fresh load report, which receive no requests."""
     replicas = model["replicas"]
     stale = sorted(name for name, replica in replicas.items() if replica["stale"])
@@ -289,11 +289,11 @@ def reports(model: Document) -> Iterator[Finding]:
         Severity.DOWN if everyone else Severity.DEGRADED,
         f"model {model['model']}: {len(late)} of {len(replicas)} replicas have no recent load report, so "
         f"they receive no requests: {', '.join(late)}",
-        "a blocked engine is replaced after its health check: see its log and its machine's load",
+        "an engine that hangs is replaced after its health check: see its log and the load of its node",
     )
 
 
-def pools(model: Document) -> Iterator[Finding]:
+def check_pools(model: Document) -> Iterator[Finding]:
     """Yield a finding per pool without replicas while another pool of the model serves its requests."""
     has = {replica["pool"] for replica in model["replicas"].values()}
     for pool in model.get("pools", ()):
@@ -306,7 +306,7 @@ def pools(model: Document) -> Iterator[Finding]:
             )
 
 
-def tuner(model: Document) -> Iterator[Finding]:
+def check_tuner(model: Document) -> Iterator[Finding]:
     """Yield a finding if the tuner is frozen."""
     frozen = (model.get("tuner") or {}).get("frozen")
     if frozen:
@@ -317,7 +317,7 @@ def tuner(model: Document) -> Iterator[Finding]:
         )
 
 
-def decision_log(model: Document) -> Iterator[Finding]:
+def check_decision_log(model: Document) -> Iterator[Finding]:
     """Yield a finding if the decision log has ended while the scheduler continues."""
     reason = model.get("decision_log_ended")
     if reason:
@@ -331,27 +331,28 @@ def decision_log(model: Document) -> Iterator[Finding]:
 # -- current queue: queue length, queue time near its timeout, saturated engines -----------------------------
 
 
-_NEARLY_FULL = 0.8
-_LATE = 0.5
+_NEARLY_FULL_RATIO = 0.8
+_NEAR_TIMEOUT_RATIO = 0.5
 # KV usage above which an engine is likely to preempt soon.
 _KV_FULL = 0.95
 
 
-def queue_length(queue: Document) -> Iterator[Finding]:
+def check_queue_length(queue: Document) -> Iterator[Finding]:
     """Yield a finding if a queue is near its limit, above which requests are rejected with 429."""
     limit = queue.get("max_waiting")
-    if limit is None or queue["waiting"] < _NEARLY_FULL * limit:
+    if limit is None or queue["waiting"] < _NEARLY_FULL_RATIO * limit:
         return
     full = queue["waiting"] >= limit
-    rejected = "requests are rejected with 429" if full else "above the limit, requests are rejected with 429"
+    rejected = "so requests are rejected with 429" if full else "beyond it, requests are rejected with 429"
     yield Finding(
         Severity.DEGRADED if full else Severity.RISK,
-        f"model {queue['model']}: {queue['waiting']:,} of at most {limit:,} requests are queued, {rejected}",
+        f"model {queue['model']}: {queue['waiting']:,} requests are queued, and the limit is {limit:,}"
+        f"{', ' if full else '; '}{rejected}",
         "add replicas (`plan` computes how many) or reduce the load; a longer queue only adds queue time",
     )
 
 
-def longest_wait(queue: Document) -> Iterator[Finding]:
+def check_longest_wait(queue: Document) -> Iterator[Finding]:
     """Yield a finding per class whose longest queue time is near its timeout."""
     timeouts = queue.get("queue_timeout_s") or {}
     reported: set[str] = set()
@@ -359,7 +360,7 @@ def longest_wait(queue: Document) -> Iterator[Finding]:
     for sub_queue in sorted(queue["sub_queues"], key=lambda each: -each["wait_s"]):
         priority = sub_queue["priority"]
         timeout_s = timeouts.get(priority)
-        if timeout_s is None or priority in reported or sub_queue["wait_s"] < _LATE * timeout_s:
+        if timeout_s is None or priority in reported or sub_queue["wait_s"] < _NEAR_TIMEOUT_RATIO * timeout_s:
             continue
         reported.add(priority)
         yield Finding(
@@ -370,7 +371,7 @@ def longest_wait(queue: Document) -> Iterator[Finding]:
         )
 
 
-def saturation(model: Document) -> Iterator[Finding]:
+def check_saturation(model: Document) -> Iterator[Finding]:
     """Yield a finding if requests wait and all engines are saturated."""
     waiting = sum(model["waiting"].values())
     ready = [replica for replica in model["replicas"].values() if replica["report"] and not replica["stale"]]
@@ -397,7 +398,7 @@ def _is_full(replica: Document) -> bool:
 
 _CONCLUDED = "ewsjf_requests_concluded_total"
 # With fewer requests, a share is not meaningful.
-_FEW = 20
+_MIN_REQUESTS = 20
 # (outcome, share of all requests above which it is reported, meaning, next step).
 _OUTCOMES = (
     (
@@ -422,31 +423,31 @@ _OUTCOMES = (
         "rejected_no_replica",
         0.0,
         "were rejected because no replica was alive (503)",
-        "see the engines' logs; a second replica tolerates the loss of one",
+        "see the engines' logs; with a second replica, the model survives the loss of one",
     ),
 )
 _PUT_BACK_SHARE = 0.01
 
 
-def outcomes(inspection: Inspection, model: str) -> Iterator[Finding]:
+def check_outcomes(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield a finding per outcome of failed or rejected requests whose share is high."""
-    all_of_them = inspection.total(_CONCLUDED, model)
+    total = inspection.total(_CONCLUDED, model)
     for outcome, share, meaning, step in _OUTCOMES:
         count = inspection.total(_CONCLUDED, model, outcome=outcome)
-        if count > share * all_of_them and all_of_them >= _FEW:
+        if count > share * total and total >= _MIN_REQUESTS:
             yield Finding(
                 Severity.RISK,
                 f"model {model}: since its scheduler started, "
-                f"{count:,.0f} of {all_of_them:,.0f} requests {meaning}",
+                f"{count:,.0f} of {total:,.0f} requests {meaning}",
                 step,
             )
 
 
-def put_backs(inspection: Inspection, model: str) -> Iterator[Finding]:
+def check_put_backs(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield a finding if many dispatches failed before their first byte and were put back."""
     sent = inspection.total("ewsjf_dispatches_total", model)
     back = inspection.total("ewsjf_put_backs_total", model)
-    if sent >= _FEW and back > _PUT_BACK_SHARE * sent:
+    if sent >= _MIN_REQUESTS and back > _PUT_BACK_SHARE * sent:
         yield Finding(
             Severity.RISK,
             f"model {model}: {back:,.0f} of {sent:,.0f} dispatches failed before the first byte and were "
@@ -455,7 +456,7 @@ def put_backs(inspection: Inspection, model: str) -> Iterator[Finding]:
         )
 
 
-def errors(inspection: Inspection, model: str) -> Iterator[Finding]:
+def check_errors(inspection: Inspection, model: str) -> Iterator[Finding]:
     """Yield findings for errors of the scheduler, and of the store of its learned state."""
     if count := inspection.total("ewsjf_scheduler_errors_total", model):
         yield Finding(
@@ -463,12 +464,12 @@ def errors(inspection: Inspection, model: str) -> Iterator[Finding]:
             f"model {model}: its scheduler could not handle {count:,.0f} events",
             "see `event=core_failed` in its log, and report the traceback that follows",
         )
-    for operation, verb in (("save", "written"), ("load", "read"), ("restore", "used")):
+    for operation, action in (("save", "writing"), ("load", "reading"), ("restore", "restoring")):
         count = inspection.total("ewsjf_state_failures_total", model, operation=operation)
         if count:
             yield Finding(
                 Severity.RISK,
-                f"model {model}: learned state could not be {verb} {count:,.0f} times",
+                f"model {model}: {action} learned state failed {count:,.0f} times",
                 "check that state_uri is reachable and writable from every node",
             )
 
@@ -479,13 +480,13 @@ def errors(inspection: Inspection, model: str) -> Iterator[Finding]:
 Check = Callable[[Document], Iterator[Finding]]
 
 _STATUS_CHECKS: tuple[Check, ...] = (
-    pools,
-    reports,
-    saturation,
-    tuner,
-    decision_log,
+    check_pools,
+    check_reports,
+    check_saturation,
+    check_tuner,
+    check_decision_log,
 )
-_QUEUE_CHECKS: tuple[Check, ...] = (queue_length, longest_wait)
+_QUEUE_CHECKS: tuple[Check, ...] = (check_queue_length, check_longest_wait)
 
 
 def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Finding]:
@@ -505,11 +506,11 @@ def diagnose(url: str, api_key: str | None, running: list[Instance]) -> list[Fin
 
 
 def _findings(inspection: Inspection, instance: Instance | None) -> Iterator[Finding]:
-    yield from unready(inspection, instance)
-    yield from access_denied(inspection)
+    yield from check_readiness(inspection, instance)
+    yield from check_access(inspection)
     try:
         for model in inspection.status:
-            yield from scheduler(model)
+            yield from check_scheduler(model)
             if "error" not in model:
                 yield from (finding for check in _STATUS_CHECKS for finding in check(model))
         for queue in inspection.queues:
@@ -518,17 +519,17 @@ def _findings(inspection: Inspection, instance: Instance | None) -> Iterator[Fin
     except (KeyError, TypeError, AttributeError) as error:
         yield Finding(
             Severity.NOTE,
-            f"the application's debug pages have an unexpected format ({error!r})",
-            "use this command of the release that the application runs",
+            f"the application's debug endpoints have an unexpected format ({error!r})",
+            "run `doctor` of the application's release",
         )
     for name in _models_with_metrics(inspection):
-        for check in (outcomes, put_backs, errors):
+        for check in (check_outcomes, check_put_backs, check_errors):
             yield from check(inspection, name)
-    yield from clock(inspection)
+    yield from check_clock(inspection)
 
 
 def _models_with_metrics(inspection: Inspection) -> list[str]:
-    """Return the models that have metrics, which are readable without a key."""
+    """Return the models that have metrics; none if `/metrics` could not be read."""
     named = (sample.labels.get("model") for sample in inspection.samples)
     return sorted({name for name in named if name})
 

@@ -176,11 +176,11 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     ),
     "queue full": (
         lambda answers: queue(answers).update(waiting=2000),
-        "degraded: model demo: 2,000 of at most",
+        "degraded: model demo: 2,000 requests are queued, and the limit is 2,000, so requests are rejected",
     ),
     "queue nearly full": (
         lambda answers: queue(answers).update(waiting=1700),
-        "risk: model demo: 1,700 of at most",
+        "risk: model demo: 1,700 requests are queued, and the limit is 2,000; beyond it",
     ),
     "long wait": (
         has_a_long_wait,
@@ -193,7 +193,10 @@ FINDINGS: dict[str, tuple[Change, str]] = {
         concluded(Outcome.REJECTED_QUEUE_FULL, 5),
         "5 of 105 requests were rejected because the queue",
     ),
-    "nobody alive": (concluded(Outcome.REJECTED_NO_REPLICA, 1), "1 of 101 requests were rejected because no"),
+    "no replica alive": (
+        concluded(Outcome.REJECTED_NO_REPLICA, 1),
+        "1 of 101 requests were rejected because no",
+    ),
     "put back": (put_back, "5 of 100 dispatches failed before the first byte"),
     "scheduler errors": (
         counts("ewsjf_scheduler_errors_total", 2),
@@ -201,7 +204,7 @@ FINDINGS: dict[str, tuple[Change, str]] = {
     ),
     "state": (
         counts('ewsjf_state_failures_total operation="save"', 3),
-        "risk: model demo: learned state could not be written 3 times",
+        "risk: model demo: writing learned state failed 3 times",
     ),
     "frozen": (
         lambda answers: model(answers).update(tuner={"frozen": "frozen by an admin"}),
@@ -212,7 +215,7 @@ FINDINGS: dict[str, tuple[Change, str]] = {
         "note: model demo: the decision log has ended: max_events reached",
     ),
     "clock": (lambda answers: answers.update(skew_s=-900.0), "note: its clock is 90"),
-    "other release": (speaks_otherwise, "note: the application's debug pages have an unexpected format"),
+    "other release": (speaks_otherwise, "note: the application's debug endpoints have an unexpected format"),
     "foreign": (
         lambda answers: answers.update({"/ready": "hello"}),
         "is not a gateway of this project (/ready: 200)",
