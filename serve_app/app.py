@@ -28,7 +28,7 @@ from serve_app.serving.scheduler.actor import SCHEDULER_DEPLOYMENT_OPTIONS, Sche
 from serve_app.serving.scheduler.deployment import SchedulerDeployment
 from serve_app.serving.tuner.deployment import TUNER_DEPLOYMENT_OPTIONS, TunerDeployment
 from serve_app.settings.application import (
-    AppSettings,
+    ApplicationSettings,
     GatewayDeploymentSettings,
     ModelSettings,
     PoolSettings,
@@ -54,7 +54,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
     return application_of(settings_of(args))
 
 
-def application_of(settings: AppSettings) -> Application:
+def application_of(settings: ApplicationSettings) -> Application:
     """Return the application with these settings.
 
     Raises:
@@ -114,11 +114,11 @@ def application_of(settings: AppSettings) -> Application:
 
 def _scale_of(gateways: GatewayDeploymentSettings) -> dict[str, Any]:
     if gateways.autoscaling is None:
-        return {"num_replicas": gateways.first_replicas}
+        return {"num_replicas": gateways.initial_replicas}
     return {"autoscaling_config": gateway_config(gateways.autoscaling)}
 
 
-def _scheduler(model: ModelSettings, settings: AppSettings) -> Application:
+def _scheduler(model: ModelSettings, settings: ApplicationSettings) -> Application:
     actor = SchedulerActorSettings(
         scheduler=model.scheduler,
         channel=settings.channel,
@@ -181,7 +181,7 @@ def _pool(model: str, pool: PoolSettings, channel: ChannelSettings, scheduler: A
 
 
 def _endpoints(
-    name: str, model: ModelSettings, pool: PoolSettings, settings: AppSettings, scheduler: Application
+    name: str, model: ModelSettings, pool: PoolSettings, settings: ApplicationSettings, scheduler: Application
 ) -> Application:
     assert pool.engine.remote is not None, "only called for remote engines"
     deployment = serve.deployment(
@@ -227,7 +227,7 @@ def _deployment_name(kind: str, model: str) -> str:
     return f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}"
 
 
-def _check_unique_names(settings: AppSettings) -> None:
+def _check_unique_names(settings: ApplicationSettings) -> None:
     names = [
         _deployment_name(kind, model.name) for model in settings.models for kind in ("scheduler", "tuner")
     ]

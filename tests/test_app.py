@@ -12,7 +12,7 @@ from ray.serve._private.build_app import build_app as build_with_serve
 from serve_app.app import application_of
 from serve_app.errors import SettingsError
 from serve_app.serving.pool.replica import PoolReplicaSettings
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.loading import load_settings, settings_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -23,7 +23,7 @@ def emulated(name: str, **changes: Any) -> dict[str, Any]:
     return {"name": name, "engine": {"emulated": {"max_model_len": limits[name]}}, **changes}
 
 
-def settings(*models: dict[str, Any], **changes: Any) -> AppSettings:
+def settings(*models: dict[str, Any], **changes: Any) -> ApplicationSettings:
     default = {"name": "demo", "aliases": ["alias"], "pools": [emulated("short"), emulated("long")]}
     return settings_of({"models": list(models) or [default], **changes})
 

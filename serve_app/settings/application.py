@@ -318,7 +318,7 @@ class GatewayDeploymentSettings:
             raise ValueError("gateways: give replicas or autoscaling, not both")
 
     @property
-    def first_replicas(self) -> int:
+    def initial_replicas(self) -> int:
         """Number of gateways at deployment."""
         return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas or 1
 
@@ -357,7 +357,7 @@ class ApplicationConfig:
 
 
 @settings
-class AppSettings(ApplicationConfig):
+class ApplicationSettings(ApplicationConfig):
     """Complete settings of a whole application."""
 
     models: tuple[ModelSettings, ...]

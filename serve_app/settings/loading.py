@@ -16,7 +16,7 @@ from serve_app.errors import SettingsError
 from serve_app.serving.gateway.settings import GatewayConfig, GatewaySettings, ServedModel
 from serve_app.settings.application import (
     ApplicationConfig,
-    AppSettings,
+    ApplicationSettings,
     ModelConfig,
     ModelSettings,
     PoolSettings,
@@ -35,7 +35,7 @@ Complete = TypeVar("Complete")
 _TWO = 2
 
 
-def resolve(config: ApplicationConfig) -> AppSettings:
+def resolve(config: ApplicationConfig) -> ApplicationSettings:
     """Derive complete settings from what a file states.
 
     Raises:
@@ -48,7 +48,7 @@ def resolve(config: ApplicationConfig) -> AppSettings:
         )
     served = tuple(each for model in config.models for each in _served(model))
     return _completed(
-        AppSettings,
+        ApplicationSettings,
         config,
         models=tuple(_model(f"models[{index}]", model) for index, model in enumerate(config.models)),
         gateway=_completed(GatewaySettings, config.gateway, models=served),
@@ -186,7 +186,7 @@ _EXTENDED: Mapping[type, type] = {
 }
 
 
-def load_settings(path: Path) -> AppSettings:
+def load_settings(path: Path) -> ApplicationSettings:
     """Load the settings of the one application in a Ray Serve configuration file.
 
     Raises:
@@ -205,7 +205,7 @@ def load_settings(path: Path) -> AppSettings:
     return settings_of(ours[0].get("args", {}))
 
 
-def settings_of(args: object) -> AppSettings:
+def settings_of(args: object) -> ApplicationSettings:
     """Return the complete settings for an application's arguments as given in a file.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.loading import settings_of
 
 CHART = Path(__file__).resolve().parents[2] / "configs" / "helm"
@@ -78,7 +78,7 @@ def environment(group: Object) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container(group)["env"]}
 
 
-def application(service: Object) -> AppSettings:
+def application(service: Object) -> ApplicationSettings:
     """Return the settings that the service deploys."""
     (found,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     return settings_of(found["args"])

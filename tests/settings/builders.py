@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import SettingsError
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.loading import settings_of
 
 
@@ -22,7 +22,7 @@ def model(**changes: Any) -> dict[str, Any]:
     return {"name": "demo", "pools": [pool("short"), pool("long")], **changes}
 
 
-def parse(*models: dict[str, Any], **changes: Any) -> AppSettings:
+def parse(*models: dict[str, Any], **changes: Any) -> ApplicationSettings:
     return settings_of({"models": list(models) or [model()], **changes})
 
 

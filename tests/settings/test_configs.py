@@ -11,7 +11,7 @@ from serve_app.cli.serve.environment import default_settings
 from serve_app.engines.model.profiles import load_profile
 from serve_app.engines.model.roofline import capacity
 from serve_app.request import PriorityClass
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.engines import check_capacity, engine_setup
 from serve_app.settings.loading import load_settings, settings_of
 
@@ -85,7 +85,7 @@ def test_no_long_prompt_fills_the_iterations_of_a_real_engine_without_a_gpu() ->
         assert 0 < pool.engine.vllm.args["long_prefill_token_threshold"] <= 512, pool.name
 
 
-def on_gpus(name: str) -> AppSettings:
+def on_gpus(name: str) -> ApplicationSettings:
     if name != "kuberay":
         return load_settings(CONFIGS / f"{name}.yaml")
     spec = kuberay("RayService")["spec"]
@@ -124,7 +124,7 @@ def test_chunks_of_long_prefills_are_what_a_card_computes_beside_decoding(name: 
     assert load_profile("llama2-70b-h100-tp4").step_time.chunk_tokens() == 256, "measured"
 
 
-def gpus_of(settings: AppSettings) -> float:
+def gpus_of(settings: ApplicationSettings) -> float:
     """Return the GPUs at the maximum number of replicas."""
     pools, budget = settings.models[0].pools, settings.models[0].gpu_budget
     wanted = sum(

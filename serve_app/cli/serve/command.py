@@ -24,7 +24,7 @@ from serve_app.cli.serve.supervisor import Launch, Supervisor
 from serve_app.cli.serve.terminal import Console
 from serve_app.errors import SettingsError
 from serve_app.serving.access import ADMIN_KEY_VARIABLE, raise_descriptor_limit, write_admin_key
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking import CheckResult, check_file
 from serve_app.settings.checking.machine import http_address
 
@@ -88,7 +88,7 @@ def local_url(content: Mapping[str, Any]) -> str:
     return f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}{prefix.rstrip('/')}"
 
 
-def _engines(settings: AppSettings) -> dict[str, str]:
+def _engines(settings: ApplicationSettings) -> dict[str, str]:
     found = {}
     for model in settings.models:
         for pool in model.pools:

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 from serve_app.errors import SettingsError
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking.engines import check_capacity, check_engines
 from serve_app.settings.checking.machine import check_machine, http_address, single_gpu_name
 from serve_app.settings.checking.serve_file import Document, Mistake, UnreadableError, check_serve_keys
@@ -30,7 +30,7 @@ class CheckResult:
     mistakes: list[Mistake] = field(default_factory=list)
     warnings: list[Mistake] = field(default_factory=list)
     content: Mapping[str, Any] = field(default_factory=dict)
-    settings: AppSettings | None = None
+    settings: ApplicationSettings | None = None
 
 
 def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = None) -> CheckResult:
@@ -74,7 +74,7 @@ def check_file(path: Path, *, on_this_machine: bool = True, gpu: str | None = No
     return found
 
 
-def _state(settings: AppSettings) -> Iterator[str]:
+def _state(settings: ApplicationSettings) -> Iterator[str]:
     """Check that the client package for the store of learned state is installed."""
     if settings.state_uri is None:
         return
@@ -85,7 +85,7 @@ def _state(settings: AppSettings) -> Iterator[str]:
         yield f"state_uri {settings.state_uri} cannot be used here: {exc}"
 
 
-def _tracing(settings: AppSettings) -> Iterator[str]:
+def _tracing(settings: ApplicationSettings) -> Iterator[str]:
     """Check that OpenTelemetry is installed here and supports the configured tracing."""
     try:
         settings.gateway.check_tracing()
@@ -93,7 +93,7 @@ def _tracing(settings: AppSettings) -> Iterator[str]:
         yield str(exc)
 
 
-def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+def _exposure(document: Document, settings: ApplicationSettings) -> Iterator[Mistake]:
     try:
         host, _ = http_address(document.content)
     except (TypeError, ValueError):
@@ -104,7 +104,7 @@ def _exposure(document: Document, settings: AppSettings) -> Iterator[Mistake]:
         yield Mistake(str(exc), document.line(("http_options", "host")))
 
 
-def _machine_mistakes(document: Document, settings: AppSettings) -> Iterator[Mistake]:
+def _machine_mistakes(document: Document, settings: ApplicationSettings) -> Iterator[Mistake]:
     for path, sentence in check_machine(document.content, settings):
         yield Mistake(sentence, document.line(path))
 

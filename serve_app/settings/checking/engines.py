@@ -17,7 +17,7 @@ from serve_app.engines.model.roofline import (
 )
 from serve_app.engines.vllm.engine import VllmEngineSettings
 from serve_app.errors import EngineError, SettingsError
-from serve_app.settings.application import AppSettings, PoolSettings
+from serve_app.settings.application import ApplicationSettings, PoolSettings
 
 # -- a vLLM engine of a configuration as input for the roofline: model, GPUs, and arguments that need memory
 # --
@@ -135,7 +135,7 @@ class _VllmPool:
     on: str
 
 
-def check_capacity(settings: AppSettings, gpu: str | None = None) -> Iterator[str]:
+def check_capacity(settings: ApplicationSettings, gpu: str | None = None) -> Iterator[str]:
     """Yield a sentence for each limit that an engine cannot reach, starting with the setting's path.
 
     Args:
@@ -218,7 +218,7 @@ def _check_sequences(here: _VllmPool) -> Iterator[str]:
 _HUB_STEPS = 2
 
 
-def check_engines(settings: AppSettings, *, on_this_machine: bool) -> Iterator[str]:
+def check_engines(settings: ApplicationSettings, *, on_this_machine: bool) -> Iterator[str]:
     """Yield a sentence for each engine that cannot start, beginning with the path of the setting."""
     seen: set[str] = set()
     for where, engine in _vllm_engines(settings):
@@ -231,7 +231,7 @@ def check_engines(settings: AppSettings, *, on_this_machine: bool) -> Iterator[s
                 yield sentence
 
 
-def _vllm_engines(settings: AppSettings) -> Iterator[tuple[str, VllmEngineSettings]]:
+def _vllm_engines(settings: ApplicationSettings) -> Iterator[tuple[str, VllmEngineSettings]]:
     for number, model in enumerate(settings.models):
         for place, pool in enumerate(model.pools):
             if pool.engine.vllm is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from serve_app.engines.vllm.engine import VllmEngineSettings
-from serve_app.settings.application import AppSettings, PoolSettings
+from serve_app.settings.application import ApplicationSettings, PoolSettings
 from serve_app.settings.checking.serve_file import Step
 
 DEFAULT_PORT = 8000
@@ -26,7 +26,7 @@ _GIB = 2**30
 Found = tuple[tuple[Step, ...], str]
 
 
-def check_machine(content: Mapping[str, Any], settings: AppSettings) -> Iterator[Found]:
+def check_machine(content: Mapping[str, Any], settings: ApplicationSettings) -> Iterator[Found]:
     """Yield what is missing, each with the path of the setting that requires it."""
     yield from check_port(content)
     yield from _check_cpus(settings)
@@ -87,9 +87,9 @@ def listening_process(port: int) -> str:
     return ""
 
 
-def _check_cpus(settings: AppSettings) -> Iterator[Found]:
+def _check_cpus(settings: ApplicationSettings) -> Iterator[Found]:
     there = os.cpu_count() or 1
-    needed = settings.gateways.first_replicas * settings.gateways.num_cpus
+    needed = settings.gateways.initial_replicas * settings.gateways.num_cpus
     needed += _CPUS_PER_MODEL * len(settings.models)
     needed += sum(pool.num_cpus * _replicas(pool) for _, pool in _pools(settings))
     if needed > there + 1e-9:
@@ -102,7 +102,7 @@ def _check_cpus(settings: AppSettings) -> Iterator[Found]:
         )
 
 
-def _check_gpus(settings: AppSettings) -> Iterator[Found]:
+def _check_gpus(settings: ApplicationSettings) -> Iterator[Found]:
     needed = sum(pool.gpus_per_replica * _replicas(pool) for _, pool in _pools(settings))
     if not needed:
         return
@@ -118,7 +118,7 @@ def _check_gpus(settings: AppSettings) -> Iterator[Found]:
         )
 
 
-def _check_nodes(settings: AppSettings) -> Iterator[Found]:
+def _check_nodes(settings: ApplicationSettings) -> Iterator[Found]:
     for where, pool in _pools(settings):
         bundles = len(pool.resources.placement_bundles)
         if bundles > 1 and pool.resources.placement_strategy == "STRICT_SPREAD":
@@ -151,7 +151,7 @@ def single_gpu_name() -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _check_memory(settings: AppSettings) -> Iterator[Found]:
+def _check_memory(settings: ApplicationSettings) -> Iterator[Found]:
     """Check the memory of engines without a GPU. Engines with one use little memory of the host."""
     needed, unlimited = 0.0, None
     for where, pool in _pools(settings):
@@ -198,7 +198,7 @@ def _weights_gib(engine: VllmEngineSettings) -> float:
     return stored * (2 if engine.args.get("dtype") == "float32" else 1) / _GIB
 
 
-def _pools(settings: AppSettings) -> Iterator[tuple[tuple[Step, ...], PoolSettings]]:
+def _pools(settings: ApplicationSettings) -> Iterator[tuple[tuple[Step, ...], PoolSettings]]:
     for number, model in enumerate(settings.models):
         for place, pool in enumerate(model.pools):
             yield ("applications", 0, "args", "models", number, "pools", place), pool

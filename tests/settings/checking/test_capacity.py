@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.cli import main
-from serve_app.settings.application import AppSettings
+from serve_app.settings.application import ApplicationSettings
 from serve_app.settings.checking import check_file
 from serve_app.settings.checking.engines import check_capacity
 from serve_app.settings.loading import settings_of
@@ -27,7 +27,7 @@ def pool(name: str = "short", *, model: str = LARGE, gpus: float = 2, **args: An
     return found
 
 
-def application(*pools: dict[str, Any]) -> AppSettings:
+def application(*pools: dict[str, Any]) -> ApplicationSettings:
     return settings_of({"models": [{"name": "m", "pools": list(pools)}]})
 
 
