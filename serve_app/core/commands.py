@@ -13,7 +13,7 @@ from serve_app.request import RateLimitStatus, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """Send a request to a replica, where its capacity is already reserved.
+    """Send a request to a replica, which already holds its capacity.
 
     Attributes:
         pool: pool of the replica; differs from the request's home pool after a spill.
@@ -89,7 +89,7 @@ class ContextLearned:
 def dispatch_of(
     scheduled: ScheduledRequest, replica: ReplicaSpec, now: float, rate_limits: RateLimitStatus | None
 ) -> Dispatch:
-    """Return the command for a request whose capacity on a replica is reserved."""
+    """Return the command for a request whose capacity a replica already holds."""
     return Dispatch(
         request_id=scheduled.request.request_id,
         gateway_id=scheduled.request.gateway_id,

@@ -5,16 +5,16 @@ then applies the event, then dispatches until no head of any sub-queue fits anyw
 in order. `next_wakeup()` returns when time alone will change something. The live scheduler and the simulator
 do the same three things with it: feed events, execute commands, schedule the next wake-up.
 
-A request is in exactly one of three places: in the queue, on a replica in the ledger, or concluded and
+A request is in exactly one of three states: queued, running on a replica in the ledger, or concluded and
 removed.
 
 Rules:
-- A decision is its reservation: `Dispatch` is returned when the ledger already holds the request's tokens.
+- A dispatch holds its capacity: `Dispatch` is returned when the ledger already holds the request's tokens.
 - Late binding: a request waits for *a pool that may serve it*. Each pool first serves requests whose home
   pool it is, then those that spill.
 - A head that does not fit blocks the sub-queue behind it. Otherwise small requests would starve large ones.
-- An event about an unknown request, or one in another place than the event says, changes nothing: two events
-  crossed in transit.
+- An event about an unknown request, or about one in another state than the event implies, is ignored: it
+  crossed another event in transit.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,9 @@ from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.in_flight import (
     InFlight,
     Suspensions,
-    exhausted,
     record_put_back,
     restore_put_backs,
+    retry_limit_conclusion,
 )
 from serve_app.core.dispatch.pass_through import PassThrough
 from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillWatch
@@ -59,7 +59,7 @@ from serve_app.request import Request
 
 
 class Scheduler:
-    """The scheduler of one model.
+    """The scheduler of one model: events in, commands out.
 
     Args:
         now: start time, in seconds on the clock of its events.
@@ -160,7 +160,7 @@ class Scheduler:
         self._now = now
         self.queue.on_time(now)
         commands = self._commands = []
-        self._end_overdue(now)
+        self._process_timeouts(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
         self.waits.settle(now)
@@ -208,8 +208,8 @@ class Scheduler:
             self._conclude(request, self.admission.reject_queueing(scheduled, rejection, now))
             return
         self._register(scheduled)
-        is_alone = choice is None and rejection is None and not self.queue.waiting
-        if is_alone and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
+        may_skip_queue = choice is None and rejection is None and not self.queue.waiting
+        if may_skip_queue and (immediate := self.dispatcher.choose_immediate(scheduled, now)) is not None:
             self._send(immediate, now)
             self.dispatcher.on_immediate_dispatch(scheduled, now)
             return
@@ -225,7 +225,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> ScheduledRequest | None:
         estimate = self.estimator.estimate(request)
         pools, rejection = self._routing.route(request, estimate, now)
-        if rejection := self.admission.reject(request, estimate, rejection, now):
+        if rejection := self.admission.arrival_rejection(request, estimate, rejection, now):
             if rejection.outcome is Outcome.REJECTED_NO_REPLICA:
                 self.arrived.add(pools, request, estimate)
             self._conclude(request, rejection)
@@ -239,7 +239,7 @@ class Scheduler:
         return scheduled
 
     def _on_resume(self, event: ev.Resumed, now: float) -> None:
-        """Resume a request on its replica. The gateway that holds it is authoritative about its place."""
+        """Resume a request on its replica. The gateway that holds it is authoritative about its state."""
         scheduled = self._requests.get(event.request.request_id)
         if scheduled is None:
             estimate = self.estimator.estimate(event.request)
@@ -303,8 +303,9 @@ class Scheduler:
             # The tenant remains charged after an engine error, because the engine has worked for it.
             self.queue.refund(scheduled)
         self.suspensions.on_failure(event.replica_id, event.failure, now)
-        if end := exhausted(scheduled, self.settings) or self.admission.overdue(scheduled, now):
-            self._conclude(scheduled.request, end, dispatched=True)
+        conclusion = retry_limit_conclusion(scheduled, self.settings)
+        if conclusion := conclusion or self.admission.overdue_conclusion(scheduled, now):
+            self._conclude(scheduled.request, conclusion, dispatched=True)
         else:
             self._put_back(scheduled, event.message, now)
 
@@ -353,7 +354,7 @@ class Scheduler:
 
     # Time
 
-    def _end_overdue(self, now: float) -> None:
+    def _process_timeouts(self, now: float) -> None:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
@@ -366,7 +367,7 @@ class Scheduler:
             return
         for scheduled in self._expiry.pop_expired(now):
             self.queue.remove(scheduled)
-            self._conclude(scheduled.request, self.admission.expire(scheduled, now))
+            self._conclude(scheduled.request, self.admission.expiry_conclusion(scheduled, now))
         self.queue.end_backoffs(now)
 
     # Dispatch
@@ -389,7 +390,7 @@ class Scheduler:
             self._send(choice, now)
 
     def _send(self, choice: Choice, now: float) -> None:
-        """Reserve capacity for a choice and emit its command: the decision is its reservation."""
+        """Hold the capacity of a choice and emit its command."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         if scheduled.queued:
             self.queue.remove(scheduled)
@@ -403,7 +404,7 @@ class Scheduler:
         rate_limits = self.admission.keys.status(scheduled.request.submission.key, now)
         self._commands.append(cmd.dispatch_of(scheduled, replica.spec, now, rate_limits))
 
-    # The three places of a request
+    # The three states of a request
 
     def _register(self, scheduled: ScheduledRequest) -> None:
         self._requests.add(scheduled)

@@ -1,9 +1,9 @@
 """Admission control: decides whether a request may queue, and when a rejected one should retry.
 
-A request is rejected on arrival if its model is not served here, a limit of its API key is reached (`reject`,
-`key_limits`), or no replica that could serve it is alive (`reject_outage`, `outages`). A request that fits a
-replica is dispatched immediately, however full the queue is. Any other request may queue if it meets these
-conditions (`queue_rejection`):
+A request is rejected on arrival if its model is not served here, a limit of its API key is reached
+(`arrival_rejection`, `key_limits`), or no replica that could serve it is alive (`outage_rejection`,
+`outages`). A request that fits a replica is dispatched immediately, however full the queue is. Any other
+request may queue if it meets these conditions (`queue_rejection`):
 
 - Deadline: the predicted wait plus a margin must end before the request's queue timeout. This condition
   applies only if such predictions have proved accurate (`wait_prediction`). Until enough is observed, a lower
@@ -49,8 +49,8 @@ from serve_app.core.settings import SchedulerSettings
 from serve_app.errors import Conclusion, Outcome
 from serve_app.request import PriorityClass, Request
 
-# Reservations already separate the retries, so the spread only needs to break ties.
-_SPREAD_RATIO, _SPREAD_S = 0.25, 1.0
+# Reservations already separate the retries, so the jitter only needs to break ties.
+_JITTER_RATIO, _MAX_JITTER_S = 0.25, 1.0
 # Retry-After while the drain rate is unknown: a short delay for one client, but enough to bound the load.
 _DEFAULT_RETRY_AFTER_S = 1.0
 _MIN_RETRY_AFTER_S = 0.1
@@ -75,11 +75,12 @@ class QueueRejection:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """A limit that must allow a request before it may queue.
+    """A condition that a request must meet before it may queue.
 
     Attributes:
+        queue: the queue that is limited, with its level and its limit.
         claimed_limit: the limit for a request that claimed its reservation.
-        reserved_work: work that reserved requests add to the queue, in the unit of `queue`.
+        reserved_work: work of retry reservations that counts as queued, in the unit of `queue`.
     """
 
     outcome: Outcome
@@ -104,24 +105,24 @@ class Admission:
         )
         self.keys = KeyAccounts()
 
-    def reject(
-        self, request: Request, estimate: TokenEstimate, unroutable: Conclusion | None, now: float
+    def arrival_rejection(
+        self, request: Request, estimate: TokenEstimate, routing_rejection: Conclusion | None, now: float
     ) -> Conclusion | None:
-        """Return the rejection for an unknown model, `unroutable` or a limit of the key, or None."""
+        """Return the rejection for an unknown model, `routing_rejection` or a limit of the key, or None."""
         if request.spec.model in self._names:
-            return unroutable or self.keys.reject(request, estimate, now)
+            return routing_rejection or self.keys.rejection(request, estimate, now)
         names = ", ".join(sorted(self._names))
         message = f"model {request.spec.model!r} is not served here; served: {names}"
         return Conclusion(Outcome.REJECTED_UNKNOWN_MODEL, message)
 
-    def reject_outage(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
+    def outage_rejection(self, request: Request, pools: tuple[str, ...], now: float) -> Conclusion | None:
         """Return the rejection if none of `pools` has a live replica, or None if the request may wait."""
         outages = self.outages
-        if outages.reject(pools, now) or (request.submission.no_wait and outages.all_down(pools)):
+        if outages.must_reject(pools, now) or (request.submission.no_wait and outages.all_down(pools)):
             return self._no_replica(request, pools, now)
         return None
 
-    def expire(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
+    def expiry_conclusion(self, scheduled: ScheduledRequest, now: float) -> Conclusion:
         """Return the conclusion of a request whose queue timeout has ended."""
         request = scheduled.request
         if self.outages.all_down(scheduled.pools):
@@ -129,9 +130,9 @@ class Admission:
         message = describe_expiry(request, scheduled, now)
         return Conclusion(Outcome.EXPIRED, message, self._retry_after_expiry_s(scheduled, now))
 
-    def overdue(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
+    def overdue_conclusion(self, scheduled: ScheduledRequest, now: float) -> Conclusion | None:
         """Return the conclusion of a put-back request whose timeout has ended, or None before that."""
-        return self.expire(scheduled, now) if now >= scheduled.expires_at else None
+        return self.expiry_conclusion(scheduled, now) if now >= scheduled.expires_at else None
 
     def queue_rejection(self, scheduled: ScheduledRequest, now: float) -> QueueRejection | None:
         """Return why a request that has just arrived may not queue, or None if it may.
@@ -182,7 +183,7 @@ class Admission:
         message = self.outages.describe(self._settings.model, pools, now)
         return Conclusion(Outcome.REJECTED_NO_REPLICA, message, retry_after_s)
 
-    # The limits
+    # The conditions
 
     def _admissible_in_s(self, condition: _Condition, now: float) -> float:
         return self.retry_reservations.admissible_in_s(condition.queue, condition.reserved_work, now)
@@ -203,7 +204,7 @@ class Admission:
         if self.predictor.is_cold:
             # Other reservations need the exact condition, even if the deadline is met.
             lenient = not has_expired and not len(self.retry_reservations)
-            bound = self._cold_deadline(scheduled, tokens_ahead, timeout_s, if_missed=lenient)
+            bound = self._cold_deadline(scheduled, tokens_ahead, timeout_s, only_if_missed=lenient)
             if bound is not None:
                 yield bound
                 if has_expired:
@@ -225,16 +226,16 @@ class Admission:
         )
 
     def _cold_deadline(
-        self, scheduled: ScheduledRequest, tokens_ahead: int, timeout_s: float, *, if_missed: bool
+        self, scheduled: ScheduledRequest, tokens_ahead: int, timeout_s: float, *, only_if_missed: bool
     ) -> _Condition | None:
         """Return the deadline condition from the slots alone, or None if they set none.
 
         It has no margin, because it is a lower bound of the wait.
 
         Args:
-            if_missed: return None if a quick check shows that the deadline is met.
+            only_if_missed: return None if a quick check shows that the deadline is met.
         """
-        if if_missed and self._slots.certainly_drains(scheduled.pools, tokens_ahead, timeout_s):
+        if only_if_missed and self._slots.certainly_drains(scheduled.pools, tokens_ahead, timeout_s):
             return None
         drain = self._slots.drain(scheduled.pools, tokens_ahead)
         if drain is None:
@@ -253,16 +254,16 @@ class Admission:
         waiting = self._queue.waiting
         per_s = self.predictor.drain.requests_per_s
         reserved = RESERVED_SHARE * request.priority.rank
-        places = math.ceil(settings.max_waiting * (1 - reserved))
+        class_limit = math.ceil(settings.max_waiting * (1 - reserved))
         yield _Condition(
             Outcome.REJECTED_QUEUE_FULL,
             f"the queue of {settings.model} is full: {waiting} requests are queued",
-            QueueLimit(waiting, per_s, places - 1),
+            QueueLimit(waiting, per_s, class_limit - 1),
             settings.max_waiting - 1,
             lambda reserved: float(reserved.count) if reserved.rank <= request.priority.rank else 0.0,
         )
         yield from self._queue_length_of_key(request, per_s / waiting if waiting else 0.0)
-        free = places - waiting
+        free = class_limit - waiting
         own = self._waiting_of(request.tenant) if self._excess(waiting, free) > 0 else 0
         excess = self._excess(own, free)
         if excess > 0:
@@ -291,7 +292,8 @@ class Admission:
     def _excess(self, own: int, free: int) -> float:
         """Return how many of a tenant's `own` requests must leave before it may queue one more.
 
-        A tenant may queue `multiple` times the `free` places, and each request that leaves frees one.
+        A tenant may queue `multiple` times the number of requests that the queue still accepts, `free`. Each
+        request that leaves increases `free` by one.
         """
         share = self._settings.admission.tenant_share
         if share == 1:
@@ -300,7 +302,7 @@ class Admission:
         return (own + 1 - multiple * free) / (1 + multiple)
 
     def _reserved_tokens(self, scheduled: ScheduledRequest) -> Callable[[ReservedWork], float]:
-        """Return a function for the tokens that reserved requests put ahead of this one.
+        """Return a function for the tokens of retry reservations that are ahead of this request.
 
         It corresponds to `RequestQueue.work_ahead` for queued requests.
         """
@@ -322,14 +324,14 @@ class Admission:
         return QueueRejection(Outcome.REJECTED_QUEUE_FULL, message, wait_s)
 
     def _retry_after_s(self, request: Request, admissible_in_s: float) -> float:
-        """Return the `Retry-After` in seconds: the time plus a small spread, at most the cap."""
+        """Return the `Retry-After` in seconds: the delay plus jitter, at most the cap."""
         wait_s = (
             _DEFAULT_RETRY_AFTER_S
             if admissible_in_s == math.inf
             else max(admissible_in_s, _MIN_RETRY_AFTER_S)
         )
-        spread = zlib.crc32(request.request_id.encode()) / 2**32
-        return min(RETRY_AFTER_CAP_S, wait_s + spread * min(_SPREAD_RATIO * wait_s, _SPREAD_S))
+        jitter = zlib.crc32(request.request_id.encode()) / 2**32
+        return min(RETRY_AFTER_CAP_S, wait_s + jitter * min(_JITTER_RATIO * wait_s, _MAX_JITTER_S))
 
 
 def _unmeetable(ahead_s: float, timeout_s: float) -> str:

@@ -130,7 +130,7 @@ class KeyAccounts:
         account = self._accounts.get(key_id)
         return account.open_requests if account is not None else 0
 
-    def reject(self, request: Request, estimate: TokenEstimate, now: float) -> Conclusion | None:
+    def rejection(self, request: Request, estimate: TokenEstimate, now: float) -> Conclusion | None:
         """Return the rejection by the limit with the longest wait, or None if no limit is exceeded."""
         key = request.submission.key
         if key is None:

@@ -64,7 +64,7 @@ class Outages:
         """Return whether none of these pools has a live replica."""
         return all(pool in self._since for pool in pools)
 
-    def reject(self, pools: Sequence[str], now: float) -> bool:
+    def must_reject(self, pools: Sequence[str], now: float) -> bool:
         """Return whether all pools have been down for the grace period and none starts on demand."""
         if (pools and not self._since) or not self._on_demand.isdisjoint(pools):
             return False

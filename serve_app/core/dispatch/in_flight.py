@@ -137,8 +137,8 @@ def _awaits_first_token(scheduled: ScheduledRequest) -> bool:
 
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
-# Spreads the retries of requests that failed together.
-_SPREAD_RATIO = 0.25
+# Jitter of the backoff, so that requests that failed together are not retried together.
+_JITTER_RATIO = 0.25
 _REPLICA_FAULTS = frozenset({DispatchFailure.UNREACHABLE, DispatchFailure.LOST})
 
 
@@ -170,7 +170,7 @@ def restore_put_backs(scheduled: ScheduledRequest, settings: SchedulerSettings) 
     scheduled.losses = min(int(request.lost), settings.max_attempts - 1)
 
 
-def exhausted(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Conclusion | None:
+def retry_limit_conclusion(scheduled: ScheduledRequest, settings: SchedulerSettings) -> Conclusion | None:
     """Return the failure of a request that may not be retried, or None if it may."""
     reason = scheduled.last_failure
     if scheduled.losses >= settings.max_attempts:
@@ -197,9 +197,9 @@ def _backoff_s(scheduled: ScheduledRequest) -> float:
     tries = scheduled.put_backs - 1
     if tries < 1:
         return 0.0
-    spread = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
+    jitter = zlib.crc32(f"{scheduled.request.request_id} {tries}".encode()) / 2**32
     usual_s: float = min(_FIRST_BACKOFF_S * 2.0 ** min(tries - 1, 20), _MAX_BACKOFF_S)
-    return usual_s * (1 + _SPREAD_RATIO * spread)
+    return usual_s * (1 + _JITTER_RATIO * jitter)
 
 
 # Suspensions: replicas that receive no requests for a while, because they lose or reject them.

@@ -57,7 +57,7 @@ class RequestRouting:
         pools = self._router.route(request, estimate, above_tokens=above_tokens)
         if not pools:
             return pools, too_long(request, estimate, self._router.longest_context())
-        return pools, self._admission.reject_outage(request, pools, now)
+        return pools, self._admission.outage_rejection(request, pools, now)
 
     def route_again(self, scheduled: ScheduledRequest, now: float) -> Route:
         """Return the route of a request that has been admitted."""
@@ -88,7 +88,7 @@ class RequestRouting:
             pool = "" if replica is None else replica.spec.pool
             pools = (pool,) if pool else self._router.order()[-1:]
             lost_response = _lost_response(bound_to) if self._is_overdue(Destination(bound_to), now) else None
-            return pools, self._admission.reject_outage(request, pools, now) or lost_response
+            return pools, self._admission.outage_rejection(request, pools, now) or lost_response
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         if pools[0] not in self._router.order():
@@ -97,7 +97,7 @@ class RequestRouting:
         is_too_long = least_budget_tokens(request, estimate) > replica.spec.max_model_len
         if is_too_long or replica.context_limit <= above_tokens:
             return pools, too_long(request, estimate, replica.context_limit)
-        return pools, self._admission.reject_outage(request, pools, now)
+        return pools, self._admission.outage_rejection(request, pools, now)
 
     def _route_adapter(
         self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
@@ -111,7 +111,7 @@ class RequestRouting:
         if not holders:
             pools = routed or order[-1:]
             unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
-            return pools, self._admission.reject_outage(request, pools, now) or unknown
+            return pools, self._admission.outage_rejection(request, pools, now) or unknown
         self._missing_since.pop(missing, None)
         held = {state.spec.pool for state in holders}
         least = least_budget_tokens(request, estimate)
@@ -122,7 +122,7 @@ class RequestRouting:
         )
         if not pools:
             return pools, too_long(request, estimate, max(state.context_limit for state in holders))
-        return pools, self._admission.reject_outage(request, pools, now)
+        return pools, self._admission.outage_rejection(request, pools, now)
 
     def _is_overdue(self, missing: Destination, now: float) -> bool:
         return now >= self._missing_since.setdefault(missing, now) + self._grace_s
