@@ -16,13 +16,13 @@ class HangWatch:
     def __init__(self) -> None:
         self._progress: Hashable = None
         self._checked_at = float("-inf")
-        self._stalled_s = 0.0
+        self._hanging_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<HangWatch stalled_s={self._stalled_s:.1f}>"
+        return f"<HangWatch hanging_s={self._hanging_s:.1f}>"
 
     def update(self, progress: Hashable, *, busy: bool, now: float) -> float:
-        """Record the state of the engine and return for how many seconds it has stalled.
+        """Record the state of the engine and return for how many seconds it has been hanging.
 
         Call this a few times per second.
 
@@ -30,8 +30,8 @@ class HangWatch:
             progress: a value that changes with each step of the engine.
         """
         if busy and progress == self._progress:
-            self._stalled_s += min(now - self._checked_at, _MAX_GAP_S)
+            self._hanging_s += min(now - self._checked_at, _MAX_GAP_S)
         else:
-            self._progress, self._stalled_s = progress, 0.0
+            self._progress, self._hanging_s = progress, 0.0
         self._checked_at = now
-        return self._stalled_s
+        return self._hanging_s

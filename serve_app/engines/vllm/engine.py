@@ -56,7 +56,7 @@ class VllmEngineSettings:
         env: environment variables of the engine's processes, e.g. `VLLM_CPU_KVCACHE_SPACE: "1"` (GiB). They
             override the replica's variables, which override the built-in defaults.
         stop_timeout_s: grace period for the engine's processes to exit before they are killed.
-        stall_timeout_s: time without progress after which an engine that has requests counts as dead.
+        hang_timeout_s: time without progress after which an engine that has requests counts as dead.
     """
 
     model: str
@@ -68,7 +68,7 @@ class VllmEngineSettings:
     stop_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 3.0
     # Longer than any single iteration. The replica is then replaced and its requests without a first token
     # are dispatched to other replicas; otherwise they would wait for the gateways' `silence_timeout_s`.
-    stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
+    hang_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -106,7 +106,7 @@ class VllmEngineSettings:
 
 
 class VllmEngine:
-    """One vLLM engine: the server's ASGI app in this process, core and workers in child processes.
+    """One vLLM engine: the server's ASGI app in this process, EngineCore and workers in child processes.
 
     A process can host one such engine at a time, because vLLM's metrics and environment are global to the
     process. The app is complete when `start` returns; the hosting server need not send ASGI lifespan events.
@@ -115,7 +115,7 @@ class VllmEngine:
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
         self._meter = LoadMeter()
-        self._stall = HangWatch()
+        self._hang_watch = HangWatch()
         self._orphans = OrphanGuard()
         self._llm: Any = None
         self._app: ASGIApp | None = None
@@ -138,7 +138,7 @@ class VllmEngine:
         try:
             async with self._orphans.guarding_new_children():
                 # In a thread, because it would block health checks on the event loop for a minute.
-                args = await asyncio.to_thread(self._build)
+                args = await asyncio.to_thread(self._start_engine)
             self._app = await self._build_app(args)
         except BaseException as exc:
             await self.stop()
@@ -199,19 +199,19 @@ class VllmEngine:
     def _check_progress(self) -> None:
         """Raise `EngineError` if the engine has requests but computes nothing.
 
-        Counts the iterations of all cores together. If one of several cores hangs, only vLLM itself can
-        detect it.
+        Counts the iterations of all EngineCore processes together. If one of several hangs, only vLLM itself
+        can detect it.
         """
         unfinished = self._llm.get_num_unfinished_requests()
-        stalled_s = self._stall.update(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
-        if stalled_s > self._settings.stall_timeout_s:
+        hanging_s = self._hang_watch.update(self._meter.steps, busy=unfinished > 0, now=time.monotonic())
+        if hanging_s > self._settings.hang_timeout_s:
             raise EngineError(
                 f"the vLLM engine of {self._settings.model} hangs: it has {unfinished} requests and has "
-                f"computed nothing for {stalled_s:.0f} s (stall_timeout_s {self._settings.stall_timeout_s:g})"
+                f"computed nothing for {hanging_s:.0f} s (hang_timeout_s {self._settings.hang_timeout_s:g})"
             )
 
-    def _build(self) -> argparse.Namespace:
-        """Start the engine. Checks for `stop` at the end, because a thread cannot be cancelled."""
+    def _start_engine(self) -> argparse.Namespace:
+        """Start vLLM's processes. Checks for `stop` at the end, because a thread cannot be cancelled."""
         os.environ.update({**_DEFAULT_ENV, **os.environ, **self._settings.env})
         args = _parse_args(self._settings)
         _prepare(args)
@@ -256,12 +256,12 @@ def _do_nothing() -> None:
 
 
 def _limits(config: Any) -> EngineLimits:
-    cores = config.parallel_config.data_parallel_size
+    dp_size = config.parallel_config.data_parallel_size
     max_model_len = config.model_config.max_model_len
-    max_num_seqs = config.scheduler_config.max_num_seqs * cores
+    max_num_seqs = config.scheduler_config.max_num_seqs * dp_size
     cache = config.cache_config
     kv_tokens = kv_capacity_tokens(
-        cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, cores
+        cache.kv_cache_size_tokens, cache.num_gpu_blocks or 0, cache.block_size, dp_size
     )
     if not kv_tokens:
         # An embedding model without a KV cache is limited by the batch only.

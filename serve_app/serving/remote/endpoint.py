@@ -375,7 +375,7 @@ class Endpoint:
             max_num_seqs=identity.max_num_seqs,
             tpot_s=identity.tpot_s,
             adapters=identity.adapters,
-            stall_timeout_s=self._shared.settings.stall_timeout_s,
+            stall_timeout_s=self._shared.settings.hang_timeout_s,
         )
 
     async def _report(self) -> ReplicaReport:
@@ -425,12 +425,12 @@ class Endpoint:
         if reading.progress is None:
             return
         busy = bool(reading.running or reading.waiting)
-        stalled_s = self._hang.update(reading.progress, busy=busy, now=now)
-        limit_s = self._shared.settings.stall_timeout_s
-        if stalled_s > limit_s:
+        hanging_s = self._hang.update(reading.progress, busy=busy, now=now)
+        limit_s = self._shared.settings.hang_timeout_s
+        if hanging_s > limit_s:
             raise EngineError(
-                f"{self.url} hangs: it has requests and has computed nothing for {stalled_s:.0f} s "
-                f"(stall_timeout_s {limit_s:g})"
+                f"{self.url} hangs: it has requests and has computed nothing for {hanging_s:.0f} s "
+                f"(hang_timeout_s {limit_s:g})"
             )
 
     def _has_computed(self, reading: EngineReading) -> bool | None:

@@ -44,7 +44,7 @@ class RemoteSettings:
     # Must allow for an engine that is busy with a long prompt.
     metrics_timeout_s: Annotated[float, POSITIVE, INTERNAL] = 2.0
     # An endpoint with requests but without progress for this long receives no more until it progresses.
-    stall_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
+    hang_timeout_s: Annotated[float, POSITIVE, ADVANCED] = 60.0
     # Interval of resolving names and reading files. Kubernetes pushes changes.
     refresh_s: Annotated[float, POSITIVE, ADVANCED] = 5.0
 

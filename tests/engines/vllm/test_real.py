@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(600)]
 # Two sequences of full length fill the tiny engine's cache.
 KV_BLOCKS, BLOCK_TOKENS = 9, 128
 # Its iterations take milliseconds on an idle machine.
-STALL_TIMEOUT_S = 8.0
+HANG_TIMEOUT_S = 8.0
 JSON = {"content-type": "application/json"}
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -60,7 +60,7 @@ async def tiny() -> AsyncIterator[Running]:
     own = {"num_gpu_blocks_override": KV_BLOCKS, "scheduling_policy": "priority"}
     args = {**ARGS, **COMPACT_JSON, **own}
     env = {**ENV, "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    async with running(TINY, args=args, env=env, stall_timeout_s=STALL_TIMEOUT_S) as started:
+    async with running(TINY, args=args, env=env, hang_timeout_s=HANG_TIMEOUT_S) as started:
         yield started
 
 

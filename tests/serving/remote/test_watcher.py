@@ -184,7 +184,7 @@ async def test_endpoints_outlive_a_scheduler() -> None:
 
 async def test_a_hanging_endpoint_gets_nothing_until_it_continues() -> None:
     engine = VllmLike()
-    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+    async with serving(engine) as url, watched(url, hang_timeout_s=0.5) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         engine.hangs, engine.others = True, 3
         await until(lambda: not fleet.open(), "its hang is noticed")
@@ -200,7 +200,7 @@ async def test_an_endpoint_that_hung_while_idle_gets_nothing_more() -> None:
     engine = VllmLike()
     engine.hangs = engine.is_mute = True
     engine.answers += [never] * 9
-    async with serving(engine) as url, watched(url, stall_timeout_s=0.5) as fleet:
+    async with serving(engine) as url, watched(url, hang_timeout_s=0.5) as fleet:
         await until(lambda: len(fleet.open()) == 1, "it serves")
         stuck = [asyncio.create_task(fleet.ask(stream=True)) for _ in range(2)]
         state = fleet.world.live.core.ledger[fleet.open()[0]]
