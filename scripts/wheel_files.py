@@ -36,7 +36,7 @@ def download_wheel(requirement: str, folder: Path, megabytes: int) -> Path:
             return wheels[0]
         failures.append(f"{' '.join(command)}\n{done.stderr.strip() or done.stdout.strip()}")
     raise FetchError(
-        f"{requirement} could not be downloaded; give a downloaded file with --wheel, or another source.\n"
+        f"{requirement} could not be downloaded; pass a downloaded file with --wheel, or another source.\n"
         + ("\n".join(failures) or "no pip was found for this Python or on the PATH")
     )
 

@@ -124,7 +124,7 @@ def test_gateways_are_a_fixed_number_or_scaled_and_never_both() -> None:
     scaled = config(autoscaling={"min_replicas": 2, "max_replicas": 4}).autoscaling_config
     assert (scaled.min_replicas, scaled.max_replicas) == (2, 4)
     assert scaled.policy.policy_function == "serve_app.serving.autoscaling:GatewayPolicy"
-    with pytest.raises(SettingsError, match="give replicas or autoscaling, not both"):
+    with pytest.raises(SettingsError, match="set replicas or autoscaling, not both"):
         config(replicas=1, autoscaling={"max_replicas": 4})
 
 

@@ -135,13 +135,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _contradiction(args: argparse.Namespace) -> str | None:
     if bool(args.names) == args.all:
-        return "name one or more experiments, or give --all; --list says which there are"
+        return "name one or more experiments, or pass --all; --list shows the names"
     if args.out is not None and (args.all or len(args.names) > 1):
         return "--out takes the rows of one experiment: name only one"
     if args.changes and args.out is None and not args.quick:
         return "--set needs --quick or --out: results.jsonl holds what config.yaml says"
     if args.resume and args.quick and args.out is None:
-        return "--resume needs rows to keep: give --out"
+        return "--resume needs rows to keep: pass --out"
     return None
 
 

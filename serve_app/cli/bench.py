@@ -241,7 +241,7 @@ def client_warnings(client: ClientStats, total: int) -> Iterator[str]:
         yield (
             f"the client was late: {client.late:,} of {total:,} requests were sent more than "
             f"{LATE_AFTER_S * 1000:.0f} ms late, which counts as latency: lower the rate, or "
-            "give the client a dedicated core"
+            "run the client on a dedicated core"
         )
     if client.throttled:
         yield f"{client.throttled:,} requests were delayed by the client's limit: raise --max-in-flight"
@@ -411,7 +411,7 @@ def served_models(target: Target, api_key: str | None) -> list[str]:
     except ConnectionFailedError as exc:
         raise BenchError(f"cannot reach {url}: {exc}; check that the server is running") from exc
     if not answer.is_success:
-        raise BenchError(f"{url} returned {answer.status}: give --api-key if it requires one")
+        raise BenchError(f"{url} returned {answer.status}: pass --api-key if it requires a key")
     try:
         return [str(model["id"]) for model in json.loads(answer.body)["data"]]
     except (ValueError, KeyError, TypeError) as exc:

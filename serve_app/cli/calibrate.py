@@ -133,7 +133,7 @@ def _limits(args: argparse.Namespace, measurements: Measurements, fit_first: int
         for name in ("kv_tokens", "max_model_len"):
             if name not in given:
                 flag = f"--{name.replace('_', '-')}"
-                raise SettingsError(f"the engine's {name} is unknown: give {flag}, or --profile NAME")
+                raise SettingsError(f"the engine's {name} is unknown: pass {flag}, or --profile NAME")
         profile = EngineProfile(step_time=step_time, **given)
     longest = max(request.prompt_tokens + request.output_tokens for request in measurements.requests)
     if longest > profile.max_model_len:

@@ -23,7 +23,7 @@ def _run(args: argparse.Namespace) -> int:
     url = args.url or default_url()
     answer = get_response(url, "/debug/capture", api_key_for(url, args.api_key))
     if not answer.is_success:
-        hint = ": give an admin key with --api-key" if answer.is_denied else ""
+        hint = ": pass an admin key with --api-key" if answer.is_denied else ""
         raise CaptureError(f"the application returned {answer}{hint}")
     lines = answer.body
     count = lines.count(b"\n")

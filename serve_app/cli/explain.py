@@ -146,7 +146,7 @@ def _fetch(args: argparse.Namespace, part: str = "", of: str = "") -> bytes:
 
 def _why(answer: HttpResponse, request_id: str) -> str:
     if answer.is_denied:
-        return "receipts need an admin key: give --api-key"
+        return "receipts need an admin key: pass --api-key"
     if answer.status == 404:
         return (
             f"no receipt of {request_id!r}: receipts of the last 20,000 requests are available for ten "

@@ -148,16 +148,16 @@ def _path(args: argparse.Namespace) -> Path:
     configs = [args.config] if args.config else sorted({Path(each.config) for each in running_instances()})
     if len(configs) != 1:
         found = "several applications run here" if configs else "no application runs here"
-        raise SettingsError(f"give --file with the file of keys, or --config with a configuration: {found}")
+        raise SettingsError(f"pass --file with the file of keys, or --config with a configuration: {found}")
     found_path = load_settings(configs[0]).gateway.keys_file
     if found_path is None:
-        raise SettingsError(f"{configs[0]} has no gateway.keys_file: add it, or give --file")
+        raise SettingsError(f"{configs[0]} has no gateway.keys_file: add it, or pass --file")
     return Path(found_path)
 
 
 def _create(path: Path, args: argparse.Namespace) -> int:
     if not args.tenant:
-        raise SettingsError("a key belongs to a tenant: give --tenant")
+        raise SettingsError("a key belongs to a tenant: pass --tenant")
     key_id, secret = new_secret()
     now = datetime.now(UTC).replace(microsecond=0)
     days = args.expires_in_days
@@ -183,7 +183,7 @@ def _create(path: Path, args: argparse.Namespace) -> int:
 
 def _revoke(path: Path, key_id: str | None) -> int:
     if not key_id:
-        raise SettingsError("give the id of the key to revoke; `keys list` shows it")
+        raise SettingsError("pass the id of the key to revoke; `keys list` shows it")
 
     def revoke(keys: tuple[KeyRecord, ...]) -> Sequence[KeyRecord]:
         if key_id not in {key.id for key in keys}:

@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.url:
             raise
         raise UnreachableError(
-            f"{error}; this is the default address: start the application there, or give --url"
+            f"{error}; this is the default address: start the application there, or pass --url"
         ) from error
 
 

@@ -57,7 +57,7 @@ class EngineSettings:
         given = [name for name in ("emulated", "vllm", "remote") if getattr(self, name) is not None]
         if len(given) != 1:
             named = ", ".join(given) or "none"
-            raise ValueError(f"give exactly one engine (emulated, vllm or remote), got {named}")
+            raise ValueError(f"set exactly one engine (emulated, vllm or remote), got {named}")
         if self.emulated is not None:
             # Reject contradictory limits here, before a replica starts.
             self.emulated.model_settings(load_profile(self.emulated.profile))
@@ -197,7 +197,7 @@ class PoolSettings:
         if not self.name:
             raise ValueError("name must not be empty: name a pool, such as short or long")
         if self.replicas is not None and self.autoscaling is not None:
-            raise ValueError(f"pool {self.name}: give replicas or autoscaling, not both")
+            raise ValueError(f"pool {self.name}: set replicas or autoscaling, not both")
         if self.engine.remote is not None and (self.replicas is not None or self.autoscaling is not None):
             raise ValueError(
                 f"pool {self.name}: remove replicas and autoscaling, because each of "
@@ -315,7 +315,7 @@ class GatewayDeploymentSettings:
 
     def __post_init__(self) -> None:
         if self.replicas is not None and self.autoscaling is not None:
-            raise ValueError("gateways: give replicas or autoscaling, not both")
+            raise ValueError("gateways: set replicas or autoscaling, not both")
 
     @property
     def initial_replicas(self) -> int:

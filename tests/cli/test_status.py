@@ -217,4 +217,4 @@ def test_where_nothing_runs_the_message_names_the_address_and_the_remedy(
         assert main(["status", "--url", nowhere]) == 2
         (given,) = capsys.readouterr().err.splitlines()
     assert given == f"status: {nowhere} does not respond: [Errno 111] Connection refused"
-    assert guessed == f"{given}; this is the default address: start the application there, or give --url"
+    assert guessed == f"{given}; this is the default address: start the application there, or pass --url"

@@ -81,8 +81,8 @@ def test_a_play_that_fails_leaves_the_old_rows(
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        ([], 2, "--list says which there are"),
-        (["coin", "--all"], 2, "--list says which there are"),
+        ([], 2, "--list shows the names"),
+        (["coin", "--all"], 2, "--list shows the names"),
         (["coin", "--set", "seeds=1"], 2, "results.jsonl holds what config.yaml says"),
         (["--all", "--out", "rows.jsonl"], 2, "name only one"),
         (["dice"], 1, "no experiment 'dice': there are coin"),

@@ -125,11 +125,11 @@ def spread(*bundles: dict[str, float], **resources: Any) -> dict[str, Any]:
         ({"scheduler": {"max_waiting": "many"}}, "got 'many'"),
         (
             {"pools": [pool("short", engine={})]},
-            "give exactly one engine (emulated, vllm or remote), got none",
+            "set exactly one engine (emulated, vllm or remote), got none",
         ),
         ({"pools": [{"name": "long"}]}, "models[0].pools[0].engine is missing"),
         ({"pools": [pool("long", replicas=0)]}, "replicas must be at least 1, got 0"),
-        ({"pools": [pool("long", replicas=1, autoscaling={})]}, "give replicas or autoscaling, not both"),
+        ({"pools": [pool("long", replicas=1, autoscaling={})]}, "set replicas or autoscaling, not both"),
         (
             {"pools": [pool("long", engine=emulated(profile="nope"))]},
             "models[0].pools[0].engine: no engine profile 'nope'",

@@ -178,7 +178,7 @@ def _fleet_from_options(args: argparse.Namespace) -> Fleet | None:
         raise SettingsError("--gpus needs --model: name on the model hub, or folder")
     count = args.gpus or len(gpu_names())
     if not count:
-        raise SettingsError("nvidia-smi lists no GPU here: give their number with --gpus N")
+        raise SettingsError("nvidia-smi lists no GPU here: pass the number of GPUs with --gpus N")
     return Gpus(
         count=count,
         model=args.model,

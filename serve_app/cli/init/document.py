@@ -202,7 +202,9 @@ def _page(url: str, api_key: str | None) -> PageResponse:
     except ConnectionFailedError as exc:
         raise ServeAppError(f"{url} does not respond: {exc}") from exc
     if answer.is_denied:
-        raise ServeAppError(f"{url} returned {answer}: give the variable with its key with --api-key-env")
+        raise ServeAppError(
+            f"{url} returned {answer}: pass --api-key-env with the environment variable that holds its key"
+        )
     return PageResponse(200 if answer.is_success else answer.status, answer.body, {})
 
 

@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
     config = args.config or default_config()
     if args.endpoints is not None:
         if args.config is not None:
-            raise SettingsError("give a configuration or --endpoints, not both")
+            raise SettingsError("pass a configuration or --endpoints, not both")
         config = _write_config_for(args.endpoints.split(","), args.api_key_env, args.port)
     return serve(config, address=args.address, dashboard=args.dashboard)
 

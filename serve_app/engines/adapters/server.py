@@ -166,7 +166,7 @@ def positive_int(value: object) -> int | None:
 def http_error(path: str, answer: PageResponse) -> EngineError:
     """Return the error for a page whose status is not 200."""
     if answer.status in (401, 403):
-        return EngineError(f"{path} returned {answer.status}: give the server's key as api_key")
+        return EngineError(f"{path} returned {answer.status}: set api_key to the server's key")
     return EngineError(f"{path} returned {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}")
 
 

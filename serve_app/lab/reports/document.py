@@ -334,7 +334,7 @@ class Plot:
             if len(each.values) != len(self.positions):
                 raise ValueError(
                     f"series {each.name!r} of plot {self.title!r} has {len(each.values)} values for "
-                    f"{len(self.positions)} positions: give one per position, or None"
+                    f"{len(self.positions)} positions: pass one per position, or None"
                 )
 
     @property

@@ -193,7 +193,7 @@ class WorkloadSettings:
                 raise TraceError(f"{name} must be positive, got {value}")
         if self.requests is not None and self.duration_s is not None:
             raise TraceError(
-                f"give requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
+                f"set requests or duration_s, not both, got {self.requests} and {self.duration_s}: "
                 "the rate determines the other"
             )
         if self.seed < 0:

@@ -71,9 +71,9 @@ def test_the_file_is_the_one_that_a_configuration_names(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["create", "--file", "FILE"], "give --tenant"),
+        (["create", "--file", "FILE"], "pass --tenant"),
         (["create", "--file", "FILE", "--tenant", "a b"], "tenant must be"),
-        (["revoke", "--file", "FILE"], "give the id of the key to revoke"),
+        (["revoke", "--file", "FILE"], "pass the id of the key to revoke"),
         (["revoke", "abc", "--file", "FILE"], "cannot be read"),
         (["list", "--file", "FILE"], "cannot be read"),
     ],

@@ -22,7 +22,7 @@ def test_no_page_is_requested_twice() -> None:
 
 
 def test_a_rejected_key_is_named() -> None:
-    with pytest.raises(EngineError, match=r"/v1/models returned 401: give the server's key as api_key"):
+    with pytest.raises(EngineError, match=r"/v1/models returned 401: set api_key to the server's key"):
         asyncio.run(identify(server({"/v1/models": 401})))
 
 

@@ -61,8 +61,8 @@ def test_without_a_split_two_thirds_are_fitted_and_limits_come_from_a_profile(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "the engine's kv_tokens is unknown: give --kv-tokens, or --profile NAME"),
-        (["--kv-tokens", "20000"], "max_model_len is unknown: give --max-model-len"),
+        ([], "the engine's kv_tokens is unknown: pass --kv-tokens, or --profile NAME"),
+        (["--kv-tokens", "20000"], "max_model_len is unknown: pass --max-model-len"),
         (["--profile", "gpt"], "no engine profile 'gpt'"),
         ([*LIMITS, "--fit-first", "55"], "cannot fit 55 of 60 readable requests"),
         ([*LIMITS, "--fit-first", "19"], "at least 20 are needed for the fit"),

@@ -123,7 +123,7 @@ def test_a_name_that_is_neither_a_file_nor_known_is_rejected_with_the_names() ->
 
 
 def test_contradictory_settings_are_rejected() -> None:
-    with pytest.raises(TraceError, match="give requests or duration_s, not both"):
+    with pytest.raises(TraceError, match="set requests or duration_s, not both"):
         WorkloadSettings(trace="lmsys", requests=5, duration_s=5)
     with pytest.raises(TraceError, match="rate_per_s must be positive, got -1"):
         WorkloadSettings(trace="lmsys", rate_per_s=-1)

@@ -157,7 +157,7 @@ async def test_a_start_ends_at_once_when_every_endpoint_rejects() -> None:
     engine = VllmLike()
     engine.api_key = "secret"
     async with serving(engine) as url, watched(url, start=False, start_timeout_s=60.0) as fleet:
-        with pytest.raises(EngineError, match="returned 401: give the server's key"):
+        with pytest.raises(EngineError, match="returned 401: set api_key to the server's key"):
             await fleet.watcher.start()
 
 
