@@ -1,9 +1,9 @@
 """The gateway's end of the control channel: holds its requests and obtains grants from the scheduler.
 
-The rules are in `gateway_sessions`; this class is the authority on requests that they refer to. A request is
-pending from `acquire` until `finish`, a rejection or its cancellation. It waits (`answer` is pending) or runs
-(by its last grant). Without a scheduler, waiting requests wait on and running ones continue. Requests with
-no-wait are then rejected, and queue timeouts are enforced here.
+`GatewayClient` is the authority on its gateway's requests; the protocol is described in `gateway_sessions`. A
+request is pending from `acquire` until `finish`, a rejection or its cancellation. It waits (`answer` is not
+set) or runs (by its last grant). Without a scheduler, waiting requests stay queued, running ones continue,
+no-wait requests are rejected, and queue timeouts are enforced here.
 """
 
 import asyncio
@@ -85,29 +85,29 @@ class PendingRequest:
         return self.submission.request_id
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if it has no grant."""
         return self.replica_id is None
 
-    def run(self, message: Granted) -> None:
+    def record_grant(self, message: Granted) -> None:
         """Record a grant."""
         self.grants, self.replica_id = message.grant, message.dispatch.replica_id
         self.started, self.put_back = False, None
 
-    def wait(self, failure: DispatchFailure, message: str) -> PutBack:
+    def release_grant(self, failure: DispatchFailure, message: str) -> PutBack:
         """Release the grant, and return the put-back for the scheduler."""
         assert self.replica_id is not None, "only a running request is put back"
         self.put_back = PutBack(self.request_id, self.replica_id, failure, message, self.grants)
         self.replica_id, self.started = None, False
         return self.put_back
 
-    def described(self, now: float) -> Submit | Running:
+    def snapshot_entry(self, now: float) -> Submit | Running:
         """Return the request's entry in a snapshot."""
         age_s = now - self.arrived_at
-        named = self.client_request_id
+        client_id = self.client_request_id
         if self.replica_id is None:
-            return Submit(self.submission, age_s, self.grants, self.put_back, named)
-        return Running(self.submission, age_s, self.grants, self.replica_id, self.started, named)
+            return Submit(self.submission, age_s, self.grants, self.put_back, client_id)
+        return Running(self.submission, age_s, self.grants, self.replica_id, self.started, client_id)
 
     def answer_with(self, answer: Grant | Conclusion) -> None:
         """Answer the handler, unless it was cancelled."""
@@ -115,44 +115,53 @@ class PendingRequest:
             self.answer.set_result(answer)
 
 
-def reject_disconnected(text: str) -> Conclusion:
+def disconnected_rejection(message: str) -> Conclusion:
     """Return the rejection while no scheduler is connected."""
-    return Conclusion(Outcome.REJECTED_NO_REPLICA, text, DISCONNECTED_RETRY_AFTER_S)
+    return Conclusion(Outcome.REJECTED_NO_REPLICA, message, DISCONNECTED_RETRY_AFTER_S)
 
 
-def reject_oversized(submission: Submission) -> Conclusion | None:
+def oversized_rejection(submission: Submission) -> Conclusion | None:
     """Return the rejection of a request that exceeds the limits of a frame; None if it fits."""
     hashes = len(submission.prefix)
-    name = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
-    if hashes <= _MAX_PREFIX_HASHES and name <= _MAX_NAME_CHARS:
+    longest = max(len(submission.request_id), len(submission.spec.model), len(submission.tenant))
+    if hashes > _MAX_PREFIX_HASHES:
+        message = (
+            f"the prompt has {hashes:,} prefix hashes, and at most {_MAX_PREFIX_HASHES:,} are allowed: "
+            "shorten the prompt"
+        )
+    elif longest > _MAX_NAME_CHARS:
+        message = (
+            f"the longest of request id, model and tenant has {longest:,} characters, and at most "
+            f"{_MAX_NAME_CHARS:,} are allowed: shorten it"
+        )
+    else:
         return None
-    text = (
-        f"a request may have {_MAX_PREFIX_HASHES} prefix hashes and names of {_MAX_NAME_CHARS} characters; "
-        f"this one has {hashes}, and a name of {name}"
-    )
-    return Conclusion(Outcome.REJECTED_INVALID, text)
+    return Conclusion(Outcome.REJECTED_INVALID, message)
 
 
-def reject_without_scheduler(submission: Submission, pending: int, limit: int) -> Conclusion | None:
+def rejection_without_scheduler(submission: Submission, pending: int, limit: int) -> Conclusion | None:
     """Return the rejection, without a scheduler, of no-wait requests and those over the limit; else None."""
     if submission.no_wait:
-        return reject_disconnected(NO_WAIT_REJECTED)
+        return disconnected_rejection(NO_WAIT_REJECTED)
     if pending < limit:
         return None
-    text = f"the scheduler is disconnected, and {pending} requests already wait at this gateway"
-    return Conclusion(Outcome.REJECTED_QUEUE_FULL, text, DISCONNECTED_RETRY_AFTER_S)
+    message = (
+        f"the scheduler is disconnected, and this gateway has {pending:,} requests, of at most {limit:,}: "
+        "retry after the delay in Retry-After"
+    )
+    return Conclusion(Outcome.REJECTED_QUEUE_FULL, message, DISCONNECTED_RETRY_AFTER_S)
 
 
 logger = logging.getLogger("ray.serve")
 
-_EXPOSITION_S = 1.0
-_CLOSING = "this gateway is shutting down"
+_SCRAPE_TIMEOUT_S = 1.0
+_CLOSING_MESSAGE = "this gateway is shutting down"
 # Replicas that are missing from the table for longer are gone; a reconnect takes one or two seconds.
-_RECENT_S = 10.0
+_DEPARTED_RETENTION_S = 10.0
 # A connected scheduler enforces queue timeouts itself; one that is this late is faulty.
-_OVERDUE_S = 5.0
+_EXPIRY_GRACE_S = 5.0
 # Queue timeout of requests without their own, until a scheduler has sent the defaults.
-_OFFLINE_TIMEOUT_S = 60.0
+_DEFAULT_QUEUE_TIMEOUT_S = 60.0
 
 
 class _PendingQuery:
@@ -189,25 +198,25 @@ class GatewayClient:
         self._connector = Connector(Role.GATEWAY, gateway_id, locate, settings, self)
         self._link: Link | None = None
         self._pending: dict[str, PendingRequest] = {}
-        # Unacknowledged ends, each with the number of its message; 0 if it could not be sent.
-        self._ended: deque[tuple[int, Finish]] = deque()
+        # Each with the number of its message; 0 if it could not be sent.
+        self._unacknowledged_finishes: deque[tuple[int, Finish]] = deque()
         self._table: dict[str, ReplicaAddress] = {}
-        self._left: dict[str, tuple[ReplicaAddress, float]] = {}
+        self._departed: dict[str, tuple[ReplicaAddress, float]] = {}
         self._adapters: Mapping[str, frozenset[str]] = {}
-        self._open: tuple[ReplicaAddress, ...] = ()
+        self._open_replicas: tuple[ReplicaAddress, ...] = ()
         self._queue_timeouts_s: dict[PriorityClass, float] = {}
         self._scrapes: dict[int, asyncio.Future[str]] = {}
-        # Pages of other gateways, until the last part of a scrape's answer arrives.
-        self._others: dict[int, list[str]] = {}
+        # Metrics of other gateways, until the last part of a scrape's answer arrives.
+        self._other_metrics: dict[int, list[str]] = {}
         self._scrape_serial = 0
         self._queries: dict[int, _PendingQuery] = {}
         self._query_serial = 0
-        self._own_page: Callable[[], Awaitable[str]] | None = None
-        self._page_tasks: set[asyncio.Task[None]] = set()
+        self._render_metrics: Callable[[], Awaitable[str]] | None = None
+        self._render_tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def __repr__(self) -> str:
-        waiting = sum(pending.waits for pending in self._pending.values())
+        waiting = sum(pending.is_waiting for pending in self._pending.values())
         return (
             f"<GatewayClient {self._gateway_id} waiting {waiting}, running {len(self._pending) - waiting}, "
             f"{'connected' if self._link else 'disconnected'}>"
@@ -231,8 +240,8 @@ class GatewayClient:
         """Reject waiting requests, send `Bye` and stop; the scheduler releases running ones."""
         self._closed = True
         for pending in list(self._pending.values()):
-            if pending.waits:
-                self._reject(pending, reject_disconnected(_CLOSING))
+            if pending.is_waiting:
+                self._reject(pending, disconnected_rejection(_CLOSING_MESSAGE))
         self._pending.clear()
         await self._connector.close()
 
@@ -250,7 +259,7 @@ class GatewayClient:
         request_id = submission.request_id
         if request_id in self._pending:
             raise ValueError(f"request id {request_id!r} is already pending: ids must be unique")
-        rejection = self._objection(submission)
+        rejection = self._local_rejection(submission)
         if rejection is not None:
             return rejection
         now = self._loop.time()
@@ -271,7 +280,7 @@ class GatewayClient:
         pending = self._pending.get(request_id)
         if pending is None or pending.replica_id != replica_id:
             if self._closed:
-                return reject_disconnected(_CLOSING)
+                return disconnected_rejection(_CLOSING_MESSAGE)
             raise ValueError(f"request {request_id!r} does not run on replica {replica_id!r}")
         pending.answer = self._loop.create_future()
         self._wait_again(pending, failure, message)
@@ -306,22 +315,23 @@ class GatewayClient:
         if not pending.answer.done():
             pending.answer.cancel()
         finish = Finish(request_id, outcome, usage, times)
-        self._ended.append((self._link.send(finish) if self._link is not None else 0, finish))
+        number = self._link.send(finish) if self._link is not None else 0
+        self._unacknowledged_finishes.append((number, finish))
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        """Send the receipt's times of a request that ended in the queue, if a scheduler is connected."""
+        """Report the stage times of a request that ended in the queue, if a scheduler is connected."""
         # A scheduler that connects later has no receipt for it.
         if self._link is not None and request_id not in self._pending:
             self._link.send(Finish(request_id, outcome, None, times))
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
         """Return the open replicas, which accept requests; empty without a connection."""
-        return self._open if self._link is not None else ()
+        return self._open_replicas if self._link is not None else ()
 
     def all_replicas(self) -> tuple[ReplicaAddress, ...]:
         """Return all replicas of the last table, even without a connection, and those removed lately."""
-        self._forget_left()
-        return (*self._table.values(), *(address for address, _ in self._left.values()))
+        self._prune_departed()
+        return (*self._table.values(), *(address for address, _ in self._departed.values()))
 
     def adapters(self) -> Mapping[str, frozenset[str]]:
         """Return the LoRA adapters of the last table, each with the ids of the replicas that list it."""
@@ -334,16 +344,16 @@ class GatewayClient:
         self._scrape_serial += 1
         serial = self._scrape_serial
         answer: asyncio.Future[str] = self._loop.create_future()
-        self._scrapes[serial], self._others[serial] = answer, []
+        self._scrapes[serial], self._other_metrics[serial] = answer, []
         self._link.send(Scrape(serial))
         try:
-            async with asyncio.timeout(_EXPOSITION_S):
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
                 return await answer
         except TimeoutError:
             return ""
         finally:
             self._scrapes.pop(serial, None)
-            self._others.pop(serial, None)
+            self._other_metrics.pop(serial, None)
 
     async def query(self, name: str, **arguments: Any) -> Any:
         """Query the scheduler for an admin; the caller limits the time.
@@ -362,21 +372,23 @@ class GatewayClient:
         finally:
             self._queries.pop(serial, None)
 
-    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
-        """Register the page that is sent when the scheduler requests this gateway's metrics."""
-        self._own_page = own_page
+    def register_metrics(self, render: Callable[[], Awaitable[str]]) -> None:
+        """Register the function that renders this gateway's metrics when the scheduler requests them."""
+        self._render_metrics = render
 
     # Called by the connector.
 
     def on_connected(self, link: Link, welcome: Welcome) -> None:
-        """Send a snapshot: waiting and running requests, and unacknowledged ends."""
+        """Send a snapshot: waiting and running requests, and unacknowledged `Finish` messages."""
         self._link = link
         self._queue_timeouts_s = welcome.queue_timeouts_s
         now = self._loop.time()
         for pending in self._pending.values():
-            link.send(pending.described(now))
+            link.send(pending.snapshot_entry(now))
             self._subscribe(pending)
-        self._ended = deque((link.send(finish), finish) for _, finish in self._ended)
+        self._unacknowledged_finishes = deque(
+            (link.send(finish), finish) for _, finish in self._unacknowledged_finishes
+        )
         link.send(SnapshotEnd())
 
     def on_message(self, message: Any) -> None:
@@ -388,41 +400,43 @@ class GatewayClient:
         elif isinstance(message, Outlooks):
             self._on_outlooks(message)
         elif isinstance(message, ReplicaTable):
-            self._take_table(message)
-            self._open = tuple(entry.address for entry in message.entries if entry.open)
+            self._update_table(message)
+            self._open_replicas = tuple(entry.address for entry in message.entries if entry.open)
         elif isinstance(message, Exposition):
             answer = self._scrapes.get(message.serial)
             if answer is not None and not answer.done():
-                answer.set_result("".join((message.text, *self._others[message.serial])))
+                answer.set_result("".join((message.text, *self._other_metrics[message.serial])))
         elif isinstance(message, QueryResult):
             if (query := self._queries.get(message.serial)) is not None:
                 query.add_part(message)
         elif isinstance(message, GatewayPage):
-            self._others.get(message.serial, []).append(message.text)
+            self._other_metrics.get(message.serial, []).append(message.text)
         elif isinstance(message, PageRequest):
-            if self._own_page is not None and self._link is not None:
-                work = self._send_page(self._own_page, self._link, message.serial)
+            if self._render_metrics is not None and self._link is not None:
+                work = self._send_metrics(self._render_metrics, self._link, message.serial)
                 task = self._loop.create_task(work, context=contextvars.Context())
-                self._page_tasks.add(task)
-                task.add_done_callback(self._page_tasks.discard)
+                self._render_tasks.add(task)
+                task.add_done_callback(self._render_tasks.discard)
         else:
             raise ChannelError(f"unexpected message {type(message).__name__} from the scheduler")
 
-    async def _send_page(self, own_page: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
-        link.send(GatewayPage(serial, await own_page()))
+    async def _send_metrics(self, render: Callable[[], Awaitable[str]], link: Link, serial: int) -> None:
+        link.send(GatewayPage(serial, await render()))
 
-    def _forget_left(self) -> None:
-        since = self._loop.time() - _RECENT_S
-        self._left = {name: (address, at) for name, (address, at) in self._left.items() if at > since}
+    def _prune_departed(self) -> None:
+        since = self._loop.time() - _DEPARTED_RETENTION_S
+        self._departed = {name: (address, at) for name, (address, at) in self._departed.items() if at > since}
 
-    def _take_table(self, table: ReplicaTable) -> None:
+    def _update_table(self, table: ReplicaTable) -> None:
         before, now = self._table, self._loop.time()
         self._table = {entry.address.replica_id: entry.address for entry in table.entries}
-        self._left |= {name: (address, now) for name, address in before.items() if name not in self._table}
+        self._departed |= {
+            name: (address, now) for name, address in before.items() if name not in self._table
+        }
         for name in self._table:
-            self._left.pop(name, None)
+            self._departed.pop(name, None)
         # Also prune here, in case `all_replicas` is never called.
-        self._forget_left()
+        self._prune_departed()
         holders: dict[str, set[str]] = {}
         for entry in table.entries:
             for adapter in entry.adapters:
@@ -435,22 +449,26 @@ class GatewayClient:
         for query in self._queries.values():
             query.fail("the connection to the scheduler was lost before it responded")
         for pending in list(self._pending.values()):
-            if pending.waits and pending.submission.no_wait:
-                self._reject(pending, reject_disconnected(NO_WAIT_REJECTED))
+            if pending.is_waiting and pending.submission.no_wait:
+                self._reject(pending, disconnected_rejection(NO_WAIT_REJECTED))
             else:
                 self._subscribe(pending)
 
     def on_heartbeat(self) -> None:
-        """Drop acknowledged ends, and expire requests whose queue timeout has passed."""
+        """Drop acknowledged `Finish` messages, and expire requests whose queue timeout has passed."""
         link = self._link
-        while self._ended and link is not None and 0 < self._ended[0][0] <= link.acknowledged:
-            self._ended.popleft()
+        while (
+            self._unacknowledged_finishes
+            and link is not None
+            and 0 < self._unacknowledged_finishes[0][0] <= link.acknowledged
+        ):
+            self._unacknowledged_finishes.popleft()
         now = self._loop.time()
-        grace_s = 0.0 if link is None else _OVERDUE_S
+        grace_s = 0.0 if link is None else _EXPIRY_GRACE_S
         overdue = [
             pending
             for pending in self._pending.values()
-            if pending.waits and now - pending.arrived_at > self._timeout_s(pending.submission) + grace_s
+            if pending.is_waiting and now - pending.arrived_at > self._timeout_s(pending.submission) + grace_s
         ]
         for pending in overdue:
             self._expire(pending, now)
@@ -471,7 +489,7 @@ class GatewayClient:
         pending = self._pending.get(dispatch.request_id)
         if pending is None or message.grant <= pending.grants:
             return  # cancelled, or a repeated grant
-        pending.run(message)
+        pending.record_grant(message)
         address = self._table.get(dispatch.replica_id)
         if address is not None:
             pending.answer_with(Grant(dispatch, address))
@@ -487,14 +505,14 @@ class GatewayClient:
             )
 
     def _wait_again(self, pending: PendingRequest, failure: DispatchFailure, message: str) -> None:
-        put_back = pending.wait(failure, message)
+        put_back = pending.release_grant(failure, message)
         if self._link is not None:
             self._link.send(put_back)
         self._subscribe(pending)
 
     def _subscribe(self, pending: PendingRequest) -> None:
         """Renew the subscription whenever a watched request begins to wait, because each grant ends it."""
-        if pending.on_outlook is None or not pending.waits:
+        if pending.on_outlook is None or not pending.is_waiting:
             return
         if self._link is not None:
             self._link.send(Watch(pending.request_id))
@@ -504,12 +522,12 @@ class GatewayClient:
     def _on_outlooks(self, message: Outlooks) -> None:
         for outlook in message.entries:
             pending = self._pending.get(outlook.request_id)
-            if pending is not None and pending.waits and pending.on_outlook is not None:
+            if pending is not None and pending.is_waiting and pending.on_outlook is not None:
                 pending.on_outlook(outlook)
 
     def _on_rejection(self, message: Rejected) -> None:
         pending = self._pending.get(message.request_id)
-        if pending is not None and pending.waits:
+        if pending is not None and pending.is_waiting:
             self._reject(pending, message.conclusion)
 
     def _reject(self, pending: PendingRequest, rejection: Conclusion) -> None:
@@ -517,26 +535,29 @@ class GatewayClient:
         pending.answer_with(rejection)
 
     def _expire(self, pending: PendingRequest, now: float) -> None:
-        waited_s = now - pending.arrived_at
+        waited_s, timeout_s = now - pending.arrived_at, self._timeout_s(pending.submission)
         if self._link is not None:
             logger.error("event=queue_timeout_overdue request=%s waited_s=%.1f", pending.request_id, waited_s)
             self._link.send(Cancel(pending.request_id))
-        why = "it was not dispatched" if self._link is not None else "the scheduler is disconnected"
-        text = f"the request waited {waited_s:.1f} s in the queue and {why}"
-        self._reject(pending, Conclusion(Outcome.EXPIRED, text, DISCONNECTED_RETRY_AFTER_S))
+        reason = "was not dispatched" if self._link is not None else "the scheduler is disconnected"
+        message = (
+            f"the request waited {waited_s:.1f} s in the queue (timeout {timeout_s:g} s) and {reason}: retry "
+            "later, or send a longer x-queue-timeout-s"
+        )
+        self._reject(pending, Conclusion(Outcome.EXPIRED, message, DISCONNECTED_RETRY_AFTER_S))
 
     def _timeout_s(self, submission: Submission) -> float:
         if submission.queue_timeout_s is not None:
             return submission.queue_timeout_s
-        return self._queue_timeouts_s.get(submission.priority, _OFFLINE_TIMEOUT_S)
+        return self._queue_timeouts_s.get(submission.priority, _DEFAULT_QUEUE_TIMEOUT_S)
 
-    def _objection(self, submission: Submission) -> Conclusion | None:
+    def _local_rejection(self, submission: Submission) -> Conclusion | None:
         """Return a rejection that needs no scheduler; None if there is none."""
         if self._closed:
-            return reject_disconnected(_CLOSING)
-        rejection = reject_oversized(submission)
+            return disconnected_rejection(_CLOSING_MESSAGE)
+        rejection = oversized_rejection(submission)
         if rejection is None and self._link is None:
-            return reject_without_scheduler(
+            return rejection_without_scheduler(
                 submission, len(self._pending), self._settings.max_queued_disconnected
             )
         return rejection

@@ -1,9 +1,9 @@
 r"""The scheduler's sessions with its gateways: reconciliation of requests, and the messages about them.
 
 Invariants: a request that a gateway holds is waiting or running here, or will be once the gateway is
-connected; a request is answered once; a grant is used at most once; the ledger charges exactly the requests
-that run. Any connection may break between any two messages, and the scheduler may be replaced by one without
-state. The rules that ensure this:
+connected; a request is answered once; a grant is used at most once; the ledger holds capacity for exactly the
+requests that run. Any connection may break between any two messages, and the scheduler may be replaced by one
+without state. The rules that ensure this:
 
 1.  *The gateway is the authority on its requests*, because it holds the client's connection. The scheduler's
     state is a copy, rebuilt from the gateway's snapshot on each new connection. The scheduler is the
@@ -16,12 +16,14 @@ state. The rules that ensure this:
 3.  *Each connection begins with a snapshot*: waiting requests, running requests, unacknowledged ends, and an
     end mark. Each entry is reconciled as it is read:
 
-        here \ there   waits                          runs                     ended           (not mentioned)
+        here \ there   waits                          runs                     ended           (not in it)
         unknown        Arrived                        Resumed                  -               -
         waits          -                              Cancelled, Resumed (a)   Cancelled (a)   Cancelled
-        runs           grant again, or put-back (2)   - (or FirstToken)        Finished        Cancelled
+        runs           grant again, or put-back (2)   - (or FirstToken) (b)    Finished        Cancelled
 
-    (a) cannot result from lost messages; if it occurs, the gateway's state is used.
+    (a) cannot result from lost messages; if it occurs, the gateway's state is used. The same holds for a
+    request that waits there although the counts are equal and no put-back was lost: Cancelled, Arrived.
+    (b) If replica or count differ: Cancelled, Resumed, as in (a).
     During a snapshot, the only other change for this gateway is a grant of one of its waiting requests. It is
     sent as usual; if the request's entry is read after it, it is sent twice (2).
 4.  *The gateway retains ends until the scheduler has acknowledged them* (`Link.acknowledged`), so that a
@@ -30,9 +32,9 @@ state. The rules that ensure this:
 5.  *A lost rejection needs no rule*: the request is unknown here and waits there. It arrives again with its
     true age, and is rejected again or admitted. The client receives one answer.
 6.  *A disconnected gateway keeps its requests for a grace period.* Grants issued in that time are lost ones
-    by rule 2. Afterwards waiting requests are released. Running ones stay charged until reports of their
-    engines show that they have ended (`Orphans`), because the engines may still be computing them. A gateway
-    that reconnects later recovers them by rule 3.
+    by rule 2. Afterwards waiting requests are released. Running ones keep their holds until reports of their
+    engines show that they have ended (`OrphanDetector`), because the engines may still be computing them. A
+    gateway that reconnects later recovers them by rule 3.
 7.  *A new connection of a gateway replaces the old one*, which is not read again. A gateway has one
     connection and each process its own gateway id, so a connection only replaces its predecessor.
 8.  *A grant that can no longer be delivered*, because its replica left before the gateway received the grant,
@@ -87,18 +89,18 @@ from serve_app.serving.channel.messages import (
 from serve_app.serving.channel.request_book import (
     GatewayRequest,
     GatewaySession,
-    Orphans,
+    OrphanDetector,
     RequestBook,
     as_request,
 )
 from serve_app.serving.channel.scheduler_client import RequestOutlook, RequestTimes
 
-# Below the second for which a gateway waits for the whole answer.
-_PATIENCE_S = 0.6
+# Less than the second after which the requesting gateway gives up.
+_EXPOSITION_TIMEOUT_S = 0.6
 
 
-class GatewayPages:
-    """Collector of the metrics of all gateways; `links` returns the connected ones by id."""
+class GatewayMetrics:
+    """Collector of the metrics of other gateways; `links` returns the connected ones by id."""
 
     def __init__(self, links: Callable[[], Mapping[str, Link]]) -> None:
         self._links = links
@@ -106,10 +108,10 @@ class GatewayPages:
         self._answers: dict[tuple[str, int], asyncio.Future[str]] = {}
 
     def __repr__(self) -> str:
-        return f"<GatewayPages pending {len(self._answers)}>"
+        return f"<GatewayMetrics pending {len(self._answers)}>"
 
     async def of_others(self, gateway_id: str) -> Iterable[str]:
-        """Return the pages of all gateways but this one that arrive in time."""
+        """Return the metrics of all gateways but this one that arrive in time."""
         loop = asyncio.get_running_loop()
         self._serial += 1
         pending: dict[tuple[str, int], asyncio.Future[str]] = {}
@@ -120,14 +122,14 @@ class GatewayPages:
             return ()
         self._answers |= pending
         try:
-            done, _ = await asyncio.wait(pending.values(), timeout=_PATIENCE_S)
+            done, _ = await asyncio.wait(pending.values(), timeout=_EXPOSITION_TIMEOUT_S)
         finally:
             for key in pending:
                 self._answers.pop(key, None)
         return [answer.result() for answer in pending.values() if answer in done]
 
-    def on_page(self, gateway_id: str, message: GatewayPage) -> None:
-        """Handle a page; late ones are dropped."""
+    def on_metrics(self, gateway_id: str, message: GatewayPage) -> None:
+        """Handle the metrics of a gateway; late ones are dropped."""
         answer = self._answers.get((gateway_id, message.serial))
         if answer is not None and not answer.done():
             answer.set_result(message.text)
@@ -136,13 +138,13 @@ class GatewayPages:
 logger = logging.getLogger("ray.serve")
 
 # No engine works this long for a disconnected client; the limit is for engines that never report again.
-_ORPHANED_S = 900.0
+_ORPHAN_TIMEOUT_S = 900.0
 # Part of an answer; far below the frame limit.
 _PART_BYTES = 64 * 1024
 
 
-class GatewayHost(Protocol):
-    """Interface of the live scheduler towards the sessions."""
+class SessionScheduler(Protocol):
+    """Interface of the live scheduler that the sessions use."""
 
     def feed(self, event: Event) -> None:
         """Handle an event in the core, and execute its commands."""
@@ -180,14 +182,16 @@ class GatewayHost(Protocol):
 class GatewaySessions:
     """All sessions with gateways: converts their messages to events, and the core's commands to messages."""
 
-    def __init__(self, host: GatewayHost, grace_s: float) -> None:
-        self._host = host
+    def __init__(self, scheduler: SessionScheduler, grace_s: float) -> None:
+        self._scheduler = scheduler
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
         self._gateways: dict[str, GatewaySession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.book = RequestBook()
-        self._orphans = Orphans(self.book, lambda request_id: host.feed(Cancelled(request_id)))
+        self._orphan_detector = OrphanDetector(
+            self.book, lambda request_id: scheduler.feed(Cancelled(request_id))
+        )
         self._on: dict[type[Message], Callable[[GatewaySession, Any], None]] = {
             Submit: self._on_submit,
             Running: self._on_running,
@@ -198,10 +202,10 @@ class GatewaySessions:
             Cancel: self._on_cancel,
             Watch: self._on_watch,
             Scrape: self._on_scrape,
-            GatewayPage: self._on_page,
+            GatewayPage: self._on_metrics,
             Query: self._on_query,
         }
-        self._pages = GatewayPages(self._links)
+        self._metrics = GatewayMetrics(self._links)
 
     def __repr__(self) -> str:
         return f"<GatewaySessions gateways {self.connected}, {self.book}>"
@@ -211,10 +215,10 @@ class GatewaySessions:
     def on_join(self, gateway_id: str, link: Link) -> Callable[[Message], None]:
         """Begin a session, or a new connection of one; return the handler of its messages."""
         gateway = self._gateways.setdefault(gateway_id, GatewaySession(gateway_id))
-        if gateway.release is not None:
-            gateway.release.cancel()
-            gateway.release = None
-        gateway.link, gateway.mentioned, gateway.lost = link, set(), False
+        if gateway.release_timer is not None:
+            gateway.release_timer.cancel()
+            gateway.release_timer = None
+        gateway.link, gateway.in_snapshot, gateway.lost = link, set(), False
         return partial(self._on_message, gateway)
 
     def _on_message(self, gateway: GatewaySession, message: Message) -> None:
@@ -231,9 +235,9 @@ class GatewaySessions:
             return
         gateway.link = None
         if permanent:
-            self._forget(gateway)
+            self._remove_gateway(gateway)
         else:
-            gateway.release = self._loop.call_later(self._grace_s, self._release, gateway)
+            gateway.release_timer = self._loop.call_later(self._grace_s, self._on_grace_expired, gateway)
 
     # Called by the live scheduler.
 
@@ -242,18 +246,18 @@ class GatewaySessions:
         record = self.book[command.request_id]
         record.grants += 1
         record.replica_id, record.started = command.replica_id, False
-        record.granted_at = self._host.now()
+        record.granted_at = self._scheduler.now()
         record.granted = Granted(record.grants, command)
         record.gateway.send(record.granted)
 
     def conclude(self, command: Conclude) -> GatewayRequest:
-        """Forget a request, and send the rejection of a waiting one; return its record."""
+        """Remove a request, and send the rejection of a waiting one; return its record."""
         record = self.book.pop(command.request_id)
-        if not record.runs and command.conclusion.outcome is not Outcome.CANCELLED:
+        if not record.is_running and command.conclusion.outcome is not Outcome.CANCELLED:
             record.gateway.send(Rejected(command.request_id, command.conclusion))
         return record
 
-    def give_up(self, event: Event, message: str) -> None:
+    def reject_failed(self, event: Event, message: str) -> None:
         """Fail the waiting request of an event that the core could not handle.
 
         Otherwise its gateway would submit it to the next scheduler, which would fail in the same way.
@@ -262,22 +266,22 @@ class GatewaySessions:
             event.request.request_id if isinstance(event, Arrived) else getattr(event, "request_id", "")
         )
         record = self.book.get(request_id)
-        if record is not None and not record.runs:
+        if record is not None and not record.is_running:
             record.gateway.send(Rejected(request_id, Conclusion(Outcome.FAILED, message)))
 
     def on_report(self, event: ReplicaReported) -> None:
         """Check with an engine's report whether requests of lost gateways have ended."""
-        if self._orphans.exist:
-            self._orphans.on_report(event.replica_id, event.report, self._host.now())
-            if not self._orphans.exist:
-                self._drop_lost()
+        if self._orphan_detector.has_orphans:
+            self._orphan_detector.on_report(event.replica_id, event.report, self._scheduler.now())
+            if not self._orphan_detector.has_orphans:
+                self._remove_lost_gateways()
 
     def send_outlooks(self, outlooks: Iterable[RequestOutlook]) -> None:
         """Send each gateway the outlooks of its waiting requests."""
         by_gateway: defaultdict[str, list[RequestOutlook]] = defaultdict(list)
         for outlook in outlooks:
             record = self.book.get(outlook.request_id)
-            if record is not None and not record.runs:
+            if record is not None and not record.is_running:
                 by_gateway[record.gateway.gateway_id].append(outlook)
         for gateway_id, entries in by_gateway.items():
             self._gateways[gateway_id].send(Outlooks(entries))
@@ -296,14 +300,14 @@ class GatewaySessions:
 
     def _on_submit(self, gateway: GatewaySession, message: Submit) -> None:
         request_id = message.submission.request_id
-        gateway.mention(request_id)
+        gateway.note_in_snapshot(request_id)
         record = self.book.get(request_id)
         if record is None:
             self._admit(gateway, message)
         elif record.gateway is not gateway:
             text = f"request id {request_id} is in use by gateway {record.gateway.gateway_id}"
             gateway.send(Rejected(request_id, Conclusion(Outcome.REJECTED_INVALID, text)))
-        elif record.runs:
+        elif record.is_running:
             self._reconcile_grant(record, message)
 
     def _admit(self, gateway: GatewaySession, message: Submit) -> None:
@@ -312,13 +316,13 @@ class GatewaySessions:
         self.book[submission.request_id] = record
         request = self._request(gateway, message)
         record.arrived_at = request.arrived_at
-        self._host.feed(Arrived(request))
+        self._scheduler.feed(Arrived(request))
 
     def _reconcile_grant(self, record: GatewayRequest, message: Submit) -> None:
         """Reconcile a request that runs here and waits there, by rule 2."""
         request_id = message.submission.request_id
         if message.grants < record.grants and record.granted is not None:
-            if self._host.is_registered(record.granted.dispatch.replica_id):
+            if self._scheduler.is_registered(record.granted.dispatch.replica_id):
                 record.gateway.send(record.granted)
             else:
                 self._put_back(
@@ -327,21 +331,20 @@ class GatewaySessions:
         elif message.put_back is not None:
             self._put_back(record, request_id, message.put_back.failure, message.put_back.message)
         else:
-            self._host.feed(Cancelled(request_id))
+            self._scheduler.feed(Cancelled(request_id))
             self._admit(record.gateway, message)
 
     def _on_running(self, gateway: GatewaySession, message: Running) -> None:
         request_id = message.submission.request_id
-        gateway.mention(request_id)
+        gateway.note_in_snapshot(request_id)
         record = self.book.get(request_id)
         if record is not None and record.gateway is not gateway:
-            raise ChannelError(
-                f"request {request_id} of gateway {record.gateway.gateway_id} is also running elsewhere"
-            )
+            gateways = f"{record.gateway.gateway_id} and {gateway.gateway_id}"
+            raise ChannelError(f"request {request_id} is running on two gateways: {gateways}")
         if record is None:
             self._resume(gateway, message)
         elif record.replica_id != message.replica_id or record.grants != message.grants:
-            self._host.feed(Cancelled(request_id))
+            self._scheduler.feed(Cancelled(request_id))
             self._resume(gateway, message)
         elif message.started:
             self._on_first(gateway, First(request_id))
@@ -350,53 +353,53 @@ class GatewaySessions:
         submission = message.submission
         record = GatewayRequest(gateway, submission, message.grants, message.client_request_id)
         record.replica_id, record.started = message.replica_id, message.started
-        record.granted_at = self._host.now()
+        record.granted_at = self._scheduler.now()
         self.book[submission.request_id] = record
         request = self._request(gateway, message)
         record.arrived_at = request.arrived_at
-        self._host.feed(Resumed(request, message.replica_id, message.started))
+        self._scheduler.feed(Resumed(request, message.replica_id, message.started))
 
     def _on_snapshot_end(self, gateway: GatewaySession, _message: SnapshotEnd) -> None:
-        mentioned, gateway.mentioned = gateway.mentioned, None
-        if mentioned is None:
+        in_snapshot, gateway.in_snapshot = gateway.in_snapshot, None
+        if in_snapshot is None:
             raise ChannelError(f"gateway {gateway.gateway_id} ended a snapshot that it had not started")
-        forgotten = [request_id for request_id in self.book.ids_of(gateway) if request_id not in mentioned]
-        for request_id in forgotten:
-            self._host.feed(Cancelled(request_id))
+        missing = [request_id for request_id in self.book.ids_of(gateway) if request_id not in in_snapshot]
+        for request_id in missing:
+            self._scheduler.feed(Cancelled(request_id))
 
     def _on_put_back(self, gateway: GatewaySession, message: PutBack) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
-            # The gateway waits for an answer.
+            # The gateway waits for a grant or a rejection.
             text = f"request {message.request_id} is unknown to the scheduler"
             gateway.send(Rejected(message.request_id, Conclusion(Outcome.FAILED, text)))
-        elif record.runs and record.grants == message.grant:
+        elif record.is_running and record.grants == message.grant:
             self._put_back(record, message.request_id, message.failure, message.message)
 
     def _on_first(self, gateway: GatewaySession, message: First) -> None:
         record = self.book.own(gateway, message.request_id)
-        if record is not None and record.runs and not record.started:
+        if record is not None and record.is_running and not record.started:
             record.started = True
-            self._host.feed(FirstToken(message.request_id))
+            self._scheduler.feed(FirstToken(message.request_id))
 
     def _on_finish(self, gateway: GatewaySession, message: Finish) -> None:
         record = self.book.own(gateway, message.request_id)
         if record is None:
             if message.times is not None:
-                self._host.on_late_times(message.request_id, message.times)
-        elif record.runs:
+                self._scheduler.on_late_times(message.request_id, message.times)
+        elif record.is_running:
             record.usage, record.times = message.usage, message.times
-            self._host.feed(Finished(message.request_id, message.outcome, message.usage))
+            self._scheduler.feed(Finished(message.request_id, message.outcome, message.usage))
         else:
-            self._host.feed(Cancelled(message.request_id))
+            self._scheduler.feed(Cancelled(message.request_id))
 
     def _on_cancel(self, gateway: GatewaySession, message: Cancel) -> None:
         if self.book.own(gateway, message.request_id) is not None:
-            self._host.feed(Cancelled(message.request_id))
+            self._scheduler.feed(Cancelled(message.request_id))
 
     def _on_watch(self, gateway: GatewaySession, message: Watch) -> None:
         if self.book.own(gateway, message.request_id) is not None:
-            self._host.watch(message.request_id)
+            self._scheduler.watch(message.request_id)
 
     def _on_scrape(self, gateway: GatewaySession, message: Scrape) -> None:
         self._start(self._expose(gateway, message.serial))
@@ -404,8 +407,8 @@ class GatewaySessions:
     def _on_query(self, gateway: GatewaySession, message: Query) -> None:
         self._start(self._answer_query(gateway, message))
 
-    def _on_page(self, gateway: GatewaySession, message: GatewayPage) -> None:
-        self._pages.on_page(gateway.gateway_id, message)
+    def _on_metrics(self, gateway: GatewaySession, message: GatewayPage) -> None:
+        self._metrics.on_metrics(gateway.gateway_id, message)
 
     # Internals.
 
@@ -417,7 +420,7 @@ class GatewaySessions:
 
     async def _answer_query(self, gateway: GatewaySession, query: Query) -> None:
         try:
-            found = await self._host.answer(query.name, query.arguments)
+            found = await self._scheduler.answer(query.name, query.arguments)
         except Exception as error:
             logger.exception("event=admin_query_failed name=%s", query.name)
             gateway.send(QueryResult(query.serial, b"", is_last=True, error=repr(error)))
@@ -430,46 +433,50 @@ class GatewaySessions:
             gateway.send(QueryResult(query.serial, found[at:end], is_last=end >= len(found)))
 
     async def _expose(self, gateway: GatewaySession, serial: int) -> None:
-        asking = self._host.exposition(), self._pages.of_others(gateway.gateway_id)
-        own, others = await asyncio.gather(*asking)
+        own, others = await asyncio.gather(
+            self._scheduler.exposition(), self._metrics.of_others(gateway.gateway_id)
+        )
         # One by one, because together they might exceed a frame.
-        for page in others:
-            gateway.send(GatewayPage(serial, page))
+        for metrics in others:
+            gateway.send(GatewayPage(serial, metrics))
         gateway.send(Exposition(serial, own))
 
     def _links(self) -> dict[str, Link]:
         return {each.gateway_id: each.link for each in self._gateways.values() if each.link is not None}
 
     def _put_back(self, record: GatewayRequest, request_id: str, failure: DispatchFailure, text: str) -> None:
-        stated = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
-        self._host.feed(DispatchFailed(request_id, record.wait(), failure, text, stated))
+        reported_limit = reported_context_limit(text) if failure is DispatchFailure.TOO_LONG else None
+        self._scheduler.feed(
+            DispatchFailed(request_id, record.release_grant(), failure, text, reported_limit)
+        )
 
-    def _release(self, gateway: GatewaySession) -> None:
+    def _on_grace_expired(self, gateway: GatewaySession) -> None:
         """Release the requests of a gateway that did not reconnect in time, by rule 6."""
         if gateway.link is not None:
             return
-        self._host.feed(GatewayLost(gateway.gateway_id))
+        self._scheduler.feed(GatewayLost(gateway.gateway_id))
         if self.book.ids_of(gateway):
-            gateway.lost = self._orphans.exist = True
-            gateway.release = self._loop.call_later(_ORPHANED_S, self._forget, gateway)
+            gateway.lost = True
+            self._orphan_detector.has_orphans = True
+            gateway.release_timer = self._loop.call_later(_ORPHAN_TIMEOUT_S, self._remove_gateway, gateway)
         else:
             del self._gateways[gateway.gateway_id]
 
-    def _drop_lost(self) -> None:
+    def _remove_lost_gateways(self) -> None:
         for gateway in [each for each in self._gateways.values() if each.lost]:
-            if gateway.release is not None:
-                gateway.release.cancel()
+            if gateway.release_timer is not None:
+                gateway.release_timer.cancel()
             del self._gateways[gateway.gateway_id]
 
-    def _forget(self, gateway: GatewaySession) -> None:
-        """Drop a gateway with all of its requests."""
+    def _remove_gateway(self, gateway: GatewaySession) -> None:
+        """Remove a disconnected gateway with all of its requests."""
         if gateway.link is not None:
             return
-        self._host.feed(GatewayLost(gateway.gateway_id))
+        self._scheduler.feed(GatewayLost(gateway.gateway_id))
         for request_id in self.book.ids_of(gateway):
-            self._host.feed(Cancelled(request_id))
+            self._scheduler.feed(Cancelled(request_id))
         self._gateways.pop(gateway.gateway_id, None)
 
     def _request(self, gateway: GatewaySession, message: Submit | Running) -> Request:
-        default_timeout_s = self._host.queue_timeout_s(message.submission.priority)
-        return as_request(gateway.gateway_id, message, self._host.now(), default_timeout_s)
+        default_timeout_s = self._scheduler.queue_timeout_s(message.submission.priority)
+        return as_request(gateway.gateway_id, message, self._scheduler.now(), default_timeout_s)

@@ -1,16 +1,16 @@
 """The scheduler's record of requests: the gateway that holds each, and the grant by which it runs.
 
-Orphans are running requests of a lost gateway, charged until their engine has finished them.
+Orphans are running requests of a lost gateway. They keep their holds until their engine has finished them.
 
 A disconnected gateway may be dead; its engines then notice the closed connections and stop. It may also be
 cut off or busy, and its requests continue. Only the engines know. So the capacity of these requests is
-released as reports show that engines run fewer requests than are charged to them:
+released as reports show that engines run fewer requests than hold capacity on them:
 
-    ended = requests charged, granted long enough before the report to be in it - waiting - running
+    ended = requests with a hold, granted long enough before the report to be in it - waiting - running
 
 An engine counts sequences, of which a request may have several, and newer requests besides. Both lower
-`ended`, so an orphan may be charged too long, until the engine is less busy, but never too short. Requests of
-other gateways whose end is still in transit raise it briefly, so two consecutive checks must agree.
+`ended`, so an orphan may hold capacity too long, until the engine is less busy, but never too short. Requests
+of other gateways whose end is still in transit raise it briefly, so two consecutive checks must agree.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ class GatewaySession:
 
     Attributes:
         link: None while it is disconnected.
-        mentioned: requests in its snapshot so far; None once the snapshot is complete.
-        release: timer that releases its requests unless it reconnects.
+        in_snapshot: requests in its snapshot so far; None once the snapshot is complete.
+        release_timer: timer that releases its requests unless it reconnects.
         lost: it did not reconnect in time; retained for requests that may still run.
     """
 
     gateway_id: str
     link: Link | None = None
-    mentioned: set[str] | None = None
-    release: asyncio.TimerHandle | None = None
+    in_snapshot: set[str] | None = None
+    release_timer: asyncio.TimerHandle | None = None
     lost: bool = False
 
     def send(self, message: Message) -> None:
@@ -50,10 +50,10 @@ class GatewaySession:
         if self.link is not None:
             self.link.send(message)
 
-    def mention(self, request_id: str) -> None:
-        """Record that the snapshot being read has the request."""
-        if self.mentioned is not None:
-            self.mentioned.add(request_id)
+    def note_in_snapshot(self, request_id: str) -> None:
+        """Record that the snapshot that is being read contains the request."""
+        if self.in_snapshot is not None:
+            self.in_snapshot.add(request_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +96,11 @@ class GatewayRequest:
         return self.submission.tenant
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """True if it has a grant."""
         return self.replica_id is not None
 
-    def wait(self) -> str:
+    def release_grant(self) -> str:
         """Withdraw the grant, and return its replica."""
         replica_id = self.replica_id
         assert replica_id is not None, "only a running request waits again"
@@ -112,7 +112,7 @@ class RequestBook(dict[str, GatewayRequest]):
     """Requests by id."""
 
     def __repr__(self) -> str:
-        running = sum(record.runs for record in self.values())
+        running = sum(record.is_running for record in self.values())
         return f"<RequestBook waiting {len(self) - running}, running {running}>"
 
     def own(self, gateway: GatewaySession, request_id: str) -> GatewayRequest | None:
@@ -126,7 +126,7 @@ class RequestBook(dict[str, GatewayRequest]):
 
     def waiting(self) -> Counter[PriorityClass]:
         """Return the number of waiting requests by class."""
-        return Counter(record.priority for record in self.values() if not record.runs)
+        return Counter(record.priority for record in self.values() if not record.is_running)
 
     def in_flight(self) -> Counter[str]:
         """Return the number of running requests by replica."""
@@ -163,8 +163,8 @@ _CHECK_INTERVAL_S = 0.5
 _SETTLED_S = _CHECK_INTERVAL_S + 0.5
 
 
-class Orphans:
-    """Detector of orphans that have ended; reports are needed only while some `exist`."""
+class OrphanDetector:
+    """Detector of orphans that have ended; reports are needed only while `has_orphans`."""
 
     def __init__(self, book: RequestBook, cancel: Callable[[str], None]) -> None:
         self._book = book
@@ -174,7 +174,7 @@ class Orphans:
         # Ended requests of the last check that were not attributed to orphans, by replica.
         self._ended: dict[str, int] = {}
         self._check_at = 0.0
-        self.exist = False
+        self.has_orphans = False
 
     def on_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         """Record a report, and at intervals release the capacity of orphans that have ended."""
@@ -192,7 +192,7 @@ class Orphans:
             if record.gateway.lost:
                 orphans[record.replica_id].append(request_id)
             settled[record.replica_id] += record.granted_at <= now - _SETTLED_S
-        self.exist = bool(orphans)
+        self.has_orphans = bool(orphans)
         reports, self._reports = self._reports, {}
         before, self._ended = self._ended, {}
         for replica_id, request_ids in orphans.items():

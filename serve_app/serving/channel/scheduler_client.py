@@ -192,7 +192,7 @@ class SchedulerClient(Protocol):
         ...
 
     def note_end(self, request_id: str, outcome: Outcome, times: RequestTimes) -> None:
-        """Send the receipt's times of a request that ended in the queue, if a scheduler is connected."""
+        """Report the stage times of a request that ended in the queue, if a scheduler is connected."""
         ...
 
     def replicas(self) -> tuple[ReplicaAddress, ...]:
@@ -218,6 +218,6 @@ class SchedulerClient(Protocol):
         """
         ...
 
-    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
-        """Register the page of this gateway for scrapes of other gateways."""
+    def register_metrics(self, render: Callable[[], Awaitable[str]]) -> None:
+        """Register the function that renders this gateway's metrics for scrapes of other gateways."""
         ...

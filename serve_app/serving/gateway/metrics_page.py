@@ -174,7 +174,7 @@ class MetricsEndpoint:
             self._gather, lambda pages: merge_openmetrics(telemetry.openmetrics(), pages)
         )
         for scheduler in self._schedulers:
-            scheduler.show(self._own.text)
+            scheduler.register_metrics(self._own.text)
 
     def change(self, key: MetricsKey | None, *, requires_keys: bool) -> None:
         """Replace the scraper's key.

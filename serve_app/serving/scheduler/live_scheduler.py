@@ -385,7 +385,7 @@ class LiveScheduler:
     def _core_failed(self, event: Event, error: Exception) -> None:
         logger.error("event=core_failed on=%r", event, exc_info=error)
         self._metrics.on_core_failure()
-        self._gateways.give_up(event, f"the scheduler failed on this request: {error}")
+        self._gateways.reject_failed(event, f"the scheduler failed on this request: {error}")
         self._end(f"the core failed on {type(event).__name__}: {error!r}")
 
     def _superseded(self, by: int) -> None:

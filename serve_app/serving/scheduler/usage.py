@@ -61,7 +61,7 @@ class UsageLedger:
         """Count concluded requests that ended in an engine and had a key."""
         for _, request in entry.concluded:
             key = request.submission.key
-            if key is not None and key.key_id and request.runs:
+            if key is not None and key.key_id and request.is_running:
                 self.add(key.key_id, request.submission.spec.model, request.usage)
 
     def add(self, key_id: str, model: str, usage: Usage | None) -> None:

@@ -128,14 +128,14 @@ async def test_the_table_has_open_replicas_and_is_empty_without_a_scheduler(
 async def test_replicas_that_have_left_are_forgotten_without_a_lookup(
     world: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_client, "_RECENT_S", 0.0)
+    monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 0.0)
     gateway = await world.gateway()
     for number in range(5):
         client, _ = await world.replica(f"s{number}")
         await until(lambda: len(gateway.replicas()) == 1)
         await client.close()
         await until(lambda: not gateway._table)
-    assert len(gateway._left) <= 1
+    assert len(gateway._departed) <= 1
 
 
 async def test_the_exposition_arrives_over_the_channel_and_is_empty_without_an_answer(
@@ -166,7 +166,7 @@ async def test_a_grant_sent_twice_counts_once_even_after_its_put_back(world: Sim
     gateway.on_message(granted_message)
     await asyncio.sleep(0.05)
     assert not task.done()
-    assert gateway._pending["r1"].waits
+    assert gateway._pending["r1"].is_waiting
     task.cancel()
 
 

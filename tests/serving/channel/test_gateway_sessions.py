@@ -159,7 +159,7 @@ async def test_unknown_and_ended_is_ignored() -> None:
 async def test_waiting_on_both_sides_changes_nothing() -> None:
     host = Host()
     page = host.connect(*(waits(f"r{n}") for n in range(60)))
-    stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].runs)
+    stuck = next(f"r{n}" for n in range(60) if not host.sessions.book[f"r{n}"].is_running)
     host.events.clear()
     host.send(waits(stuck))
     assert host.names == []

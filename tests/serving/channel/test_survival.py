@@ -179,8 +179,8 @@ async def test_ends_are_forgotten_once_they_have_their_receipt(world: Simulation
     for n in range(20):
         await granted(gateway, f"r{n}")
         gateway.finish(f"r{n}", Outcome.COMPLETED, USAGE)
-    assert gateway._ended
-    await until(lambda: not gateway._ended)
+    assert gateway._unacknowledged_finishes
+    await until(lambda: not gateway._unacknowledged_finishes)
 
 
 async def test_a_cancellation_while_the_channel_is_down_is_seen_in_the_snapshot(world: Simulation) -> None:

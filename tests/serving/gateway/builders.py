@@ -356,7 +356,7 @@ class FakeDispatcher:
     def adapters(self) -> dict[str, frozenset[str]]:
         return {}
 
-    def show(self, own_page: Callable[[], Awaitable[str]]) -> None:
+    def register_metrics(self, render: Callable[[], Awaitable[str]]) -> None:
         pass
 
     async def exposition(self) -> str:

@@ -116,7 +116,7 @@ async def test_tenants_read_and_continue_only_their_own_responses() -> None:
 async def test_when_the_replica_is_gone_the_answer_states_it_and_no_other_is_queried(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_client, "_RECENT_S", 1.0)
+    monkeypatch.setattr(gateway_client, "_DEPARTED_RETENTION_S", 1.0)
     first = await fleet.http.post(CREATE, json=ASKED)
     lost = next(each for each in fleet.doubles if each.spec.replica_id == first.headers["x-replica"])
     lost.engine_failure = "it has died"
