@@ -185,13 +185,13 @@ class PrefillIsolation:
             self._short_arrived_at = now
 
     def limits(
-        self, prefill_class: PrefillClass, now: float, behind_requests: float = 0.0
+        self, prefill_class: PrefillClass, now: float, deficit_requests: float = 0.0
     ) -> tuple[int, ...]:
         """Return limits for a replica that gets one more prefill: (), (long), or (long, longest)."""
         if prefill_class is PrefillClass.SHORT:
             return ()
         settings = self._settings
-        more = min(settings.max_owed, int(behind_requests / settings.owed_requests))
+        more = min(settings.max_owed, int(deficit_requests / settings.owed_requests))
         if now - self._short_arrived_at > settings.no_short_s:
             more = max(more, settings.no_short_long_prefills - settings.max_long_prefills)
         limit_factor = self._delay.limit_factor(_USUAL_LAG_S)

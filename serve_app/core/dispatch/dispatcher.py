@@ -340,7 +340,7 @@ class Dispatcher:
         """Return whether to reserve capacity: the tenant is clearly behind, the pool has no reservation."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
-        return self._queue.behind_requests(head.request) >= OWED_REQUESTS
+        return self._queue.deficit_requests(head.request) >= OWED_REQUESTS
 
     def _reserve_capacity(self, head: ScheduledRequest, pool: str, tokens: int, now: float) -> None:
         reservation = self.reservations.of(pool)
@@ -353,7 +353,7 @@ class Dispatcher:
         """Return the limits on long prefills in flight for a replica of this request."""
         if scheduled.prefill_class is PrefillClass.SHORT:
             return ()
-        behind = self._queue.behind_requests(scheduled.request)
+        behind = self._queue.deficit_requests(scheduled.request)
         return self._isolation.limits(scheduled.prefill_class, now, behind)
 
     def _order(

@@ -110,7 +110,7 @@ def _turns(
         counter = served
         for urgency, sequence, scheduled in ranked:
             yield int(counter / quantum), urgency, sequence, scheduled
-            counter += queue.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens) / weight
+            counter += queue.fairness.expected_service(scheduled.estimate, scheduled.cached_tokens) / weight
 
 
 def _of_classes(

@@ -6,9 +6,9 @@ when the engine reports the actual token counts. Rules:
 
 - The tenant with the lowest counter is dispatched first. Tenants within a *quantum* of it, the cost of an
   average request, count as equals, and the policy's score decides among equals. Fairness and EWSJF therefore
-  compose: shares are the first order. Scores are the second, within each tenant and among tenants with equal
-  shares.
-- In one *round* each of the equals is served once before any is served twice. So a tenant with a single
+  compose: shares are the primary key. Scores are the secondary key, within each tenant and among tenants with
+  equal shares.
+- In one *turn* each of the equals is served once before any is served twice. So a tenant with a single
   request waits for at most one request of every other tenant.
 - A tenant that returns from idle is lifted to the lowest counter of the backlogged tenants: idle time earns
   no credit.
@@ -18,7 +18,7 @@ when the engine reports the actual token counts. Rules:
 
 Sources: counters with lift and weights as in VTC (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024, algorithm 2); the start after idle as in start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM
-1996). Quantum and rounds are ours, so that scores retain an effect.
+1996). Quantum and turns are ours, so that scores retain an effect.
 """
 
 import bisect
@@ -64,7 +64,7 @@ class FairnessSettings:
     # Weights of tenants; others have 1. A tenant of weight 2 gets twice the service of one of weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
     # Tenants whose service differs by at most this many average requests count as equals, and the score
-    # decides. Lower is stricter from one request to the next, and makes no difference over a minute.
+    # decides. Lower values are stricter in the short term and make no difference over a minute.
     quantum_requests: Annotated[float, NOT_NEGATIVE, INTERNAL] = 1.0
     # Maximum lead of a tenant over a waiting one, in average requests, while the other's requests are too
     # long for the free capacity. Service beyond it is not charged. Otherwise the tenant would be blocked
@@ -77,18 +77,18 @@ class FairnessSettings:
                 raise ValueError(f"fairness.weights of tenant {tenant!r} must be positive, got {weight}")
 
     def weight(self, tenant: str) -> float:
-        """Return the weight of a tenant."""
+        """Return the configured weight of a tenant, 1 by default."""
         return self.weights.get(tenant, 1.0)
 
-    def expected_cost(self, estimate: TokenEstimate, cached_tokens: int = 0) -> float:
-        """Return the service to charge at dispatch to a replica that has `cached_tokens` of the prompt."""
+    def expected_service(self, estimate: TokenEstimate, cached_tokens: int = 0) -> float:
+        """Return the expected service at dispatch to a replica that has `cached_tokens` of the prompt."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
         output_tokens = estimate.expected_tokens - estimate.expected_prompt_tokens
         prefilled = max(0, estimate.expected_prompt_tokens - cached_tokens)
         return prefilled + _DECODE_WEIGHT * output_tokens
 
-    def real_cost(self, usage: Usage) -> float:
+    def actual_service(self, usage: Usage) -> float:
         """Return the actual service of a request. Cached prompt tokens cost no prefill."""
         if self.mode is not FairnessMode.TOKENS:
             return 1.0
@@ -97,7 +97,7 @@ class FairnessSettings:
 
 
 class TenantWeights:
-    """The weights in force: that of a tenant's API key if it has one, else that of the settings.
+    """The current weights: that of a tenant's API key if it has one, else that of the settings.
 
     Keys of one tenant should have the same weight. If they differ, that of its latest request counts.
     """
@@ -118,7 +118,7 @@ class TenantWeights:
         return before != key.weight
 
     def of(self, tenant: str) -> float:
-        """Return the weight of a tenant."""
+        """Return the current weight of a tenant: that of its key, else the configured one."""
         found = self._of_keys.get(tenant) if self._of_keys else None
         return self._settings.weight(tenant) if found is None else found
 
@@ -128,9 +128,9 @@ class _Tenant:
     """The account of one tenant.
 
     Attributes:
-        counter: service over weight.
+        counter: service divided by weight.
         order: order of first arrival; breaks ties.
-        served_in: the last round in which it was served.
+        served_in: the last turn in which it was served.
         backlogged: whether it has a queued request.
     """
 
@@ -149,8 +149,8 @@ class FairShares:
         self._weights = weights or TenantWeights(settings)
         self._tenants: dict[str, _Tenant] = {}
         # The backlogged tenants, lowest counter first.
-        self._waiting: list[_Tenant] = []
-        self._round = 1
+        self._backlogged: list[_Tenant] = []
+        self._turn = 1
         self._mean_cost = 0.0
         # The highest counter so far, at which all tenants start after a time without any backlog.
         self._highest = 0.0
@@ -159,10 +159,10 @@ class FairShares:
     def on_backlog(self, name: str) -> None:
         """Mark a tenant as backlogged, and lift its counter."""
         tenant = self._tenant(name)
-        floor = self._waiting[0].counter if self._waiting else self._highest
+        floor = self._backlogged[0].counter if self._backlogged else self._highest
         tenant.counter = max(tenant.counter, floor)
         tenant.backlogged = True
-        bisect.insort(self._waiting, tenant, key=_by_counter)
+        bisect.insort(self._backlogged, tenant, key=_by_counter)
 
     def on_idle(self, name: str) -> None:
         """Mark a tenant as idle: its last queued request has left."""
@@ -178,82 +178,82 @@ class FairShares:
     def charge(self, name: str, cost: float) -> None:
         """Charge a tenant for a dispatched request."""
         tenant = self._tenant(name)
-        if tenant.served_in == self._round:
-            self._round += 1
-        tenant.served_in = self._round
+        if tenant.served_in == self._turn:
+            self._turn += 1
+        tenant.served_in = self._turn
         self._mean_cost += (_MEAN_WEIGHT if self._mean_cost else 1.0) * (cost - self._mean_cost)
         before = tenant.counter
         self._add(tenant, cost)
-        if self._waiting:
+        if self._backlogged:
             lead = self._settings.max_lead_requests * self._mean_cost / self._weights.of(name)
-            self._move(tenant, max(before, min(tenant.counter, self._waiting[0].counter + lead)))
+            self._move(tenant, max(before, min(tenant.counter, self._backlogged[0].counter + lead)))
 
-    def correct(self, name: str, by: float) -> None:
+    def correct(self, name: str, difference: float) -> None:
         """Adjust a tenant's service by the difference between actual and charged service."""
         tenant = self._tenant(name)
         is_highest = tenant.counter >= self._highest
-        self._add(tenant, by)
+        self._add(tenant, difference)
         if is_highest:
             self._highest = tenant.counter
 
     def order(self, among: Collection[str] | None = None) -> Iterator[list[str]]:
         """Yield the backlogged tenants in the order of service, in groups within which the score decides.
 
-        First the equals not yet served in this round, then the other equals, then the others one by one. The
+        First the equals not yet served in this turn, then the other equals, then the others one by one. The
         shares must not change during the iteration.
 
         Args:
             among: limits the tenants other than equals to these; None for all. Equals are always included.
         """
-        if not self._waiting:
+        if not self._backlogged:
             return
-        bound = self._waiting[0].counter + self.quantum
+        bound = self._backlogged[0].counter + self.quantum
         equals = self._equals(bound)
-        fresh = [tenant.name for tenant in equals if tenant.served_in < self._round]
-        if fresh:
-            yield fresh
-        if len(fresh) < len(equals):
-            yield [tenant.name for tenant in equals if tenant.served_in >= self._round]
+        unserved = [tenant.name for tenant in equals if tenant.served_in < self._turn]
+        if unserved:
+            yield unserved
+        if len(unserved) < len(equals):
+            yield [tenant.name for tenant in equals if tenant.served_in >= self._turn]
         if among is None:
-            others: Iterator[_Tenant] = itertools.islice(self._waiting, len(equals), None)
+            others: Iterator[_Tenant] = itertools.islice(self._backlogged, len(equals), None)
         else:
             others = iter(sorted({self._tenants[name] for name in among}.difference(equals), key=_by_counter))
         for tenant in others:
             yield [tenant.name]
 
-    def behind_requests(self, name: str) -> float:
+    def deficit_requests(self, name: str) -> float:
         """Return how many average requests the tenant is behind the next one; 0 unless it is behind all."""
-        if len(self._waiting) < 2 or self._waiting[0].name != name:
+        if len(self._backlogged) < 2 or self._backlogged[0].name != name:
             return 0.0
         return self.most_behind()[1]
 
     def most_behind(self) -> tuple[str, float]:
         """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
-        if len(self._waiting) < 2 or not self._mean_cost > 0:
+        if len(self._backlogged) < 2 or not self._mean_cost > 0:
             return "", 0.0
-        name, behind = self._waiting[0].name, self._waiting[1].counter - self._waiting[0].counter
+        name, behind = self._backlogged[0].name, self._backlogged[1].counter - self._backlogged[0].counter
         return name, behind * self._weights.of(name) / self._mean_cost
 
     def counters(self) -> dict[str, float]:
-        """Return service over weight by tenant."""
+        """Return service divided by weight, by tenant."""
         return {tenant.name: tenant.counter for tenant in self._tenants.values()}
 
     def backlogged(self) -> Iterator[tuple[str, float, float]]:
-        """Yield each backlogged tenant, its service over weight above the lowest, and its weight."""
-        for tenant in self._waiting:
-            yield tenant.name, tenant.counter - self._waiting[0].counter, self._weights.of(tenant.name)
+        """Yield each backlogged tenant, its counter above the lowest one, and its weight."""
+        for tenant in self._backlogged:
+            yield tenant.name, tenant.counter - self._backlogged[0].counter, self._weights.of(tenant.name)
 
     @property
     def quantum(self) -> float:
-        """The difference of service over weight up to which tenants count as equals."""
+        """The difference between counters up to which tenants count as equals."""
         return self._settings.quantum_requests * self._mean_cost
 
     def _equals(self, bound: float) -> list[_Tenant]:
-        limit = min(_MAX_EQUALS, len(self._waiting))
+        limit = min(_MAX_EQUALS, len(self._backlogged))
         count = 1
-        while count < limit and self._waiting[count].counter < bound:
+        while count < limit and self._backlogged[count].counter < bound:
             count += 1
-        return self._waiting[:count]
+        return self._backlogged[:count]
 
     def _add(self, tenant: _Tenant, cost: float) -> None:
         self._move(tenant, max(0.0, tenant.counter + cost / self._weights.of(tenant.name)))
@@ -266,17 +266,17 @@ class FairShares:
             self._remove(tenant)
         tenant.counter = counter
         if tenant.backlogged:
-            bisect.insort(self._waiting, tenant, key=_by_counter)
+            bisect.insort(self._backlogged, tenant, key=_by_counter)
 
     def _remove(self, tenant: _Tenant) -> None:
-        index = bisect.bisect_left(self._waiting, _by_counter(tenant), key=_by_counter)
-        assert self._waiting[index] is tenant
-        del self._waiting[index]
+        index = bisect.bisect_left(self._backlogged, _by_counter(tenant), key=_by_counter)
+        assert self._backlogged[index] is tenant
+        del self._backlogged[index]
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) > _MAX_IDLE + 2 * len(self._waiting):
+            if len(self._tenants) > _MAX_IDLE + 2 * len(self._backlogged):
                 self._drop_idle()
             self._joined += 1
             tenant = self._tenants[name] = _Tenant(name, self._joined)
@@ -284,14 +284,16 @@ class FairShares:
 
     def _drop_idle(self) -> None:
         """Remove idle tenants that would be lifted on their return, then those with the lowest counters."""
-        floor = self._waiting[0].counter if self._waiting else self._highest
-        idle = sorted((one for one in self._tenants.values() if not one.backlogged), key=_by_counter)
+        floor = self._backlogged[0].counter if self._backlogged else self._highest
+        idle = sorted((each for each in self._tenants.values() if not each.backlogged), key=_by_counter)
         for number, tenant in enumerate(idle):
             if tenant.counter <= floor or number < len(idle) - _MAX_IDLE // 2:
                 del self._tenants[tenant.name]
 
     def __repr__(self) -> str:
-        return f"<FairShares waiting={len(self._waiting)} tenants={len(self._tenants)} round={self._round}>"
+        return (
+            f"<FairShares backlogged={len(self._backlogged)} tenants={len(self._tenants)} turn={self._turn}>"
+        )
 
 
 def _by_counter(tenant: _Tenant) -> tuple[float, int]:
@@ -300,20 +302,20 @@ def _by_counter(tenant: _Tenant) -> tuple[float, int]:
 
 # The work ahead of a request under fair shares, from sums, so that its cost hardly grows with the tenants.
 #
-# While all queued requests of a tenant are served, every other tenant is served as much in proportion to its
-# weight, plus the request that it is at:
+# By the time all queued requests of a tenant are served, every other tenant has received at most service in
+# proportion to its weight, plus its current request:
 #
-#     ahead = sum over tenants of min(tokens, own * weight / own weight + tokens / waiting)
+#     ahead = sum over tenants of min(tokens, own * weight / own weight + tokens / requests)
 #
-# The first term is the smaller one as soon as `own / own weight` reaches the tenant's *turning point*,
-# `(tokens - tokens / waiting) / weight`. So tenants are grouped in buckets by turning point, eight to the
-# octave, with the sums of both terms. Only in the bucket of `own / own weight` each tenant is evaluated
-# separately. A tenant with a single request has its turning point at 0.
+# The first term is the smaller one once `own / own weight` reaches the tenant's *turning point*,
+# `(tokens - tokens / requests) / weight`. So tenants are grouped in buckets by turning point, eight buckets
+# per factor of two, with the sums of both terms. Only in the bucket of `own / own weight` each tenant is
+# evaluated separately. A tenant with a single request has its turning point at 0.
 #
 # The sums are integers, so that they do not drift.
 
 
-_PER_OCTAVE = 8
+_BUCKETS_PER_OCTAVE = 8
 # Resolution of a tenant's mean request and weight in fixed-point numbers.
 _FRACTION_BITS = 32
 _ONE = 1 << _FRACTION_BITS
@@ -321,7 +323,7 @@ _ONE = 1 << _FRACTION_BITS
 _SINGLE = -(1 << 30)
 
 
-class HasWaiting(Protocol):
+class HasBacklog(Protocol):
     """The number and tokens of a tenant's queued requests."""
 
     waiting: int
@@ -329,19 +331,19 @@ class HasWaiting(Protocol):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _TenantBacklog:
     """The queued requests of one tenant.
 
     Attributes:
-        mean: tokens of its average request, as a fixed-point number.
-        weight_ratio: its weight, as a fixed-point number.
+        fixed_mean_tokens: tokens of its average request, as a fixed-point number.
+        fixed_weight: its weight, as a fixed-point number.
+        bucket: index of the bucket of its turning point.
     """
 
     tokens: int
-    mean: int
+    fixed_mean_tokens: int
     weight: float
-    weight_ratio: int
-    turns_at: float
+    fixed_weight: int
     bucket: int
 
 
@@ -350,35 +352,35 @@ class _Bucket:
     """The tenants with similar turning points, and the sums of their queued work."""
 
     tokens: int = 0
-    means: int = 0
-    weights: int = 0
-    tenants: dict[str, _Waiting] = field(default_factory=dict)
+    fixed_mean_tokens: int = 0
+    fixed_weights: int = 0
+    tenants: dict[str, _TenantBacklog] = field(default_factory=dict)
 
-    def add(self, name: str, waiting: _Waiting) -> None:
-        self.tokens += waiting.tokens
-        self.means += waiting.mean
-        self.weights += waiting.weight_ratio
-        self.tenants[name] = waiting
+    def add(self, name: str, backlog: _TenantBacklog) -> None:
+        self.tokens += backlog.tokens
+        self.fixed_mean_tokens += backlog.fixed_mean_tokens
+        self.fixed_weights += backlog.fixed_weight
+        self.tenants[name] = backlog
 
     def remove(self, name: str) -> None:
-        waiting = self.tenants.pop(name)
-        self.tokens -= waiting.tokens
-        self.means -= waiting.mean
-        self.weights -= waiting.weight_ratio
+        backlog = self.tenants.pop(name)
+        self.tokens -= backlog.tokens
+        self.fixed_mean_tokens -= backlog.fixed_mean_tokens
+        self.fixed_weights -= backlog.fixed_weight
 
 
 class FairWork:
     """The queued work of the tenants of one class.
 
     Args:
-        waiting: queued requests by tenant; read lazily.
+        queued: queued requests by tenant; read lazily.
     """
 
-    def __init__(self, waiting: Mapping[str, HasWaiting], weights: TenantWeights) -> None:
-        self._waiting = waiting
+    def __init__(self, queued: Mapping[str, HasBacklog], weights: TenantWeights) -> None:
+        self._queued = queued
         self._weights = weights
         self._changed: set[str] = set()
-        self._tenants: dict[str, _Waiting] = {}
+        self._backlogs: dict[str, _TenantBacklog] = {}
         self._buckets: dict[int, _Bucket] = {}
         self.tokens = 0
 
@@ -387,14 +389,14 @@ class FairWork:
         self.tokens += tokens
         self._changed.add(tenant)
 
-    def _insert(self, tenant: str, tokens: int, waiting: int, weight: float) -> None:
-        turns_at = (tokens - tokens / waiting) / weight
-        bucket = math.floor(_PER_OCTAVE * math.log2(turns_at)) if turns_at > 0 else _SINGLE
-        mean, weight_ratio = (tokens << _FRACTION_BITS) // waiting, round(weight * _ONE)
-        one = self._tenants[tenant] = _Waiting(tokens, mean, weight, weight_ratio, turns_at, bucket)
+    def _insert(self, tenant: str, tokens: int, requests: int, weight: float) -> None:
+        bucket = _bucket((tokens - tokens / requests) / weight)
+        fixed_mean_tokens, fixed_weight = (tokens << _FRACTION_BITS) // requests, round(weight * _ONE)
+        backlog = _TenantBacklog(tokens, fixed_mean_tokens, weight, fixed_weight, bucket)
+        self._backlogs[tenant] = backlog
         if bucket not in self._buckets:
             self._buckets[bucket] = _Bucket()
-        self._buckets[bucket].add(tenant, one)
+        self._buckets[bucket].add(tenant, backlog)
 
     def ahead(self, tenant: str) -> int:
         """Return the tokens of this class that are served before a request that arrives for a tenant."""
@@ -402,42 +404,47 @@ class FairWork:
             return 0
         self._apply_changes()
         weight = self._weights.of(tenant)
-        own_tenant = self._tenants.get(tenant)
-        own = 0 if own_tenant is None else own_tenant.tokens
-        level = own / weight
-        at = math.floor(_PER_OCTAVE * math.log2(level)) if level > 0 else _SINGLE
-        tokens = means = weights = 0
-        partly = 0.0
-        for place, bucket in self._buckets.items():
-            if place < at or place == _SINGLE:
+        own = self._backlogs.get(tenant)
+        own_tokens = 0 if own is None else own.tokens
+        own_bucket = _bucket(own_tokens / weight)
+        tokens = fixed_mean_tokens = fixed_weights = 0
+        at_boundary = 0.0
+        for index, bucket in self._buckets.items():
+            if index < own_bucket or index == _SINGLE:
                 tokens += bucket.tokens
-            elif place > at:
-                means += bucket.means
-                weights += bucket.weights
+            elif index > own_bucket:
+                fixed_mean_tokens += bucket.fixed_mean_tokens
+                fixed_weights += bucket.fixed_weights
             else:
-                partly = sum(
-                    min(one.tokens, own * one.weight / weight + one.mean / _ONE)
-                    for one in bucket.tenants.values()
+                at_boundary = sum(
+                    min(each.tokens, own_tokens * each.weight / weight + each.fixed_mean_tokens / _ONE)
+                    for each in bucket.tenants.values()
                 )
         # The tenant's own tokens are whole; only the part of the others is rounded.
-        return own + round(tokens - own + partly + own * weights / (weight * _ONE) + means / _ONE)
+        proportional = own_tokens * fixed_weights / (weight * _ONE)
+        return own_tokens + round(tokens - own_tokens + at_boundary + proportional + fixed_mean_tokens / _ONE)
 
     def _apply_changes(self) -> None:
         """Apply recorded changes. Lazy, because most tenants of an idle fleet leave before the next query."""
         for name in self._changed:
             self._remove(name)
-            if (one := self._waiting.get(name)) is not None and one.waiting:
-                self._insert(name, one.tokens, one.waiting, self._weights.of(name))
+            if (queued := self._queued.get(name)) is not None and queued.waiting:
+                self._insert(name, queued.tokens, queued.waiting, self._weights.of(name))
         self._changed.clear()
 
     def _remove(self, tenant: str) -> None:
-        one = self._tenants.pop(tenant, None)
-        if one is None:
+        backlog = self._backlogs.pop(tenant, None)
+        if backlog is None:
             return
-        bucket = self._buckets[one.bucket]
+        bucket = self._buckets[backlog.bucket]
         bucket.remove(tenant)
         if not bucket.tenants:
-            del self._buckets[one.bucket]
+            del self._buckets[backlog.bucket]
 
     def __repr__(self) -> str:
-        return f"<FairWork of {len(self._tenants)} tenants, {self.tokens} tokens>"
+        return f"<FairWork of {len(self._backlogs)} tenants, {self.tokens} tokens>"
+
+
+def _bucket(turning_point: float) -> int:
+    """Return the index of a turning point's bucket."""
+    return math.floor(_BUCKETS_PER_OCTAVE * math.log2(turning_point)) if turning_point > 0 else _SINGLE

@@ -500,14 +500,14 @@ class RequestQueue:
         """Return the tenant behind all others and by how many average requests, or ("", 0.0)."""
         return self.shares[priority].most_behind() if self.is_fair else ("", 0.0)
 
-    def behind_requests(self, request: Request) -> float:
+    def deficit_requests(self, request: Request) -> float:
         """Return how many average requests the tenant is behind the next one; 0 unless it is behind all.
 
         Always 0 without fairness.
         """
         if not self.is_fair:
             return 0.0
-        return self.shares[request.priority].behind_requests(request.tenant)
+        return self.shares[request.priority].deficit_requests(request.tenant)
 
     def work_ahead(self, request: Request) -> int:
         """Return the expected tokens that are served before a request that arrives now.
@@ -561,12 +561,12 @@ class RequestQueue:
     def charge(self, scheduled: ScheduledRequest) -> None:
         """Charge the tenant the expected service of a request at its dispatch."""
         self._observe_weight(scheduled.request)
-        scheduled.charged = self.fairness.expected_cost(scheduled.estimate, scheduled.cached_tokens)
+        scheduled.charged = self.fairness.expected_service(scheduled.estimate, scheduled.cached_tokens)
         self._shares_of(scheduled).charge(scheduled.request.tenant, scheduled.charged)
 
     def settle(self, scheduled: ScheduledRequest, usage: Usage) -> None:
         """Correct the charge by the engine's token counts."""
-        self._correct(scheduled, self.fairness.real_cost(usage))
+        self._correct(scheduled, self.fairness.actual_service(usage))
 
     def refund(self, scheduled: ScheduledRequest) -> None:
         """Refund the charge of a request that was put back unserved."""

@@ -20,7 +20,7 @@ def of_weights(weights: dict[str, float]) -> tuple[FairWork, dict[str, TenantQue
     return FairWork(queues, TenantWeights(FairnessSettings(weights=weights))), queues
 
 
-def put(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int) -> None:
+def set_backlog(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int) -> None:
     """Set the work that a tenant has queued."""
     tenant = queues.setdefault(name, TenantQueues())
     work.update(name, tokens - tenant.tokens)
@@ -40,7 +40,7 @@ def test_sums_agree_with_the_formula(
     waiting: dict[str, tuple[int, int]] = {}
     for changes in histories:
         for tenant, (tokens, requests) in changes.items():
-            put(work, queues, tenant, tokens, requests)
+            set_backlog(work, queues, tenant, tokens, requests)
             waiting[tenant] = (tokens, requests)
         work.ahead(name)
     waiting = {tenant: each for tenant, each in waiting.items() if each[1]}
@@ -57,12 +57,12 @@ def test_sums_agree_with_the_formula(
 
 def test_a_tenant_that_has_nothing_left_leaves_no_trace() -> None:
     work, queues = of_weights({"b": 0.1})
-    put(work, queues, "a", 900, 3)
-    put(work, queues, "b", 100, 1)
-    put(work, queues, "d", 50, 1)
+    set_backlog(work, queues, "a", 900, 3)
+    set_backlog(work, queues, "b", 100, 1)
+    set_backlog(work, queues, "d", 50, 1)
     assert work.ahead("c") == 300 + 100 + 50
-    put(work, queues, "a", 0, 0)
-    put(work, queues, "b", 0, 0)
+    set_backlog(work, queues, "a", 0, 0)
+    set_backlog(work, queues, "b", 0, 0)
     assert work.ahead("c") == work.tokens == 50
-    assert list(work._tenants) == ["d"]
+    assert list(work._backlogs) == ["d"]
     assert len(work._buckets) == 1

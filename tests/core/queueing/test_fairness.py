@@ -116,12 +116,11 @@ def test_costs_are_those_of_the_mode() -> None:
     estimate = scheduled_request(prompt_tokens=100, max_output_tokens=50).estimate
     tokens = FairnessSettings()
     output = estimate.expected_tokens - estimate.expected_prompt_tokens
-    assert tokens.expected_cost(estimate) == estimate.expected_prompt_tokens + 2.0 * output
-    assert tokens.real_cost(Usage(prompt_tokens=100, output_tokens=10, cached_tokens=64)) == 36 + 20
+    assert tokens.expected_service(estimate) == estimate.expected_prompt_tokens + 2.0 * output
+    assert tokens.actual_service(Usage(prompt_tokens=100, output_tokens=10, cached_tokens=64)) == 36 + 20
     requests = FairnessSettings(mode=FairnessMode.REQUESTS)
-    assert (
-        requests.expected_cost(estimate) == requests.real_cost(Usage(prompt_tokens=9, output_tokens=9)) == 1
-    )
+    usage = Usage(prompt_tokens=9, output_tokens=9)
+    assert requests.expected_service(estimate) == requests.actual_service(usage) == 1
 
 
 def test_service_taken_while_no_one_queued_is_not_charged() -> None:
@@ -141,8 +140,8 @@ def test_a_lead_over_a_tenant_whose_requests_do_not_fit_is_bounded() -> None:
     shares.on_backlog("fits")
     for _ in range(200):
         shares.charge("fits", 1.0)
-    assert shares.behind_requests("stuck") == pytest.approx(10.0)
-    assert shares.behind_requests("fits") == 0.0
+    assert shares.deficit_requests("stuck") == pytest.approx(10.0)
+    assert shares.deficit_requests("fits") == 0.0
     served = [serve(shares) for _ in range(14)]
     assert served.count("fits") == 2
 
@@ -151,5 +150,5 @@ def test_no_tenant_is_behind_when_it_waits_alone() -> None:
     shares = fair_shares()
     shares.on_backlog("a")
     shares.charge("a", 5.0)
-    assert shares.behind_requests("a") == 0.0
-    assert shares.behind_requests("nobody") == 0.0
+    assert shares.deficit_requests("a") == 0.0
+    assert shares.deficit_requests("nobody") == 0.0
