@@ -1,9 +1,9 @@
-"""The ledger: the reservations on each replica, and the open replicas of each pool by load.
+"""The ledger: the holds and reservations on each replica, and the open replicas of each pool by load.
 
-Rules:
+A running request *holds* tokens of its replica. A *reservation* sets tokens of a replica aside for one queued
+request (`dispatch.starvation`). Rules:
 
-- The selection of a replica is followed immediately by `hold`, so that the next decision sees the
-  reservation.
+- The selection of a replica is followed immediately by `hold`, so that the next decision sees the hold.
 - `held_tokens == sum of the holds of its running requests`, exactly, at any time. This includes a lost
   replica: its requests are released one by one, as the gateways report how they ended.
 - Free tokens count the *expected* needs of requests, so the ledger balances load by work, not by number of
@@ -26,32 +26,33 @@ from serve_app.core.routing.replica_state import Hold, PrefillClass, ReplicaStat
 from serve_app.request import ANYWHERE, Destination
 
 
-class AdapterHolders:
+class ReplicasByAdapter:
     """The replicas of a ledger by the LoRA adapters that they list, including lost ones with holds."""
 
     def __init__(self) -> None:
         self._by_adapter: dict[str, dict[str, ReplicaState]] = {}
 
     def add(self, state: ReplicaState) -> None:
-        """Add a replica under the adapters that it lists."""
+        """Add a replica, after it was added to the ledger or its adapters changed."""
         for adapter in state.spec.adapters:
             self._by_adapter.setdefault(adapter, {})[state.spec.replica_id] = state
 
     def remove(self, state: ReplicaState) -> None:
         """Remove a replica, before its adapters change or it is removed from the ledger."""
         for adapter in state.spec.adapters:
-            holders = self._by_adapter[adapter]
-            del holders[state.spec.replica_id]
-            if not holders:
+            replicas = self._by_adapter[adapter]
+            del replicas[state.spec.replica_id]
+            if not replicas:
                 del self._by_adapter[adapter]
 
     def of(self, adapter: str) -> Collection[ReplicaState]:
         """Return the replicas that list an adapter."""
-        holders = self._by_adapter.get(adapter)
-        return () if holders is None else holders.values()
+        replicas = self._by_adapter.get(adapter)
+        return () if replicas is None else replicas.values()
 
     def __repr__(self) -> str:
-        return f"<AdapterHolders { ({name: len(holders) for name, holders in self._by_adapter.items()}) }>"
+        counts = {name: len(replicas) for name, replicas in self._by_adapter.items()}
+        return f"<ReplicasByAdapter {counts}>"
 
 
 # The open replicas of each pool, ordered so that the best one for a request is found in amortised constant
@@ -73,7 +74,7 @@ _Entry = tuple[int, int, int, ReplicaState]
 _Heap = list[_Entry]
 _QUEUED, _EMPTY = 0, 1
 # Additional requests in flight that outweigh the copy of a LoRA adapter into GPU memory.
-_MAX_AHEAD = 4
+_MAX_EXTRA_IN_FLIGHT = 4
 
 
 class Backpressure(Protocol):
@@ -132,11 +133,11 @@ class OpenReplicas:
     """
 
     def __init__(
-        self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState], holders: AdapterHolders
+        self, backpressure: Backpressure, replicas: Mapping[str, ReplicaState], by_adapter: ReplicasByAdapter
     ) -> None:
         self._backpressure = backpressure
         self._replicas = replicas
-        self._holders = holders
+        self._by_adapter = by_adapter
         self._heaps: dict[str, list[tuple[tuple[int, int], tuple[_Heap, _Heap]]]] = {}
 
     def is_open(self, state: ReplicaState, now: float) -> bool:
@@ -158,7 +159,7 @@ class OpenReplicas:
     def best(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """Return the best replica for a request, preferring few long prefills, or None if it fits none."""
         if query.is_restricted:
-            return self._best_of_some(query, now)
+            return self._best_restricted(query, now)
         for long_prefills, heaps in self._heaps.get(query.pool, ()):
             if (heaps[_EMPTY] or heaps[_QUEUED]) and query.allows(long_prefills):
                 entry = self._freest(heaps, now, empty=query.needs_empty_engine_queue)
@@ -198,11 +199,11 @@ class OpenReplicas:
         for known, heaps in pairs:
             if known == long_prefills:
                 return heaps
-        made: tuple[_Heap, _Heap] = ([], [])
-        bisect.insort(pairs, (long_prefills, made), key=lambda pair: pair[0])
-        return made
+        added: tuple[_Heap, _Heap] = ([], [])
+        bisect.insort(pairs, (long_prefills, added), key=lambda pair: pair[0])
+        return added
 
-    def _best_of_some(self, query: CapacityQuery, now: float) -> ReplicaState | None:
+    def _best_restricted(self, query: CapacityQuery, now: float) -> ReplicaState | None:
         """Return the best replica for a request that excludes single replicas."""
         destination = query.destination
         if destination.replica_id is not None:
@@ -210,9 +211,9 @@ class OpenReplicas:
             return state if state is not None and self.fits(state, query, now) else None
         if destination.adapter is None:
             return self._first_that_fits(query, now)
-        holders = self._holders.of(destination.adapter)
+        candidates = self._by_adapter.of(destination.adapter)
         fitting = _prefer_warm(
-            [state for state in holders if self.fits(state, query, now)], destination.adapter
+            [state for state in candidates if self.fits(state, query, now)], destination.adapter
         )
         return min(
             fitting, key=lambda state: (state.long_prefills, -state.free_tokens, state.order), default=None
@@ -264,7 +265,7 @@ def _prefer_warm(fitting: Sequence[ReplicaState], adapter: str) -> list[ReplicaS
     warm = [
         state
         for state in fitting
-        if adapter in state.recent_adapters and state.in_flight <= least + _MAX_AHEAD
+        if adapter in state.recent_adapters and state.in_flight <= least + _MAX_EXTRA_IN_FLIGHT
     ]
     return warm or list(fitting)
 
@@ -292,22 +293,22 @@ class ContextLimits:
 
     def update(self, state: ReplicaState) -> None:
         """Update the limits after a replica has joined, left, or changed its limit."""
-        name, spec = state.spec.replica_id, state.spec
-        now = (spec.pool, state.context_limit, spec.max_model_len) if state.joined else None
-        before = self._counted.pop(name, None)
-        if now is not None:
-            self._counted[name] = now
-        if now == before:
+        replica_id, spec = state.spec.replica_id, state.spec
+        after = (spec.pool, state.context_limit, spec.max_model_len) if state.joined else None
+        before = self._counted.pop(replica_id, None)
+        if after is not None:
+            self._counted[replica_id] = after
+        if after == before:
             return
-        for entry, by in ((before, -1), (now, 1)):
+        for entry, by in ((before, -1), (after, 1)):
             if entry is not None:
                 pool, limit, reported = entry
                 _count(self._limits.setdefault(pool, Counter()), limit, by)
                 _count(self._reported.setdefault(pool, Counter()), reported, by)
-        for pool in {entry[0] for entry in (before, now) if entry is not None}:
-            self._measure(pool)
+        for pool in {entry[0] for entry in (before, after) if entry is not None}:
+            self._update_smallest(pool)
 
-    def _measure(self, pool: str) -> None:
+    def _update_smallest(self, pool: str) -> None:
         limits, before = self._limits[pool], self._smallest.pop(pool, None)
         if limits:
             self._smallest[pool] = (min(limits), min(self._reported[pool]))
@@ -332,11 +333,11 @@ _NO_LIMIT = 1 << 40
 
 
 class ReplicaLedger:
-    """The replicas and their holds.
+    """The replicas, with their holds and reservations.
 
     Args:
         report_limit_s: age in seconds at which a report becomes stale.
-        kv_fill_ratio: share of the KV cache that may be reserved.
+        kv_fill_ratio: share of the KV cache that holds and reservations may use.
 
     Attributes:
         open: replicas that may accept one more request.
@@ -347,8 +348,8 @@ class ReplicaLedger:
         self._report_limit_s = report_limit_s
         self._kv_fill_ratio = kv_fill_ratio
         self._replicas: dict[str, ReplicaState] = {}
-        self.holders = AdapterHolders()
-        self.open = OpenReplicas(backpressure, self._replicas, self.holders)
+        self.by_adapter = ReplicasByAdapter()
+        self.open = OpenReplicas(backpressure, self._replicas, self.by_adapter)
         self.contexts = ContextLimits()
         self._by_pool: dict[str, dict[str, ReplicaState]] = {}
         # Replicas with a fresh report, the oldest report first; reports arrive in order of time.
@@ -363,14 +364,16 @@ class ReplicaLedger:
     def join(self, spec: ReplicaSpec, now: float) -> None:
         """Add a replica, or one that rejoins with its running requests. It opens with its first report."""
         state = self._replicas.get(spec.replica_id)
-        is_same = state is not None and state.joined and _differ_by_adapters(state.spec, spec)
+        only_adapters_changed = (
+            state is not None and state.joined and _differ_only_in_adapters(state.spec, spec)
+        )
         if state is None:
             state = self._add(spec, now)
         self._move(state, spec)
         state.joined, state.report, state.stale = True, None, False
         state.suspended_until, state.suspensions, state.faults = 0.0, 0, 0
         state.hang_detector.join(spec.stall_timeout_s)
-        if not is_same:
+        if not only_adapters_changed:
             # It may be a server that was restarted with another limit.
             unknown = spec.max_num_seqs is None
             state.batch = LearnedBatch() if unknown else None
@@ -459,7 +462,7 @@ class ReplicaLedger:
     def hold(
         self, replica_id: str, hold: Hold, now: float, *, seen: bool = False, started: bool = False
     ) -> None:
-        """Reserve a part of a replica for one request.
+        """Hold a part of a replica for one running request.
 
         Args:
             seen: whether the replica's reports already include the request (it ran before this scheduler
@@ -487,7 +490,7 @@ class ReplicaLedger:
         state.quarantined -= hold.quarantined
         _count_prefill(state, hold, -1)
         state.starts.add(1.0, now)
-        self._settle(state)
+        self._clamp_unseen(state)
         self.open.update(state, now)
         return Hold(hold.tokens)
 
@@ -513,7 +516,7 @@ class ReplicaLedger:
             state.unstarted -= 1
             if ran:
                 state.starts.add(1.0, now)
-        self._settle(state)
+        self._clamp_unseen(state)
         self.open.update(state, now)
         self._remove_if_done(state)
 
@@ -559,7 +562,7 @@ class ReplicaLedger:
         return () if members is None else members.values()
 
     @property
-    def joined(self) -> int:
+    def connected_count(self) -> int:
         """Number of connected replicas."""
         return sum(state.joined for state in self._replicas.values())
 
@@ -583,7 +586,7 @@ class ReplicaLedger:
         return min(usable, key=lambda state: (-state.free_tokens, state.order), default=None)
 
     def __repr__(self) -> str:
-        return f"<ReplicaLedger joined={self.joined} {list(self._replicas.values())}>"
+        return f"<ReplicaLedger connected={self.connected_count} {list(self._replicas.values())}>"
 
     # Internals
 
@@ -597,7 +600,7 @@ class ReplicaLedger:
         self._next_order += 1
         self._replicas[spec.replica_id] = state
         self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
-        self.holders.add(state)
+        self.by_adapter.add(state)
         return state
 
     def _move(self, state: ReplicaState, spec: ReplicaSpec) -> None:
@@ -605,9 +608,9 @@ class ReplicaLedger:
         if state.spec.pool != spec.pool:
             del self._by_pool[state.spec.pool][spec.replica_id]
             self._by_pool.setdefault(spec.pool, {})[spec.replica_id] = state
-        self.holders.remove(state)
+        self.by_adapter.remove(state)
         state.spec = spec
-        self.holders.add(state)
+        self.by_adapter.add(state)
 
     def _kv_budget(self, spec: ReplicaSpec) -> int:
         # vLLM does not start unless one request of full length fits, so one may always be sent.
@@ -629,7 +632,7 @@ class ReplicaLedger:
             state.unseen = max(0, state.unseen - (report.received - state.received))
         state.received = report.received
 
-    def _settle(self, state: ReplicaState) -> None:
+    def _clamp_unseen(self, state: ReplicaState) -> None:
         # A started request has been seen, whatever the counts. This also corrects counts after a request that
         # was lost in transit.
         state.unseen = min(state.unseen, state.unstarted)
@@ -638,14 +641,14 @@ class ReplicaLedger:
         if not state.joined and state.in_flight == 0:
             del self._replicas[state.spec.replica_id]
             del self._by_pool[state.spec.pool][state.spec.replica_id]
-            self.holders.remove(state)
+            self.by_adapter.remove(state)
 
 
 def _unknown_spec(replica_id: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id=replica_id, pool="", max_model_len=1, kv_tokens=1, max_num_seqs=1)
 
 
-def _differ_by_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
+def _differ_only_in_adapters(before: ReplicaSpec, after: ReplicaSpec) -> bool:
     """Return whether two specs differ only in their adapters, which an engine can load and unload."""
     return before.adapters != after.adapters and replace(before, adapters=after.adapters) == after
 

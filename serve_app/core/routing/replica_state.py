@@ -1,4 +1,4 @@
-"""The state of one replica in the ledger: its limits, its last report, and its reservations."""
+"""The state of one replica in the ledger: its limits, its last report, its holds and its reservation."""
 
 import enum
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class PrefillClass(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The reservation on a replica for one request.
+    """The hold of one running request on a replica.
 
     Attributes:
         tokens: expected use of the KV cache.

@@ -104,7 +104,9 @@ class RequestRouting:
     ) -> Route:
         order = self._router.order()
         holders = [
-            state for state in self._ledger.holders.of(adapter) if state.joined and state.spec.pool in order
+            state
+            for state in self._ledger.by_adapter.of(adapter)
+            if state.joined and state.spec.pool in order
         ]
         routed = self._router.route(request, estimate, above_tokens=above_tokens)
         missing = Destination(adapter=adapter)

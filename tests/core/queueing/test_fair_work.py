@@ -20,7 +20,9 @@ def of_weights(weights: dict[str, float]) -> tuple[FairWork, dict[str, TenantQue
     return FairWork(queues, TenantWeights(FairnessSettings(weights=weights))), queues
 
 
-def set_backlog(work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int) -> None:
+def set_backlog(
+    work: FairWork, queues: dict[str, TenantQueues], name: str, tokens: int, requests: int
+) -> None:
     """Set the work that a tenant has queued."""
     tenant = queues.setdefault(name, TenantQueues())
     work.update(name, tokens - tenant.tokens)

@@ -35,7 +35,7 @@ def test_a_replica_that_leaves_twice_or_was_never_there_changes_nothing() -> Non
     made.lose("a", 1.0)
     made.lose("a", 2.0)
     made.lose("unknown", 2.0)
-    assert made.joined == 1
+    assert made.connected_count == 1
     assert made["a"].joined is False
     made.release("a", Hold(10), 3.0, started=False)
     assert made.get("a") is None
@@ -51,7 +51,7 @@ def test_a_replica_that_has_left_has_no_report_to_expire() -> None:
     silent = ReplicaLedger(backpressure=NoBackpressure(), report_limit_s=10, kv_fill_ratio=1.0)
     silent.join(spec("s"), 0.0)
     silent.lose("s", 1.0)
-    assert silent.joined == 0
+    assert silent.connected_count == 0
 
 
 def test_a_pool_is_alive_as_long_as_any_of_its_replicas_is() -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from serve_app.core.routing.ledger import AdapterHolders, CapacityQuery, OpenReplicas
+from serve_app.core.routing.ledger import CapacityQuery, OpenReplicas, ReplicasByAdapter
 from serve_app.core.routing.rate import DecayingRate
 from serve_app.core.routing.replica_state import ReplicaState
 from tests.builders import report, spec
@@ -43,9 +43,9 @@ def query(
 
 def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpressure | None = None) -> bool:
     """Return whether the replica fits, and check that `best` agrees when it is the only one."""
-    holders = AdapterHolders()
-    holders.add(state)
-    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, holders)
+    by_adapter = ReplicasByAdapter()
+    by_adapter.add(state)
+    found = OpenReplicas(backpressure or GivenBackpressure(), {state.spec.replica_id: state}, by_adapter)
     found.update(state, 7.0)
     fits = found.fits(state, asked, 7.0)
     assert (found.best(asked, 7.0) is state) == fits

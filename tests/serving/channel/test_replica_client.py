@@ -67,7 +67,7 @@ async def test_the_death_of_an_engine_closes_its_replica_at_once(world: Simulati
     double.engine_failure = "the engine is dead"
     await until(lambda: gateway.replicas() == ())
     assert client.is_connected
-    assert world.live.core.ledger.joined == 0
+    assert world.live.core.ledger.connected_count == 0
     # The replica left at once; its last report never became stale.
     assert 'ewsjf_stale_reports_total{model="m"} 1.0' not in await world.live.exposition()
 
@@ -76,7 +76,7 @@ async def test_a_replica_joins_again_when_its_engine_answers_again(world: Simula
     gateway = await world.gateway()
     _, double = await world.replica("s1")
     double.engine_failure = "the server at http://far gives no answer"
-    await until(lambda: world.live.core.ledger.joined == 0)
+    await until(lambda: world.live.core.ledger.connected_count == 0)
     double.engine_failure = ""
     await until(lambda: [address.replica_id for address in gateway.replicas()] == ["s1"])
     await granted(gateway, "r")
@@ -87,12 +87,12 @@ async def test_a_replica_with_a_failed_engine_does_not_register_with_a_new_sched
 ) -> None:
     client, double = await world.replica("s1")
     double.engine_failure = "the engine is dead"
-    await until(lambda: world.live.core.ledger.joined == 0)
+    await until(lambda: world.live.core.ledger.connected_count == 0)
     await world.restart()
     await until(lambda: client.is_connected)
     looks = double.looks
     await until(lambda: double.looks > looks + 1)
-    assert world.live.core.ledger.joined == 0
+    assert world.live.core.ledger.connected_count == 0
 
 
 async def test_draining_is_reported_at_once(world: Simulation) -> None:
