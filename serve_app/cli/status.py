@@ -198,13 +198,12 @@ def _replicas(replicas: Mapping[str, Document]) -> str:
     rows = []
     for name, replica in sorted(replicas.items(), key=lambda item: (item[1]["pool"], item[0])):
         report = replica["report"] or {}
-        state = "draining" if report.get("draining") else "ready" if report else "no report yet"
         tpot_s = report.get("tpot_s")
         rows.append(
             (
                 replica["pool"],
                 name,
-                "stale" if replica["stale"] else state,
+                replica["state"],
                 str(replica["in_flight"]),
                 _format_or_dash(report.get("running")),
                 _format_or_dash(report.get("waiting")),

@@ -328,9 +328,10 @@ class StatePersister:
         text = "Failed reads and writes of learned state."
         failures = Counter("ewsjf_state_failures", text, (*labels, "operation"), registry=self._registry)
         self._failures = {verb: failures.labels(model, verb) for verb in ("load", "save", "restore")}
-        text = "Last time at which the current learned state was saved, in seconds since 1970."
+        text = "Time of the last save of learned state, initially of the start, in seconds since 1970."
         self._saved_at = Gauge("ewsjf_state_saved_timestamp_seconds", text, labels, registry=self._registry)
         self._saved_at = self._saved_at.labels(model)
+        self._saved_at.set_to_current_time()
 
     def __repr__(self) -> str:
         return f"<StatePersister {self._store.path}{' unreachable' if self._is_unreachable else ''}>"

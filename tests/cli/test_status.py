@@ -26,13 +26,13 @@ STATUS: dict[str, Any] = {
                 "s1": {
                     "pool": "short",
                     "in_flight": 3,
-                    "stale": False,
+                    "state": "suspended",
                     "report": {"running": 2, "waiting": 1, "kv_usage_ratio": 0.25, "tpot_s": 0.0123},
                 },
                 "l1": {
                     "pool": "long",
                     "in_flight": 0,
-                    "stale": True,
+                    "state": "stale",
                     "report": None,
                     "max_model_len": None,
                     "learned_context_tokens": 8_192,
@@ -134,6 +134,7 @@ def test_tables_of_replicas_queue_tenants_and_tuner(url: str, capsys: pytest.Cap
         "12.3",
         "25%",
         "stale",
+        "suspended",
         "l1 reports no context limit; learned from rejected requests: 8,192 tokens",
         "t1",
         "other requests have precedence",

@@ -42,7 +42,7 @@ def replica_documents(
     stale: Collection[str],
 ) -> dict[str, Any]:
     """Return the state of each replica, and what is reserved on it; gateways report requests in flight."""
-    return {
+    documents: dict[str, dict[str, Any]] = {
         replica_id: {
             **asdict(spec),
             **_context_of(core, replica_id, spec),
@@ -53,6 +53,7 @@ def replica_documents(
         }
         for replica_id, (spec, report) in reports.items()
     }
+    return {replica_id: {**each, "state": _state(each)} for replica_id, each in documents.items()}
 
 
 def _context_of(core: Scheduler, replica_id: str, spec: ReplicaSpec) -> dict[str, int | None]:

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ async def test_a_changed_state_is_saved_periodically(store: FlakyStore) -> None:
     await until(lambda: (store.load() or {}).get("n") == 2)
     await kept.close()
     assert sample(kept, "ewsjf_state_saved_timestamp_seconds{") > 1.7e9
+
+
+async def test_before_the_first_save_its_time_is_that_of_the_start(store: FlakyStore) -> None:
+    """At 0, the alert StateNotSaved would fire after every start."""
+    assert time.time() - sample(keeper(store, None), "ewsjf_state_saved_timestamp_seconds{") < 900
 
 
 async def test_the_state_is_saved_at_the_end(store: FlakyStore) -> None:
