@@ -158,7 +158,7 @@ class Scheduler:
                 f"time decreased from {self._now!r} to {now!r}: feed events in the order of one clock"
             )
         self._now = now
-        self.queue.on_time(now)
+        self.queue.set_time(now)
         commands = self._commands = []
         self._process_timeouts(now)
         self._handlers[type(event)](event, now)
@@ -374,7 +374,7 @@ class Scheduler:
 
     def _on_partition_change(self, event: ev.PartitionChanged, _now: float) -> None:
         if self._policy.replace_partition(event.partition):
-            self.queue.requeue_all()
+            self.queue.reassign_length_queues()
 
     def _on_retune(self, event: ev.Retuned, now: float) -> None:
         """Apply weights, isolation and backpressure. The limits of the ledger itself are not retunable."""

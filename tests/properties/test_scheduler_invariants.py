@@ -210,7 +210,7 @@ class SchedulerMachine(RecordingMachine):
             scheduled.estimate.expected_tokens for scheduled in self.scheduler.queue
         )
         wait = [scheduled for scheduled in self.scheduler.queue if scheduled.request.priority is not BATCH]
-        at_home = {pool: work.requests for pool, work in self.scheduler.queue.urgent_work.items()}
+        at_home = {pool: work.requests for pool, work in self.scheduler.queue.non_batch_work.items()}
         assert +Counter(at_home) == Counter(scheduled.pools[0] for scheduled in wait)
 
     @invariant()

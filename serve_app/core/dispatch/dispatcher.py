@@ -76,26 +76,25 @@ class Placement:
         return min(head.prefill_class, self.isolation.prefill_class(prefill_tokens))
 
 
-# Openings: the groups of heads that may fit a pool, so that the others need not be examined.
+# Candidate groups: the groups of heads that may fit a pool, so that the others need not be examined.
 #
-# In each group (`HeadGroup` in `queueing.request_queue`) the least demanding request is tried: the fewest
-# tokens of any head, under the limits of the tenant that may exceed them most. If no replica accepts that, no
-# head of the group fits. The cost of a search among heads that all must wait therefore does not grow with the
-# tenants.
+# For each group (`HeadGroup` in `queueing.request_queue`) a hypothetical request is tested: the fewest tokens
+# of any head, under the most permissive limits of any tenant. If no replica accepts it, no head of the group
+# fits. The cost of a search among heads that all must wait therefore does not grow with the tenants.
 #
-# A returned group may have no head that fits. A group with a head that fits, or with one that gets a capacity
-# reservation, is never omitted.
+# A candidate group may have no head that fits. A group with a head that fits, or with one that gets a
+# capacity reservation, is never omitted.
 
 
 # A tenant behind all others by this many average requests gets capacity reserved for its next one. Similar
 # tenants are seldom that far behind.
 OWED_REQUESTS = 0.5
-# Examining this many heads costs no more than trying the groups.
+# Examining this many heads costs no more than testing the groups.
 _FEW_HEADS = 3
 
 
-class Openings:
-    """Tries the least demanding request of each group of heads."""
+class CandidateGroups:
+    """Selects the groups with a head that may fit."""
 
     def __init__(
         self, queue: RequestQueue, ledger: ReplicaLedger, isolation: PrefillIsolation, floors: ClassFloors
@@ -105,15 +104,15 @@ class Openings:
         self._isolation = isolation
         self._floors = floors
 
-    def groups(self, pool: str, now: float, *, rank: int, reserves: bool) -> list[HeadGroup]:
+    def groups(self, pool: str, now: float, *, position: int, reserves: bool) -> list[HeadGroup]:
         """Return the groups that may have a head that fits a replica of `pool`.
 
         Args:
-            rank: position of `pool` in the preference of requests: 0 is the home pool.
+            position: position of `pool` in the preference of requests: 0 is the home pool.
             reserves: whether to include heads of an owed tenant that lack capacity, to reserve it for them.
         """
         limit = self._ledger.context_limit(pool)
-        groups = [group for group in self._queue.groups.at(pool, rank) if group]
+        groups = [group for group in self._queue.groups.at(pool, position) if group]
         if limit is None:
             return []
         if sum(map(len, groups)) <= _FEW_HEADS:
@@ -124,7 +123,7 @@ class Openings:
             group
             for group in groups
             if self._may_fit(group, pool, limit, now, needs_empty=not batch_is_first)
-            or (reserves and self._is_owed(group, pool, limit, now))
+            or (reserves and self._needs_reservation(group, pool, limit, now))
         ]
 
     def _may_fit(self, group: HeadGroup, pool: str, limit: int, now: float, *, needs_empty: bool) -> bool:
@@ -142,8 +141,8 @@ class Openings:
         query = CapacityQuery(pool, min(smallest.estimate.expected_tokens, limit), limits, needs_empty)
         return self._ledger.open.best(query, now) is not None
 
-    def _is_owed(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
-        """Return whether a head of the group belongs to a tenant that is owed service and lacks capacity."""
+    def _needs_reservation(self, group: HeadGroup, pool: str, limit: int, now: float) -> bool:
+        """Return whether to reserve capacity for a head: its tenant is behind, and it fits nowhere now."""
         tenant, behind = self._queue.most_behind(group.priority)
         if behind < OWED_REQUESTS:
             return False
@@ -151,7 +150,7 @@ class Openings:
         return tokens > 0 and self._ledger.open.best(CapacityQuery(pool, min(tokens, limit)), now) is None
 
     def __repr__(self) -> str:
-        return f"<Openings {self._queue.groups}>"
+        return f"<CandidateGroups {self._queue.groups}>"
 
 
 # Not frozen, because creation is faster; as `CapacityQuery`.
@@ -189,21 +188,21 @@ class Dispatcher:
         self._isolation = placement.isolation
         self._policy = policy
         self._promotion = Promotion(settings.promotion) if policy.promotes else None
-        self._overdue = ExpiryHeap(self._overdue_at)
+        self._starved = ExpiryHeap(self._starved_at)
         self._floors = ClassFloors(settings.class_floors)
         self.reservations = CapacityReservations(ledger)
-        self._openings = Openings(queue, ledger, self._isolation, self._floors)
+        self._candidates = CandidateGroups(queue, ledger, self._isolation, self._floors)
 
     def on_enqueue(self, scheduled: ScheduledRequest) -> None:
         """Register a request that was added to the queue."""
         if self._promotion is not None:
-            self._overdue.add(scheduled)
+            self._starved.add(scheduled)
 
     def choices(self, now: float) -> Iterable[Choice]:
-        """Return the choices of one round, until nothing fits.
+        """Yield the choices of one round, until nothing fits.
 
-        Before it takes the next choice, the caller must remove the request from the queue and hold its place
-        in the ledger. Each pool first serves requests whose home it is, then requests that spill, in the
+        Before the next choice, the caller must remove the request from the queue and hold its capacity in the
+        ledger. Each pool first serves requests whose home it is, then requests that spill, in the
         order of their preference.
         """
         self.reservations.prune(now)
@@ -213,19 +212,19 @@ class Dispatcher:
         self._policy.on_round_start()
         # Optimisation: most events of a saturated fleet free no replica.
         spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
-        spills = self._queue.spills(self._pools) if spilled else []
+        spill_pools = self._queue.spill_pools(self._pools) if spilled else []
         while spilled:
             spilled = False
-            yield from self._fill(self._pools, now, rank=0)
-            for rank, pools in enumerate(spills, start=1):
-                for choice in self._fill(pools, now, rank=rank):
+            yield from self._fill(self._pools, now, position=0)
+            for position, pools in enumerate(spill_pools, start=1):
+                for choice in self._fill(pools, now, position=position):
                     spilled = True
                     yield choice
                 if spilled:
                     # Each spill exposes the next head of its sub-queue, which may fit at home.
                     break
         self._policy.on_round_end(self._queue.queue_names())
-        self._overdue.prune(len(self._queue))
+        self._starved.prune(len(self._queue))
 
     def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
         """Return what `choices` would select for a request that has just arrived while nothing else waits.
@@ -275,9 +274,9 @@ class Dispatcher:
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
-    def _fill(self, pools: Iterable[str], now: float, *, rank: int) -> Iterator[Choice]:
+    def _fill(self, pools: Iterable[str], now: float, *, position: int) -> Iterator[Choice]:
         for pool in pools:
-            while self._queue.waiting and (choice := self._choose(pool, now, rank=rank)) is not None:
+            while self._queue.waiting and (choice := self._choose(pool, now, position=position)) is not None:
                 yield choice
                 self._on_dispatch(choice.scheduled, now)
 
@@ -288,21 +287,21 @@ class Dispatcher:
             self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
-    def _choose(self, pool: str, now: float, *, rank: int) -> Choice | None:
+    def _choose(self, pool: str, now: float, *, position: int) -> Choice | None:
         """Return the first head in the order of service that fits a replica of `pool`, or None."""
         limit = self._ledger.context_limit(pool)
-        if limit is None or not any(self._queue.groups.at(pool, rank)):
+        if limit is None or not any(self._queue.groups.at(pool, position)):
             return None
         if not self._ledger.open.has_any(pool, now):
             return None
         # Optimisation: a head with the same limits and at least as many tokens as one that did not fit does
         # not fit either.
         misfits: dict[tuple[tuple[int, ...], bool], int] = {}
-        first = None if rank else self.reservations.lift(pool, now)
-        first = first or self._promoted(pool, now, rank=rank)
-        reserves = not rank and self._policy.promotes and self.reservations.of(pool) is None
-        openings = self._openings.groups(pool, now, rank=rank, reserves=reserves)
-        for head, needs_empty_engine_queue in self._order(pool, now, first, openings, rank=rank):
+        first = None if position else self.reservations.release_for_test(pool, now)
+        first = first or self._promoted(pool, now, position=position)
+        reserves = not position and self._policy.promotes and self.reservations.of(pool) is None
+        candidates = self._candidates.groups(pool, now, position=position, reserves=reserves)
+        for head, needs_empty_engine_queue in self._order(pool, now, first, candidates, position=position):
             tokens = min(head.estimate.expected_tokens, limit)
             limits = self._limits(head, now)
             query = self._query(head, CapacityQuery(pool, tokens, limits, needs_empty_engine_queue))
@@ -316,7 +315,7 @@ class Dispatcher:
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
                 return Choice(head, *placed)
-            if not rank and (head is first or self._is_owed(head, pool)):
+            if not position and (head is first or self._may_reserve(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None
 
@@ -336,7 +335,7 @@ class Dispatcher:
         avoided = head.avoided if elsewhere else frozenset()
         return replace(query, avoided=avoided, quarantined=head.losses > 0)
 
-    def _is_owed(self, head: ScheduledRequest, pool: str) -> bool:
+    def _may_reserve(self, head: ScheduledRequest, pool: str) -> bool:
         """Return whether to reserve capacity: the tenant is clearly behind, the pool has no reservation."""
         if not self._policy.promotes or self.reservations.of(pool) is not None:
             return False
@@ -361,29 +360,29 @@ class Dispatcher:
         pool: str,
         now: float,
         first: ScheduledRequest | None,
-        openings: Sequence[HeadGroup],
+        candidates: Sequence[HeadGroup],
         *,
-        rank: int,
+        position: int,
     ) -> Iterator[tuple[ScheduledRequest, bool]]:
         """Yield heads in the order of service, each with whether it requires an empty engine queue.
 
         Args:
             first: the request to promote.
-            openings: groups whose heads may fit; heads of other groups may be omitted.
+            candidates: groups whose heads may fit; heads of other groups may be omitted.
         """
         queue = self._queue
         if queue.has_returned:
-            for head in queue.returned_heads(pool, rank=rank):
+            for head in queue.returned_heads(pool, position=position):
                 yield head, False
         if first is not None:
             yield first, False
-        if not openings:
+        if not candidates:
             return
         queries = {
             priority: HeadQuery(
                 priority,
-                [group for group in openings if group.priority is priority],
-                [group for group in queue.groups.at(pool, rank) if group.priority is priority],
+                [group for group in candidates if group.priority is priority],
+                [group for group in queue.groups.at(pool, position) if group.priority is priority],
             )
             for priority in queue.waiting_classes()
         }
@@ -396,15 +395,15 @@ class Dispatcher:
             for head in queue.heads(query, now):
                 yield head, needs_empty_engine_queue
 
-    def _promoted(self, pool: str, now: float, *, rank: int) -> ScheduledRequest | None:
-        promotion, first_at = self._promotion, self._overdue.next_at()
+    def _promoted(self, pool: str, now: float, *, position: int) -> ScheduledRequest | None:
+        promotion, first_at = self._promotion, self._starved.next_at()
         if promotion is None or not promotion.is_due or first_at is None or now <= first_at:
             return None
-        return promotion.first(self._queue.earliest_heads(pool, rank=rank), now)
+        return promotion.first(self._queue.earliest_heads(pool, position=position), now)
 
-    def _overdue_at(self, scheduled: ScheduledRequest) -> float:
+    def _starved_at(self, scheduled: ScheduledRequest) -> float:
         assert self._promotion is not None
-        return self._promotion.overdue_at(scheduled)
+        return self._promotion.starved_at(scheduled)
 
     def _obstacle(self, head: ScheduledRequest, pool: str, now: float) -> str:
         limit = self._ledger.context_limit(pool)
@@ -416,20 +415,21 @@ class Dispatcher:
         reservation = self.reservations.of(pool)
         is_reserved = reservation is not None and reservation.scheduled is head
         reserved = "; capacity is reserved for it" if is_reserved else ""
-        roomy = _bound(head, CapacityQuery(pool, tokens))
-        destination = roomy.destination
-        if destination is not ANYWHERE and self._ledger.open.best(replace(roomy, tokens=0), now) is None:
+        by_tokens = _bound(head, CapacityQuery(pool, tokens))
+        destination = by_tokens.destination
+        if destination is not ANYWHERE and self._ledger.open.best(replace(by_tokens, tokens=0), now) is None:
             if destination.replica_id is not None:
                 return f"it is bound to replica {destination.replica_id}, which accepts no requests now"
             return f"no replica with the adapter {destination.adapter} accepts requests now"
-        elsewhere = self._query(head, roomy)
-        isolated = replace(elsewhere, long_limits=self._limits(head, now))
-        alone = replace(isolated, needs_empty_engine_queue=head.request.priority is PriorityClass.BATCH)
+        not_avoided = self._query(head, by_tokens)
+        with_isolation = replace(not_avoided, long_limits=self._limits(head, now))
+        is_batch = head.request.priority is PriorityClass.BATCH
+        with_empty_queue = replace(with_isolation, needs_empty_engine_queue=is_batch)
         for query, reason in (
-            (roomy, f"no open replica has {tokens:,} free KV tokens{reserved}"),
-            (elsewhere, "it has failed on every open replica, or each has another request in quarantine"),
-            (isolated, "every open replica has the maximum number of long prefills in flight"),
-            (alone, "batch work waits for an engine with an empty queue"),
+            (by_tokens, f"no open replica has {tokens:,} free KV tokens{reserved}"),
+            (not_avoided, "it has failed on every open replica, or each has another request in quarantine"),
+            (with_isolation, "every open replica has the maximum number of long prefills in flight"),
+            (with_empty_queue, "batch work waits for an engine with an empty queue"),
         ):
             if self._ledger.open.best(query, now) is None:
                 return reason

@@ -58,9 +58,9 @@ class Promotion:
         return self._allowed >= 1.0
 
     def first(self, heads: Iterable[ScheduledRequest], now: float) -> ScheduledRequest | None:
-        """Return the overdue head that arrived first, or None if none is overdue."""
-        overdue = [head for head in heads if self.is_overdue(head, now)]
-        return min(overdue, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
+        """Return the head beyond its starvation bound that arrived first, or None if none is."""
+        starved = [head for head in heads if self.is_starved(head, now)]
+        return min(starved, key=lambda head: (head.request.arrived_at, head.sequence), default=None)
 
     def on_dispatch(
         self, scheduled: ScheduledRequest, now: float, *, capacity_was_reserved: bool = False
@@ -72,11 +72,11 @@ class Promotion:
         """
         if capacity_was_reserved:
             self._allowed = 0.0
-        elif self._allowed >= 1.0 and self.is_overdue(scheduled, now):
+        elif self._allowed >= 1.0 and self.is_starved(scheduled, now):
             self._allowed -= 1.0
         self._allowed = min(_SAVED, self._allowed + self._settings.promoted_share)
 
-    def overdue_at(self, scheduled: ScheduledRequest) -> float:
+    def starved_at(self, scheduled: ScheduledRequest) -> float:
         """Return the time at which the wait reaches the bound of the class or of the claimed reservation."""
         request = scheduled.request
         wait_s = self._max_wait_s[request.priority]
@@ -84,9 +84,9 @@ class Promotion:
             wait_s = min(wait_s, _CLAIMED_SHARE * (request.expires_at - request.arrived_at))
         return request.arrived_at + wait_s
 
-    def is_overdue(self, scheduled: ScheduledRequest, now: float) -> bool:
-        """Return whether the request has waited longer than its bound."""
-        return now > self.overdue_at(scheduled)
+    def is_starved(self, scheduled: ScheduledRequest, now: float) -> bool:
+        """Return whether the request has waited longer than its starvation bound."""
+        return now > self.starved_at(scheduled)
 
 
 # Capacity reservations: KV cache reserved for a request that is owed service and fits no replica.
@@ -138,8 +138,11 @@ class CapacityReservations:
             if not reservation.scheduled.queued or reservation.scheduled.pools[:1] != (pool,):
                 self._drop(pool, now)
 
-    def lift(self, pool: str, now: float) -> ScheduledRequest | None:
-        """Free the reserved tokens to test whether their request fits now. Return that request."""
+    def release_for_test(self, pool: str, now: float) -> ScheduledRequest | None:
+        """Release the reserved tokens to test whether their request fits now. Return that request.
+
+        The caller reserves the tokens again if it does not fit.
+        """
         reservation = self._by_pool.get(pool)
         if reservation is None:
             return None

@@ -1,9 +1,9 @@
 """The request queue: queued requests by priority class, tenant and sub-queue, with their heads in groups.
 
-There is a sub-queue for each length queue, set of pools, prefill class and destination, because requests of
-one length queue may be restricted to different replicas. The head of a sub-queue therefore represents all
-requests behind it, and the candidates for a pool are found without scanning the queue. Few sets of pools
-occur: a home pool, and the other pools that can hold the request.
+There is a sub-queue for each length queue, pool preference, prefill class and destination, because requests
+of one length queue may be restricted to different replicas. The head of a sub-queue therefore represents all
+requests behind it, and the candidates for a pool are found without scanning the queue. A pool preference is
+the home pool, then the other pools that can hold the request, in order; few of them occur.
 """
 
 import heapq
@@ -50,7 +50,7 @@ class WaitingWork:
         self.least_output_tokens += by * estimate.least_output_tokens
 
     def merge(self, other: "WaitingWork") -> None:
-        """Add the work of other requests."""
+        """Add the work in `other`."""
         self.requests += other.requests
         self.tokens += other.tokens
         self.prompt_tokens += other.prompt_tokens
@@ -100,9 +100,10 @@ class BackoffRequests:
 
 # Groups of heads: decide whether any of many heads may fit a replica without examining each of them.
 #
-# Whether a head fits depends on its class, pools, prefill class and tokens. The heads of all sub-queues with
-# the same class, pools and prefill class form a group, which knows the fewest tokens of its heads. If these
-# do not fit, none of its heads does. A group also knows the head that arrived first.
+# Whether a head fits depends on its class, pool preference, prefill class and tokens. The heads of all
+# sub-queues with the same class, pool preference and prefill class form a group, which knows the fewest
+# tokens of its heads. If these do not fit, none of its heads does. A group also knows the head that arrived
+# first.
 #
 # Both are heaps with lazy deletion: an entry is valid while its request is the head of its sub-queue.
 
@@ -143,13 +144,14 @@ class _HeadHeap:
 
 
 class HeadGroup:
-    """The heads of one class, set of pools and prefill class.
+    """The heads of one class, pool preference and prefill class.
 
     Attributes:
         tenants: the sub-queues of each tenant in the group.
-        restricted: requests that cannot use every replica of their pools: put-back or bound to a destination.
-        cached: requests with a part of their prompt cached on a replica, which may count as shorter ones
-            there.
+        restricted: number of requests that cannot use every replica of their pools: put-back or bound to a
+            destination.
+        cached: number of requests with a part of their prompt cached on a replica, which may count as shorter
+            ones there.
     """
 
     __slots__ = (
@@ -175,12 +177,12 @@ class HeadGroup:
         self._by_tokens = _HeadHeap()
         self._by_arrival = _HeadHeap()
 
-    def open(self, tenant: str, sub_queue: "SubQueue") -> None:
+    def add_sub_queue(self, tenant: str, sub_queue: "SubQueue") -> None:
         """Add a sub-queue of a tenant."""
         self.tenants.setdefault(tenant, []).append(sub_queue)
         self._heads += 1
 
-    def close(self, tenant: str, sub_queue: "SubQueue") -> None:
+    def remove_sub_queue(self, tenant: str, sub_queue: "SubQueue") -> None:
         """Remove a tenant's sub-queue that has become empty."""
         self._heads -= 1
         of_tenant = self.tenants[tenant]
@@ -235,13 +237,13 @@ class HeadGroups:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = HeadGroup(priority, pools, prefill_class)
-            for rank, pool in enumerate(pools):
-                self._at.setdefault((pool, rank), []).append(group)
+            for position, pool in enumerate(pools):
+                self._at.setdefault((pool, position), []).append(group)
         return group
 
-    def at(self, pool: str, rank: int) -> Sequence[HeadGroup]:
+    def at(self, pool: str, position: int) -> Sequence[HeadGroup]:
         """Return the groups with `pool` at this position of their preference, including empty ones."""
-        return self._at.get((pool, rank), ())
+        return self._at.get((pool, position), ())
 
     def clear(self) -> None:
         """Remove all groups."""
@@ -255,8 +257,8 @@ class HeadGroups:
         return f"<HeadGroups {[group for group in self if group]}>"
 
 
-# A sub-queue holds requests of one class and tenant with the same length queue, pools, prefill class and
-# destination, so the same replicas can serve them.
+# A sub-queue contains requests of one class and tenant with the same length queue, pool preference, prefill
+# class and destination, so the same replicas can serve them.
 #
 # It is a heap with lazy deletion. A request that leaves from the middle (cancelled, expired) leaves a stale
 # entry, which is removed when it reaches the top. The heap is rebuilt when most entries are stale. The
@@ -264,7 +266,7 @@ class HeadGroups:
 
 
 SubQueueKey = tuple[str, tuple[str, ...], PrefillClass, Destination]
-"""Length queue, pools, prefill class, and the destination (which replicas of the pools can serve it)."""
+"""Length queue, pool preference, prefill class and destination (which replicas of the pools can serve it)."""
 
 OrderKey = tuple[int, float, int, int]
 """Precedence (returned, claimed or neither), the policy's key, order of arrival, order of insertion."""
@@ -288,12 +290,12 @@ class SubQueue:
         self._live: dict[str, OrderKey] = {}
 
     def add(self, order: OrderKey, scheduled: ScheduledRequest) -> None:
-        """Insert a request."""
+        """Insert a request at its place in the order."""
         self._live[scheduled.request.request_id] = order
         heapq.heappush(self._heap, (order, scheduled))
         self.group.count(scheduled, 1)
         if self._heap[0][1] is scheduled:
-            self._lead(scheduled)
+            self._set_head(scheduled)
 
     def remove(self, scheduled: ScheduledRequest) -> None:
         """Remove a request, wherever it is."""
@@ -305,9 +307,9 @@ class SubQueue:
         if scheduled is self.first:
             while self._heap and not self._is_live(self._heap[0]):
                 heapq.heappop(self._heap)
-            self._lead(self._heap[0][1] if self._heap else None)
+            self._set_head(self._heap[0][1] if self._heap else None)
 
-    def _lead(self, head: ScheduledRequest | None) -> None:
+    def _set_head(self, head: ScheduledRequest | None) -> None:
         self.first = head
         if head is not None:
             self.group.on_head(head, self)
@@ -334,8 +336,8 @@ class TenantQueues:
         self.tokens = 0
 
 
-# Up to this many tenants with a head that may fit are sorted. Among more tenants, a match is soon found in
-# the order of their shares.
+# With at most this many candidate tenants, only they are sorted. With more, iterating over all tenants in the
+# order of their shares finds a match sooner. A tenant counts once for each group.
 _FEW_TENANTS = 32
 
 
@@ -360,11 +362,11 @@ class RequestQueue:
     Attributes:
         is_fair: whether shares take precedence over scores.
         shares: the tenants' shares by class; counted even if fairness is off.
-        waiting: number of queued requests; faster than `len`.
+        waiting: number of queued requests; faster to read than `len`.
         waiting_tokens: expected tokens of all queued requests.
-        urgent_work: work of queued requests above the batch class, by home pool.
+        non_batch_work: work of queued requests above the batch class, by home pool.
         waiting_by_key: queued requests by the id of their API key.
-        work: queued work by the pools that may serve it.
+        work: queued work by pool preference.
         restricted: queued requests that only some replicas of their pools can serve.
     """
 
@@ -402,11 +404,11 @@ class RequestQueue:
         self.waiting = 0
         self.waiting_tokens = 0
         self.restricted = 0
-        self.urgent_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
+        self.non_batch_work: defaultdict[str, WaitingWork] = defaultdict(WaitingWork)
         self.waiting_by_key: Counter[str] = Counter()
         self.work: defaultdict[tuple[str, ...], WaitingWork] = defaultdict(WaitingWork)
 
-    def on_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the current time, in seconds on the scheduler's clock."""
         self._now = now
 
@@ -464,7 +466,7 @@ class RequestQueue:
     def promotes_claimed(self) -> bool:
         """True if requests that claimed a retry reservation are served before others.
 
-        Not needed in order of arrival, because no later request passes them.
+        A policy in order of arrival does not need this, because no later request passes them.
         """
         return self.policy.promotes
 
@@ -484,16 +486,16 @@ class RequestQueue:
         """True if a returned request is queued, which precedes all others."""
         return bool(self._returned)
 
-    def returned_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
+    def returned_heads(self, pool: str, *, position: int) -> list[ScheduledRequest]:
         """Return the returned heads that may go to `pool`, the highest class first, then the earliest."""
-        heads = self._heads_among(self._returned.values(), pool, rank)
+        heads = self._heads_among(self._returned.values(), pool, position)
         heads.sort(key=lambda head: (head.request.priority.rank, head.request.arrived_at, head.sequence))
         return heads
 
-    def earliest_heads(self, pool: str, *, rank: int) -> list[ScheduledRequest]:
+    def earliest_heads(self, pool: str, *, position: int) -> list[ScheduledRequest]:
         """Return the earliest head of each group for `pool`, and all heads with a claimed reservation."""
-        heads = self._heads_among(self._claimed.values(), pool, rank)
-        earliest = (group.earliest() for group in self.groups.at(pool, rank))
+        heads = self._heads_among(self._claimed.values(), pool, position)
+        earliest = (group.earliest() for group in self.groups.at(pool, position))
         return heads + [head for head in earliest if head is not None]
 
     def most_behind(self, priority: PriorityClass) -> tuple[str, float]:
@@ -512,8 +514,9 @@ class RequestQueue:
     def work_ahead(self, request: Request) -> int:
         """Return the expected tokens that are served before a request that arrives now.
 
-        Includes all work of higher classes and all of its tenant's queued work. Of every other tenant of its
-        class, includes what that tenant is served in that time under fair shares; without fairness all of it.
+        Includes all work of higher classes and all queued work of its tenant. For each other tenant of its
+        class, includes the work that tenant receives under fair shares until this request is served; without
+        fairness, all of its work.
         """
         ahead = 0
         for priority, work in self._fair_work.items():
@@ -522,7 +525,7 @@ class RequestQueue:
             ahead += work.tokens
         return ahead
 
-    def spills(self, pools: Sequence[str]) -> list[list[str]]:
+    def spill_pools(self, pools: Sequence[str]) -> list[list[str]]:
         """Return the pools that are second in some queued request's preference, those that are third, etc."""
         found: list[set[str]] = []
         for preference, waiting in self.work.items():
@@ -546,13 +549,13 @@ class RequestQueue:
         """Change the pools of a queued request."""
         tenant = self._tenants[scheduled.request.priority][scheduled.request.tenant]
         self._detach(scheduled, tenant)
-        self._count_at_home(scheduled, -1)
+        self._count_work(scheduled, -1)
         self._delay_bound(scheduled).leave(scheduled, self._now)
         self.waits.remove(scheduled, self._now)
         self.waits.add(scheduled)
         scheduled.pools = pools
         self._delay_bound(scheduled).join(scheduled)
-        self._count_at_home(scheduled, 1)
+        self._count_work(scheduled, 1)
         if scheduled.backoff_until:
             self.backoff.add(scheduled)
         else:
@@ -572,10 +575,10 @@ class RequestQueue:
         """Refund the charge of a request that was put back unserved."""
         self._correct(scheduled, 0.0)
 
-    def requeue_all(self) -> None:
+    def reassign_length_queues(self) -> None:
         """Reassign every request to a length queue of the policy. Order of arrival is preserved."""
         requests = sorted(self, key=lambda scheduled: scheduled.sequence)
-        # Tenants remain backlogged: one that leaves and returns would be lifted.
+        # Tenants remain backlogged: the counter of one that leaves and returns would be raised.
         for tenants in self._tenants.values():
             for tenant in tenants.values():
                 tenant.sub_queues.clear()
@@ -615,7 +618,7 @@ class RequestQueue:
         if sub_queue is None:
             group = self.groups.of(request.priority, pools, prefill_class)
             sub_queue = tenant.sub_queues[key] = SubQueue(key, group)
-            group.open(request.tenant, sub_queue)
+            group.add_sub_queue(request.tenant, sub_queue)
         self._insertions += 1
         # A request that claimed its reservation arrived before the others.
         precedence = 0 if scheduled.returned else 1 if scheduled.claimed else 2
@@ -630,7 +633,7 @@ class RequestQueue:
         sub_queue.remove(scheduled)
         if not sub_queue:
             del tenant.sub_queues[sub_queue.key]
-            sub_queue.group.close(scheduled.request.tenant, sub_queue)
+            sub_queue.group.remove_sub_queue(scheduled.request.tenant, sub_queue)
 
     def _ranked(self, tenants: Iterable[str], query: HeadQuery, now: float) -> list[ScheduledRequest]:
         """Return the heads that `query` selects of some tenants, in the order of scores."""
@@ -659,7 +662,7 @@ class RequestQueue:
         return []
 
     def _within_bounds(self, heads: list[ScheduledRequest], now: float) -> list[ScheduledRequest]:
-        """Return heads as the delay bounds arrange them, with the score's alternation of home pools."""
+        """Reorder the heads of each home pool by its delay bound. Each position retains its home pool."""
         home = heads[0].pools[0]
         if all(head.pools[0] == home for head in heads):
             return self._delay_bound(heads[0]).arrange(heads, now)
@@ -673,15 +676,15 @@ class RequestQueue:
         return [next(arranged[head.pools[0]]) for head in heads]
 
     def _heads_among(
-        self, requests: Iterable[ScheduledRequest], pool: str, rank: int
+        self, requests: Iterable[ScheduledRequest], pool: str, position: int
     ) -> list[ScheduledRequest]:
         """Return those of some queued requests that are heads of their sub-queues and may go to `pool`."""
         return [
-            one
-            for one in requests
-            if one.pools[rank : rank + 1] == (pool,)
-            and (sub_queue := self._sub_queue_of.get(one.request.request_id)) is not None
-            and sub_queue.first is one
+            each
+            for each in requests
+            if each.pools[position : position + 1] == (pool,)
+            and (sub_queue := self._sub_queue_of.get(each.request.request_id)) is not None
+            and sub_queue.first is each
         ]
 
     def sub_queues(self) -> Iterator[SubQueue]:
@@ -696,13 +699,13 @@ class RequestQueue:
             for work in self._fair_work.values():
                 work.update(request.tenant, 0)
 
-    def _count_at_home(self, scheduled: ScheduledRequest, by: int) -> None:
+    def _count_work(self, scheduled: ScheduledRequest, by: int) -> None:
         self.work[scheduled.pools].add(scheduled.estimate, by)
         if scheduled.request.priority is not PriorityClass.BATCH:
-            self.urgent_work[scheduled.pools[0]].add(scheduled.estimate, by)
+            self.non_batch_work[scheduled.pools[0]].add(scheduled.estimate, by)
 
     def _count(self, scheduled: ScheduledRequest, tenant: TenantQueues, by: int) -> None:
-        self._count_at_home(scheduled, by)
+        self._count_work(scheduled, by)
         tokens = by * scheduled.estimate.expected_tokens
         self.waiting += by
         tenant.waiting += by

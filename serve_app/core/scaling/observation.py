@@ -55,14 +55,14 @@ def observe(scheduler: Scheduler, pools: Iterable[str], now: float) -> dict[str,
     """Return the state of the scheduler's pools at `now`."""
     oldest = _oldest_waits(scheduler, now)
     demanded = {pools[0] for pools, work in scheduler.queue.work.items() if work.requests}
-    demanded |= {pool for pool, work in scheduler.queue.urgent_work.items() if work.requests}
+    demanded |= {pool for pool, work in scheduler.queue.non_batch_work.items() if work.requests}
     return {pool: _view(scheduler, pool, oldest.get(pool, 0.0), pool in demanded) for pool in pools}
 
 
 def _view(scheduler: Scheduler, pool: str, oldest_wait_s: float, waits: bool) -> PoolView:
     members = [state for state in scheduler.ledger if state.spec.pool == pool]
     ready = [state for state in members if state.is_alive]
-    waiting, arrived = scheduler.queue.urgent_work[pool], scheduler.arrived[pool]
+    waiting, arrived = scheduler.queue.non_batch_work[pool], scheduler.arrived[pool]
     in_flight = sum(state.in_flight for state in members)
     mean_tokens = _mean_tokens(ready, waiting.tokens, waiting.requests)
     slots = sum(_slots(state, mean_tokens) for state in ready)

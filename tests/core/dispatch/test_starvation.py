@@ -25,12 +25,12 @@ def test_under_overload_promotions_are_a_share_of_all_dispatches() -> None:
     promotion = Promotion(PromotionSettings(default_s=1.0, promoted_share=0.2))
     promoted = 0
     for _ in range(1_000):
-        preferred, overdue = scheduled_request(arrived_at=0.5), scheduled_request(arrived_at=0.0)
-        first = promotion.first([preferred, overdue], 100.0) if promotion.is_due else preferred
+        preferred, starved = scheduled_request(arrived_at=0.5), scheduled_request(arrived_at=0.0)
+        first = promotion.first([preferred, starved], 100.0) if promotion.is_due else preferred
         assert first is not None
-        promoted += first is overdue
+        promoted += first is starved
         promotion.on_dispatch(first, 100.0)
-    # Both heads are overdue: whichever is first while a promotion is due uses it.
+    # Both heads are beyond their starvation bound: whichever is first while a promotion is due uses it.
     assert 190 <= promoted <= 260
 
 

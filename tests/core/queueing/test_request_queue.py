@@ -42,22 +42,22 @@ def of_tenant(tenant: str, count: int, prompt_tokens: int = 50) -> list[Schedule
     return [scheduled(f"{tenant}{number}", prompt_tokens, number, tenant=tenant) for number in range(count)]
 
 
-def query(queue: RequestQueue, pool: str, *, rank: int) -> HeadQuery:
+def query(queue: RequestQueue, pool: str, *, position: int) -> HeadQuery:
     """Query all heads of the default class for a pool."""
-    groups = [group for group in queue.groups.at(pool, rank) if group.priority is PriorityClass.DEFAULT]
+    groups = [group for group in queue.groups.at(pool, position) if group.priority is PriorityClass.DEFAULT]
     return HeadQuery(PriorityClass.DEFAULT, groups)
 
 
 def dispatch_first(queue: RequestQueue) -> str:
     """Take the first request of the default class and charge its tenant."""
-    first = next(queue.heads(query(queue, "short", rank=0), 0.0))
+    first = next(queue.heads(query(queue, "short", position=0), 0.0))
     queue.remove(first)
     queue.charge(first)
     return first.request.request_id
 
 
-def heads(queue: RequestQueue, pool: str = "short", *, rank: int = 0) -> list[str]:
-    found = queue.heads(query(queue, pool, rank=rank), 0.0)
+def heads(queue: RequestQueue, pool: str = "short", *, position: int = 0) -> list[str]:
+    found = queue.heads(query(queue, pool, position=position), 0.0)
     return [head.request.request_id for head in found]
 
 
@@ -73,7 +73,7 @@ def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() ->
         returned.returned = True
         queue.add(returned)
     assert heads(queue) == ["back", "back-large"]
-    listed = [head.request.request_id for head in queue.returned_heads("short", rank=0)]
+    listed = [head.request.request_id for head in queue.returned_heads("short", position=0)]
     assert listed == ["back", "back-large"]
 
 
@@ -94,7 +94,7 @@ def test_heads_at_home_and_heads_that_spill_are_separate() -> None:
         scheduled("bound", 50, 3, "long"),
     )
     assert heads(queue, "short") == ["at-home"]
-    assert heads(queue, "short", rank=1) == ["spilling"]
+    assert heads(queue, "short", position=1) == ["spilling"]
     assert heads(queue, "long") == ["spilling", "bound"]
 
 
@@ -163,7 +163,7 @@ def test_queueing_all_again_changes_no_share_and_loses_no_request() -> None:
     dispatch_first(queue)
     counters = queue.shares[PriorityClass.DEFAULT].counters()
     before = sorted(one.request.request_id for one in queue)
-    queue.requeue_all()
+    queue.reassign_length_queues()
     assert queue.shares[PriorityClass.DEFAULT].counters() == counters
     assert sorted(one.request.request_id for one in queue) == before
     assert heads(queue) == ["b", "a1"]
