@@ -128,7 +128,7 @@ class StateStore:
             self._name,
             self.path,
             reason,
-            f"start without it; rename it to {self.path}.rejected",
+            f"starting without it; renamed to {self.path}.rejected",
         )
         try:
             self._guarded("rename", self._rename_rejected)
@@ -150,16 +150,16 @@ class StateStore:
         except (ValueError, RecursionError) as exc:
             raise _RejectedError(f"not JSON, perhaps truncated: {exc}") from exc
         if not isinstance(envelope, dict) or envelope.get("format") != _FORMAT:
-            raise _RejectedError(f"no {_FORMAT}")
+            raise _RejectedError(f"not {_FORMAT}")
         for key, ours in (("version", _VERSION), ("kind", self._kind), ("name", self._name)):
             if (theirs := envelope.get(key)) != ours:
                 raise _RejectedError(f"{key} is {theirs!r}, expected {ours!r}")
         document = envelope.get("document")
         if not isinstance(document, dict):
-            raise _RejectedError("no document")
+            raise _RejectedError("the field document is missing")
         checksum = self._checksum(document)
         if envelope.get("checksum") != checksum:
-            raise _RejectedError(f"the checksum does not match: {envelope.get('checksum')} for {checksum}")
+            raise _RejectedError(f"checksum is {envelope.get('checksum')}, expected {checksum}")
         self._stored_checksum = checksum
         return document
 

@@ -235,13 +235,13 @@ def kind_of(scheduled: ScheduledRequest) -> WaitKind:
 # A full engine computes the prompt of each request, and decodes as many answers at a time as it has slots. So
 # one request costs it
 #
-#     engine_s = max(prompt tokens * prefill_token_s, output tokens * tpot_s / slots)
+#     request_s = max(prompt tokens * prefill_token_s, output tokens * tpot_s / slots)
 #
 #     slots = min(max_num_seqs, KV budget / tokens of a request)
 #
 # with the means of the queued requests: prompts are computed while weights are read for decoding (see
 # `engines.model.step_time`), and a reported `tpot_s` includes what they add. The fleet drains the sum of `1 /
-# engine_s`, and free slots accept work immediately. `tpot_s` of a replica is the last reported value, else
+# request_s`, and free slots accept work immediately. `tpot_s` of a replica is the last reported value, else
 # the value that its engine stated when it joined. The time per prompt token is the engine's, else the learned
 # one; if neither is known, prefills are free. Output lengths not yet learned are assumed short.
 #
@@ -316,8 +316,9 @@ class SlotRate:
         )
 
     def certainly_drains(self, pools: tuple[str, ...], work_ahead: int, seconds: float) -> bool:
-        """Return whether the work that `drain` finds ahead is gone within `seconds`, or it finds none.
+        """Return whether `drain` gives no reason to reject a request that may wait `seconds`.
 
+        The work ahead drains in time, or nothing can be computed because the pace of a replica is unknown.
         Inspects only as many replicas as it needs. May return False if the time is only just enough.
         """
         work, reached = self._competing(pools)

@@ -6,7 +6,7 @@ Inputs: prompt length, time of arrival, the learned queues, the learned prefill 
 Ties: the order of arrival.
 Starvation: long prompts. With the paper's weights a 4,096-token head waits more than an hour before it
 precedes a fresh 32-token head over 30 queues. `promotion` bounds that.
-Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, 3, 4 and Algorithm 1.
+Source: EWSJF (arXiv 2601.21758), section 4.3, Eq 1, Eq 4 and Algorithm 1.
 """
 
 import math

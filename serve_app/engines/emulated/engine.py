@@ -41,12 +41,12 @@ class EmulatedEngineSettings:
     max_num_seqs: int | None = None
     max_num_batched_tokens: Annotated[int | None, ADVANCED] = None
     kv_tokens: Annotated[int | None, ADVANCED] = None
-    # This and the next three are vLLM's options. With 0, one long prefill may use the whole budget of a step;
-    # with a limit, short prompts overtake it.
+    # As in vLLM: with 0, one long prefill may use the whole budget of a step; with a limit, short prompts
+    # overtake it.
     long_prefill_token_threshold: Annotated[int, ADVANCED] = 0
-    # Order of the engine's internal queue: by arrival, or by the `priority` in the request body.
+    # As in vLLM: order of the engine's internal queue, by arrival, or by the `priority` in the request body.
     scheduling_policy: Annotated[SchedulingPolicy, ADVANCED] = SchedulingPolicy.FCFS
-    # None never rejects: requests that the engine cannot run yet wait in the scheduler.
+    # Maximum number of queued and running sequences. None never rejects: further requests wait in the engine.
     max_num_queued_reqs: Annotated[int | None, NOT_NEGATIVE.hint("null means no limit"), INTERNAL] = None
     # Seconds of engine time per second of wall time; it divides every latency, TPOT and metric. Above about
     # 20 the process cannot keep up with small steps, and the engine is slower than configured.

@@ -62,7 +62,8 @@ def work_share(short_request_ratio: float, short_service_s: float, mean_service_
     _check_share(short_request_ratio)
     if short_service_s < 0 or mean_service_s <= 0:
         raise ValueError(
-            f"service times must be positive, got {short_service_s} (short) and {mean_service_s} (mean)"
+            f"the mean service time must be positive and the short one not negative, got {mean_service_s} "
+            f"and {short_service_s}"
         )
     share = short_request_ratio * short_service_s / mean_service_s
     if share > 1 + 1e-9:

@@ -242,7 +242,9 @@ class EndpointWatcher:
         """
         url = _url(text)
         if all(str(url) != str(one) for one in self._endpoints):
-            raise SettingsError(f"pool {self._shared.pool} has no endpoint {url}")
+            raise SettingsError(
+                f"pool {self._shared.pool} has no endpoint {url}: GET /admin/endpoints lists them"
+            )
         self._choices.remove(str(url), found=self._is_found(str(url)))
         self._reconcile()
         return {"url": str(url), "persisted": await self._choices.save()}

@@ -98,7 +98,7 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
     assert len(rejections(caplog)) == 1
     assert "truncated" in rejections(caplog)[0]
     assert store.path in rejections(caplog)[0]
-    assert "start without it" in rejections(caplog)[0]
+    assert "starting without it" in rejections(caplog)[0]
     # The next start finds nothing and can save again.
     assert StateStore(uri, "scheduler", "m").load() is None
     assert len(rejections(caplog)) == 1
@@ -114,9 +114,9 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
         ({"kind": "tuner"}, "kind is 'tuner', expected 'scheduler'"),
         ({"version": 2}, "version is 2, expected 1"),
         ({"version": None}, "version is None"),
-        ({"format": "something"}, "no ewsjf-serve state"),
+        ({"format": "something"}, "not ewsjf-serve state"),
         ({"document": {"n": 2}}, "checksum does not match"),
-        ({"document": [1]}, "no document"),
+        ({"document": [1]}, "document is missing"),
         ({"checksum": "sha256:0"}, "checksum does not match"),
     ],
 )

@@ -89,7 +89,7 @@ class ServedModels:
         """
         found = self._models.get(name) or next((each for each in self._adapters() if each.name == name), None)
         if found is None:
-            served = ", ".join(sorted(each.name for each in self.usable(caller)))
+            served = ", ".join(sorted(each.name for each in self.usable(caller))) or "none for this key"
             raise RequestRejected(
                 Outcome.REJECTED_UNKNOWN_MODEL,
                 f"unknown model {name[:100]!r}; models: {served}",
@@ -396,8 +396,8 @@ def _prefix(parsed: ParsedBody, tenant: str, settings: PrefixSettings) -> tuple[
 def _too_slow(settings: GatewaySettings) -> RequestRejected:
     return RequestRejected(
         Outcome.REJECTED_INVALID,
-        f"the body has not arrived in {settings.body_grace_s:g} s and more for each "
-        f"{settings.min_body_bytes_per_s:g} bytes: send it faster",
+        f"the body arrived more slowly than {settings.min_body_bytes_per_s:g} bytes/s after the first "
+        f"{settings.body_grace_s:g} s: use a faster connection, or a smaller body",
         code="body_too_slow",
         status=408,
     )
@@ -406,7 +406,7 @@ def _too_slow(settings: GatewaySettings) -> RequestRejected:
 def _too_large(limit: int) -> RequestRejected:
     return RequestRejected(
         Outcome.REJECTED_BODY_TOO_LARGE,
-        f"the body is longer than {limit} bytes: send less, or raise gateway.max_body_bytes",
+        f"the body is longer than {limit} bytes: send less, or raise gateway.advanced.max_body_bytes",
     )
 
 
