@@ -115,9 +115,9 @@ def test_a_truncated_file_is_set_aside(uri: str, share: float, caplog: pytest.Lo
         ({"version": 2}, "version is 2, expected 1"),
         ({"version": None}, "version is None"),
         ({"format": "something"}, "not ewsjf-serve state"),
-        ({"document": {"n": 2}}, "checksum does not match"),
+        ({"document": {"n": 2}}, "checksum is"),
         ({"document": [1]}, "document is missing"),
-        ({"checksum": "sha256:0"}, "checksum does not match"),
+        ({"checksum": "sha256:0"}, "checksum is"),
     ],
 )
 def test_a_document_of_another_learner_or_an_altered_one_is_rejected(
