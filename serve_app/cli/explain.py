@@ -116,9 +116,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _what_if(recording: Recording) -> Mapping[str, Any]:
     # Imported here because it imports the simulator, which no other path needs.
-    from serve_app.tuning.counterfactuals.what_if import replays_of, what_if  # noqa: PLC0415
+    from serve_app.tuning.counterfactuals.what_if import replay_count, what_if  # noqa: PLC0415
 
-    with progress_bar("replays", replays_of(recording)) as advance:
+    with progress_bar("replays", replay_count(recording)) as advance:
         return what_if(recording, advance)
 
 

@@ -33,7 +33,7 @@ from serve_app.tuning.search_space import SearchSpace, Values
 from serve_app.tuning.trial import RewardOf, Trial, Verdict
 
 _VERSION = 1
-_AUDITS_KEPT = 1_000
+_MAX_AUDITS = 1_000
 # Validity of a step's values in slices. A slice may end slightly late, because the driver calls periodically.
 _GRACE = 1.5
 # Cool-downs after harm. Longer, because the next candidate comes from the same twin.
@@ -149,12 +149,12 @@ class Rollout:
         self.frozen = ""
         self.decisions: Counter[DecisionKind] = Counter()
         self._trial: Trial | None = None
-        self._in_force = self.incumbent
+        self._active = self.incumbent
         self._cool_down_until = -float("inf")
-        self._audits: deque[Audit] = deque(maxlen=_AUDITS_KEPT)
+        self._audits: deque[Audit] = deque(maxlen=_MAX_AUDITS)
 
     def __repr__(self) -> str:
-        activity = f"trial {self._trial.figures()}" if self._trial else "idle"
+        activity = f"trial {self._trial.summary()}" if self._trial else "idle"
         return f"<Rollout {self._settings.mode} {activity}{' frozen' if self.frozen else ''}>"
 
     @property
@@ -213,7 +213,7 @@ class Rollout:
         while trial.judge(now, completed_until, reward_of):
             if len(trial.differences) > known:
                 known = len(trial.differences)
-                self._note(now, DecisionKind.JUDGED, f"pair {known}", figures=trial.figures())
+                self._note(now, DecisionKind.JUDGED, f"pair {known}", figures=trial.summary())
         if trial.verdict is not None:
             return self._end(now, trial.reason, is_adopted=trial.verdict is Verdict.GAIN)
         return self._side_due(trial, now)
@@ -241,7 +241,7 @@ class Rollout:
             DecisionKind.ADOPTED if is_adopted else DecisionKind.ROLLED_BACK,
             reason,
             step,
-            trial.figures(),
+            trial.summary(),
         )
         if is_adopted:
             self.incumbent = step
@@ -249,21 +249,21 @@ class Rollout:
         self._cool_down_until = now + (
             _AFTER_HARM * cool_down_s if trial.verdict is Verdict.HARM else cool_down_s
         )
-        self._trial, self.target, self._in_force = None, None, self.incumbent
+        self._trial, self.target, self._active = None, None, self.incumbent
         return [Apply(values=self.incumbent)]
 
     def _side_due(self, trial: Trial, now: float) -> list[Apply]:
         """Return the values of a slice that begins now; nothing during a slice."""
         assert self.target is not None
         begins = trial.advance(now)
-        if begins and trial.is_step_slice:
-            self._in_force = self.target
+        if begins and trial.is_candidate_slice:
+            self._active = self.target
             return [Apply(values=self.target, valid_s=_GRACE * self._settings.slice_s)]
-        if trial.is_step_slice and not trial.is_over(now):
+        if trial.is_candidate_slice and not trial.is_slice_over(now):
             return []
-        if self._in_force == self.incumbent:
+        if self._active == self.incumbent:
             return []
-        self._in_force = self.incumbent
+        self._active = self.incumbent
         return [Apply(values=self.incumbent)]
 
     def _note(
@@ -312,7 +312,7 @@ class Rollout:
             raise ValueError(f"learned state: values out of bounds: {incumbent}; delete it to start over")
         frozen, cool_down_s = text(state, "frozen"), number(state, "cool_down_s", at_least=0.0)
         self._trial, self.target = None, None
-        self.incumbent = self._in_force = incumbent
+        self.incumbent = self._active = incumbent
         self.frozen, self._cool_down_until = frozen, now + cool_down_s
         if state.get("on_trial") is True:
             self._note(now, DecisionKind.ROLLED_BACK, "the tuner was restarted during a trial")

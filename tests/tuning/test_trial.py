@@ -26,8 +26,8 @@ def play(made: Trial, reward: Callable[[bool], Reward]) -> float:
     on_trial_s = now = 0.0
     while made.verdict is None and now < 10_000:
         if made.advance(now):
-            sides[now + SETTLE_S] = made.is_step_slice
-        on_trial_s += made.is_step_slice and not made.is_over(now)
+            sides[now + SETTLE_S] = made.is_candidate_slice
+        on_trial_s += made.is_candidate_slice and not made.is_slice_over(now)
         made.judge(now, now, lambda start, _: reward(sides[start]))
         now += 1.0
     return on_trial_s
@@ -114,7 +114,7 @@ def test_sides_take_turns_so_that_a_steady_trend_favours_neither() -> None:
     made, turns = trial(pairs=4), []
     for now in range(0, 8 * int(SLICE_S), int(SLICE_S)):
         assert made.advance(now)
-        turns.append(made.is_step_slice)
+        turns.append(made.is_candidate_slice)
     assert turns == [False, True, True, False] * 2
     assert not made.advance(8 * SLICE_S)
 

@@ -1,25 +1,25 @@
 """What-if analysis of a request: replays each change of its recording, and reports it with its error.
 
-The unchanged replay gives each recorded request a wait, to compare with the recorded one. A changed replay
-gives the request in question another wait. The estimate of its real wait is
+The unchanged replay yields a wait for each recorded request, to compare with the recorded one. A changed
+replay yields another wait for the request in question. The estimate of its real wait is
 
-    replayed with the change + carried * (recorded - replayed without it)
+    replayed with the change + weight * (recorded - replayed without it)
 
-where `carried` is the smaller of the two replayed waits over the larger. So a change without effect gives the
-recorded wait, and a change to a very different queue gives the replayed one. Nothing is carried if the replay
-does not reproduce the wait of the request, because its queue was already different.
+The weight of this correction is the ratio of the smaller to the larger of the two replayed waits: 1 for a
+change without effect, near 0 for a very different queue. It is 0 if the unchanged replay does not reproduce
+the wait of the request, because its queue was already different.
 
-The error bar is the error of the unchanged replay for nine of ten comparable requests: those that wait about
-as long as the request would and, as far as its own error is carried, those that wait about as long as it did.
-Both are treated as independent; shared errors would make the bar smaller.
+The error bar is the error of the unchanged replay for 90 % of comparable requests: those that wait about as
+long as the request would after the change and, multiplied by the weight, those that wait about as long as it
+did. Both are treated as independent; shared errors would make the bar smaller.
 
-That is too small if a change affects all requests, as another policy does. With another order, other requests
-depend on small delays, which the unchanged replay does not show. The caller then passes how much the wait
-depends on such delays (`sensitivity_s`), which widens the bar.
+This bar is too small if a change affects all requests, as another policy does. In another order, other
+requests depend on small delays, which the unchanged replay does not show. The caller then passes how much the
+wait depends on such delays (`sensitivity_s`), which widens the bar.
 
 The step times are the recorded ones, either fitted by the tuner or those of a profile. If they are off by
-more than a few percent for the recorded requests, the fit of `engine_fit` is tried as well. The replay with
-the lower error in waits is used.
+more than 5 % for the recorded requests, the fit of `engine_fit` is tried as well. The replay with the lower
+error in waits is used.
 """
 
 import math
@@ -45,7 +45,7 @@ from serve_app.tuning.twin_calibration import CalibrationSettings, TwinCalibrati
 MIN_COMPARABLE = 12
 """Minimum number of comparable requests for an error bar, without which there is no estimate."""
 _MAX_COMPARABLE = 40
-_SHARE = 0.9
+_COVERAGE = 0.9
 # Waits that differ by less are considered alike.
 _ALIKE_S = 0.1
 
@@ -67,11 +67,11 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimated time: about `seconds`, and between `low` and `high` in nine of ten cases."""
+    """Estimated time: about `seconds`, and between `low_s` and `high_s` in 90 % of cases."""
 
     seconds: float
-    low: float
-    high: float
+    low_s: float
+    high_s: float
 
 
 class ErrorBars:
@@ -86,14 +86,14 @@ class ErrorBars:
         self._residuals, self._own = residuals, own
 
     @property
-    def comparable(self) -> int:
+    def residual_count(self) -> int:
         """Number of requests to compare the replay with."""
         return len(self._residuals)
 
     @property
     def bar_s(self) -> float:
-        """Error of the unchanged replay for nine in ten requests like the one in question."""
-        return self._off_by(self._own.replayed_s, self._own.priority)
+        """90 % quantile of the unchanged replay's error, for requests like the one in question."""
+        return self._error_quantile_s(self._own.replayed_s, self._own.priority)
 
     @property
     def reproduces(self) -> bool:
@@ -116,17 +116,17 @@ class ErrorBars:
         """
         own = self._own
         shorter, longer = sorted((changed_s, own.replayed_s))
-        carried = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
-        seconds = max(0.0, changed_s + carried * own.error_s)
-        bar = math.hypot(self._off_by(changed_s, priority), carried * self.bar_s, sensitivity_s)
+        weight = (shorter / longer if longer else 1.0) if self.reproduces else 0.0
+        seconds = max(0.0, changed_s + weight * own.error_s)
+        bar = math.hypot(self._error_quantile_s(changed_s, priority), weight * self.bar_s, sensitivity_s)
         if not self.reproduces:
             bar = max(bar, abs(own.error_s))
         return Estimate(seconds, max(0.0, seconds - bar), seconds + bar)
 
-    def _off_by(self, replayed_s: float, priority: PriorityClass) -> float:
-        """Return the unchanged replay's error for nine of ten requests with about this replayed time.
+    def _error_quantile_s(self, replayed_s: float, priority: PriorityClass) -> float:
+        """Return the 90 % quantile of the error in the unchanged replay, for requests with about this wait.
 
-        They are of the same class if there are enough.
+        Only requests of the same class count if there are enough.
         """
         alike = [each for each in self._residuals if each.priority is priority]
         if len(alike) < MIN_COMPARABLE:
@@ -141,9 +141,9 @@ class ErrorBars:
 
 
 def _quantile(values: Sequence[float]) -> float:
-    """Return the smallest value that `_SHARE` of all do not exceed; 0 without any."""
+    """Return the smallest value that `_COVERAGE` of all do not exceed; 0 without any."""
     ordered = sorted(values)
-    return ordered[math.ceil(_SHARE * len(ordered)) - 1] if ordered else 0.0
+    return ordered[math.ceil(_COVERAGE * len(ordered)) - 1] if ordered else 0.0
 
 
 # Error in mean TTFT from dispatch and in TPOT up to which recorded step times are used without a fit.
@@ -152,25 +152,25 @@ FITTED = "fitted to these requests"
 
 
 @dataclass(frozen=True, slots=True)
-class KnownEngines:
+class StepTimes:
     """Step times by pool, and their origin in words."""
 
     by_pool: Engines
     source: str
 
 
-def engines_of(recording: Recording) -> Iterator[KnownEngines]:
+def candidate_step_times(recording: Recording) -> Iterator[StepTimes]:
     """Yield candidates for the step times: the recorded ones, and those fitted to the recorded requests."""
     recorded = engines_of_json(recording.step_times)
     if recorded:
-        yield KnownEngines(recorded, recording.step_times_from)
+        yield StepTimes(recorded, recording.step_times_from)
     fitted = _fitted(recording, recorded)
     if fitted:
-        yield KnownEngines(fitted, FITTED)
+        yield StepTimes(fitted, FITTED)
 
 
-def slowed(engines: Engines, factor: float) -> Engines:
-    """Return the engines with step times multiplied by `factor`."""
+def scale_step_times(engines: Engines, factor: float) -> Engines:
+    """Return the engines with their step times multiplied by `factor`."""
     return {pool: replace(each, step_time=each.step_time.scaled(factor)) for pool, each in engines.items()}
 
 
@@ -210,9 +210,9 @@ def _record(recorded: RecordedRequest) -> RequestRecord | None:
 
 
 _REJECTED_IN_REPLAY = "rejected in the replay"
-# Another order affects all requests. How much a wait depends on small delays is measured with engines that
-# are slightly faster and slower, by the error at which step times count as right.
-_OTHER_ENGINES = (0.97, 1.03)
+# A change of the order affects all requests. Replays with slightly faster and slower engines measure how much
+# a wait then depends on small delays.
+_SPEED_FACTORS = (0.97, 1.03)
 
 
 class UnchangedReplay:
@@ -222,27 +222,27 @@ class UnchangedReplay:
         engines: step times of the replay.
 
     Attributes:
-        played: result of each request.
+        results: result of each request.
     """
 
-    def __init__(self, recording: Recording, engines: KnownEngines) -> None:
+    def __init__(self, recording: Recording, engines: StepTimes) -> None:
         self.engines = engines
-        self.played: Mapping[str, ReplayedRequest] = replay_recording(recording, engines.by_pool)
+        self.results: Mapping[str, ReplayedRequest] = replay_recording(recording, engines.by_pool)
         self._waits, self._ttfts = list[Residual](), list[Residual]()
         for each in recording.requests:
-            played = self.played.get(each.request_id)
-            if played is None or each.outcome is not Outcome.COMPLETED or played.outcome is not each.outcome:
+            result = self.results.get(each.request_id)
+            if result is None or each.outcome is not Outcome.COMPLETED or result.outcome is not each.outcome:
                 continue
             key = each.request_id, each.submission.priority
             if each.wait_s is not None:
-                self._waits.append(Residual(*key, played.wait_s, each.wait_s))
-            if each.ttft_s is not None and played.ttft_s is not None:
-                self._ttfts.append(Residual(*key, played.ttft_s, each.ttft_s))
+                self._waits.append(Residual(*key, result.wait_s, each.wait_s))
+            if each.ttft_s is not None and result.ttft_s is not None:
+                self._ttfts.append(Residual(*key, result.ttft_s, each.ttft_s))
 
     def waits(self, subject: RecordedRequest) -> ErrorBars:
         """Return the errors of waits, for a request that has waited."""
         assert subject.wait_s is not None, "it has waited, to its end or to its dispatch"
-        replayed_s = self.played[subject.request_id].wait_s
+        replayed_s = self.results[subject.request_id].wait_s
         own = Residual(subject.request_id, subject.submission.priority, replayed_s, subject.wait_s)
         return ErrorBars([each for each in self._waits if each.request_id != subject.request_id], own)
 
@@ -270,26 +270,26 @@ class ChangedReplay:
         self._baseline = baseline
         engines = [baseline.engines.by_pool]
         if change.kind == POLICY:
-            engines += [slowed(engines[0], factor) for factor in _OTHER_ENGINES]
+            engines += [scale_step_times(engines[0], factor) for factor in _SPEED_FACTORS]
         found = []
         for each in engines:
             found.append(replay_recording(change.recording, each))
             on_replay()
-        self.played: Mapping[str, ReplayedRequest] = found[0]
+        self.results: Mapping[str, ReplayedRequest] = found[0]
         self._others = found[1:]
 
     def wait(self, subject: RecordedRequest, priority: PriorityClass) -> Estimate:
         """Return the estimated wait of a request, which has the class `priority` after the change."""
-        own_s = self.played[subject.request_id].wait_s
-        others = [played[subject.request_id].wait_s for played in self._others]
+        own_s = self.results[subject.request_id].wait_s
+        others = [results[subject.request_id].wait_s for results in self._others]
         return self._baseline.waits(subject).estimate(own_s, priority, _furthest(own_s, others))
 
     def ttft(self, subject: RecordedRequest, priority: PriorityClass) -> Estimate | None:
         """Return its estimated time to first token; None if there is no estimate."""
-        own_s, bars = self.played[subject.request_id].ttft_s, self._baseline.ttfts(subject)
+        own_s, bars = self.results[subject.request_id].ttft_s, self._baseline.ttfts(subject)
         if own_s is None or bars is None:
             return None
-        others = [played[subject.request_id].ttft_s for played in self._others]
+        others = [results[subject.request_id].ttft_s for results in self._others]
         return bars.estimate(own_s, priority, _furthest(own_s, [each for each in others if each is not None]))
 
 
@@ -307,7 +307,7 @@ def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None
         RecordingError: there is no estimate for this request; the message has the reason.
     """
     _check(recording)
-    baseline = unchanged(recording)
+    baseline = best_unchanged_replay(recording)
     on_replay()
     changes = [
         _change_document(change, recording.subject, ChangedReplay(change, baseline, on_replay))
@@ -326,9 +326,9 @@ def what_if(recording: Recording, on_replay: Callable[[], object] = lambda: None
     }
 
 
-def replays_of(recording: Recording) -> int:
+def replay_count(recording: Recording) -> int:
     """Return the number of replays of `what_if`, for a progress bar."""
-    more = len(_OTHER_ENGINES)
+    more = len(_SPEED_FACTORS)
     return 1 + sum(1 + more * (change.kind == POLICY) for change in all_changes(recording))
 
 
@@ -336,35 +336,37 @@ def _check(recording: Recording) -> None:
     subject = recording.subject
     if subject.outcome is not None and subject.outcome.is_rejection:
         raise RecordingError(
-            f"{subject.client_id} was rejected ({subject.outcome.value}) and was never queued: `explain` "
-            "without --what-if shows why"
+            f"{subject.client_id} was rejected ({subject.outcome.value}), so there is no wait to analyse: "
+            "run `explain` without --what-if to see why"
         )
     if subject.wait_s is None or subject.outcome is None:
         raise RecordingError(f"{subject.client_id} has not ended: try again after its end")
     if not recording.fleet:
         raise RecordingError(
-            "no replica was connected at the start of the recording, so there is nothing to replay"
+            "no replica was connected at the start of the recording, so there is nothing to replay: choose a "
+            "later request"
         )
 
 
-def unchanged(recording: Recording) -> UnchangedReplay:
+def best_unchanged_replay(recording: Recording) -> UnchangedReplay:
     """Return the unchanged replay with the step times that suit the recording best.
 
     Raises:
         RecordingError: the engines' speed is unknown, or there are too few requests.
     """
     subject = recording.subject
-    found = [UnchangedReplay(recording, engines) for engines in engines_of(recording)]
+    found = [UnchangedReplay(recording, engines) for engines in candidate_step_times(recording)]
     if not found:
         raise RecordingError(
             "the engines' speed is unknown: set the tuner's `profile`, wait until it has seen 200 streamed "
             "responses, or have at least 20 streamed responses in the recorded minutes"
         )
     best = min(found, key=lambda each: each.waits(subject).median_error_s)
-    if (comparable := best.waits(subject).comparable) < MIN_COMPARABLE:
+    others = best.waits(subject).residual_count
+    if others < MIN_COMPARABLE:
         raise RecordingError(
-            f"only {comparable} other requests were recorded in these minutes, but an estimate of the "
-            f"replay's error needs at least {MIN_COMPARABLE}"
+            f"only {others} other requests were recorded in these minutes; an error estimate needs at least "
+            f"{MIN_COMPARABLE}: choose a request with more traffic around it"
         )
     return best
 
@@ -372,7 +374,7 @@ def unchanged(recording: Recording) -> UnchangedReplay:
 def _change_document(
     change: ChangedRecording, subject: RecordedRequest, replay: ChangedReplay
 ) -> dict[str, Any]:
-    played = replay.played[subject.request_id]
+    result = replay.results[subject.request_id]
     priority = change.recording.subject.submission.priority
     document: dict[str, Any] = {
         "kind": change.kind,
@@ -384,23 +386,23 @@ def _change_document(
         "wait": None,
         "ttft": None,
     }
-    if played.outcome.is_rejection:
-        return {**document, "note": f"{_REJECTED_IN_REPLAY} ({played.outcome.value})"}
-    if played.outcome is Outcome.EXPIRED:
+    if result.outcome.is_rejection:
+        return {**document, "note": f"{_REJECTED_IN_REPLAY} ({result.outcome.value})"}
+    if result.outcome is Outcome.EXPIRED:
         document["note"] = "expired in the queue of the replay"
     assert subject.wait_s is not None, "see _check"
-    document["wait"] = _interval(replay.wait(subject, priority), played.wait_s, subject.wait_s)
+    document["wait"] = _interval(replay.wait(subject, priority), result.wait_s, subject.wait_s)
     ttft = replay.ttft(subject, priority)
-    if ttft is not None and played.ttft_s is not None and subject.ttft_s is not None:
-        document["ttft"] = _interval(ttft, played.ttft_s, subject.ttft_s)
+    if ttft is not None and result.ttft_s is not None and subject.ttft_s is not None:
+        document["ttft"] = _interval(ttft, result.ttft_s, subject.ttft_s)
     return document
 
 
 def _interval(estimate: Estimate, changed_s: float, recorded_s: float) -> dict[str, float | None]:
     return {
         "ms": _ms(estimate.seconds),
-        "low_ms": _ms(estimate.low),
-        "high_ms": _ms(estimate.high),
+        "low_ms": _ms(estimate.low_s),
+        "high_ms": _ms(estimate.high_s),
         "difference_ms": _ms(estimate.seconds - recorded_s),
         "replayed_ms": _ms(changed_s),
     }
@@ -408,7 +410,7 @@ def _interval(estimate: Estimate, changed_s: float, recorded_s: float) -> dict[s
 
 def _replay_document(recording: Recording, baseline: UnchangedReplay) -> dict[str, Any]:
     """Return the quality of the unchanged replay, and its initial state."""
-    own, waits = baseline.played[recording.request_id], baseline.waits(recording.subject)
+    own, waits = baseline.results[recording.request_id], baseline.waits(recording.subject)
     first, last = recording.requests[0], recording.requests[-1]
     return {
         "wait_ms": _ms(own.wait_s),

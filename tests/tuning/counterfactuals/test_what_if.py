@@ -18,7 +18,13 @@ from serve_app.tuning.counterfactuals.recording import (
     with_tenant_name,
 )
 from serve_app.tuning.counterfactuals.replay import all_changes, replay_recording
-from serve_app.tuning.counterfactuals.what_if import FITTED, engines_of, replays_of, unchanged, what_if
+from serve_app.tuning.counterfactuals.what_if import (
+    FITTED,
+    best_unchanged_replay,
+    candidate_step_times,
+    replay_count,
+    what_if,
+)
 from tests.tuning.counterfactuals.production import ENGINES, burst, produce
 
 COUNT = 120
@@ -48,7 +54,7 @@ def test_every_change_is_reported_with_its_true_effect() -> None:
 
     # A policy change is also replayed on slightly faster and slower engines.
     policies = sum(row["kind"] == "policy" for row in result["changes"])
-    assert len(steps) == replays_of(recording) == 1 + len(result["changes"]) + 2 * policies
+    assert len(steps) == replay_count(recording) == 1 + len(result["changes"]) + 2 * policies
     assert result["replay"]["reproduces"]
     assert result["replay"]["bar_ms"] == pytest.approx(0.0, abs=1e-3)
     for change, row in zip(all_changes(recording), result["changes"], strict=True):
@@ -120,9 +126,9 @@ def test_a_wait_that_the_replay_does_not_have_is_reported() -> None:
 
 def test_unknown_step_times_are_fitted() -> None:
     recording = replace(recorded(), step_times={}, step_times_from="")
-    assert [each.source for each in engines_of(recording)] == [FITTED]
+    assert [each.source for each in candidate_step_times(recording)] == [FITTED]
 
-    replay = unchanged(recording)
+    replay = best_unchanged_replay(recording)
     told = replay.waits(recording.subject)
     assert told.median_error_s < 0.5
     result = what_if(recording)
