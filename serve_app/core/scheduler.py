@@ -24,7 +24,7 @@ from typing import Any
 from serve_app.core import commands as cmd
 from serve_app.core import events as ev
 from serve_app.core.accounting.queue_snapshot import MAX_SUB_QUEUES, QueueSnapshot, take_queue_snapshot
-from serve_app.core.accounting.waits import WaitWatch, record_attempt, wait_breakdown
+from serve_app.core.accounting.waits import WaitUpdater, record_attempt, wait_breakdown
 from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backpressure import BatchOnlyMode, EngineBackpressure
@@ -112,7 +112,7 @@ class Scheduler:
         self.affinity = PrefixAffinity(settings.affinity, self.prefill_costs, self.estimator.bytes_per_token)
         placement = Placement(self.ledger, self.isolation, self.affinity)
         self.dispatcher = Dispatcher(settings, self.queue, self.ledger, placement, self._policy)
-        self.waits = WaitWatch(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
+        self.waits = WaitUpdater(settings.routing.pools, self.queue.waits, self.ledger, self.isolation)
         self.pass_through = PassThrough(settings.active_share, self.ledger)
         self.router = PoolRouter(settings.routing, self.ledger.contexts.of, self.ledger.contexts.reported)
         self._contexts = ContextLearning(self.ledger)
@@ -163,7 +163,7 @@ class Scheduler:
         self._process_timeouts(now)
         self._handlers[type(event)](event, now)
         self._dispatch(now)
-        self.waits.settle(now)
+        self.waits.update(now)
         return commands
 
     def next_wakeup(self) -> float | None:

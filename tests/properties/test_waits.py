@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from serve_app.core import events as ev
 from serve_app.core.accounting.wait_causes import WaitBreakdown, WaitCause, nanoseconds
-from serve_app.core.accounting.waits import BUSY, INDEX_OF, WaitWatch
+from serve_app.core.accounting.waits import BUSY, INDEX_OF, WaitUpdater
 from serve_app.core.commands import Conclude, Dispatch
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.replica_state import ReplicaState
@@ -20,7 +20,7 @@ from tests.properties.test_scheduler_invariants import IsolatingMachine, Schedul
 _CAUSE_OF = {place: cause for cause, place in INDEX_OF.items()}
 
 
-class SlowWatch(WaitWatch):
+class SlowWaitUpdater(WaitUpdater):
     """Records causes for each request separately."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -50,19 +50,19 @@ class SlowWatch(WaitWatch):
                 self.ahead.setdefault(waiting.request.request_id, Counter())[cause] += 1
         super().on_dispatch(taker, replica, now)
 
-    def settle(self, now: float) -> None:
+    def update(self, now: float) -> None:
         at = nanoseconds(now)
         before = {
             waiting.request.request_id: (account, account.state)
             for waiting in self.scheduler.queue
             if waiting.waits is not None and (account := waiting.waits.account) is not None
         }
-        super().settle(now)
+        super().update(now)
         for waiting in self.scheduler.queue:
             request_id = waiting.request.request_id
             tally = waiting.waits
             if request_id not in before:
-                # It is new in this event, or its kind has changed with its pools.
+                # It is new in this event, or its key has changed with its pools.
                 if request_id in self.waited_for:
                     self._spend(request_id, _CAUSE_OF[self.waited_for[request_id]], at)
                 self.since[request_id] = at
@@ -96,7 +96,7 @@ class WaitsMachine(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler.waits = self.slow = SlowWatch(self.scheduler)
+        self.scheduler.waits = self.slow = SlowWaitUpdater(self.scheduler)
         self.arrived_at: dict[str, float] = {}
         self.resumed: set[str] = set()
         self.simple: dict[str, bool] = {}
@@ -134,12 +134,12 @@ class WaitsMachine(SchedulerMachine):
         left = now - self.slow.since[request_id]
         rest = Counter(waited.causes)
         rest.subtract(spent)
-        # What is open at the end has one cause, that of the current state.
-        assert {cause: ns for cause, ns in rest.items() if ns} in ([{}] if not left else _open(left))
+        # What is unattributed at the end has one cause, that of the current state.
+        assert {cause: ns for cause, ns in rest.items() if ns} in ([{}] if not left else _one_cause(left))
         assert waited.ahead == dict(self.slow.ahead.get(request_id, Counter()))
 
 
-def _open(left: int) -> list[dict[WaitCause, int]]:
+def _one_cause(left: int) -> list[dict[WaitCause, int]]:
     return [{cause: left} for cause in INDEX_OF]
 
 

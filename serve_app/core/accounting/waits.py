@@ -26,16 +26,15 @@ from serve_app.core.routing.ledger import CapacityQuery, ReplicaLedger
 from serve_app.core.routing.replica_state import PrefillClass, ReplicaState
 from serve_app.request import ANYWHERE, Destination, PriorityClass
 
-# Wait accounts attribute the time of all waiting requests of one kind at the cost of one.
+# Wait accounts attribute the time of all waiting requests with the same key at the cost of one.
 #
-# Requests of one kind have the same class, pools, prefill class and destination, and similar sizes, so they
-# wait for the same thing. An account sums its time by cause. A request records the sums when it starts to
-# wait, and the differences at the end are its wait. All sums are whole nanoseconds, so the parts add up
-# exactly.
+# These requests have the same class, pools, prefill class and destination, and similar sizes, so they wait
+# for the same thing. An account sums its time by cause. A request records the sums when it starts to wait,
+# and the differences at the end are its wait. All sums are whole nanoseconds, so the parts add up exactly.
 #
-# While engines are busy, the cause is unknown until the next slot is free: the request that gets it is what
-# the others have waited for. Until then that time is *open*. A request that joins during it (a newcomer) is
-# not charged for the part before its arrival.
+# While engines are busy, the cause is unknown until the next slot is free: the others have waited for the
+# request that gets it. Until then that time is *unattributed*. The part before the arrival of a request that
+# joins during it (a newcomer) is not part of its wait.
 
 
 # Indices of the sums in an account. The first are slots that others took, by the rank of their class.
@@ -62,26 +61,26 @@ WaitAccountKey = tuple[PriorityClass, tuple[str, ...], PrefillClass, int, Destin
 
 
 def key_of(scheduled: ScheduledRequest) -> WaitAccountKey:
-    """Return the kind of a waiting request."""
+    """Return the key of a waiting request's account."""
     request = scheduled.request
     bits = max(_SMALL_TOKENS_BITS, scheduled.estimate.expected_tokens.bit_length())
     return request.priority, scheduled.pools, scheduled.prefill_class, bits, request.destination
 
 
 class WaitAccount:
-    """The account of one kind of request.
+    """The account of the requests with one key.
 
     Attributes:
-        tokens: the fewest tokens that a request of this kind needs.
+        tokens: the fewest tokens that a request with this key needs.
         pool: the pool whose slots its requests wait for now; empty if no pool has a usable replica.
         state: index of the sum for what its requests wait for now.
     """
 
     __slots__ = (
         "_newcomers",
-        "_own",
         "_since",
         "_sums",
+        "_taken_by_tenant",
         "_tenants",
         "destination",
         "key",
@@ -103,8 +102,8 @@ class WaitAccount:
         self.waiting = 0
         self._since = now
         self._sums = [0] * _LENGTH
-        # Time and number of the slots that each tenant took.
-        self._own: dict[str, tuple[int, int]] = {}
+        # Time and number of the slots that each tenant with waiting requests took.
+        self._taken_by_tenant: dict[str, tuple[int, int]] = {}
         self._tenants: dict[str, int] = {}
         self._newcomers: dict[ScheduledRequest, int] = {}
 
@@ -120,15 +119,15 @@ class WaitAccount:
 
     def join(self, scheduled: ScheduledRequest, tally: WaitTally, now: int) -> None:
         """Start the wait of a request."""
-        open_ns = now - self._since
-        if open_ns and self.state == BUSY:
-            self._newcomers[scheduled] = open_ns
-        elif open_ns:
-            self._close(self.state, now)
+        unattributed_ns = now - self._since
+        if unattributed_ns and self.state == BUSY:
+            self._newcomers[scheduled] = unattributed_ns
+        elif unattributed_ns:
+            self._attribute(self.state, now)
         tenant = scheduled.request.tenant
         tally.account = self
         tally.sums = self._sums.copy()
-        tally.own = self._own.get(tenant, (0, 0))
+        tally.own = self._taken_by_tenant.get(tenant, (0, 0))
         self.waiting += 1
         self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
 
@@ -145,10 +144,10 @@ class WaitAccount:
         before_ns = self._newcomers.get(scheduled, 0)
         gained = [now_ns - then_ns for now_ns, then_ns in zip(self._sums, tally.sums, strict=True)]
         gained[self.state] += now - self._since - (before_ns if self.state == BUSY else 0)
-        own_ns, own_count = self._own.get(tenant, (0, 0))
+        own_ns, own_count = self._taken_by_tenant.get(tenant, (0, 0))
         own_ns, own_count = own_ns - tally.own[0], own_count - tally.own[1]
         for other in range(BUSY):
-            cause = _taken_by(other, rank)
+            cause = _cause_of_slot(other, rank)
             tally.add(cause, gained[other] - (own_ns if other == rank else 0))
             tally.add_ahead(cause, gained[_COUNTS + other] - (own_count if other == rank else 0))
         tally.add(WaitCause.OWN_REQUESTS, own_ns)
@@ -158,34 +157,34 @@ class WaitAccount:
                 tally.add(cause, gained[number])
 
     def on_slot_taken(self, taker: ScheduledRequest, now: int) -> int:
-        """Attribute the open time to `taker`. Return the delay of other tenants' requests, in nanoseconds."""
+        """Attribute the unattributed time to `taker`. Return the delay of other tenants in nanoseconds."""
         rank, tenant = taker.request.priority.rank, taker.request.tenant
-        open_ns = now - self._since
+        unattributed_ns = now - self._since
         is_own_class = rank == self.priority.rank
         for newcomer, before_ns in self._newcomers.items():
             if is_own_class and newcomer.request.tenant == tenant and (tally := newcomer.waits) is not None:
                 tally.own = tally.own[0] + before_ns, tally.own[1]
-        imposed = open_ns * (self.waiting - self._tenants.get(tenant, 0)) - sum(
+        imposed = unattributed_ns * (self.waiting - self._tenants.get(tenant, 0)) - sum(
             before_ns for each, before_ns in self._newcomers.items() if each.request.tenant != tenant
         )
-        self._close(rank, now)
+        self._attribute(rank, now)
         self._sums[_COUNTS + rank] += 1
         if is_own_class and tenant in self._tenants:
-            taken_ns, count = self._own.get(tenant, (0, 0))
-            self._own[tenant] = taken_ns + open_ns, count + 1
+            taken_ns, count = self._taken_by_tenant.get(tenant, (0, 0))
+            self._taken_by_tenant[tenant] = taken_ns + unattributed_ns, count + 1
         return imposed
 
     def on_slot_unusable(self, state: int, now: int) -> None:
-        """Attribute the open time to `state`: these requests could not have used the slot that was taken."""
-        self._close(state, now)
+        """Attribute the unattributed time to `state`: these requests could not have used the taken slot."""
+        self._attribute(state, now)
 
     def change(self, state: int, now: int) -> None:
         """Set what the requests wait for from now on."""
         if state != self.state:
-            self._close(self.state, now)
+            self._attribute(self.state, now)
             self.state = state
 
-    def _close(self, index: int, now: int) -> None:
+    def _attribute(self, index: int, now: int) -> None:
         """Add the time since the last change to one sum."""
         self._sums[index] += now - self._since
         self._since = now
@@ -202,15 +201,15 @@ class WaitAccount:
             self._tenants[tenant] = left
         else:
             del self._tenants[tenant]
-            # No waiting request compares with it any more.
-            self._own.pop(tenant, None)
+            # No waiting request needs it any more.
+            self._taken_by_tenant.pop(tenant, None)
 
     def __repr__(self) -> str:
         pools = "/".join(self.pools)
         return f"<WaitAccount {self.priority} {pools} from {self.tokens} tokens: {self.waiting} waiting>"
 
 
-def _taken_by(rank: int, own_rank: int) -> WaitCause:
+def _cause_of_slot(rank: int, own_rank: int) -> WaitCause:
     """Return the cause if a request of class `rank` took the slot of one of class `own_rank`."""
     if rank == own_rank:
         return WaitCause.OTHER_TENANTS
@@ -218,16 +217,16 @@ def _taken_by(rank: int, own_rank: int) -> WaitCause:
 
 
 # A request dispatched by the event that queued it did not wait, but a live clock advances during the event.
-_NO_WAIT_S = 1e-3
+_NEGLIGIBLE_WAIT_S = 1e-3
 
 
 class WaitAccounts:
-    """The accounts of all kinds of requests in the queue."""
+    """The accounts of all queued requests, by key."""
 
     def __init__(self) -> None:
         self._accounts: dict[WaitAccountKey, WaitAccount] = {}
         self._new: list[ScheduledRequest] = []
-        self.opened = 0
+        self.created = 0
 
     def __repr__(self) -> str:
         return f"<WaitAccounts {list(self)}>"
@@ -239,7 +238,7 @@ class WaitAccounts:
         return len(self._accounts)
 
     @property
-    def are_idle(self) -> bool:
+    def is_empty(self) -> bool:
         """True if no request waits and none was added since the last event."""
         return not (self._accounts or self._new)
 
@@ -248,7 +247,7 @@ class WaitAccounts:
         self._new.append(scheduled)
 
     def remove(self, scheduled: ScheduledRequest, now: float) -> None:
-        """Remove a request that left the queue or changed its kind."""
+        """Remove a request that left the queue or whose key changes."""
         tally = scheduled.waits
         if tally is None:
             return
@@ -277,7 +276,7 @@ class WaitAccounts:
                 account = self._accounts.get(key)
                 if account is None:
                     account = self._accounts[key] = WaitAccount(key, at)
-                    self.opened += 1
+                    self.created += 1
                 account.join(scheduled, tally, at)
         self._new.clear()
 
@@ -299,7 +298,7 @@ def record_attempt(scheduled: ScheduledRequest, now: float) -> None:
 
 def wait_breakdown(scheduled: ScheduledRequest, now: float) -> WaitBreakdown | None:
     """Return the causes of the wait of a request that has left the queue, or None if it did not wait."""
-    if scheduled.waits is None and now - scheduled.request.arrived_at < _NO_WAIT_S:
+    if scheduled.waits is None and now - scheduled.request.arrived_at < _NEGLIGIBLE_WAIT_S:
         return None
     return _tally(scheduled, now).breakdown()
 
@@ -327,11 +326,11 @@ def _tally(scheduled: ScheduledRequest, until: float) -> WaitTally:
     return tally
 
 
-# State of a pool, never of an account: a replica has capacity, though not for every kind of request.
-_OPEN = -1
+# State of a pool, never of an account: a replica has capacity, though not for every request.
+_HAS_CAPACITY = -1
 
 
-class WaitWatch:
+class WaitUpdater:
     """Updates the wait accounts of a queue after each event.
 
     Attributes:
@@ -350,11 +349,11 @@ class WaitWatch:
         self._ledger = ledger
         self._isolation = isolation
         self.imposed = TenantTotals()
-        # States of the pools at the last update, and the number of accounts opened by then.
+        # States of the pools at the last update, and the number of accounts created by then.
         self._last_update: tuple[dict[str, int], int] = {}, 0
 
     def __repr__(self) -> str:
-        return f"<WaitWatch {self._accounts}>"
+        return f"<WaitUpdater {self._accounts}>"
 
     def on_dispatch(self, taker: ScheduledRequest, replica: ReplicaState, now: float) -> None:
         """Attribute waits to a request that takes a slot. The replica must not hold it yet."""
@@ -373,26 +372,26 @@ class WaitWatch:
             else:
                 account.on_slot_unusable(INDEX_OF[lacking], at)
 
-    def settle(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Update what the remaining requests wait for after an event."""
         accounts = self._accounts
-        if accounts.are_idle:
+        if accounts.is_empty:
             return
         accounts.join(now)
         if not accounts:
             return
         states = {pool: self._pool_state(pool, now) for pool in self._pools}
-        if self._last_update == (states, self._accounts.opened) and _OPEN not in states.values():
+        if self._last_update == (states, self._accounts.created) and _HAS_CAPACITY not in states.values():
             return
-        self._last_update = states, self._accounts.opened
+        self._last_update = states, self._accounts.created
         at = nanoseconds(now)
         for account in self._accounts:
-            served = (pool for pool in account.pools if states[pool] in (BUSY, _OPEN))
+            served = (pool for pool in account.pools if states[pool] in (BUSY, _HAS_CAPACITY))
             account.pool = next(served, "")
             account.change(self._state(account, states, now), at)
 
     def _state(self, account: WaitAccount, states: Mapping[str, int], now: float) -> int:
-        """Return the index of what the requests of a kind wait for."""
+        """Return the index of what the requests of an account wait for."""
         pool = account.pool
         if not pool:
             return states[account.pools[0]] if account.pools else INDEX_OF[WaitCause.NO_REPLICA]
@@ -402,7 +401,7 @@ class WaitWatch:
         return BUSY if lacking is None else INDEX_OF[lacking]
 
     def _lacking_everywhere(self, account: WaitAccount, now: float) -> WaitCause | None:
-        """Return what the requests of a kind lack on every replica of their pool that has capacity."""
+        """Return what the requests of an account lack on every replica of their pool that has capacity."""
         if account.is_restricted:
             return WaitCause.PARTICULAR_REPLICA
         best = self._ledger.open.best
@@ -418,7 +417,7 @@ class WaitWatch:
         return None
 
     def _lacking(self, account: WaitAccount, replica: ReplicaState, now: float) -> WaitCause | None:
-        """Return what the requests of a kind lacked for a slot on a replica, or None if they fitted."""
+        """Return what the requests of an account lack for a slot on a replica, or None if they fit."""
         spec = replica.spec
         if not account.destination.admits(spec.replica_id, spec.adapters):
             return WaitCause.PARTICULAR_REPLICA
@@ -433,17 +432,17 @@ class WaitWatch:
         return None
 
     def _tokens(self, account: WaitAccount, pool: str) -> int:
-        """Return the fewest KV tokens that a request of this kind needs; an idle replica always has them."""
+        """Return the fewest KV tokens that a request of an account needs; an idle replica always has them."""
         limit = self._ledger.context_limit(pool)
         return account.tokens if limit is None else min(account.tokens, limit)
 
     def _pool_state(self, pool: str, now: float) -> int:
-        """Return `_OPEN` if the pool has capacity, else the index of the reason why not."""
+        """Return `_HAS_CAPACITY` if the pool has capacity, else the index of the reason why not."""
         ledger = self._ledger
         if ledger.context_limit(pool) is None:
             return INDEX_OF[WaitCause.NO_REPLICA]
         if ledger.open.has_any(pool, now):
-            return _OPEN
+            return _HAS_CAPACITY
         if not ledger.has_alive(pool):
             return INDEX_OF[WaitCause.STALE_REPORT]
         return BUSY if ledger.has_usable(pool) else INDEX_OF[WaitCause.FAILING_REPLICAS]

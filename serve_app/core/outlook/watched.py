@@ -3,7 +3,7 @@
 `updates` computes the positions of all queued requests at once, so its cost does not depend on the number of
 watched ones. It returns the updates to send now: the first estimate of a request immediately, and another
 when it has changed significantly, at most once per second. A request without significant changes still gets
-an update after some seconds, so that its client can distinguish slow progress from a stall.
+an update after some seconds, so that its client can distinguish slow progress from a hang.
 
 It reads the scheduler and changes nothing there. Without watched requests it does no work.
 """
@@ -119,7 +119,7 @@ class WatchedRequests:
             return False
         if not self._watched:
             # Nothing was observed since the last watched request left.
-            self._estimates.on_time({}, now)
+            self._estimates.on_tick({}, now)
         self._watched.setdefault(request_id, _Subscription(scheduled.request.priority))
         return True
 
@@ -131,8 +131,8 @@ class WatchedRequests:
         """
         if not self._watched:
             return
-        self._estimates.on_time(self._waiting_at_home(), now)
-        self._estimates.learn_overdue(now)
+        self._estimates.on_tick(self._waiting_at_home(), now)
+        self._estimates.learn_late_starts(now)
         floors = self._core.settings.class_floors
         ordering = expected_order(self._core.queue, floors, now)
         while True:
@@ -172,7 +172,7 @@ class WatchedRequests:
         waiting = self._waiting_at_home()
         if now > scheduled.request.arrived_at:
             waiting[scheduled.pools[0]] += 1
-        self._estimates.on_time(waiting, now)
+        self._estimates.on_tick(waiting, now)
         self._estimates.on_dispatch(scheduled, now)
         return self._end(scheduled.request.request_id, now)
 
@@ -223,7 +223,7 @@ class WatchedRequests:
     ) -> Quantiles | None:
         if uncorrected_s is None or self._core.admission.outages.all_down(scheduled.pools):
             return None
-        start = self._estimates.start(scheduled, position, uncorrected_s)
+        start = self._estimates.time_to_start_s(scheduled, position, uncorrected_s)
         backoff_s = scheduled.backoff_until - now
         if backoff_s > start.low:
             start = Quantiles(backoff_s, max(backoff_s, start.middle), max(backoff_s, start.high))

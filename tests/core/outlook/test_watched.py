@@ -230,7 +230,7 @@ def test_nothing_is_computed_while_no_request_is_watched() -> None:
     assert list(line.watched.updates(line.now)) == []
     line.serve(5)
     assert line.errors == []
-    assert line.watched._estimates._open == {}
+    assert line.watched._estimates._pending == {}
 
 
 def test_unwatched_requests_also_improve_the_estimates() -> None:
