@@ -26,7 +26,7 @@ def arrive(driver: ManualDriver, request_id: str, adapter: str | None) -> list[C
     return driver.feed(Arrived(replace(found, submission=replace(found.submission, spec=asked))))
 
 
-def test_it_goes_where_the_adapter_is_listed_and_waits_for_nothing_else() -> None:
+def test_it_is_sent_only_to_replicas_that_list_the_adapter() -> None:
     driver = fleet(s1=("a",), s2=())
     for number in range(3):
         assert dispatched(arrive(driver, f"a{number}", "a")) == [(f"a{number}", "s1")]
@@ -64,7 +64,7 @@ def test_one_that_is_listed_nowhere_waits_for_the_grace_and_is_unknown_then() ->
     assert concluded(driver.feed(Woke(), after_s=0.1)) == [("gone", "rejected_unknown_model")]
 
 
-def test_an_adapter_that_is_unloaded_takes_no_more_requests() -> None:
+def test_an_unloaded_adapter_receives_no_requests() -> None:
     driver = fleet(s1=("a",), s2=("a",))
     join(driver, "s1", ())
     for number in range(3):

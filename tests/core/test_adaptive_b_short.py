@@ -24,7 +24,7 @@ def moves(commands: list[Command]) -> list[BShortChanged]:
     return [command for command in commands if isinstance(command, BShortChanged)]
 
 
-def test_when_b_short_moves_the_waiting_requests_are_routed_again() -> None:
+def test_queued_requests_are_routed_again_when_b_short_moves() -> None:
     driver = saturated()
     assert {scheduled.pools for scheduled in driver.scheduler.queue} == {("short",)}
     commands: list[Command] = []

@@ -13,7 +13,7 @@ def two_replicas() -> ManualDriver:
     return driver
 
 
-def test_it_goes_to_its_replica_whatever_the_load() -> None:
+def test_it_is_sent_to_its_replica_at_any_load() -> None:
     driver = two_replicas()
     driver.arrive("large", prompt_tokens=800, bound_to="s1")
     assert dispatched(driver.arrive("next", bound_to="s1")) == [("next", "s1")]
@@ -50,7 +50,7 @@ def test_a_lost_replica_may_return_within_the_grace() -> None:
     assert driver.find("waits").replica_id == "s1"
 
 
-def test_when_its_replica_stays_away_it_is_rejected_and_dispatched_nowhere_else() -> None:
+def test_it_is_rejected_if_its_replica_does_not_return() -> None:
     driver = two_replicas()
     fill(driver, bound_to="s1")
     driver.arrive("waits", bound_to="s1")

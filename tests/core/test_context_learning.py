@@ -85,7 +85,7 @@ def test_a_reported_limit_is_never_changed() -> None:
     assert arrive(driver, "b", 5_000) == "s1"
 
 
-def test_nothing_is_rejected_by_a_learned_limit() -> None:
+def test_a_learned_limit_rejects_no_request() -> None:
     driver = ManualDriver(routing=RoutingSettings(pools=("only",)))
     driver.join("s1", "only", max_model_len=UNREPORTED_CONTEXT, kv_tokens=None)
     arrive(driver, "a", 5_000)

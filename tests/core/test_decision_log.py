@@ -134,7 +134,7 @@ def test_a_simulated_log_replays_through_the_command(
     assert "the replay Dispatch" in capsys.readouterr().out
 
 
-def test_a_log_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_log_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["replay", str(tmp_path / "none")]) == 2
     assert "cannot read" in capsys.readouterr().err
     (tmp_path / "empty").touch()

@@ -52,7 +52,7 @@ def trained_scheduler(
 @given(
     observations, prefills, st.lists(requests, min_size=1, max_size=5), st.lists(st.tuples(requests, usages))
 )
-def test_through_json_the_next_scheduler_estimates_the_same_and_learns_on_the_same(
+def test_a_scheduler_restored_from_json_estimates_and_learns_like_the_original(
     observations: list[tuple[Request, Usage, int]],
     prefills: list[tuple[int, float]],
     asked: list[Request],
@@ -100,9 +100,7 @@ def test_a_snapshot_does_not_change() -> None:
         (("prefill_costs", "shared", "base_s"), 0.0, "a positive base_s, got 0.0"),
     ],
 )
-def test_a_document_of_another_shape_meets_an_objection(
-    path: tuple[str, ...], value: object, reason: str
-) -> None:
+def test_a_document_of_another_shape_is_rejected(path: tuple[str, ...], value: object, reason: str) -> None:
     document: dict[str, Any] = json.loads(json.dumps(learned_state(scheduler())))
     inner = document
     for key in path[:-1]:

@@ -98,7 +98,7 @@ def test_bytes_per_token_are_learned_from_completed_answers() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
-def test_an_answer_that_broke_off_teaches_nothing(outcome: Outcome) -> None:
+def test_nothing_is_learned_from_an_interrupted_answer(outcome: Outcome) -> None:
     driver = one_replica(limits=ROOMY)
     fields: dict[str, Any] = {"prompt_tokens": 100, "max_output_tokens": None}
     before = driver.scheduler.estimator.state()

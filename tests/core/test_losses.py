@@ -57,7 +57,7 @@ def test_a_lost_replica_is_forgotten_when_its_last_request_is_released(driver: M
     assert [state.spec.replica_id for state in driver.scheduler.ledger] == ["l1"]
 
 
-def test_a_request_that_the_short_engine_finds_too_long_is_sent_to_the_long_pool(
+def test_a_request_rejected_by_a_short_engine_as_too_long_is_sent_to_the_long_pool(
     driver: ManualDriver,
 ) -> None:
     driver.arrive("r")
@@ -104,14 +104,14 @@ def test_a_request_submitted_twice_is_admitted_once(driver: ManualDriver) -> Non
     assert len(driver.scheduler) == 1
 
 
-def test_the_gateway_is_right_about_where_a_request_runs(driver: ManualDriver) -> None:
+def test_the_gateway_is_authoritative_about_where_a_request_runs(driver: ManualDriver) -> None:
     driver.arrive("r")
     driver.feed(Resumed(request("r"), "l1", started=False))
     assert driver.scheduler.ledger["s1"].in_flight == 0
     assert driver.scheduler.ledger["l1"].in_flight == 1
 
 
-def test_events_about_requests_that_have_ended_change_nothing(driver: ManualDriver) -> None:
+def test_events_about_ended_requests_are_ignored(driver: ManualDriver) -> None:
     assert driver.feed(FirstToken("x")) == []
     assert driver.feed(Finished("x", Outcome.COMPLETED)) == []
     assert driver.feed(DispatchFailed("x", "s1", DispatchFailure.LOST)) == []

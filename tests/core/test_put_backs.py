@@ -65,7 +65,7 @@ def run_until_over(driver: ManualDriver, failure: DispatchFailure) -> tuple[list
 
 
 @pytest.mark.parametrize("failure", [BUSY, UNREACHABLE])
-def test_a_request_that_all_reject_ends_with_its_budget_and_each_try_waits_longer(
+def test_a_request_rejected_everywhere_is_retried_with_backoff_until_its_limit(
     failure: DispatchFailure,
 ) -> None:
     driver = pool_of(3, max_put_backs=9)
@@ -91,14 +91,14 @@ def test_put_backs_do_not_extend_the_deadline() -> None:
     assert "put back 6 times; last failure: no" in end.conclusion.message
 
 
-def test_a_request_put_back_after_its_deadline_ends_at_once() -> None:
+def test_a_request_put_back_after_its_deadline_expires_immediately() -> None:
     driver = pool_of(2)
     driver.arrive("r", expires_at=1.0)
     driver.now = 1.5
     assert concluded(driver.feed(DispatchFailed("r", "s0", LOST))) == [("r", "expired")]
 
 
-def test_a_request_goes_elsewhere_than_where_it_failed() -> None:
+def test_a_request_is_retried_on_another_replica() -> None:
     driver = pool_of(3)
     driver.arrive("r")
     assert dispatched(driver.feed(DispatchFailed("r", "s0", ENGINE_ERROR))) == [("r", "s1")]
@@ -119,7 +119,7 @@ def test_a_request_waits_for_others_rather_than_for_the_replica_that_failed_it()
     assert dispatched(driver.feed(Finished("full", Outcome.COMPLETED))) == [("r", "s1")]
 
 
-def test_where_there_is_no_other_the_replica_that_failed_it_is_tried_again() -> None:
+def test_the_only_replica_is_tried_again() -> None:
     driver = one_replica("s0")
     driver.arrive("r")
     assert dispatched(driver.feed(DispatchFailed("r", "s0", ENGINE_ERROR))) == [("r", "s0")]
@@ -135,7 +135,7 @@ def test_a_request_lost_on_two_replicas_fails() -> None:
     assert "the engine died" in end.conclusion.message
 
 
-def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails() -> None:
+def test_of_the_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails() -> None:
     """Quarantine: a replica has one suspect that has not begun, so the second death shows the cause."""
     driver = pool_of(1)
     names = ("poison", "r1", "r2")
@@ -154,7 +154,7 @@ def test_of_many_requests_on_a_dead_engine_only_the_one_that_kills_engines_fails
     assert dispatched(driver.feed(FirstToken("r1"))) == [("r2", "s2")]
 
 
-def test_others_may_go_where_a_suspect_runs() -> None:
+def test_other_requests_may_run_beside_one_in_quarantine() -> None:
     driver = pool_of(1)
     driver.arrive("r")
     driver.feed(ReplicaLost("s0"))
@@ -167,7 +167,7 @@ def test_others_may_go_where_a_suspect_runs() -> None:
 @pytest.mark.parametrize(
     ("failure", "first"), [(UNREACHABLE, "back"), (LOST, "back"), (ENGINE_ERROR, "urgent"), (BUSY, "urgent")]
 )
-def test_only_a_request_that_lost_its_replica_goes_before_all_others(
+def test_only_a_request_that_lost_its_replica_precedes_all_others(
     failure: DispatchFailure, first: str
 ) -> None:
     driver = ManualDriver(routing=ONE_POOL)
@@ -201,7 +201,7 @@ def test_a_request_in_backoff_waits_counts_and_can_be_cancelled() -> None:
     assert (len(scheduler.queue), len(scheduler.queue.backoff)) == (0, 0)
 
 
-def test_a_new_scheduler_continues_with_the_budget_and_the_suspicion() -> None:
+def test_a_new_scheduler_retains_the_put_backs_and_the_quarantine() -> None:
     driver = pool_of(2, max_put_backs=4)
     driver.feed(Arrived(request("r", attempts=3)))
     assert concluded(fail(driver, BUSY)) == [("r", "failed")]

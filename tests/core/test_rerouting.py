@@ -57,7 +57,7 @@ def test_all_are_routed_again_when_a_context_limit_changes(driver: ManualDriver)
     assert driver.find("a").pools == ("short", "long")
 
 
-def test_a_request_that_fits_no_pool_any_more_is_rejected_and_the_others_wait_on(
+def test_a_request_that_no_longer_fits_any_pool_is_rejected_and_others_remain_queued(
     driver: ManualDriver,
 ) -> None:
     driver.arrive("a")

@@ -22,7 +22,7 @@ from tests.builders import (
 LONG = {"prompt_tokens": 2_000}
 
 
-def test_a_request_is_dispatched_at_once_when_it_fits() -> None:
+def test_a_request_that_fits_is_dispatched_immediately() -> None:
     (command,) = two_pools().arrive("r1", prompt_tokens=40, max_output_tokens=10)
     assert command == Dispatch(
         request_id="r1",
@@ -91,19 +91,19 @@ def test_a_request_spills_into_the_next_pool_before_any_further_one() -> None:
     assert [replica for _, replica in sent] == ["m1"] * 3 + ["l1"] * 3 + ["s1"] * 3
 
 
-def test_a_pool_serves_those_at_home_then_its_neighbours_then_others() -> None:
+def test_a_pool_serves_home_requests_then_spills_by_preference() -> None:
     driver = three_pools()
     for number in range(9):
         driver.arrive(f"f{number}", prompt_tokens=10, max_output_tokens=10)
     assert driver.arrive("small", prompt_tokens=10, max_output_tokens=10) == []
     assert driver.arrive("middling", prompt_tokens=1_500, max_output_tokens=10) == []
     assert driver.arrive("large", prompt_tokens=3_000, max_output_tokens=10) == []
-    on_long = [each for each, scheduled in _running(driver) if scheduled == "l1"]
+    on_long = [request_id for request_id, replica_id in _replica_of(driver) if replica_id == "l1"]
     order = [name for request_id in on_long for name, _ in dispatched(driver.feed(FirstToken(request_id)))]
     assert order == ["large", "middling", "small"]
 
 
-def _running(driver: ManualDriver) -> list[tuple[str, str | None]]:
+def _replica_of(driver: ManualDriver) -> list[tuple[str, str | None]]:
     return [(f"f{number}", driver.find(f"f{number}").replica_id) for number in range(9)]
 
 
@@ -128,7 +128,7 @@ def test_the_engine_queue_stays_at_its_target() -> None:
     assert dispatched(reported) == [("r3", "s1"), ("r4", "s1")]
 
 
-def test_requests_on_their_way_count_although_the_report_has_not_seen_them() -> None:
+def test_in_transit_requests_count_before_a_report_includes_them() -> None:
     driver = one_replica("s1")
     for number in range(4):
         driver.arrive(f"r{number}")
@@ -162,7 +162,7 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
     assert dispatched(driver.arrive("e", prompt_tokens=100)) == [("e", "s1")]
 
 
-def test_too_long_for_every_pool_is_rejected_with_numbers() -> None:
+def test_a_request_too_long_for_every_pool_is_rejected_with_its_limit_and_size() -> None:
     rejection = the_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
     assert (rejection.outcome, rejection.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
     assert "maximum context length is 4000 tokens. " in rejection.message
@@ -221,7 +221,7 @@ def test_a_request_expires_at_its_queue_timeout() -> None:
     assert len(driver.scheduler.queue) == 0
 
 
-def test_expiry_is_before_dispatch_in_the_same_instant() -> None:
+def test_expiry_precedes_dispatch_at_the_same_time() -> None:
     driver = two_pools()
     fill(driver)
     fill(driver, "long", **LONG)
@@ -231,7 +231,7 @@ def test_expiry_is_before_dispatch_in_the_same_instant() -> None:
     assert dispatched(commands) == []
 
 
-def test_a_no_wait_request_is_dispatched_or_rejected_at_once() -> None:
+def test_a_no_wait_request_is_dispatched_or_rejected_immediately() -> None:
     driver = two_pools()
     assert dispatched(driver.arrive("a", no_wait=True, **LONG)) == [("a", "l1")]
     driver.arrive("b", **LONG)
@@ -241,7 +241,7 @@ def test_a_no_wait_request_is_dispatched_or_rejected_at_once() -> None:
     assert "x-queue: no-wait" in rejection.message
 
 
-def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
+def test_a_stale_report_closes_the_replica_until_the_next_report() -> None:
     driver = one_replica("s1", backpressure=BackpressureSettings(report_limit_s=2.0))
     assert driver.scheduler.next_wakeup() == 2.0
     assert driver.feed(Woke(), after_s=2.0) == [ReportStale(replica_id="s1", age_s=2.0)]
@@ -251,7 +251,7 @@ def test_a_report_that_is_too_old_closes_the_replica_until_the_next() -> None:
     assert dispatched(commands) == [("r", "s1")]
 
 
-def test_a_draining_replica_gets_nothing_new() -> None:
+def test_a_draining_replica_receives_no_new_requests() -> None:
     driver = two_pools()
     driver.report("s1", draining=True)
     assert dispatched(driver.arrive("r")) == [("r", "l1")]
@@ -277,7 +277,7 @@ def test_waiting_requests_are_routed_again_when_a_pool_turns_out_too_small() -> 
     assert dispatched(driver.join("l1", "long", max_model_len=4_000)) == [("r", "l1")]
 
 
-def test_time_never_goes_back() -> None:
+def test_a_decreasing_time_is_rejected() -> None:
     driver = two_pools()
     driver.feed(Woke(), after_s=1.0)
     with pytest.raises(ValueError, match=r"time decreased from 1\.0 to 0\.5"):

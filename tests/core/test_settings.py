@@ -46,7 +46,7 @@ WITHOUT_CJK = dict.fromkeys(set(TextCategory) - {TextCategory.CJK}, 4.0)
         (RoutingSettings, BELOW_LOWEST, "b_short_tokens of 50 is the initial value, so .* got 64 and None"),
     ],
 )
-def test_values_that_make_no_sense_are_rejected_by_name(
+def test_invalid_values_are_rejected_by_name(
     settings: Callable[..., object], values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

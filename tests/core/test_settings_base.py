@@ -136,7 +136,7 @@ def test_plain_values_become_settings_and_plain_values_again() -> None:
     assert read(Garden, plain(garden), as_file=False) == garden
 
 
-def test_everything_that_is_wrong_is_named_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     given = {
         "beds": 1.5,
         "mode": "damp",
@@ -158,7 +158,7 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     ]
 
 
-def test_an_internal_setting_is_given_in_python_alone() -> None:
+def test_an_internal_setting_can_only_be_set_in_python() -> None:
     assert read(Pump, {"valve": 3}, as_file=False) == Pump(valve=3)
     with pytest.raises(SettingsError, match="valve: unknown key"):
         read(Pump, {"valve": 3}, as_file=True)
@@ -176,7 +176,7 @@ def test_a_class_describes_its_settings() -> None:
     assert [block_of(found[name].kind) for name in ("name", "pump", "spare")] == [None, Pump, Pump]
 
 
-def test_values_are_written_with_the_advanced_ones_apart() -> None:
+def test_advanced_values_are_written_separately() -> None:
     values = {"beds": 2, "spare": {"rate": 1.0}, "pump": {"rate": 3.0, "pressure": 4.0}}
     assert as_config(Garden, values) == {
         "beds": 2,

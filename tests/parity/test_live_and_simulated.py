@@ -262,7 +262,7 @@ def test_they_decide_the_same_about_the_limits_of_keys() -> None:
     assert run_jumping(live) == expected
 
 
-def test_they_decide_the_same_with_queues_that_are_learned_on_the_way() -> None:
+def test_they_decide_the_same_with_queues_learned_during_the_run() -> None:
     expected = simulated_decisions(trace(15.0, 4), "ewsjf", LEARNED.learner())
 
     async def live() -> Decisions:

@@ -63,7 +63,7 @@ class ComparedEwsjfMachine(ComparedIsolatingMachine):
     policy = "ewsjf"
 
 
-def test_a_lone_request_joins_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_request_joins_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the histories would compare nothing."""
     driver = two_pools(policy="ewsjf")
     joined: list[str] = []

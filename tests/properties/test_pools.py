@@ -2,9 +2,9 @@
 
 - `sends_to_the_smallest_that_fits`: a request goes to the pool with the shortest context that holds it, and
   of equal pools to the cheapest; if that one has no capacity, to the next that holds it.
-- `sends_nowhere_that_does_not_fit`: never to another pool, whatever is full.
+- `sends_only_to_pools_that_fit`: never to another pool, whatever is full.
 - `two_pools_as_before`: two pools are served as by the rule for exactly two.
-- `finds_the_pool_that_takes_it`: without known contexts, rejections lead to a pool that accepts the request.
+- `finds_the_pool_that_accepts_it`: without known contexts, rejections lead to a pool that fits.
 """
 
 import math
@@ -78,7 +78,7 @@ def test_sends_to_the_smallest_that_fits(limits: list[int], costs: list[float], 
     b_short=st.floats(0.0, 1.0),
     spill=st.booleans(),
 )
-def test_sends_nowhere_that_does_not_fit(
+def test_sends_only_to_pools_that_fit(
     limits: list[int], costs: list[float], prompts: list[int], b_short: float, spill: bool
 ) -> None:
     driver = fleet(limits, costs, b_short_tokens=max(1, math.floor(b_short * limits[0])), spill=spill)
@@ -124,18 +124,21 @@ def test_two_pools_as_before(
 
 @given(
     limits=st.lists(st.integers(50, 20_000), min_size=1, max_size=5),
-    told=st.lists(st.booleans(), min_size=5, max_size=5),
+    reported=st.lists(st.booleans(), min_size=5, max_size=5),
     states=st.booleans(),
     prompts=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
 )
-def test_finds_the_pool_that_takes_it(
-    limits: list[int], told: list[bool], states: bool, prompts: list[int]
+def test_finds_the_pool_that_accepts_it(
+    limits: list[int], reported: list[bool], states: bool, prompts: list[int]
 ) -> None:
     # Only pools that report a context are ordered.
-    shown = [limit if tells else UNREPORTED_CONTEXT for limit, tells in zip(limits, told, strict=False)]
-    places = sorted(range(len(limits)), key=lambda place: shown[place])
-    limits, shown = [limits[place] for place in places], [shown[place] for place in places]
-    driver = fleet(shown, [1.0] * len(limits), b_short_tokens=20_010)
+    known = [
+        limit if is_reported else UNREPORTED_CONTEXT
+        for limit, is_reported in zip(limits, reported, strict=False)
+    ]
+    places = sorted(range(len(limits)), key=lambda place: known[place])
+    limits, known = [limits[place] for place in places], [known[place] for place in places]
+    driver = fleet(known, [1.0] * len(limits), b_short_tokens=20_010)
     rejected = Counter[tuple[str, int]]()
     for number, prompt_tokens in enumerate(prompts):
         request_id = f"r{number}"
@@ -156,7 +159,7 @@ def test_finds_the_pool_that_takes_it(
         fits_somewhere = prompt_tokens + OUTPUT <= max(limits)
         assert concluded(commands) == [
             (request_id, "completed" if fits_somewhere else "rejected_too_long")
-        ], (limits, shown)
+        ], (limits, known)
         for place in range(len(limits)):
             driver.report(f"p{place}/1", received=None)
     if max(prompts) + OUTPUT <= max(limits):

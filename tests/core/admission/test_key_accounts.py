@@ -208,7 +208,7 @@ def test_a_put_back_request_is_counted_once() -> None:
     rejected(driver, "c", key=limited)
 
 
-def test_a_lost_gateway_frees_the_places_of_its_requests_as_they_end() -> None:
+def test_running_requests_of_a_lost_gateway_count_until_they_end() -> None:
     driver = fleet(seats=1)
     limited = key(concurrent=2)
     granted(driver, "a", key=limited)
@@ -249,7 +249,7 @@ def test_the_weight_of_a_key_decides_the_share_of_its_tenant() -> None:
     assert 27 <= sum(name.startswith("a") for name in served) <= 33
 
 
-def test_accounts_in_which_nothing_is_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_accounts_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.core.admission.key_limits._MAX_ACCOUNTS", 10)
     driver = fleet()
     for number in range(50):
@@ -259,7 +259,7 @@ def test_accounts_in_which_nothing_is_counted_are_forgotten(monkeypatch: pytest.
         assert len(driver.scheduler.admission.keys) <= 10
 
 
-def test_a_limit_that_no_request_brings_is_none() -> None:
+def test_a_key_without_limits_per_minute_has_no_rate_limit_status() -> None:
     driver = fleet()
     assert driver.scheduler.admission.keys.status(key(concurrent=3), 0.0) is None
     assert granted(driver, "a", key=key(concurrent=3)).rate_limits is None

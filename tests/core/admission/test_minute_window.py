@@ -13,7 +13,7 @@ pauses = st.lists(
 )
 
 
-def test_after_an_idle_minute_the_whole_limit_may_be_used_at_once_and_then_nothing() -> None:
+def test_after_an_idle_minute_the_whole_limit_may_be_used_at_once() -> None:
     window = MinuteWindow()
     for _ in range(LIMIT):
         assert window.admits_in_s(1, LIMIT, 100.0) == 0

@@ -38,7 +38,7 @@ def test_a_request_that_waits_when_the_last_replica_dies_is_rejected_after_the_g
     assert "m has had no live replica for" in the_conclusion(commands).message
 
 
-def test_one_that_joins_within_the_grace_takes_it() -> None:
+def test_a_replica_that_joins_within_the_grace_period_serves_the_request() -> None:
     driver = waiting_when_the_last_replica_dies()
     driver.now += GRACE_S - 0.1
     assert dispatched(driver.join("r2", "only")) == [("waits", "r2")]
@@ -59,7 +59,7 @@ def test_a_request_whose_timeout_ends_within_the_grace_reports_the_outage() -> N
     assert concluded(commands) == [("r", "rejected_no_replica")]
 
 
-def test_one_that_does_not_wait_is_rejected_at_once() -> None:
+def test_a_no_wait_request_is_rejected_immediately() -> None:
     driver = one_replica()
     driver.feed(ReplicaLost("r1"))
     assert concluded(driver.arrive("r", no_wait=True)) == [("r", "rejected_no_replica")]
@@ -132,7 +132,7 @@ def test_retry_after_of_the_first_start_grows_with_its_age_up_to_the_cap() -> No
     assert retry_after_s(driver.arrive("r2")) == RETRY_AFTER_CAP_S
 
 
-def test_a_replica_that_reconnects_teaches_nothing_about_the_start_of_engines() -> None:
+def test_a_reconnection_is_not_counted_as_an_engine_start() -> None:
     driver = ManualDriver()
     driver.now = 40.0
     driver.join("s1", "short")

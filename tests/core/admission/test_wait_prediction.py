@@ -51,7 +51,7 @@ def test_the_correction_of_a_kind_is_its_ratio_of_actual_to_predicted_waits() ->
     assert ratios[900] == pytest.approx(1.5, abs=0.1)
 
 
-def test_one_stall_does_not_distort_the_correction() -> None:
+def test_one_very_long_wait_does_not_distort_the_correction() -> None:
     waits = Waits()
     waits.play(30, ratio=1.0)
     waits.play(1, ratio=1_000.0)
@@ -98,7 +98,7 @@ def test_trust_needs_observations_and_lapses_without_new_ones() -> None:
     assert predictor.is_trusted(kind, waits.now + 10.2)
 
 
-def test_a_kind_never_observed_is_probed_now_and_then() -> None:
+def test_a_kind_without_recent_observations_is_probed() -> None:
     waits = Waits()
     waits.play(30, ratio=1.0)
     unseen = kind_of(scheduled(4_000))

@@ -37,7 +37,7 @@ def start_answer(driver: ManualDriver, name: str, **fields: object) -> None:
     driver.feed(ev.FirstToken(name))
 
 
-def test_one_that_is_alone_has_all_the_time() -> None:
+def test_a_single_request_gets_all_engine_time() -> None:
     driver = steady()
     start_answer(driver, "alone")
     finish(driver, "alone", after_s=2.0)
@@ -45,7 +45,7 @@ def test_one_that_is_alone_has_all_the_time() -> None:
     assert used(driver) == {"alone": pytest.approx(2.0)}
 
 
-def test_answers_share_the_time_equally() -> None:
+def test_concurrent_answers_share_engine_time_equally() -> None:
     driver = steady()
     start_answer(driver, "first")
     driver.feed(ev.Woke(), after_s=1.0)
@@ -56,7 +56,7 @@ def test_answers_share_the_time_equally() -> None:
     assert used(driver) == {"first": pytest.approx(1.0 + 1.0), "second": pytest.approx(1.0 + 3.0)}
 
 
-def test_a_long_prompt_pays_what_it_adds_to_the_step() -> None:
+def test_a_long_prompt_is_charged_what_it_adds_to_the_step() -> None:
     driver = steady()
     start_answer(driver, "answer")
     driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
@@ -68,7 +68,7 @@ def test_a_long_prompt_pays_what_it_adds_to_the_step() -> None:
     assert used(driver) == {"prompt": pytest.approx(0.5 + 0.1), "answer": pytest.approx(0.1)}
 
 
-def test_prompts_that_are_computed_together_share_the_room_of_a_step() -> None:
+def test_concurrent_prefills_share_the_token_budget_of_a_step() -> None:
     driver = steady()
     for name in ("one", "other"):
         driver.arrive(name, tenant=name, prompt_tokens=510)
@@ -82,7 +82,7 @@ def test_prompts_that_are_computed_together_share_the_room_of_a_step() -> None:
     assert used(driver) == {"one": pytest.approx(0.51 - 0.01 / 1.5 + shared_s / 2)}
 
 
-def test_a_prompt_pays_no_more_than_the_time_there_was() -> None:
+def test_a_prompt_is_charged_at_most_the_elapsed_time() -> None:
     driver = steady()
     start_answer(driver, "answer")
     driver.arrive("prompt", tenant="prompt", prompt_tokens=510)
@@ -92,7 +92,7 @@ def test_a_prompt_pays_no_more_than_the_time_there_was() -> None:
     assert used(driver) == {"prompt": pytest.approx(0.2)}
 
 
-def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
+def test_a_non_streamed_answer_is_charged_its_prompt_at_its_end() -> None:
     driver = steady()
     start_answer(driver, "answer")
     driver.arrive("whole", tenant="whole", prompt_tokens=510, streamed=False)
@@ -102,7 +102,7 @@ def test_an_answer_that_is_not_streamed_pays_its_prompt_at_its_end() -> None:
     assert used(driver) == {"whole": pytest.approx(0.5 + 0.1), "answer": pytest.approx(0.1)}
 
 
-def test_a_request_that_its_engine_did_not_take_pays_no_prompt() -> None:
+def test_a_request_rejected_by_its_engine_is_not_charged_its_prompt() -> None:
     driver = steady()
     start_answer(driver, "answer")
     driver.arrive("rejected", tenant="rejected", prompt_tokens=510)
@@ -124,7 +124,7 @@ def test_time_is_charged_by_pool_and_class() -> None:
     ]
 
 
-def test_one_that_an_earlier_scheduler_sent_shares_from_now_on() -> None:
+def test_a_resumed_request_is_charged_from_its_resumption() -> None:
     driver = steady()
     driver.arrive("known", tenant="known", prompt_tokens=1)
     driver.feed(ev.FirstToken("known"))

@@ -13,7 +13,7 @@ def make_driver(**changes: Any) -> ManualDriver:
     return one_replica(limits={"kv_tokens": 500_000, "max_model_len": 100_000}, backpressure=backpressure)
 
 
-def test_a_replica_that_generates_too_slowly_gets_no_more_until_it_has_clearly_recovered() -> None:
+def test_a_slow_replica_receives_no_requests_until_it_has_clearly_recovered() -> None:
     driver = make_driver(tpot_gate_s=0.15)
     driver.report("r1", running=5, tpot_s=0.16)
     assert driver.arrive("a") == []
@@ -30,13 +30,13 @@ def test_an_idle_engine_is_never_gated() -> None:
     assert dispatched(driver.arrive("a")) == [("a", "r1")]
 
 
-def test_without_a_gate_nothing_is_held_back() -> None:
+def test_without_a_gate_a_slow_replica_receives_requests() -> None:
     driver = make_driver(tpot_gate_s=None)
     driver.report("r1", running=5, tpot_s=9.0)
     assert dispatched(driver.arrive("a")) == [("a", "r1")]
 
 
-def test_a_replica_with_a_nearly_full_cache_gets_nothing_more() -> None:
+def test_a_replica_with_a_nearly_full_cache_receives_no_requests() -> None:
     driver = make_driver(kv_gate_ratio=0.95)
     driver.report("r1", running=5, kv_usage_ratio=0.96)
     assert driver.arrive("a") == []
@@ -72,7 +72,7 @@ def test_an_unobserved_prefill_of_a_huge_prompt_counts_for_its_usual_time() -> N
     assert not driver.find("small").queued
 
 
-def test_an_answer_that_is_not_streamed_teaches_nothing_of_prefills() -> None:
+def test_prefill_costs_are_not_learned_from_non_streamed_answers() -> None:
     driver = make_driver()
     driver.arrive("r", prompt_tokens=100, streamed=False)
     driver.feed(FirstToken("r"), after_s=30.0)

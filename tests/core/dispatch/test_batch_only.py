@@ -32,19 +32,19 @@ def expected(driver: ManualDriver, times: int) -> int:
     return int(times * BACKPRESSURE.batch_prefill_s / per_request_s + 1e-9) + 1
 
 
-def test_alone_it_fills_iterations() -> None:
+def test_batch_work_alone_fills_iterations() -> None:
     driver = make_driver()
     assert batch_sent(driver, "b") == expected(driver, BATCH_ONLY_FACTOR) > expected(driver, 1)
 
 
-def test_beside_a_request_above_it_gets_less() -> None:
+def test_batch_work_beside_higher_classes_gets_less() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
     assert batch_sent(driver, "b") <= expected(driver, 1)
     assert repr(driver.scheduler._batch_only) == "<BatchOnlyMode off>"
 
 
-def test_it_gets_more_after_a_while_without_interactive_requests() -> None:
+def test_batch_work_gets_more_some_time_after_the_last_interactive_request() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
     driver.feed(Cancelled("i"))
@@ -57,7 +57,7 @@ def test_it_gets_more_after_a_while_without_interactive_requests() -> None:
     assert before + len(more) == expected(driver, BATCH_ONLY_FACTOR)
 
 
-def test_a_request_that_runs_for_long_keeps_it_back() -> None:
+def test_a_long_running_interactive_request_limits_batch_work() -> None:
     driver = make_driver()
     driver.arrive("i", prompt_tokens=1)
     driver.now += 10 * BATCH_ONLY_AFTER_S

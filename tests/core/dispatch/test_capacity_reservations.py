@@ -88,7 +88,7 @@ def test_a_request_that_fits_nowhere_is_dispatched_soon_after_its_promotion(repl
     assert crowd.reserved == [0] * replicas
 
 
-def test_without_promotion_it_would_wait_for_ever() -> None:
+def test_without_promotion_it_waits_forever() -> None:
     crowd = Crowd(promoted_after_s=1e9)
     crowd.seconds(15)
     huge(crowd)
@@ -162,7 +162,7 @@ def test_capacity_is_reserved_early_for_a_tenant_that_is_behind() -> None:
     assert crowd.reserved == [0]
 
 
-def test_capacity_is_reserved_for_it_also_if_nothing_like_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_reserved_for_it_even_if_no_similar_request_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only long prompt, so the heads that are examined as likely to fit do not include it."""
     monkeypatch.setattr(openings, "_FEW_HEADS", 0)
     crowd = Crowd(promoted_after_s=1_000.0, max_long_prefills=2)

@@ -70,7 +70,7 @@ def test_batch_joins_a_prefill_that_is_shorter_than_an_iteration() -> None:
     assert driver.arrive("b2", priority=BATCH, prompt_tokens=10) == []
 
 
-def test_batch_gets_its_floor_beside_a_stream_of_urgent_requests() -> None:
+def test_batch_gets_its_floor_share_during_interactive_traffic() -> None:
     driver = make_driver(class_floors=ClassFloorSettings(batch_share=0.1), backpressure=STRICT)
     driver.arrive("b1", priority=BATCH, tenant="night")
     driver.arrive("b2", priority=BATCH, tenant="night")
@@ -114,7 +114,7 @@ def test_a_returned_request_is_dispatched_before_every_class() -> None:
     assert dispatched(driver.feed(FirstToken(other[0]))) == [(sent[0], "r2")]
 
 
-def test_why_a_head_waits_is_stated_in_words() -> None:
+def test_the_wait_reason_of_a_head_is_readable() -> None:
     driver = make_driver()
     for n in range(4):
         driver.arrive(f"r{n}")

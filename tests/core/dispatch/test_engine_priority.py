@@ -93,7 +93,7 @@ def test_a_dispatch_has_a_priority_by_class_and_pending_requests_of_the_tenant()
 @pytest.mark.parametrize(
     "end", [Finished("r1", Outcome.COMPLETED), Cancelled("r1"), Finished("r1", Outcome.FAILED)]
 )
-def test_an_ended_request_is_pending_no_more(end: Finished | Cancelled) -> None:
+def test_an_ended_request_is_not_pending(end: Finished | Cancelled) -> None:
     driver = make_driver()
     driver.arrive("r1")
     driver.feed(end)
@@ -130,7 +130,7 @@ def test_the_mode_sets_the_length_of_the_engines_queue() -> None:
     assert sent == {False: 2, True: 6}
 
 
-def test_batch_work_leaves_a_part_of_the_engines_queue_to_requests_that_pass_it() -> None:
+def test_batch_work_leaves_a_part_of_the_engines_queue_to_higher_classes() -> None:
     driver = ManualDriver(engine_priority=EnginePrioritySettings(enabled=True, target_waiting=8))
     driver.join(max_num_seqs=1)
     for n in range(20):

@@ -36,7 +36,7 @@ def let_hang(driver: ManualDriver) -> list[Command]:
     return report(driver, 62)
 
 
-def test_an_engine_with_requests_and_no_progress_gets_nothing_more_and_is_reported_once() -> None:
+def test_an_engine_without_progress_receives_no_requests_and_is_reported_once() -> None:
     driver = watched()
     silent = [each for each in let_hang(driver) if isinstance(each, EngineSilent)]
     assert [each.replica_id for each in silent] == ["e"]
@@ -44,7 +44,7 @@ def test_an_engine_with_requests_and_no_progress_gets_nothing_more_and_is_report
     assert dispatched(driver.arrive("c")) == []
 
 
-def test_no_request_is_rejected_for_it_since_it_may_only_be_slow() -> None:
+def test_a_hang_rejects_no_request() -> None:
     driver = watched()
     let_hang(driver)
     driver.arrive("c")
@@ -53,7 +53,7 @@ def test_no_request_is_rejected_for_it_since_it_may_only_be_slow() -> None:
 
 
 @pytest.mark.parametrize("sign", ["first token", "end", "progress"])
-def test_a_sign_of_life_opens_it_again(sign: str) -> None:
+def test_progress_opens_it_again(sign: str) -> None:
     driver = watched()
     let_hang(driver)
     driver.arrive("c")
@@ -69,7 +69,7 @@ def test_a_sign_of_life_opens_it_again(sign: str) -> None:
     assert [each.silent_s for each in later if isinstance(each, EngineSilent)] == [0.0]
 
 
-def test_signs_in_time_keep_it_open_however_long_one_answer_takes() -> None:
+def test_regular_progress_keeps_it_open_during_a_long_answer() -> None:
     driver = watched()
     driver.arrive("a")
     for _ in range(10):
@@ -82,7 +82,7 @@ def test_signs_in_time_keep_it_open_however_long_one_answer_takes() -> None:
     assert dispatched(driver.arrive("c")) == [("c", "e")]
 
 
-def test_one_that_owes_nothing_may_be_silent_for_ever() -> None:
+def test_an_engine_without_outstanding_answers_does_not_hang() -> None:
     driver = watched()
     driver.arrive("whole", streamed=False)
     driver.arrive("begun")
@@ -92,7 +92,7 @@ def test_one_that_owes_nothing_may_be_silent_for_ever() -> None:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "put back"])
-def test_time_is_counted_from_the_first_dispatch_to_an_engine_that_owes_nothing(end: str) -> None:
+def test_time_counts_from_the_first_dispatch_to_an_idle_engine(end: str) -> None:
     driver = watched()
     driver.arrive("a")
     report(driver, 50)
@@ -108,7 +108,7 @@ def test_time_is_counted_from_the_first_dispatch_to_an_engine_that_owes_nothing(
     assert dispatched(driver.arrive("d")) == []
 
 
-def test_when_its_requests_have_gone_it_is_sent_one_at_a_time_until_one_is_answered() -> None:
+def test_after_its_requests_end_it_receives_one_at_a_time_until_an_answer() -> None:
     driver = watched()
     let_hang(driver)
     driver.feed(Cancelled("a"))
@@ -127,7 +127,7 @@ def test_a_replica_that_joins_again_does_not_count_as_hanging() -> None:
     assert dispatched(driver.arrive("c")) == [("c", "e")]
 
 
-def test_an_engine_of_our_own_is_watched_beside_it() -> None:
+def test_a_hosted_engine_is_watched_too() -> None:
     driver = watched(stall_timeout_s=None)
     let_hang(driver)
     assert dispatched(driver.arrive("c")) == [("c", "e")]

@@ -35,7 +35,7 @@ def sent(driver: ManualDriver, count: int) -> list[Dispatch]:
     return found
 
 
-def test_in_observe_mode_every_request_is_dispatched_at_once_to_the_least_loaded() -> None:
+def test_in_observe_mode_every_request_is_dispatched_immediately_to_the_least_loaded() -> None:
     driver = fleet(0.0, max_num_seqs=2)
     found = sent(driver, 30)
     assert len(found) == 30
@@ -47,7 +47,7 @@ def test_in_observe_mode_every_request_is_dispatched_at_once_to_the_least_loaded
     assert driver.scheduler.ledger["s0"].in_flight == 9
 
 
-def test_while_all_is_scheduled_nothing_passes() -> None:
+def test_at_a_share_of_one_no_request_bypasses_the_scheduler() -> None:
     driver = fleet(1.0, max_num_seqs=1)
     found = sent(driver, 60)
     assert 0 < len(found) < 60
@@ -61,14 +61,14 @@ def test_a_share_is_scheduled_and_the_same_requests_each_time() -> None:
     assert again == passed
 
 
-def test_a_larger_share_takes_requests_from_those_that_passed_and_from_no_others() -> None:
+def test_a_larger_share_only_adds_scheduled_requests() -> None:
     of_share = {
         share: {each.request_id for each in sent(fleet(share, 1), 300) if each.passed} for share in (0.2, 0.6)
     }
     assert of_share[0.6] < of_share[0.2]
 
 
-def test_one_command_changes_the_share_and_one_takes_it_back() -> None:
+def test_the_share_can_be_changed_and_restored() -> None:
     driver = fleet(1.0, replicas=1, max_num_seqs=1)
     sent(driver, 20)
     waiting = len(driver.scheduler.queue)
@@ -83,7 +83,7 @@ def test_one_command_changes_the_share_and_one_takes_it_back() -> None:
     assert driver.arrive("last") == []
 
 
-def test_without_a_replica_that_lives_a_request_waits_like_any_other() -> None:
+def test_without_a_live_replica_a_bypassing_request_waits() -> None:
     driver = fleet(0.0, replicas=1)
     driver.feed(ReplicaLost("s0"))
     assert driver.arrive("r") == []
@@ -91,14 +91,14 @@ def test_without_a_replica_that_lives_a_request_waits_like_any_other() -> None:
     assert driver.find("r").replica_id == "s1"
 
 
-def test_a_request_too_long_for_every_replica_is_rejected_all_the_same() -> None:
+def test_a_bypassing_request_too_long_for_every_replica_is_rejected() -> None:
     driver = fleet(0.0)
     (rejected,) = driver.arrive("r", prompt_tokens=10_000_000)
     assert isinstance(rejected, Conclude)
     assert rejected.conclusion.outcome is Outcome.REJECTED_TOO_LONG
 
 
-def test_one_that_a_replica_loses_is_tried_on_another() -> None:
+def test_a_bypassing_request_is_retried_on_another_replica() -> None:
     driver = fleet(0.0)
     (went,) = sent(driver, 1)
     commands = driver.feed(DispatchFailed("r0", went.replica_id, DispatchFailure.UNREACHABLE))

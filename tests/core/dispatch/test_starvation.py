@@ -5,7 +5,7 @@ from tests.builders import scheduled_request
 INTERACTIVE, DEFAULT, BATCH = PriorityClass
 
 
-def test_of_the_requests_that_have_waited_too_long_the_oldest_is_promoted() -> None:
+def test_the_oldest_request_beyond_its_starvation_bound_is_promoted() -> None:
     promotion = Promotion(PromotionSettings(default_s=10.0))
     heads = [scheduled_request(arrived_at=at) for at in (95.0, 80.0, 70.0)]
     assert promotion.first(heads, 100.0) is heads[2]
@@ -44,7 +44,7 @@ def test_a_waiting_lower_class_gets_its_floor_share() -> None:
     assert 45 <= got[BATCH] <= 50
 
 
-def test_nothing_is_owed_to_a_class_that_does_not_wait() -> None:
+def test_a_class_without_queued_requests_is_owed_no_dispatch() -> None:
     floors = ClassFloors(ClassFloorSettings())
     for _ in range(1_000):
         floors.on_dispatch(INTERACTIVE, [INTERACTIVE])

@@ -28,7 +28,7 @@ def fail(driver: ManualDriver, request_id: str, failure: DispatchFailure) -> Non
 
 
 @pytest.mark.parametrize("failure", [UNREACHABLE, LOST])
-def test_a_broken_connection_suspends_at_once_until_the_next_report(failure: DispatchFailure) -> None:
+def test_a_broken_connection_suspends_immediately_until_the_next_report(failure: DispatchFailure) -> None:
     driver = fleet(1)
     driver.arrive("r")
     fail(driver, "r", failure)
@@ -87,7 +87,7 @@ def test_a_busy_engine_that_serves_in_between_is_not_suspended() -> None:
     assert not suspended(driver)
 
 
-def test_requests_that_fail_everywhere_suspend_nothing() -> None:
+def test_requests_that_fail_everywhere_suspend_no_replica() -> None:
     driver = fleet(4)
     for number in range(50):
         driver.arrive(f"r{number}")

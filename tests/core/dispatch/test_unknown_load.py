@@ -29,11 +29,11 @@ def sent(driver: ManualDriver, names: range, **fields: object) -> list[str]:
     return went
 
 
-def test_eight_go_at_once_to_an_engine_of_which_nothing_is_known() -> None:
+def test_an_engine_of_unknown_load_receives_eight_requests_at_first() -> None:
     assert len(sent(silent_replica(), range(30))) == 8
 
 
-def test_its_limit_grows_while_answers_begin_in_time() -> None:
+def test_its_limit_grows_while_answers_start_in_time() -> None:
     driver = silent_replica()
     names = sent(driver, range(100))
     in_flight = 0
@@ -60,7 +60,7 @@ def test_answers_that_are_not_streamed_move_the_limit_when_they_end() -> None:
     assert len(went) == 2 * len(first)
 
 
-def test_a_known_batch_is_the_limit_of_a_silent_engine() -> None:
+def test_a_known_batch_is_the_limit_of_an_engine_without_load_reports() -> None:
     # Four slots, and `target_waiting` beyond them.
     assert len(sent(silent_replica(max_num_seqs=4), range(30))) == 4 + 3
 
@@ -80,7 +80,7 @@ def test_an_engine_that_reports_its_queue_needs_no_in_flight_limit(waiting: int)
     assert state.max_num_seqs is None
 
 
-def test_the_batch_of_a_talkative_engine_is_learned_from_its_plateau() -> None:
+def test_the_batch_of_an_engine_with_load_reports_is_learned_from_its_plateau() -> None:
     driver = silent_replica()
     for _ in range(5):
         driver.report("r1", after_s=0.2, received=0, waiting=2, running=6, kv_usage_ratio=0.1)
@@ -89,7 +89,7 @@ def test_the_batch_of_a_talkative_engine_is_learned_from_its_plateau() -> None:
     assert driver.scheduler.ledger["r1"].max_num_seqs is None
 
 
-def test_a_silent_engine_is_gated_by_nothing() -> None:
+def test_an_engine_without_load_reports_is_not_gated() -> None:
     driver = silent_replica()
     assert sent(driver, range(1)) == ["q0"]
     driver.report("r1", after_s=0.2, **SILENT)

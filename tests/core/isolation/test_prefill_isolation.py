@@ -39,7 +39,7 @@ def test_two_may_be_allowed() -> None:
     assert sent == [True, True, False]
 
 
-def test_zero_switches_it_off() -> None:
+def test_a_limit_of_zero_disables_isolation() -> None:
     driver = make_driver(max_long_prefills=0)
     assert all(driver.arrive(f"long{n}", prompt_tokens=500) for n in range(3))
 
@@ -129,7 +129,7 @@ def test_a_medium_prompt_passes_the_longest() -> None:
     assert dispatched(driver.feed(FirstToken("longest1"))) == [("longest2", "r1")]
 
 
-def test_before_enough_is_seen_the_prior_holds() -> None:
+def test_the_prior_applies_until_enough_is_observed() -> None:
     assert isolating([50] * 100).boundary_tokens == IsolationSettings().prior_boundary_tokens
 
 

@@ -16,7 +16,7 @@ def prefill(driver: ManualDriver, request_id: str, prompt_tokens: int, seconds: 
     return replica_id
 
 
-def test_a_prefill_teaches_the_cost_of_the_pool_that_it_ran_in() -> None:
+def test_the_cost_of_a_prefill_is_learned_for_its_pool() -> None:
     driver = two_pools()
     for number in range(200):
         short, long = 100 + number, 1_100 + 10 * number

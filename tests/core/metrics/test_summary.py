@@ -101,7 +101,7 @@ def test_a_run_in_which_nothing_completed_has_rates_of_zero_and_no_latencies() -
     assert summarise([]).as_json()["completed"] == 0
 
 
-def test_rules_that_make_no_sense_are_rejected_with_their_value() -> None:
+def test_invalid_rules_are_rejected_with_their_value() -> None:
     with pytest.raises(ValueError, match="short_at_tokens must be at least 1, got 0"):
         SummaryRules(short_at_tokens=0)
     with pytest.raises(ValueError, match="'a' must be positive, got 0"):
@@ -192,7 +192,7 @@ def test_one_tenant_alone_is_fairly_served() -> None:
     assert jain_of_tenants([served_at_once("only"), last_arrival("only")]) == pytest.approx(1.0)
 
 
-def test_nothing_served_gives_no_index() -> None:
+def test_without_service_there_is_no_index() -> None:
     assert jain_of_tenants([]) is None
     assert jain_of_tenants([record(outcome=Outcome.FAILED, first_token_at=None, output_tokens=0)]) is None
 

@@ -37,7 +37,7 @@ def test_under_fcfs_the_order_is_that_of_arrival() -> None:
     assert ordered(driver.scheduler, driver.now) == ["r0", "r1", "r2", "r3", "r4"]
 
 
-def test_under_a_score_the_most_urgent_of_a_tenant_goes_first() -> None:
+def test_under_a_score_the_most_urgent_request_of_a_tenant_is_first() -> None:
     driver = busy(policy="sjf")
     for number, tokens in enumerate((400, 20, 200)):
         driver.arrive(f"r{number}", prompt_tokens=tokens)
@@ -57,7 +57,7 @@ def test_no_request_passes_one_that_is_ahead_in_its_sub_queue() -> None:
         assert places == sorted(places)
 
 
-def test_a_higher_class_goes_first() -> None:
+def test_a_higher_class_is_first() -> None:
     driver = busy(class_floors=NO_FLOORS)
     for number, priority in enumerate((BATCH, DEFAULT, INTERACTIVE, BATCH, INTERACTIVE)):
         driver.arrive(f"r{number}", priority=priority)
@@ -86,7 +86,7 @@ def test_tenants_take_turns_by_their_shares() -> None:
     assert first["b"] == pytest.approx(2 * first["a"], abs=1)
 
 
-def test_a_put_back_request_goes_first() -> None:
+def test_a_put_back_request_is_first() -> None:
     driver = busy()
     driver.arrive("waits", priority=INTERACTIVE)
     failure = DispatchFailure.UNREACHABLE
@@ -96,7 +96,7 @@ def test_a_put_back_request_goes_first() -> None:
     assert ordered(driver.scheduler, driver.now) == ["f0", "waits"]
 
 
-def test_each_home_has_a_line_of_its_own() -> None:
+def test_each_home_pool_has_a_separate_order() -> None:
     driver = two_pools()
     for number in range(6):
         driver.arrive(f"short{number}")

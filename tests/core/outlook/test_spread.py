@@ -30,7 +30,7 @@ def test_an_observation_out_of_range_counts_at_its_end(ratio: float, low: float,
     assert low <= spread.quantiles().middle <= high
 
 
-def test_older_ratios_fade() -> None:
+def test_older_ratios_decay() -> None:
     spread = RatioSpread()
     for _ in range(5_000):
         spread.add(0.25)

@@ -87,13 +87,13 @@ def test_a_request_that_does_not_wait_is_not_watched() -> None:
     assert updates(line.watched, 0.0) == {}
 
 
-def test_a_lone_waiting_request_has_the_first_place() -> None:
+def test_a_single_queued_request_has_the_first_position() -> None:
     line = ServedQueue()
     line.arrive()
     assert {name: outlook.position for name, outlook in updates(line.watched, line.now).items()} == {"r0": 1}
 
 
-def test_before_anything_was_dispatched_only_the_place_is_known() -> None:
+def test_before_the_first_dispatch_only_the_position_is_known() -> None:
     line = ServedQueue()
     line.arrive(3)
     outlooks = updates(line.watched, line.now)
@@ -115,7 +115,7 @@ def test_positions_fall_as_others_are_served_and_the_order_is_preserved() -> Non
         assert seen[-1] <= 2  # two may be dispatched at once
 
 
-def test_in_a_steady_line_the_expected_start_is_the_actual_one() -> None:
+def test_in_a_steady_queue_the_expected_start_is_the_actual_one() -> None:
     line = ServedQueue()
     line.learn()
     names = line.arrive(20)
@@ -168,7 +168,7 @@ def test_updates_come_at_most_once_a_second_and_only_with_changes() -> None:
     assert set(updates(line.watched, line.now)) == {"r1"}
 
 
-def test_a_stalled_queue_is_reported_after_a_while() -> None:
+def test_a_queue_without_progress_is_reported_after_a_while() -> None:
     line = ServedQueue()
     line.arrive()
     updates(line.watched, 0.0)
@@ -177,7 +177,7 @@ def test_a_stalled_queue_is_reported_after_a_while() -> None:
     assert set(updates(line.watched, 15.0)) == {"r0"}
 
 
-def test_a_place_may_rise() -> None:
+def test_a_position_may_rise() -> None:
     line = ServedQueue()
     line.arrive()
     assert updates(line.watched, line.now)["r0"].position == 1

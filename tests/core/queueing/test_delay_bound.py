@@ -61,7 +61,7 @@ def test_a_prompt_whose_turn_has_not_come_is_passed() -> None:
     assert line.heads(200.0) == ["first", "long"]
 
 
-def test_a_prompt_goes_first_when_it_has_waited_longer_than_any_turn_times_the_ratio() -> None:
+def test_a_prompt_is_first_once_it_waited_longer_than_the_longest_turn_times_the_ratio() -> None:
     line = backlog()
     line.add(prompt("fresh", 2_500, 8.0))
     assert line.bound.longest_s(8.0) == pytest.approx(8.0)
@@ -75,7 +75,7 @@ def test_prompts_much_shorter_than_the_overdue_one_still_pass_it() -> None:
     assert line.heads(12.0) == ["less", "long", "more"]
 
 
-def test_overdue_prompts_go_in_the_order_of_arrival() -> None:
+def test_overdue_prompts_are_in_order_of_arrival() -> None:
     line = BoundedQueue(wait_ratio=1.0)
     line.add(prompt("older", 4_000, 0.0), prompt("younger", 3_000, 1.0), prompt("p", 8_000, 2.0))
     line.take("p", 2.0)

@@ -57,7 +57,7 @@ def test_sums_agree_with_the_formula(
     assert work.tokens == sum(tokens for tokens, _ in waiting.values())
 
 
-def test_a_tenant_that_has_nothing_left_leaves_no_trace() -> None:
+def test_a_tenant_without_queued_requests_is_removed() -> None:
     work, queues = of_weights({"b": 0.1})
     set_backlog(work, queues, "a", 900, 3)
     set_backlog(work, queues, "b", 100, 1)

@@ -51,7 +51,7 @@ def test_a_charge_is_corrected() -> None:
     assert shares.counters() == {"a": 40.0}
 
 
-def test_idling_earns_no_claim() -> None:
+def test_idle_time_earns_no_credit() -> None:
     shares = fair_shares(mode="requests", quantum_requests=0.0)
     shares.on_backlog("busy")
     for _ in range(10):
@@ -112,7 +112,7 @@ def test_idle_tenants_are_dropped() -> None:
     assert len(shares.counters()) < 5_000
 
 
-def test_costs_are_those_of_the_mode() -> None:
+def test_service_is_counted_in_the_unit_of_the_mode() -> None:
     estimate = scheduled_request(prompt_tokens=100, max_output_tokens=50).estimate
     tokens = FairnessSettings()
     output = estimate.expected_tokens - estimate.expected_prompt_tokens
@@ -123,7 +123,7 @@ def test_costs_are_those_of_the_mode() -> None:
     assert requests.expected_service(estimate) == requests.actual_service(usage) == 1
 
 
-def test_service_taken_while_no_one_queued_is_not_charged() -> None:
+def test_service_without_a_backlog_is_not_charged() -> None:
     shares = fair_shares(mode="requests", quantum_requests=0.0)
     for _ in range(500):
         shares.on_backlog("early")
@@ -146,7 +146,7 @@ def test_a_lead_over_a_tenant_whose_requests_do_not_fit_is_bounded() -> None:
     assert served.count("fits") == 2
 
 
-def test_no_tenant_is_behind_when_it_waits_alone() -> None:
+def test_a_tenant_that_waits_alone_is_not_behind() -> None:
     shares = fair_shares()
     shares.on_backlog("a")
     shares.charge("a", 5.0)

@@ -77,7 +77,7 @@ def test_a_returned_request_is_first_in_its_sub_queue_and_listed_separately() ->
     assert listed == ["back", "back-large"]
 
 
-def test_equal_keys_keep_the_order_of_arrival() -> None:
+def test_equal_keys_are_in_order_of_arrival() -> None:
     queue = queue_of(*(scheduled(f"r{number}", 50, number) for number in range(3)))
     taken = []
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_a_request_that_leaves_and_returns_is_in_the_queue_once() -> None:
     assert queue.waiting_tokens == 0
 
 
-def test_requests_that_leave_from_the_middle_take_no_memory() -> None:
+def test_requests_that_leave_from_the_middle_use_no_memory() -> None:
     requests = [scheduled(f"r{n}", 50, n) for n in range(1_000)]
     queue = queue_of(*requests)
     for one in requests[1:]:
@@ -158,7 +158,7 @@ def test_work_ahead_is_what_others_are_served_before_a_request() -> None:
     assert unfair.work_ahead(request("mine", tenant="light")) == 10 * each
 
 
-def test_queueing_all_again_changes_no_share_and_loses_no_request() -> None:
+def test_reassigning_length_queues_changes_no_share_and_loses_no_request() -> None:
     queue = queue_of(*of_tenant("a", 3), scheduled("b", 400, 3, tenant="b"))
     dispatch_first(queue)
     counters = queue.shares[PriorityClass.DEFAULT].counters()

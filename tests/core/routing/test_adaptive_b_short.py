@@ -105,7 +105,7 @@ def test_a_move_states_the_loads_that_caused_it() -> None:
     assert second.speed_ratio == 1.0
 
 
-def test_even_loads_move_nothing() -> None:
+def test_b_short_stays_at_even_loads() -> None:
     crowd = Crowd()
     crowd.arrive(100, 1_000)
     crowd.arrive(10, 10_000)
@@ -123,7 +123,7 @@ def test_one_length_alone_moves_b_short_to_one_side_of_it_and_no_further() -> No
     assert len(crowd.moves) == settled
 
 
-def test_the_bounds_hold_and_so_does_the_short_pools_context() -> None:
+def test_b_short_stays_within_its_bounds_and_the_short_pools_context() -> None:
     low = Crowd(b_short_min=2_048)
     low.arrive(500, 300)
     low.arrive(100, 2_100)
@@ -151,7 +151,7 @@ def test_few_requests_are_not_significant() -> None:
     assert crowd.pass_time(60) != []
 
 
-def test_without_traffic_or_without_a_pool_nothing_moves() -> None:
+def test_b_short_stays_without_traffic_or_without_a_pool() -> None:
     assert Crowd().pass_time(600) == []
     crowd = Crowd()
     crowd.arrive(1_000, 300)

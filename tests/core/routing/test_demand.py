@@ -10,7 +10,7 @@ POOL = PoolCapacity(kv_tokens=100_000, sequences=1_000, context_tokens=16_384)
 MEMORY_S = 60.0
 
 
-def test_the_grid_has_eight_buckets_to_the_octave() -> None:
+def test_the_grid_has_eight_buckets_per_factor_of_two() -> None:
     assert EDGES[bucket_of(1_024)] == EDGES[last_bucket_within(1_024)] == 1_024
     assert bucket_of(2_048) - bucket_of(1_024) == 8
     assert EDGES[bucket_of(1_025)] > 1_025 > EDGES[last_bucket_within(1_025)]
@@ -49,7 +49,7 @@ def test_the_scarcer_resource_is_the_load_and_a_faster_pool_has_less_of_it() -> 
     assert loads.imbalance(boundary) == pytest.approx(-0.7 / 1.1, rel=1e-3)
 
 
-def test_without_requests_nothing_is_known() -> None:
+def test_the_loads_are_unknown_without_requests() -> None:
     demand = Demand(MEMORY_S)
     demand.sample(0.0)
     loads = demand.loads(POOL, POOL, 1.0)

@@ -29,7 +29,7 @@ def test_the_freest_usable_replica_of_a_pool_is_found_and_ties_go_to_the_first()
     assert made.most_free("nowhere") is None
 
 
-def test_a_replica_that_leaves_twice_or_was_never_there_changes_nothing() -> None:
+def test_the_loss_of_a_lost_or_unknown_replica_is_ignored() -> None:
     made = ledger("a", "b")
     made.hold("a", Hold(10), 0.0)
     made.lose("a", 1.0)
@@ -41,7 +41,7 @@ def test_a_replica_that_leaves_twice_or_was_never_there_changes_nothing() -> Non
     assert made.get("a") is None
 
 
-def test_a_replica_that_has_left_has_no_report_to_expire() -> None:
+def test_a_lost_replica_has_no_report_to_expire() -> None:
     made = ledger("a")
     assert made.next_report_expiry() == 10.0
     made.lose("a", 1.0)

@@ -23,7 +23,7 @@ def router(known: dict[str, int], *pools: str, **changes: object) -> PoolRouter:
     return PoolRouter(settings, known.get)
 
 
-def test_home_is_the_smallest_pool_and_spill_goes_upwards_before_it_goes_down() -> None:
+def test_home_is_the_smallest_pool_and_spill_prefers_longer_contexts() -> None:
     route = router(TIERS).route
     assert route(estimated_request(), estimate(500)) == ("small", "middle", "large")
     assert route(estimated_request(), estimate(501)) == ("middle", "large", "small")
@@ -90,7 +90,7 @@ def test_a_rejected_request_goes_to_a_longer_pool() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_rejected(changes: dict[str, object], message: str) -> None:
+def test_incompatible_settings_are_rejected(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RoutingSettings(**changes)  # type: ignore[arg-type]
 

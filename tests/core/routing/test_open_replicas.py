@@ -52,7 +52,7 @@ def both(asked: CapacityQuery, state: ReplicaState, backpressure: GivenBackpress
     return fits
 
 
-def test_a_replica_that_is_closed_fits_nothing() -> None:
+def test_a_closed_replica_fits_no_request() -> None:
     full = GivenBackpressure()
     full.has_room = False
     assert not both(query(), replica(), full)
@@ -72,7 +72,7 @@ def test_long_prefills_in_flight_close_a_replica_to_more_of_them(limits: tuple[i
     ("pool", "tokens", "limits", "room", "empty", "needs"),
     list(itertools.product(("short", "long"), (100, 101), ((), (1,)), *[(True, False)] * 3)),
 )
-def test_no_condition_makes_up_for_another(
+def test_each_condition_must_be_met(
     pool: str, tokens: int, limits: tuple[int, ...], room: bool, empty: bool, needs: bool
 ) -> None:
     backpressure = GivenBackpressure()

@@ -47,11 +47,11 @@ def test_an_exact_length_needs_no_margin() -> None:
     assert router().route(request(prompt_tokens=901), estimate(901)) == ("long",)
 
 
-def test_without_spill_there_is_one_pool_to_go_to() -> None:
+def test_without_spill_only_the_home_pool_may_serve_a_request() -> None:
     assert router(spill=False).route(estimated_request(), estimate(100)) == ("short",)
 
 
-def test_after_a_rejection_only_longer_pools_are_left() -> None:
+def test_after_a_rejection_only_pools_with_a_longer_context_remain() -> None:
     assert router().route(estimated_request(), estimate(100), above_tokens=1_000) == ("long",)
     assert router().route(estimated_request(), estimate(100), above_tokens=4_000) == ()
 
@@ -122,7 +122,7 @@ def test_a_fixed_b_short_and_that_of_a_single_pool_never_move() -> None:
     assert adaptive.b_short_tokens == 100
 
 
-def test_an_adaptive_border_sees_each_pool_with_its_own_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adaptive_b_short_counts_the_replicas_of_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PoolCapacity | None] = []
 
     def record(_self: object, short: PoolCapacity | None, long: PoolCapacity | None, _now: float) -> None:

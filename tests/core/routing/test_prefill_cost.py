@@ -5,7 +5,7 @@ import pytest
 from serve_app.core.routing.prefill_cost import PrefillCost, PrefillCosts
 
 
-def test_the_prior_holds_before_anything_is_seen() -> None:
+def test_the_prior_applies_before_the_first_observation() -> None:
     assert PrefillCost().seconds(1_000) == pytest.approx(0.13)
 
 
@@ -36,7 +36,7 @@ def test_noise_never_makes_a_prompt_free() -> None:
     assert cost.seconds(8_000) >= cost.seconds(1)
 
 
-def test_nonsense_is_ignored() -> None:
+def test_impossible_observations_are_ignored() -> None:
     cost = PrefillCost()
     cost.observe(0, 1.0)
     cost.observe(10, 0.0)
@@ -54,7 +54,7 @@ def test_pools_on_unlike_hardware_have_unlike_costs() -> None:
     assert costs.of("long").per_token_s == pytest.approx(5e-5, rel=0.1)
 
 
-def test_a_pool_that_has_shown_little_borrows_the_cost_of_all() -> None:
+def test_a_pool_with_few_observations_uses_the_cost_of_all_pools() -> None:
     costs = PrefillCosts()
     for _ in range(100):
         costs.observe("short", 1_000, 2.0)

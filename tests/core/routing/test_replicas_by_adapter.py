@@ -8,7 +8,7 @@ def replica(replica_id: str, *adapters: str) -> ReplicaState:
     return ReplicaState(spec(replica_id, adapters=adapters), 0, DecayingRate(10.0, 0.0), kv_budget=100)
 
 
-def test_a_removed_holder_is_not_found() -> None:
+def test_a_removed_replica_is_not_found() -> None:
     by_adapter, one, two = ReplicasByAdapter(), replica("r1", "a", "b"), replica("r2", "b")
     by_adapter.add(one)
     by_adapter.add(two)

@@ -93,7 +93,7 @@ def lengths(**changes: object) -> dict[str, object]:
         *((name, None) for name in sorted(fresh())),
     ],
 )
-def test_a_damaged_state_is_rejected_and_changes_nothing(name: str, change: dict[str, object] | None) -> None:
+def test_a_corrupt_state_is_rejected_and_not_applied(name: str, change: dict[str, object] | None) -> None:
     learner = trained_state()[name]
     before = learner.state()
     with pytest.raises(ValueError, match=r"learned state|poetry"):

@@ -59,7 +59,7 @@ def as_two_pools_were_routed(
     is_exact=st.booleans(),
     spill=st.booleans(),
 )
-def test_two_pools_are_routed_as_before_there_could_be_more(
+def test_two_pools_are_routed_as_by_the_two_pool_rule(
     short: int | None,
     long: int | None,
     prompt_tokens: int,

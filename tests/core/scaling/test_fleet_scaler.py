@@ -87,7 +87,7 @@ def test_start_times_are_passed_to_the_next_scaler_for_existing_pools_only() -> 
     assert (decisions["short"].start_s, decisions["long"].start_s) == (42.0, 60.0)
 
 
-def test_an_impossible_stored_start_time_changes_nothing() -> None:
+def test_an_impossible_stored_start_time_is_ignored() -> None:
     fleet = scaler()
     for wrong in ({}, {"start_s": 4.0}, {"start_s": {"short": 42.0, "long": -1.0}}):
         with pytest.raises(ValueError, match="learned state: "):

@@ -14,15 +14,15 @@ def test_without_a_budget_every_pool_gets_what_it_requests() -> None:
     assert share_gpus({"short": need(7), "long": need(3, gpus=4)}, None) == {"short": 7, "long": 3}
 
 
-def test_a_budget_that_suffices_changes_nothing() -> None:
+def test_a_sufficient_budget_changes_no_request() -> None:
     assert share_gpus({"short": need(2), "long": need(1, gpus=4)}, 6) == {"short": 2, "long": 1}
 
 
-def test_the_shortage_is_evened_out() -> None:
+def test_a_shortage_is_shared_evenly() -> None:
     assert share_gpus({"short": need(8), "long": need(4)}, 6) == {"short": 4, "long": 2}
 
 
-def test_a_pool_without_any_comes_before_one_that_has_some() -> None:
+def test_a_pool_without_replicas_precedes_one_that_has_some() -> None:
     assert share_gpus({"short": need(9, needed=8.5), "long": need(1, needed=0.1)}, 4) == {
         "short": 3,
         "long": 1,

@@ -32,7 +32,7 @@ def test_work_is_counted_where_it_is_at_home_whether_it_waits_runs_or_was_reject
     assert seen["short"].has_demand
 
 
-def test_batch_work_wakes_a_pool_and_adds_nothing_else() -> None:
+def test_batch_work_starts_a_pool_and_adds_no_further_replica() -> None:
     driver = ManualDriver(on_demand_pools=("short", "long"))
     driver.arrive("r1", prompt_tokens=100, priority=PriorityClass.BATCH)
     view = observe(driver.scheduler, POOLS, driver.now)["short"]
@@ -73,7 +73,7 @@ def test_a_replica_that_drains_is_not_ready_and_what_it_has_still_counts() -> No
     assert (view.ready, view.in_flight, view.has_demand) == (0, 1, True)
 
 
-def test_waits_that_another_replica_would_not_end_are_no_reason_for_one() -> None:
+def test_waits_that_another_replica_would_not_end_add_no_replica() -> None:
     driver = ManualDriver()
     driver.join("s1", "short", adapters=("both", "sql"))
     driver.join("s2", "short", adapters=("both",))
@@ -105,7 +105,7 @@ def test_the_gate_is_the_current_one_after_a_tuner_has_changed_it() -> None:
     assert observe(driver.scheduler, POOLS, 0.0)["long"].tpot_limit_s == 0.01
 
 
-def test_a_lost_replica_gets_no_requests_and_returns_as_itself() -> None:
+def test_a_lost_replica_is_not_observed_until_it_returns() -> None:
     driver = two_pools()
     assert observe(driver.scheduler, POOLS, 0.0)["short"].replica_ids == ("s1",)
     driver.feed(ReplicaLost("s1"))

@@ -105,7 +105,7 @@ def test_only_a_pool_whose_minimum_is_zero_is_stopped_and_only_after_the_delay()
 
 
 @pytest.mark.parametrize("sign", [{"has_demand": True}, {"prefill_tokens_per_s": 1}])
-def test_whatever_waits_or_arrives_starts_a_pool_that_has_stopped(sign: dict[str, Any]) -> None:
+def test_any_queued_or_arriving_request_starts_a_stopped_pool(sign: dict[str, Any]) -> None:
     pool = Pool(min_replicas=0)
     pool.look(ready=0, slots=0.0, prefill_token_s=None, stated=None)
     assert pool.look(200).replicas == 0

@@ -23,7 +23,7 @@ def test_replicas_that_were_not_ordered_do_not_count() -> None:
     assert start.seconds == 60.0
 
 
-def test_an_order_that_is_taken_back_is_not_waited_for() -> None:
+def test_a_cancelled_order_is_not_awaited() -> None:
     start = StartTime()
     start.on_ready(replicas(1), 0.0)
     start.on_order(2, 10.0)
@@ -33,7 +33,7 @@ def test_an_order_that_is_taken_back_is_not_waited_for() -> None:
     assert start.seconds == 40.0
 
 
-def test_a_replica_that_was_gone_for_a_moment_has_not_started() -> None:
+def test_a_brief_disconnection_is_not_a_start() -> None:
     start = StartTime()
     start.on_ready(replicas(2), 0.0)
     start.on_order(1, 10.0)
@@ -57,7 +57,7 @@ def test_a_restored_start_time_is_averaged_with_later_starts() -> None:
     assert start.seconds == 100.0 + 0.3 * (50.0 - 100.0)
 
 
-def test_replicas_long_gone_are_forgotten_and_those_that_stay_are_not() -> None:
+def test_replicas_lost_long_ago_are_removed_and_connected_ones_remain() -> None:
     start = StartTime()
     start.on_ready(("stays",), 0.0)
     for number in range(20_000):

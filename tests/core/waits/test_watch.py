@@ -35,14 +35,14 @@ def finish(driver: ManualDriver, request_id: str, *, after_s: float = 0.0) -> li
     return driver.feed(ev.Finished(request_id, Outcome.COMPLETED, usage), after_s=after_s)
 
 
-def test_a_request_that_goes_at_once_has_no_breakdown() -> None:
+def test_an_immediately_dispatched_request_has_no_breakdown() -> None:
     (command,) = steady().arrive("a")
 
     assert isinstance(command, Dispatch)
     assert command.waited is None
 
 
-def test_the_next_place_was_its_own() -> None:
+def test_a_request_that_gets_the_next_slot_waited_for_busy_engines() -> None:
     driver = steady()
     fill(driver)
     driver.arrive("waits")
@@ -120,7 +120,7 @@ def test_reading_a_wait_before_it_ends_does_not_change_it() -> None:
     assert ended[0].wait_s == 3.0
 
 
-def test_a_request_that_rests_waits_for_that() -> None:
+def test_backoff_is_a_wait_cause() -> None:
     driver = steady()
     driver.join("r2", "only")
     commands = driver.arrive("often")
@@ -206,7 +206,7 @@ def test_a_request_for_an_adapter_waits_for_its_replicas() -> None:
     assert found.causes == {WaitCause.PARTICULAR_REPLICA: 2 * SECOND}
 
 
-def test_time_on_a_replica_that_gave_it_back_and_its_rest_are_causes_too() -> None:
+def test_an_earlier_attempt_and_its_backoff_are_wait_causes() -> None:
     driver = steady()
     driver.join("r2", "only")
     commands = driver.arrive("often")

@@ -40,7 +40,7 @@ def test_the_deviation_is_the_error_of_the_forecast_that_was_made() -> None:
     assert learned.deviation == pytest.approx((0.6 * 2 / 3 + 1 / 3) * 3 / 4 + 4 / 3 / 4)
 
 
-def test_after_the_warm_up_beta_rules_as_in_the_paper() -> None:
+def test_after_the_warm_up_beta_applies_as_in_the_paper() -> None:
     learned = warm()
     learned.observe(300, 100)
     assert learned.mean == pytest.approx(0.95 * 4.0 + 0.05 * 3.0)
@@ -79,7 +79,7 @@ def test_the_careful_divisor_is_the_mean_less_gamma_deviations() -> None:
     assert learned.conservative == pytest.approx(4.0 - 2 * 0.6)
 
 
-def test_requests_that_are_all_alike_do_not_take_the_margin_away() -> None:
+def test_equal_requests_do_not_remove_the_margin() -> None:
     learned = ratio(4.0, gamma=2.0)
     for _ in range(1000):
         learned.observe(4000, 1000)

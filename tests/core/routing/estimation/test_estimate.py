@@ -67,7 +67,7 @@ def test_choices_take_kv_cache_together_but_a_context_each() -> None:
     assert four.expected_output_tokens == pytest.approx(4 * one.expected_output_tokens, abs=4)
 
 
-def test_a_batch_of_prompts_is_held_against_a_context_by_its_longest_and_charged_as_a_whole() -> None:
+def test_a_batch_is_checked_by_its_longest_prompt_and_charged_by_its_sum() -> None:
     one = estimator().estimate(request(text_bytes=4000, max_output_tokens=0))
     batch = estimator().estimate(request(text_bytes=400_000, prompts=100, max_output_tokens=0))
     assert batch.prompt_tokens == pytest.approx(2 * one.prompt_tokens, rel=0.01)
@@ -92,7 +92,7 @@ def with_images(count: int, text_bytes: int, tokens_each: int) -> tuple[Request,
     return asked, Usage(prompt_tokens=tokens, output_tokens=9)
 
 
-def test_a_prompt_that_is_mostly_text_teaches_nothing_of_its_image() -> None:
+def test_image_tokens_are_not_learned_from_prompts_that_are_mostly_text() -> None:
     learned = estimator()
     before = learned.state()["media"]
     learned.observe(*with_images(1, 40_000, 9_000))
@@ -146,7 +146,7 @@ def test_ratio_and_template_are_learned_apart_from_chats_of_all_sizes() -> None:
     assert short.expected_prompt_tokens == pytest.approx(20 / 4.5 + 28, abs=4)
 
 
-def test_short_chats_do_not_poison_the_ratio_of_long_ones() -> None:
+def test_short_chats_do_not_bias_the_ratio_of_long_ones() -> None:
     learned = estimator()
     for _ in range(500):
         asked = request(text_bytes=30, messages=1)

@@ -100,7 +100,7 @@ def test_choices_count_as_answers_of_their_mean_length() -> None:
     assert expected(learned, 10_000) == pytest.approx(100, rel=0.15)
 
 
-def test_a_tenant_speaks_for_itself_and_a_new_one_borrows_from_the_category() -> None:
+def test_a_new_tenant_uses_its_category_until_it_has_enough_observations() -> None:
     learned = OutputLengthEstimator()
     observe(learned, 1000, times=200, tenant="writer")
     observe(learned, 4, times=50, tenant="classifier")
@@ -122,7 +122,7 @@ def test_new_lengths_replace_old_ones() -> None:
     assert learned.estimate(request(max_output_tokens=None)).limit <= 12
 
 
-def test_the_tenant_not_seen_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_seen_tenant_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_length, "_MAX_TENANTS", 2)
     learned = OutputLengthEstimator()
     for tenant in ("a", "b", "a", "c"):

@@ -42,7 +42,7 @@ def test_chats_of_one_message_determine_the_sum() -> None:
     assert learned.tokens(1) == pytest.approx(31, abs=0.5)
 
 
-def test_a_long_prompt_teaches_next_to_nothing() -> None:
+def test_a_long_prompt_hardly_changes_the_overhead() -> None:
     learned = overhead()
     learned.observe(1, 300.0, 2000.0)
     assert learned.tokens(1) == pytest.approx(21, abs=0.1)
@@ -70,7 +70,7 @@ def test_a_changed_template_is_followed() -> None:
     assert learned.tokens(1) == pytest.approx(60, abs=2)
 
 
-def test_a_plain_completion_costs_the_settings_constant_and_teaches_nothing() -> None:
+def test_a_plain_completion_has_a_constant_overhead_and_is_not_learned_from() -> None:
     learned = overhead()
     before = learned.state()
     learned.observe(0, 500.0, 0.0)
@@ -107,7 +107,7 @@ def test_the_mean_of_media_is_plain_while_it_warms_up_and_then_follows() -> None
     assert media([(1, 576.0)] * 200 + [(1, 3000.0)] * 60).mean == pytest.approx(3000.0, rel=0.05)
 
 
-def test_one_absurd_report_of_media_is_believed_only_up_to_a_limit() -> None:
+def test_the_weight_of_an_absurd_media_report_is_limited() -> None:
     learned = media([(1, 1024.0)] * 100)
     learned.observe(1, 1e9)
     assert learned.mean == pytest.approx(0.95 * 1024 + 0.05 * 20 * 1024, rel=0.01)

@@ -75,7 +75,7 @@ def test_an_engine_that_became_slower_is_usual_after_a_while() -> None:
     assert engine.answer(5.0, times=40) > lowest
 
 
-def test_answers_in_one_piece_are_compared_among_themselves() -> None:
+def test_non_streamed_answers_are_compared_with_each_other() -> None:
     limit = ConcurrencyLimit()
     for at in range(8):
         limit.observe(500, 0.1, 10.0 * at, in_flight=10, streamed=True)

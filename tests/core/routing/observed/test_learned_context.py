@@ -27,7 +27,7 @@ def test_without_a_number_the_limit_is_below_the_shortest_rejected_and_not_below
     assert context.limit_tokens == 1_999
 
 
-def test_a_count_from_elsewhere_takes_the_place_of_estimates() -> None:
+def test_a_count_of_another_engine_replaces_estimates() -> None:
     context = LearnedContext()
     context.on_rejection(1_200, None)
     context.on_counted(2_100)
@@ -38,7 +38,7 @@ def test_a_count_from_elsewhere_takes_the_place_of_estimates() -> None:
     assert context.limit_tokens == 1_899
 
 
-def test_a_limit_that_a_longer_answer_contradicts_is_forgotten() -> None:
+def test_a_limit_contradicted_by_a_longer_answer_is_discarded() -> None:
     context = LearnedContext()
     context.on_rejection(1_200, None)
     context.on_served(1_500)

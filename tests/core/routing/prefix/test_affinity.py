@@ -79,7 +79,7 @@ def test_without_a_match_the_load_decides() -> None:
     assert fleet.choose("s1", prompt(())) == "s1"
 
 
-def test_a_replica_that_may_not_take_the_request_is_left_out() -> None:
+def test_a_replica_that_may_not_accept_the_request_is_excluded() -> None:
     fleet = Fleet("s1", "s2", "s3")
     fleet.on_dispatch("s2")
     fleet.on_dispatch("s3", SESSION[:4])
@@ -121,7 +121,7 @@ def test_blocks_cached_on_the_least_loaded_replica_save_nothing() -> None:
     assert fleet.choose("s1", prompt()) == "s1"
 
 
-def test_where_none_may_take_the_whole_one_that_holds_enough_of_it_may() -> None:
+def test_a_replica_with_enough_of_the_prompt_cached_is_chosen_if_none_accepts_all() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s1", SESSION[:2])
     fleet.on_dispatch("s2")
@@ -154,7 +154,7 @@ def test_text_that_is_cached_is_counted_in_tokens_of_its_kind(bytes_per_token: f
     assert affinity.cached_tokens(text, 2_200) == cached
 
 
-def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
+def test_a_lost_replica_has_no_cached_prefixes() -> None:
     fleet = Fleet("s1", "s2")
     fleet.on_dispatch("s2")
     fleet.affinity.lose("s2")
@@ -163,7 +163,7 @@ def test_a_lost_replica_is_no_longer_known_to_hold_anything() -> None:
 
 
 @given(st.lists(st.integers(0, 8), min_size=3, max_size=3), st.integers(1, 3_000))
-def test_some_of_a_prompt_is_always_left_to_compute(held: list[int], prompt_tokens: int) -> None:
+def test_at_least_one_prompt_token_is_always_computed(held: list[int], prompt_tokens: int) -> None:
     fleet = Fleet("s0", "s1", "s2")
     for number, blocks in enumerate(held):
         fleet.on_dispatch(f"s{number}", SESSION[:blocks])

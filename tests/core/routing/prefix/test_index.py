@@ -33,7 +33,7 @@ def matches(index: PrefixIndex, prefix: Sequence[int]) -> dict[str, int]:
     return {one.replica_id: one.blocks for one in found}
 
 
-def test_a_replica_matches_as_far_as_what_it_was_sent_is_the_same() -> None:
+def test_a_replica_matches_the_common_prefix_of_what_it_was_sent() -> None:
     index = prefix_index("s1", "s2", "s3")
     index.add("s1", chain("abba"))
     index.add("s2", chain("abab"))
@@ -100,7 +100,7 @@ def test_more_replicas_share_the_same_memory() -> None:
     assert matches(index, chain("abab")) == {"s1": 2}
 
 
-def test_hashes_that_clients_have_made_collide_do_no_harm() -> None:
+def test_hash_collisions_caused_by_clients_are_harmless() -> None:
     index = prefix_index("s1", "s2", capacity_tokens=3 * BLOCK_TOKENS[0])
     for prompt in ((1, 2, 9), (3, 9), (9, 4), (9,), (5, 5, 5), (4, 9, 1), (3, 9)):
         for replica_id in ("s1", "s2"):
