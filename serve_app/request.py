@@ -91,7 +91,7 @@ class Destination(NamedTuple):
 
     Attributes:
         replica_id: the only replica with the state that the request refers to; None for any.
-        adapter: the LoRA adapter that a replica must hold; None for none.
+        adapter: the LoRA adapter that a replica must list; None for none.
     """
 
     replica_id: str | None = None

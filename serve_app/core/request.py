@@ -12,7 +12,7 @@ from serve_app.request import PriorityClass, Request, Usage
 NO_HOLD = Hold(0)
 
 WaitKind = tuple[int, int, bool]
-"""Class rank, octave of the expected prompt, and whether the request claimed a retry reservation."""
+"""Class rank, bit length of the expected prompt tokens, and whether it claimed a retry reservation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ScheduledRequest:
         too_long_for: replicas without a reported context limit that rejected it as too long.
         replica_id: its replica; None while it is queued, and after its end.
         arrival_mark: the return value of the router's `on_arrival` for it.
-        hold: its reservation in the replica's ledger.
+        hold: its hold on that replica, in the ledger.
         engine_priority: the priority sent to its engine; None for none.
         prefill_class: class of its whole prefill, by the boundaries at its admission (see `isolation`).
         cached_tokens: cached tokens of its prompt on its replica; while queued, on the replica with the most.
@@ -63,8 +63,8 @@ class ScheduledRequest:
         key_charge: tokens charged to the limit of its key; None without such a limit.
         usage: token counts of its engine, after its end.
         prediction: its predicted wait; None if none was possible or it was put back.
-        turn: work that leaves the queue before it in order of arrival, see `queueing.delay_bound`; None for
-            short prompts, and outside the queue.
+        fcfs_turn: prompt tokens that leave the queue before it in order of arrival, see
+            `queueing.delay_bound`; None for short prompts, and outside the queue.
         bypassed: whether it bypasses the scheduler.
         waits: its wait so far by cause; None until it has waited.
         engine_share: its account of engine time; None while it is on no replica.
@@ -102,7 +102,7 @@ class ScheduledRequest:
     key_charge: int | None = None
     usage: Usage | None = None
     prediction: PredictedWait | None = None
-    turn: int | None = None
+    fcfs_turn: int | None = None
     bypassed: bool = False
     waits: WaitTally | None = None
     engine_share: EngineShare | None = None
@@ -113,8 +113,8 @@ class ScheduledRequest:
         return max(1, self.estimate.expected_prompt_tokens - self.cached_tokens)
 
     def __repr__(self) -> str:
-        place = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"
-        return f"<ScheduledRequest {self.request.request_id} {self.estimate.budget_tokens} tokens {place}>"
+        state = f"waiting in {self.length_queue}" if self.queued else f"running on {self.replica_id}"
+        return f"<ScheduledRequest {self.request.request_id} {self.estimate.budget_tokens} tokens {state}>"
 
 
 class RequestTable:

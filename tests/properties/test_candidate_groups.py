@@ -20,7 +20,7 @@ class FullSearch(CandidateGroups):
 
 
 def compare(one: Scheduler) -> None:
-    """From now on another scheduler gets the same events and must decide the same."""
+    """Feed the same events to a second scheduler, and require the same decisions from now on."""
     other = Scheduler(one.settings)
     dispatcher = other.dispatcher
     dispatcher._candidates = FullSearch(other.queue, other.ledger, dispatcher._isolation, dispatcher._floors)

@@ -20,7 +20,7 @@ def all_join_the_queue(scheduler: Scheduler) -> None:
 
 
 def compare(one: Scheduler) -> None:
-    """From now on another scheduler gets the same events, queues every request, and must decide the same."""
+    """Feed the same events to a scheduler that queues every request, and require the same decisions."""
     other = Scheduler(one.settings)
     all_join_the_queue(other)
     decide = one.handle

@@ -17,7 +17,7 @@ from serve_app.core.routing.replica_state import ReplicaState
 from serve_app.core.scheduler import Scheduler
 from tests.properties.test_scheduler_invariants import IsolatingMachine, SchedulerMachine, ThreePoolsMachine
 
-_CAUSE_OF = {place: cause for cause, place in INDEX_OF.items()}
+_CAUSE_OF = {index: cause for cause, index in INDEX_OF.items()}
 
 
 class SlowWaitUpdater(WaitUpdater):

@@ -1,9 +1,9 @@
 """Retry reservations: work of rejected requests, reserved for the time at which each client should retry.
 
-A rejected request gets a `Retry-After` at which it could be admitted, and its work is reserved for that time.
-Reserved work counts as ahead of newcomers. Requests rejected later therefore get later times, and newcomers
-do not use the capacity that was promised. In effect all clients share one queue, and only its front is held
-here.
+A rejected request gets a `Retry-After` after which it could be admitted, and its work is reserved for that
+time. Reserved work counts as ahead of newcomers. Requests rejected later therefore get later times, and
+newcomers do not use the capacity that was promised. In effect all clients share one queue, of which the
+scheduler stores only the front.
 
 A request that retries is recognised by its tenant, its class and the shape of its prompt (`_key`). It claims
 its reservation, so its work does not count twice. Reservations that are not claimed in time expire. Because
@@ -230,7 +230,7 @@ def _slot(at: float) -> int:
 
 
 def _key(request: Request) -> _Key:
-    """Return what identifies a request that retries; its request id is a new one."""
+    """Return what identifies a request that retries; its request id is new."""
     return (
         request.tenant,
         request.priority.rank,

@@ -2,13 +2,13 @@
 
 Predicted wait = work ahead / drain rate * correction. The correction is the ratio of actual to predicted
 waits. It is needed because a policy that favours short requests serves them long before work that arrived
-earlier. It is learned for each kind of request: class, octave of the expected prompt, and whether it claimed
-a retry reservation.
+earlier. It is learned for each kind of request: class, power of two of the expected prompt, and whether it
+claimed a retry reservation.
 
 - It is a ratio of decayed sums, not a mean of ratios, so long waits dominate and noise in short ones does
   not.
-- One wait counts for at most a few times its prediction, and the correction is bounded, so that a stall of
-  the fleet does not distort it.
+- One wait counts for at most a few times its prediction, and the correction is bounded, so that an outage
+  of the fleet does not distort it.
 - Each kind starts at the correction of all kinds, which starts at 1.
 
 The full wait of an expired request is unknown, so it counts as twice the observed wait. Counting less would
@@ -225,9 +225,9 @@ class WaitPredictor:
 
 
 def kind_of(scheduled: ScheduledRequest) -> WaitKind:
-    """Return the kind of a request: class, octave of its prompt, and whether it claimed a reservation."""
-    octave = scheduled.estimate.expected_prompt_tokens.bit_length()
-    return scheduled.request.priority.rank, octave, scheduled.claimed
+    """Return the kind of a request; see `WaitKind`."""
+    prompt_bits = scheduled.estimate.expected_prompt_tokens.bit_length()
+    return scheduled.request.priority.rank, prompt_bits, scheduled.claimed
 
 
 # The prior of the drain rate: the rate at which the replicas' slots drain the queue, before it was measured.

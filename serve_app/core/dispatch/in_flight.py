@@ -69,7 +69,7 @@ class InFlight:
         if streamed:
             # Its first token was outstanding until now.
             replica.hang_detector.on_end()
-        replica.hang_detector.on_sign(now)
+        replica.hang_detector.on_progress(now)
         scheduled.started, scheduled.started_at = True, now
         self.engine_time.on_first_token(scheduled, replica, now)
         # An answer that is not streamed starts at its end, long after its prefill.
@@ -88,7 +88,7 @@ class InFlight:
             self._observe_latency(scheduled, work, now)
         assert scheduled.replica_id is not None
         replica = self._ledger[scheduled.replica_id]
-        replica.hang_detector.on_sign(now)
+        replica.hang_detector.on_progress(now)
         self._suspensions.on_success(scheduled, replica, now)
 
     def release(self, scheduled: ScheduledRequest, now: float, *, ran: bool) -> None:

@@ -89,7 +89,7 @@ class Promotion:
         return now > self.starved_at(scheduled)
 
 
-# Capacity reservations: KV cache reserved for a request that is owed service and fits no replica.
+# Capacity reservations: KV tokens reserved for a queued request that is owed service and fits no replica.
 #
 # Without a reservation, smaller requests use all capacity as it becomes free, and a request that needs most
 # of a KV cache never fits. A promoted request, or the next one of a tenant behind its share (`fairness`),

@@ -94,14 +94,14 @@ def _of_class(
         # Sorts are stable, so the order within a sub-queue is preserved.
         members = sorted(chain.from_iterable(tenants.values()), key=_urgency)
         return [scheduled for _, _, scheduled in members]
-    turns = sorted(_turns(queue, queue.shares[priority], tenants), key=_turn)
-    return [scheduled for _, _, _, scheduled in turns]
+    ordered = sorted(_by_service(queue, queue.shares[priority], tenants), key=_service_order)
+    return [scheduled for _, _, _, scheduled in ordered]
 
 
-def _turns(
+def _by_service(
     queue: RequestQueue, shares: FairShares, tenants: Mapping[str, list[_Ranked]]
 ) -> Iterator[tuple[int, float, int, ScheduledRequest]]:
-    """Yield each request with its turn: the quanta of service that its tenant has received before it."""
+    """Yield each request with the quanta of service that its tenant has received before it."""
     # A quantum of 0 means that no tenants are equal; the cost of a request is far above 1.
     quantum = shares.quantum or 1.0
     for name, served, weight in shares.backlogged():
@@ -143,5 +143,5 @@ def _urgency(ranked: _Ranked) -> tuple[float, int]:
     return ranked[0], ranked[1]
 
 
-def _turn(turn: tuple[int, float, int, ScheduledRequest]) -> tuple[int, float, int]:
-    return turn[0], turn[1], turn[2]
+def _service_order(each: tuple[int, float, int, ScheduledRequest]) -> tuple[int, float, int]:
+    return each[0], each[1], each[2]

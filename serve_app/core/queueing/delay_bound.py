@@ -1,17 +1,17 @@
 """Delay bound: limits how long the score may delay a long prompt.
 
 A score that prefers short prompts delays the longest ones until a burst is over. Every long prompt is
-therefore compared with its *turn*: the time at which it would have been dispatched if long prompts were
-served in order of arrival. This needs no second schedule. In any order, its turn comes when as much work has
-left the queue since its arrival as was waiting then.
+therefore compared with its *FCFS turn*: the time at which it would have been dispatched if long prompts were
+served in order of arrival. This needs no second schedule: in any order, the FCFS turn of a prompt is reached
+when as much work has left the queue since its arrival as was queued then.
 
-The longest recent wait for a turn is the wait of the worst request under FCFS. A long prompt is *overdue*
-when its turn has passed and it has waited longer than that, times `wait_ratio`. Overdue heads go first, in
-order of arrival. Only much shorter prompts pass them, because those cost little. So no request waits much
-longer than the worst one under FCFS, and the score orders the rest.
+The longest recent wait for an FCFS turn is the wait of the worst request under FCFS. A long prompt is
+*overdue* when its FCFS turn has passed and it has waited longer than that, times `wait_ratio`. Overdue heads
+are first, in order of arrival. Only much shorter prompts pass them, because those cost little. So no request
+waits much longer than the worst one under FCFS, and the score orders the rest.
 
-Short prompts as defined by `isolation` do not take part: isolation lets them pass. Each priority class has a
-separate bound in each pool.
+Short prompts as defined by `isolation` are excluded, because isolation allows them to pass. Each priority
+class has a separate bound in each pool.
 
 Source: ours.
 """
@@ -25,7 +25,7 @@ from serve_app.core.settings_base import NOT_NEGATIVE, settings
 
 # A prompt may pass an overdue one if it is shorter by this factor.
 _PASSING_RATIO = 2.5
-# Time after which the longest wait for a turn counts half: about the length of a burst.
+# Time after which the longest wait for an FCFS turn counts half: about the length of a burst.
 _HALF_LIFE_S = 120.0
 
 
@@ -39,46 +39,46 @@ class DelayBoundSettings:
 
 
 class DelayBound:
-    """The turns of the long prompts of one priority class and home pool."""
+    """The FCFS turns of the long prompts of one priority class and home pool."""
 
     def __init__(self, settings: DelayBoundSettings) -> None:
         self._settings = settings
         # Prompt tokens that have joined and left the queue since the start.
         self._joined_tokens = 0
         self._left_tokens = 0
-        # Turn and arrival time of the requests whose turn has not come.
-        self._line: deque[tuple[int, float]] = deque()
+        # FCFS turn and arrival time of the requests whose FCFS turn is not reached.
+        self._pending_turns: deque[tuple[int, float]] = deque()
         self._longest_s = 0.0
         self._longest_at = 0.0
 
     def join(self, scheduled: ScheduledRequest) -> None:
-        """Add a request that joins the queue. Put-back requests that go first anyway are ignored."""
+        """Add a request that joins the queue. Put-back requests that precede all others are ignored."""
         if scheduled.prefill_class is PrefillClass.SHORT or scheduled.returned:
             return
-        scheduled.turn = self._joined_tokens
-        self._line.append((self._joined_tokens, scheduled.request.arrived_at))
+        scheduled.fcfs_turn = self._joined_tokens
+        self._pending_turns.append((self._joined_tokens, scheduled.request.arrived_at))
         self._joined_tokens += scheduled.estimate.expected_prompt_tokens
 
     def leave(self, scheduled: ScheduledRequest, now: float) -> None:
         """Remove a request that leaves the queue for any reason."""
-        if scheduled.turn is None:
+        if scheduled.fcfs_turn is None:
             return
-        while self._line and self._line[0][0] <= self._left_tokens:
-            _, arrived_at = self._line.popleft()
+        while self._pending_turns and self._pending_turns[0][0] <= self._left_tokens:
+            _, arrived_at = self._pending_turns.popleft()
             self._longest_s = max(self.longest_s(now), now - arrived_at)
             self._longest_at = now
         self._left_tokens += scheduled.estimate.expected_prompt_tokens
-        scheduled.turn = None
+        scheduled.fcfs_turn = None
 
     def longest_s(self, now: float) -> float:
-        """Return the longest recent wait for a turn, in seconds. It decays over time."""
+        """Return the longest recent wait for an FCFS turn, in seconds. It decays over time."""
         age_s: float = max(0.0, now - self._longest_at)
-        faded: float = self._longest_s * 0.5 ** (age_s / _HALF_LIFE_S)
-        return faded
+        decayed_s: float = self._longest_s * 0.5 ** (age_s / _HALF_LIFE_S)
+        return decayed_s
 
     def is_overdue(self, head: ScheduledRequest, now: float) -> bool:
         """Return whether the request should precede all that are not much shorter."""
-        if head.turn is None or head.turn >= self._left_tokens:
+        if head.fcfs_turn is None or head.fcfs_turn >= self._left_tokens:
             return False
         return now - head.request.arrived_at >= self._settings.wait_ratio * self.longest_s(now)
 
@@ -97,4 +97,4 @@ class DelayBound:
 
     def __repr__(self) -> str:
         waiting = self._joined_tokens - self._left_tokens
-        return f"<DelayBound waiting={waiting} tokens, longest turn {self._longest_s:.1f} s>"
+        return f"<DelayBound waiting={waiting} tokens, longest wait {self._longest_s:.1f} s>"

@@ -402,7 +402,7 @@ class ReplicaLedger:
         if state.batch is not None:
             state.batch.observe(report)
         if report.computes:
-            state.hang_detector.on_sign(now)
+            state.hang_detector.on_progress(now)
         state.gated = self._backpressure.gates(state)
         self._fresh[replica_id] = now
         self._fresh.move_to_end(replica_id)

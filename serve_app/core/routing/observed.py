@@ -19,50 +19,50 @@ from serve_app.core.routing.replica import ReplicaReport
 class HangDetector:
     """Detects whether a replica hangs: first tokens are outstanding and the time limit has passed."""
 
-    __slots__ = ("_limit_s", "_outstanding", "_reported", "_silent_since", "hangs")
+    __slots__ = ("_limit_s", "_no_progress_since", "_outstanding", "_reported", "hangs")
 
     def __init__(self) -> None:
         self.hangs = False
         self._reported = False
         self._limit_s: float | None = None
         self._outstanding = 0
-        self._silent_since: float | None = None
+        self._no_progress_since: float | None = None
 
     def __repr__(self) -> str:
         return f"<HangDetector outstanding={self._outstanding}{' hangs' if self.hangs else ''}>"
 
     def join(self, limit_s: float | None) -> None:
         """Reset a replica that has joined, except for outstanding first tokens. None disables detection."""
-        self.hangs, self._limit_s, self._silent_since = False, limit_s, None
+        self.hangs, self._limit_s, self._no_progress_since = False, limit_s, None
 
     def on_dispatch(self, now: float) -> None:
         """Count a dispatched request whose first token will be reported."""
         self._outstanding += 1
-        if self._silent_since is None:
-            self._silent_since = now
+        if self._no_progress_since is None:
+            self._no_progress_since = now
 
     def on_end(self) -> None:
         """Remove an outstanding first token, for any reason."""
         self._outstanding -= 1
         if not self._outstanding:
-            self._silent_since = None
+            self._no_progress_since = None
 
-    def on_sign(self, now: float) -> None:
-        """Record a sign of life."""
+    def on_progress(self, now: float) -> None:
+        """Record that the engine computes."""
         self.hangs = False
-        self._silent_since = now if self._outstanding else None
+        self._no_progress_since = now if self._outstanding else None
 
     def check(self, now: float) -> float | None:
-        """Return the silent seconds when a hang is detected, 0 when it ends, or None without a change."""
-        if self._outstanding and self._silent_since is None:
-            self._silent_since = now
-        silent_s = 0.0 if self._silent_since is None else now - self._silent_since
-        if self._limit_s is not None and silent_s > self._limit_s:
+        """Return the seconds without progress when a hang starts, 0 at its end, None without a change."""
+        if self._outstanding and self._no_progress_since is None:
+            self._no_progress_since = now
+        no_progress_s = 0.0 if self._no_progress_since is None else now - self._no_progress_since
+        if self._limit_s is not None and no_progress_s > self._limit_s:
             self.hangs = True
         if self.hangs == self._reported:
             return None
         self._reported = self.hangs
-        return silent_s if self.hangs else 0.0
+        return no_progress_s if self.hangs else 0.0
 
 
 # Concurrency limit for engines that expose no load metrics (AIMD).

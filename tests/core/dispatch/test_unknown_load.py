@@ -13,7 +13,7 @@ from tests.builders import ManualDriver, dispatched, one_replica
 SILENT: dict[str, Any] = {"received": None, "waiting": None, "running": None, "kv_usage_ratio": None}
 
 
-def silent_replica(**limits: int | None) -> ManualDriver:
+def replica_without_load_reports(**limits: int | None) -> ManualDriver:
     """Return an engine without metrics and without limits other than those given."""
     unknown: dict[str, int | None] = {"kv_tokens": None, "max_num_seqs": None, "max_model_len": 100_000}
     driver = one_replica(limits={**unknown, **limits}, backpressure=BackpressureSettings(lag_factor=0.0))
@@ -30,11 +30,11 @@ def sent(driver: ManualDriver, names: range, **fields: object) -> list[str]:
 
 
 def test_an_engine_of_unknown_load_receives_eight_requests_at_first() -> None:
-    assert len(sent(silent_replica(), range(30))) == 8
+    assert len(sent(replica_without_load_reports(), range(30))) == 8
 
 
 def test_its_limit_grows_while_answers_start_in_time() -> None:
-    driver = silent_replica()
+    driver = replica_without_load_reports()
     names = sent(driver, range(100))
     in_flight = 0
     for _ in range(10):
@@ -49,7 +49,7 @@ def test_its_limit_grows_while_answers_start_in_time() -> None:
 
 
 def test_answers_that_are_not_streamed_move_the_limit_when_they_end() -> None:
-    driver = silent_replica()
+    driver = replica_without_load_reports()
     first = sent(driver, range(60), streamed=False)
     went = []
     driver.report("r1", after_s=0.5, **SILENT)
@@ -62,18 +62,18 @@ def test_answers_that_are_not_streamed_move_the_limit_when_they_end() -> None:
 
 def test_a_known_batch_is_the_limit_of_an_engine_without_load_reports() -> None:
     # Four slots, and `target_waiting` beyond them.
-    assert len(sent(silent_replica(max_num_seqs=4), range(30))) == 4 + 3
+    assert len(sent(replica_without_load_reports(max_num_seqs=4), range(30))) == 4 + 3
 
 
 def test_an_unknown_cache_is_no_limit() -> None:
-    driver = silent_replica(max_num_seqs=4)
+    driver = replica_without_load_reports(max_num_seqs=4)
     assert dispatched(driver.arrive("huge", prompt_tokens=30_000)) == [("huge", "r1")]
     assert driver.scheduler.ledger["r1"].free_tokens > 1 << 39
 
 
 @pytest.mark.parametrize("waiting", [0, 3])
 def test_an_engine_that_reports_its_queue_needs_no_in_flight_limit(waiting: int) -> None:
-    driver = silent_replica()
+    driver = replica_without_load_reports()
     driver.report("r1", received=0, waiting=waiting, running=5, kv_usage_ratio=0.1)
     state = driver.scheduler.ledger["r1"]
     assert state.in_flight_limit is None
@@ -81,7 +81,7 @@ def test_an_engine_that_reports_its_queue_needs_no_in_flight_limit(waiting: int)
 
 
 def test_the_batch_of_an_engine_with_load_reports_is_learned_from_its_plateau() -> None:
-    driver = silent_replica()
+    driver = replica_without_load_reports()
     for _ in range(5):
         driver.report("r1", after_s=0.2, received=0, waiting=2, running=6, kv_usage_ratio=0.1)
     assert driver.scheduler.ledger["r1"].max_num_seqs == 6
@@ -90,7 +90,7 @@ def test_the_batch_of_an_engine_with_load_reports_is_learned_from_its_plateau() 
 
 
 def test_an_engine_without_load_reports_is_not_gated() -> None:
-    driver = silent_replica()
+    driver = replica_without_load_reports()
     assert sent(driver, range(1)) == ["q0"]
     driver.report("r1", after_s=0.2, **SILENT)
     assert not driver.scheduler.ledger["r1"].gated

@@ -93,7 +93,7 @@ def test_short_prompts_and_returned_ones_have_no_turn() -> None:
     short, returned = prompt("s", 100, 0.0, PrefillClass.SHORT), prompt("r", 4_000, 0.0)
     returned.returned = True
     line.add(short, returned)
-    assert (short.turn, returned.turn) == (None, None)
+    assert (short.fcfs_turn, returned.fcfs_turn) == (None, None)
     line.take("s", 10.0)
     line.take("r", 10.0)
     assert line.bound.longest_s(10.0) == 0.0
