@@ -15,7 +15,7 @@ from serve_app import __version__
 from serve_app.engines.emulated.admission import EmulatedAdmission, ServedNames
 from serve_app.engines.emulated.completions import (
     DONE,
-    AnswerHead,
+    AnswerContent,
     ChatAnswer,
     CompletionAnswer,
     EmulatedAnswer,
@@ -61,7 +61,7 @@ class EmulatedRoute:
     """A generating endpoint: its request parser, answer format, and last event after an engine failure."""
 
     read: Callable[[bytes, PseudoTokenizer], Generation]
-    answer: Callable[[AnswerHead], EmulatedAnswer]
+    answer: Callable[[AnswerContent], EmulatedAnswer]
     id_prefix: str
     failed: Callable[[], bytes] = lambda: b"data: " + engine_failed().body + b"\n\n" + DONE
 
@@ -145,19 +145,19 @@ class EmulatedApp:
             # In a thread, because a large schema would delay engine steps.
             raw = await asyncio.to_thread(text)
         ticket = self._admission.admit(generation, request_id, raw)
-        head = AnswerHead(
+        content = AnswerContent(
             request_id=request_id,
             created=int(time.time()),
             model=model,
             generation=generation,
             ticket=ticket,
         )
-        answer = route.answer(head)
+        answer = route.answer(content)
         async with self._in_engine(call, ticket):
             if generation.body.stream:
                 await self._stream(call, ticket, answer, route.failed)
             else:
-                await _answer_at_once(call, ticket, answer.complete)
+                await _answer_at_once(call, ticket, answer.full_body)
 
     @contextlib.asynccontextmanager
     async def _in_engine(self, call: Call, ticket: Ticket) -> AsyncIterator[None]:
@@ -179,9 +179,9 @@ class EmulatedApp:
         """Send tokens as they are generated."""
         await call.begin_events()
         sent = [0] * len(ticket.sequences)
-        if announcement := answer.announcement():
-            await call.send_events(announcement, more=True)
-        events = answer.opening()
+        if initial := answer.initial_events():
+            await call.send_events(initial, more=True)
+        events = answer.first_token_events()
         done = False
         while not done:
             try:
@@ -196,7 +196,7 @@ class EmulatedApp:
             done = ticket.is_done
             events += self._new_tokens(ticket, answer, sent)
             if done:
-                events += answer.ending()
+                events += answer.final_events()
             if events:
                 await call.send_events(events, more=not done)
             events = b""

@@ -1,7 +1,8 @@
 """Chat and text completions in OpenAI's format, complete or as a stream of events.
 
-Events and their order are those of vLLM: a chunk with the role, a chunk per token (the last one with the
-finish reason), the usage if requested, `[DONE]`.
+Events and their order are those of vLLM: for chats a chunk with the role, then chunks with one or more tokens
+each (the last one with the finish reason), the usage if requested, `[DONE]`. Tokens that may begin a stop
+string are held back.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
+class AnswerContent:
     """Content of an answer, independent of the API that formats it.
 
     Attributes:
@@ -35,7 +36,7 @@ class AnswerHead:
 
     @property
     def outputs(self) -> Sequence[GeneratedOutput]:
-        """Scripts, one per choice, in the order of the prompts."""
+        """Generated outputs, one per choice, in the order of the prompts."""
         return self.ticket.outputs
 
     @property
@@ -86,14 +87,14 @@ class AnswerHead:
 class EmulatedAnswer(ABC):
     """Formatter of one answer, complete or as a stream."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
+    def __init__(self, answer: AnswerContent) -> None:
+        self._answer = answer
 
-    def announcement(self) -> bytes:
+    def initial_events(self) -> bytes:
         """Return the events that a stream sends before the engine computes anything."""
         return b""
 
-    def opening(self) -> bytes:
+    def first_token_events(self) -> bytes:
         """Return the events that are sent together with the first token, before it."""
         return b""
 
@@ -102,11 +103,11 @@ class EmulatedAnswer(ABC):
         """Return the events for `count` tokens of a choice from `start` on; `ends` marks its last tokens."""
 
     @abstractmethod
-    def ending(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the end of a stream, sent after the last token of every choice."""
 
     @abstractmethod
-    def complete(self) -> bytes:
+    def full_body(self) -> bytes:
         """Return the answer as one JSON object."""
 
 
@@ -119,8 +120,8 @@ class _ChoicesAnswer(EmulatedAnswer):
     _kind: ClassVar[str]
     _chunk_kind: ClassVar[str]
 
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
         # Serialized once, because it is the same in all chunks of a stream.
         common = encode(self._common(self._chunk_kind)).removesuffix(b"}")
         self._chunk_start = b"data: " + common + b',"choices":['
@@ -132,17 +133,17 @@ class _ChoicesAnswer(EmulatedAnswer):
             return b""
         if ends:
             content["finish_reason"] = self._finish_reason(choice)
-            content["stop_reason"] = self._head.outputs[choice].stop_reason
+            content["stop_reason"] = self._answer.outputs[choice].stop_reason
         return self._chunk(choice, content, tokens=start + count)
 
-    def ending(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the usage, if requested, and the end marker."""
-        if not self._head.generation.includes_usage:
+        if not self._answer.generation.includes_usage:
             return DONE
-        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._head.usage()}
+        usage = {**self._common(self._chunk_kind), "choices": [], "usage": self._answer.usage()}
         return b"data: " + encode(usage) + b"\n\n" + DONE
 
-    def complete(self) -> bytes:
+    def full_body(self) -> bytes:
         """Return the object with all choices."""
         choices = [
             {
@@ -151,15 +152,15 @@ class _ChoicesAnswer(EmulatedAnswer):
                 "finish_reason": self._finish_reason(choice),
                 "stop_reason": output.stop_reason,
             }
-            for choice, output in enumerate(self._head.outputs)
+            for choice, output in enumerate(self._answer.outputs)
         ]
-        return encode({**self._common(self._kind), "choices": choices, "usage": self._head.usage()})
+        return encode({**self._common(self._kind), "choices": choices, "usage": self._answer.usage()})
 
     def _chunk(self, choice: int, content: dict[str, Any], *, tokens: int) -> bytes:
         """Return a chunk with one choice; `tokens` is the number generated for the choice so far."""
         event = self._chunk_start + encode({"index": choice, **content}) + b"]"
-        if self._head.generation.counts_continuously:
-            prompt = self._head.ticket.sequences[choice].prompt_tokens
+        if self._answer.generation.counts_continuously:
+            prompt = self._answer.ticket.sequences[choice].prompt_tokens
             usage = {
                 "prompt_tokens": prompt,
                 "total_tokens": prompt + tokens,
@@ -170,11 +171,11 @@ class _ChoicesAnswer(EmulatedAnswer):
 
     def _common(self, kind: str) -> dict[str, Any]:
         """Return the fields that begin every object and chunk of an answer."""
-        head = self._head
-        return {"id": head.request_id, "object": kind, "created": head.created, "model": head.model}
+        answer = self._answer
+        return {"id": answer.request_id, "object": kind, "created": answer.created, "model": answer.model}
 
     def _finish_reason(self, choice: int) -> str:
-        return self._head.outputs[choice].finish_reason
+        return self._answer.outputs[choice].finish_reason
 
     @abstractmethod
     def _content(self, choice: int) -> dict[str, Any]:
@@ -191,52 +192,53 @@ class ChatAnswer(_ChoicesAnswer):
     _kind = "chat.completion"
     _chunk_kind = "chat.completion.chunk"
 
-    def opening(self) -> bytes:
+    def first_token_events(self) -> bytes:
         """Return the role, once per choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._head.outputs)))
+        return b"".join(self._chunk(choice, role, tokens=0) for choice in range(len(self._answer.outputs)))
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any] | None:
-        text = self._head.outputs[choice].added(start, count)
+        text = self._answer.outputs[choice].added(start, count)
         logprobs = self._logprobs(choice, start, count)
         delta: dict[str, Any] = {"content": text}
-        if self._head.call is not None:
+        if self._answer.call is not None:
             call = {"function": {"arguments": text}} if start else self._call(choice, text)
             delta = {"tool_calls": [{"index": 0, **call}]}
-        # The first chunk of a call has its name, even if a stop string may begin in all that is generated.
-        begins = self._head.call is not None and not start
+        # The first chunk of a call has its name, even if all text so far is held back, because it may begin a
+        # stop string.
+        begins = self._answer.call is not None and not start
         if not (text or logprobs or begins or ends):
             return None
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _content(self, choice: int) -> dict[str, Any]:
-        output, call = self._head.outputs[choice], self._head.call
+        output, call = self._answer.outputs[choice], self._answer.call
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         if call is not None:
             message["content"] = ""
             # vLLM passes on the arguments of a named tool unparsed. It parses other calls from the finished
             # text, where a truncated call is not recognised.
-            if call.is_named or output.is_whole:
+            if call.is_named or output.is_complete:
                 message["tool_calls"] = [self._call(choice, output.text)]
         return {"message": message, "logprobs": self._logprobs(choice)}
 
     def _call(self, choice: int, arguments: str) -> dict[str, Any]:
-        call = self._head.call
-        assert call is not None, "only the answer that is a call has one"
+        call = self._answer.call
+        assert call is not None, "called only for tool calls"
         return {
-            "id": f"chatcmpl-tool-{self._head.call_id(choice)}",
+            "id": f"chatcmpl-tool-{self._answer.call_id(choice)}",
             "type": "function",
             "function": {"name": call.name, "arguments": arguments},
         }
 
     def _finish_reason(self, choice: int) -> str:
         """Return "tool_calls" after a call that is not named, as vLLM does; otherwise the output's reason."""
-        output, call = self._head.outputs[choice], self._head.call
-        calls = call is not None and not call.is_named and output.is_whole
+        output, call = self._answer.outputs[choice], self._answer.call
+        calls = call is not None and not call.is_named and output.is_complete
         return "tool_calls" if calls else output.finish_reason
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
-        entries = self._head.logprobs(choice, start, count)
+        entries = self._answer.logprobs(choice, start, count)
         return None if entries is None else {"content": entries}
 
 
@@ -246,7 +248,7 @@ class CompletionAnswer(_ChoicesAnswer):
     _kind = _chunk_kind = "text_completion"
 
     def _delta(self, choice: int, start: int, count: int, *, ends: bool) -> dict[str, Any]:  # noqa: ARG002
-        output = self._head.outputs[choice]
+        output = self._answer.outputs[choice]
         return {
             "text": output.added(start, count),
             "logprobs": self._logprobs(choice, start, count),
@@ -255,12 +257,12 @@ class CompletionAnswer(_ChoicesAnswer):
         }
 
     def _content(self, choice: int) -> dict[str, Any]:
-        output = self._head.outputs[choice]
+        output = self._answer.outputs[choice]
         return {"text": output.text, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: int, start: int = 0, count: int | None = None) -> dict[str, Any] | None:
         """Return the logprobs object of text completions."""
-        top, output = self._head.generation.spec.top_logprobs, self._head.outputs[choice]
+        top, output = self._answer.generation.spec.top_logprobs, self._answer.outputs[choice]
         if top is None:
             return None
         tokens = output.tokens[start : None if count is None else start + count]

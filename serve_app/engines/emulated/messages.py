@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from serve_app.engines.emulated.completions import AnswerHead, EmulatedAnswer
+from serve_app.engines.emulated.completions import AnswerContent, EmulatedAnswer
 from serve_app.engines.emulated.http import ApiError, Call, encode, engine_failed
 from serve_app.engines.emulated.requests import (
     ChatBody,
@@ -227,14 +227,14 @@ def _result(block: Block) -> Iterator[ChatMessage]:
 class MessageAnswer(EmulatedAnswer):
     """Answer of `/v1/messages`: one block with text or with a tool call."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
         self._block: dict[str, Any] = {"type": "text", "text": ""}
-        if head.call is not None:
-            call_id = f"chatcmpl-tool-{head.call_id(0)}"
-            self._block = {"type": "tool_use", "id": call_id, "name": head.call.name, "input": {}}
+        if answer.call is not None:
+            call_id = f"chatcmpl-tool-{answer.call_id(0)}"
+            self._block = {"type": "tool_use", "id": call_id, "name": answer.call.name, "input": {}}
 
-    def opening(self) -> bytes:
+    def first_token_events(self) -> bytes:
         """Return the start events of the message and its block."""
         usage = {**self._usage(), "output_tokens": 0}
         message = self._message([], None, None, usage)
@@ -244,58 +244,58 @@ class MessageAnswer(EmulatedAnswer):
     # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return the text of some tokens as a delta; no bytes for tokens that the client does not see."""
-        text = self._head.outputs[0].added(start, count)
+        text = self._answer.outputs[0].added(start, count)
         if not text:
             return b""
         delta = {"type": "text_delta", "text": text}
-        if self._head.call is not None:
+        if self._answer.call is not None:
             delta = {"type": "input_json_delta", "partial_json": text}
         return _event("content_block_delta", delta=delta, index=0)
 
-    def ending(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the end of the block, the stop reason, and the end of the message."""
         reason, stop = self._reason()
         delta = {"stop_reason": reason, "stop_sequence": stop}
         end = _event("content_block_stop", index=0)
         return end + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
-    def complete(self) -> bytes:
+    def full_body(self) -> bytes:
         """Return a message object."""
-        output = self._head.outputs[0]
+        output = self._answer.outputs[0]
         block = {"type": "text", "text": output.text}
         # As in vLLM, a truncated call is text.
-        if self._head.call is not None and output.is_whole:
+        if self._answer.call is not None and output.is_complete:
             block = {**self._block, "input": msgspec.json.decode(output.text)}
         return encode(self._message([block], *self._reason(), self._usage()))
 
     def _reason(self) -> tuple[str, str | None]:
         """Return the stop reason, and the stop string if there is one."""
-        output = self._head.outputs[0]
+        output = self._answer.outputs[0]
         if output.finish_reason == "length":
             return "max_tokens", None
-        if self._head.call is not None and output.is_whole:
+        if self._answer.call is not None and output.is_complete:
             return "tool_use", None
         stop = output.stop_reason
         return ("end_turn", None) if stop is None else ("stop_sequence", stop)
 
     def _usage(self) -> dict[str, int]:
         """Return Anthropic's usage object, in which `input_tokens` excludes cached tokens."""
-        head = self._head
+        answer = self._answer
         return {
-            "input_tokens": head.prompt_tokens - head.cached_tokens,
-            "output_tokens": head.output_tokens,
-            "cache_read_input_tokens": head.cached_tokens,
+            "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+            "output_tokens": answer.output_tokens,
+            "cache_read_input_tokens": answer.cached_tokens,
         }
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, int]
     ) -> dict[str, Any]:
         return {
-            "id": self._head.request_id,
+            "id": self._answer.request_id,
             "type": "message",
             "role": "assistant",
             "content": content,
-            "model": self._head.model,
+            "model": self._answer.model,
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": usage,

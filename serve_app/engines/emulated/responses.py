@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from serve_app.engines.emulated.completions import AnswerHead, EmulatedAnswer
+from serve_app.engines.emulated.completions import AnswerContent, EmulatedAnswer
 from serve_app.engines.emulated.http import ApiError, Call, encode, invalid, no_such_route
 from serve_app.engines.engine import Message, send_response
 
@@ -32,19 +32,19 @@ Document = dict[str, Any]
 class ResponsesAnswer(EmulatedAnswer):
     """Answer of `/v1/responses`."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
-        self._item_id = f"msg_{head.request_id}"
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
+        self._item_id = f"msg_{answer.request_id}"
         self._events = 0
 
-    def announcement(self) -> bytes:
+    def initial_events(self) -> bytes:
         """Return the events for a response in progress. vLLM sends them before the prefill."""
         running = self._response("in_progress", [])
         return self._event("response.created", response=running) + self._event(
             "response.in_progress", response=running
         )
 
-    def opening(self) -> bytes:
+    def first_token_events(self) -> bytes:
         """Return the events up to the empty content part."""
         item = self._item("in_progress", "", [])
         return self._event("response.output_item.added", output_index=0, item=item) + self._event(
@@ -54,13 +54,13 @@ class ResponsesAnswer(EmulatedAnswer):
     # `ends` is unused: `ending` sends the end as separate events.
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return one text delta."""
-        added = self._head.outputs[0].added(start, count)
-        logprobs = self._head.logprobs(0, start, count) or []
+        added = self._answer.outputs[0].added(start, count)
+        logprobs = self._answer.logprobs(0, start, count) or []
         return self._event("response.output_text.delta", **self._place(), delta=added, logprobs=logprobs)
 
-    def ending(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the complete text, part, item and response, each in its completion event."""
-        text, logprobs = self._head.outputs[0].text, self._head.logprobs(0) or []
+        text, logprobs = self._answer.outputs[0].text, self._answer.logprobs(0) or []
         return b"".join(
             (
                 self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs),
@@ -69,7 +69,7 @@ class ResponsesAnswer(EmulatedAnswer):
             )
         )
 
-    def complete(self) -> bytes:
+    def full_body(self) -> bytes:
         """Return a response object."""
         return encode(self._response(self._status, [self._whole_item()]))
 
@@ -81,11 +81,11 @@ class ResponsesAnswer(EmulatedAnswer):
         )
 
     def _whole_item(self) -> Document:
-        return self._item(self._status, self._head.outputs[0].text, self._head.logprobs(0) or [])
+        return self._item(self._status, self._answer.outputs[0].text, self._answer.logprobs(0) or [])
 
     @property
     def _status(self) -> str:
-        return "completed" if self._head.outputs[0].finish_reason == "stop" else "incomplete"
+        return "completed" if self._answer.outputs[0].finish_reason == "stop" else "incomplete"
 
     def _place(self) -> Document:
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
@@ -101,16 +101,16 @@ class ResponsesAnswer(EmulatedAnswer):
         return {**item, "status": status, "content": content}
 
     def _response(self, status: str, output: list[Document]) -> Document:
-        head = self._head
+        answer = self._answer
         counts = {
-            "input_tokens": head.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": head.cached_tokens},
-            "output_tokens": head.output_tokens,
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": head.prompt_tokens + head.output_tokens,
+            "total_tokens": answer.prompt_tokens + answer.output_tokens,
         }
         return {
-            **_response(head.request_id, head.created, head.model, status),
+            **_response(answer.request_id, answer.created, answer.model, status),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": counts if output else None,
@@ -120,24 +120,24 @@ class ResponsesAnswer(EmulatedAnswer):
 class FunctionCallAnswer(ResponsesAnswer):
     """Response that consists of a function call."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        super().__init__(head)
-        assert head.call is not None, "only the answer that is a call has one"
-        digits = head.call_id(0)
-        self._function = {"id": f"fc_{digits}", "call_id": f"call_{digits}", "name": head.call.name}
+    def __init__(self, answer: AnswerContent) -> None:
+        super().__init__(answer)
+        assert answer.call is not None, "called only for tool calls"
+        digits = answer.call_id(0)
+        self._function = {"id": f"fc_{digits}", "call_id": f"call_{digits}", "name": answer.call.name}
         self._call_place = {"item_id": f"fc_{digits}", "output_index": 0}
 
-    def opening(self) -> bytes:
+    def first_token_events(self) -> bytes:
         """Return the event of the empty call."""
         item = self._function_call("in_progress", "")
         return self._event("response.output_item.added", output_index=0, item=item)
 
     def delta(self, choice: int, start: int, count: int, *, ends: bool) -> bytes:  # noqa: ARG002
         """Return the arguments that some tokens add."""
-        added = self._head.outputs[0].added(start, count)
+        added = self._answer.outputs[0].added(start, count)
         return self._event("response.function_call_arguments.delta", **self._call_place, delta=added)
 
-    def ending(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the complete arguments, item and response, each in its completion event."""
         item = self._whole_item()
         done = {"arguments": item["arguments"], "name": item["name"]}
@@ -145,15 +145,15 @@ class FunctionCallAnswer(ResponsesAnswer):
         return event + self._completion()
 
     def _whole_item(self) -> Document:
-        return self._function_call(self._status, self._head.outputs[0].text)
+        return self._function_call(self._status, self._answer.outputs[0].text)
 
     def _function_call(self, status: str, arguments: str) -> Document:
         return {"type": "function_call", **self._function, "arguments": arguments, "status": status}
 
 
-def response_answer(head: AnswerHead) -> ResponsesAnswer:
+def response_answer(answer: AnswerContent) -> ResponsesAnswer:
     """Return the formatter for a text answer or a function call."""
-    return ResponsesAnswer(head) if head.call is None else FunctionCallAnswer(head)
+    return ResponsesAnswer(answer) if answer.call is None else FunctionCallAnswer(answer)
 
 
 def _part(text: str, logprobs: list[Document]) -> Document:

@@ -164,7 +164,7 @@ class GeneratedOutput:
     buffered_characters: int = 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if neither a limit nor a stop string cut the answer."""
         return self.finish_reason == "stop" and self.stop_reason is None
 
