@@ -20,7 +20,7 @@ from serve_app.core.metrics.record import RequestRecord
 from serve_app.core.retuning import checked_retuning
 from serve_app.lab.simulation.partitions import PartitionLearner
 from serve_app.lab.simulation.simulation import (
-    Rank,
+    Phase,
     ReplicaPlan,
     SimulatedRequest,
     Simulation,
@@ -147,7 +147,7 @@ class TunedSimulation:
     def _plan_observation(self) -> None:
         at = self.simulation.timeline.now + OBSERVATION_INTERVAL_S
         if at <= self._last_arrival:
-            self.simulation.timeline.at(at, Rank.FEEDBACK, self._observe)
+            self.simulation.timeline.schedule(at, Phase.FEEDBACK, self._observe)
 
     def _observe(self) -> None:
         now = self.simulation.timeline.now
@@ -183,7 +183,7 @@ class TunedSimulation:
             self._permanent = wanted
         else:
             count, at = len(self.orders), self.simulation.timeline.now + order.valid_s
-            self.simulation.timeline.at(at, Rank.FEEDBACK, partial(self._expire, count))
+            self.simulation.timeline.schedule(at, Phase.FEEDBACK, partial(self._expire, count))
 
     def _expire(self, count: int) -> None:
         """Restore the permanent values, unless another order arrived since."""

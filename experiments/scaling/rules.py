@@ -17,7 +17,7 @@ from serve_app.core import Scheduler
 from serve_app.core import events as ev
 from serve_app.core.scaling import AutoscalingSettings, FleetScaler, ScaledPool, ScalingSettings, observe
 from serve_app.lab.simulation.simulation import (
-    Rank,
+    Phase,
     ReplicaPlan,
     SimulatedReplica,
     SimulatedRequest,
@@ -108,7 +108,7 @@ class ScaledSimulation:
 
     def run(self, requests: list[SimulatedRequest]) -> None:
         """Run all requests to their end; the simulation has the records."""
-        self.simulation.timeline.at(0.0, Rank.WAKE_UP, self._decide)
+        self.simulation.timeline.schedule(0.0, Phase.WAKE_UP, self._decide)
         self.simulation.run(requests)
         for pool in self._pools.values():
             self._account(pool)
@@ -126,14 +126,14 @@ class ScaledSimulation:
         for name, count in wanted.items():
             self._scale(name, count)
         if not self.simulation.is_over:
-            self.simulation.timeline.at(self._now + self._fleet.interval_s, Rank.WAKE_UP, self._decide)
+            self.simulation.timeline.schedule(self._now + self._fleet.interval_s, Phase.WAKE_UP, self._decide)
 
     def _scale(self, name: str, count: int) -> None:
         pool = self._pools[name]
         for _ in range(count - len(pool.ready) - len(pool.starting)):
             replica_id = self._order(name)
             coming = partial(self._come, name, replica_id)
-            self.simulation.timeline.at(self._now + self._fleet.start_s, Rank.ENGINE, coming)
+            self.simulation.timeline.schedule(self._now + self._fleet.start_s, Phase.ENGINE, coming)
         for _ in range(len(pool.ready) + len(pool.starting) - count):
             self._shrink(name, pool)
 
@@ -173,7 +173,7 @@ class ScaledSimulation:
         state = self.simulation.scheduler.ledger.get(replica_id)
         if state is not None and state.in_flight:
             again = partial(self._leave_when_idle, name, replica_id, replica)
-            self.simulation.timeline.at(self._now + self._fleet.interval_s, Rank.WAKE_UP, again)
+            self.simulation.timeline.schedule(self._now + self._fleet.interval_s, Phase.WAKE_UP, again)
             return
         pool = self._pools[name]
         self._account(pool)

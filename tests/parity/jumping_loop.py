@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from serve_app.lab.simulation.simulation import Action, Rank
+from serve_app.lab.simulation.simulation import Action, Phase
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -35,19 +35,19 @@ class LoopTimeline:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._planned: list[tuple[float, int, int, Action]] = []
+        self._scheduled: list[tuple[float, int, int, Action]] = []
         self._sequence = itertools.count()
 
     @property
     def now(self) -> float:
         return self._loop.time()
 
-    def at(self, time: float, rank: Rank, action: Action) -> None:
-        heapq.heappush(self._planned, (time, rank, next(self._sequence), action))
-        self._loop.call_at(time, self._carry_out_first)
+    def schedule(self, time: float, phase: Phase, action: Action) -> None:
+        heapq.heappush(self._scheduled, (time, phase, next(self._sequence), action))
+        self._loop.call_at(time, self._run_first)
 
-    def _carry_out_first(self) -> None:
-        heapq.heappop(self._planned)[3]()
+    def _run_first(self) -> None:
+        heapq.heappop(self._scheduled)[3]()
 
 
 def run_jumping(main: Callable[[], Any]) -> Any:

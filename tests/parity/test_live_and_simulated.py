@@ -23,7 +23,7 @@ from serve_app.errors import Outcome
 from serve_app.lab.simulation.partitions import PartitionLearner
 from serve_app.lab.simulation.simulation import (
     Action,
-    Rank,
+    Phase,
     ReplicaPlan,
     SimulatedReplica,
     SimulatedRequest,
@@ -141,7 +141,9 @@ class LiveSystem:
         for number, each in enumerate(all_plans):
             self.add_replica(each, SIMULATION.report_interval_s * number / len(all_plans))
         for simulated in self.requests.values():
-            self.timeline.at(simulated.request.arrived_at, Rank.ARRIVAL, partial(self.submit, simulated))
+            self.timeline.schedule(
+                simulated.request.arrived_at, Phase.ARRIVAL, partial(self.submit, simulated)
+            )
         await self.over.wait()
         return self.decisions
 
@@ -150,16 +152,16 @@ class LiveSystem:
         self.replicas[each.replica_id] = replica
         address = ReplicaAddress(replica_id=each.replica_id, pool=each.pool, host="h", port=1, token="t")
         self.live._replicas.on_message(each.replica_id, cast("Link", self), Register(replica.spec, address))
-        self.timeline.at(first_report_at, Rank.REPORT, partial(self.report, replica))
+        self.timeline.schedule(first_report_at, Phase.REPORT, partial(self.report, replica))
 
     def report(self, replica: SimulatedReplica) -> None:
         message = Report(replica.report())
         replica_id = replica.spec.replica_id
         self.later(
-            Rank.REPORT, partial(self.live._replicas.on_message, replica_id, cast("Link", self), message)
+            Phase.REPORT, partial(self.live._replicas.on_message, replica_id, cast("Link", self), message)
         )
         next_at = self.timeline.now + SIMULATION.report_interval_s
-        self.timeline.at(next_at, Rank.REPORT, partial(self.report, replica))
+        self.timeline.schedule(next_at, Phase.REPORT, partial(self.report, replica))
 
     def submit(self, simulated: SimulatedRequest) -> None:
         request = simulated.request
@@ -181,7 +183,7 @@ class LiveSystem:
         if isinstance(message, Granted):
             simulated = self.requests[message.dispatch.request_id]
             self.later(
-                Rank.FEEDBACK,
+                Phase.FEEDBACK,
                 partial(self.reach_engine, simulated, self.replicas[message.dispatch.replica_id]),
             )
         return 1
@@ -205,7 +207,7 @@ class LiveSystem:
             )
             feedback.append(Finish(sequence.sequence_id, Outcome.COMPLETED, usage))
         if feedback:
-            self.later(Rank.FEEDBACK, partial(self.deliver, feedback))
+            self.later(Phase.FEEDBACK, partial(self.deliver, feedback))
 
     def deliver(self, feedback: list[Message]) -> None:
         for message in feedback:
@@ -217,8 +219,8 @@ class LiveSystem:
         if not len(self.live.core) and self.loop.time() >= self.last_arrival:
             self.over.set()
 
-    def later(self, rank: Rank, action: Action) -> None:
-        self.timeline.at(self.timeline.now + SIMULATION.control_latency_s, rank, action)
+    def later(self, phase: Phase, action: Action) -> None:
+        self.timeline.schedule(self.timeline.now + SIMULATION.control_latency_s, phase, action)
 
 
 @pytest.mark.parametrize(

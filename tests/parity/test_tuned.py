@@ -13,7 +13,7 @@ import pytest
 from experiments.common.tuned_simulation import OBSERVATION_INTERVAL_S, TunedSimulation, counting_worker
 from serve_app.core.commands import ReportStale
 from serve_app.core.decision_log import Decision
-from serve_app.lab.simulation.simulation import Rank, SimulatedRequest
+from serve_app.lab.simulation.simulation import Phase, SimulatedRequest
 from serve_app.serving.tuner.parameter_tuner import ParameterTuner
 from serve_app.tuning.objective import ObjectiveSettings
 from serve_app.tuning.parameter_loop import Result, SearchTask, Work
@@ -83,13 +83,13 @@ class TunedLiveSystem(untuned.LiveSystem):
         self.tuner = ParameterTuner("m", TUNING, worker=worker)
         # Outcomes are collected from the first call on.
         self.live.tuner.observed(outcomes=True)
-        self.timeline.at(OBSERVATION_INTERVAL_S, Rank.FEEDBACK, self.observe)
+        self.timeline.schedule(OBSERVATION_INTERVAL_S, Phase.FEEDBACK, self.observe)
 
     def observe(self) -> None:
         for order in self.tuner.update(self.live.tuner.observed(outcomes=True)):
             self.live.tuner.retune(order)
         if self.timeline.now + OBSERVATION_INTERVAL_S <= self.last_arrival:
-            self.timeline.at(self.timeline.now + OBSERVATION_INTERVAL_S, Rank.FEEDBACK, self.observe)
+            self.timeline.schedule(self.timeline.now + OBSERVATION_INTERVAL_S, Phase.FEEDBACK, self.observe)
 
 
 def simulated(rate_per_s: float, values: Values) -> tuple[untuned.Decisions, Sequence[Audit]]:

@@ -16,7 +16,7 @@ from serve_app.engines.model.model import StepOutcome
 from serve_app.engines.model.sequences import EngineSequence
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.simulation import (
-    Rank,
+    Phase,
     ReplicaPlan,
     SimulatedReplica,
     SimulatedRequest,
@@ -59,7 +59,7 @@ class DirectSimulation:
             ValueError: a request fits no engine.
         """
         arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
-        self.timeline.at_each(Rank.ARRIVAL, arrivals)
+        self.timeline.schedule_all(Phase.ARRIVAL, arrivals)
         self.timeline.run()
         return self.records
 

@@ -4,8 +4,8 @@ Messages take `control_latency_s`: a grant to its engine, and feedback or a repo
 reports every `report_interval_s`. Requests reach the scheduler at the instant of their arrival. A learner, if
 there is one, observes each admitted request and answers immediately.
 
-The simulator's clock is a heap of planned actions in a total order. Actions of one instant are carried out by
-rank, then in the order in which they were planned, so a replay of a run is byte-identical.
+The simulator's event queue holds scheduled actions in a total order. Actions of one instant run by phase,
+then in the order in which they were scheduled, so a replay of a run is byte-identical.
 """
 
 import enum
@@ -35,7 +35,7 @@ from serve_app.lab.simulation.partitions import PartitionLearner
 from serve_app.request import Request, Usage
 
 
-class Rank(enum.IntEnum):
+class Phase(enum.IntEnum):
     """Order of actions in one instant.
 
     Engines are first, so that all others see their new state. Feedback from engines reaches the scheduler
@@ -51,62 +51,64 @@ class Rank(enum.IntEnum):
 
 
 Action = Callable[[], None]
-_Planned = tuple[float, int, int, Action]
-"""Time, rank, order of planning, action."""
+_Scheduled = tuple[float, int, int, Action]
+"""Time, phase, order of scheduling, action."""
 
 
 class Timeline:
-    """Event queue that plans actions and carries them out in order; `now` is monotonic, in seconds."""
+    """Event queue: schedules actions and runs them in order of time; `now` is monotonic, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[_Planned] = []
-        # Actions planned by `at_each`, last first.
-        self._known: list[_Planned] = []
+        self._heap: list[_Scheduled] = []
+        # Actions scheduled by `schedule_all`, last first.
+        self._sorted: list[_Scheduled] = []
         self._sequence = itertools.count()
 
-    def at(self, time: float, rank: Rank, action: Action) -> None:
-        """Plan `action` for `time`.
+    def schedule(self, time: float, phase: Phase, action: Action) -> None:
+        """Schedule `action` for `time`.
 
         Raises:
             ValueError: `time` has passed.
         """
         if time < self.now:
             raise ValueError(f"cannot schedule an event at {time!r}: the time is already {self.now!r}")
-        heapq.heappush(self._heap, (time, rank, next(self._sequence), action))
+        heapq.heappush(self._heap, (time, phase, next(self._sequence), action))
 
-    def at_each(self, rank: Rank, plans: Iterable[tuple[float, Action]]) -> None:
-        """Plan many actions, each for its own time, equivalent to successive calls of `at`.
+    def schedule_all(self, phase: Phase, actions: Iterable[tuple[float, Action]]) -> None:
+        """Schedule many actions, each for its own time, equivalent to successive calls of `schedule`.
 
-        They are sorted once and stored outside the heap, which remains small and so is faster for all other
-        actions.
+        They are sorted once and stored outside the heap, so that the heap remains small and fast for all
+        other actions.
 
         Raises:
             ValueError: one of the times has passed.
         """
-        planned: list[_Planned] = [(time, rank, next(self._sequence), action) for time, action in plans]
-        first = min((each[0] for each in planned), default=self.now)
+        scheduled: list[_Scheduled] = [
+            (time, phase, next(self._sequence), action) for time, action in actions
+        ]
+        first = min((each[0] for each in scheduled), default=self.now)
         if first < self.now:
             raise ValueError(f"cannot schedule an event at {first!r}: the time is already {self.now!r}")
-        self._known = sorted(self._known + planned, reverse=True)
+        self._sorted = sorted(self._sorted + scheduled, reverse=True)
 
     def run(self, *, until: float | None = None) -> None:
-        """Carry out all planned actions, including newly planned ones, to the end or to `until`."""
+        """Run all scheduled actions, including newly scheduled ones, to the end or to `until`."""
         heap = self._heap
-        while heap or self._known:
-            # Read again each time, because an action may plan more.
-            known = self._known
-            is_known = bool(known) and not (heap and heap[0] < known[-1])
-            if until is not None and (known[-1] if is_known else heap[0])[0] > until:
+        while heap or self._sorted:
+            # Read again each time, because an action may schedule more.
+            ordered = self._sorted
+            from_sorted = bool(ordered) and not (heap and heap[0] < ordered[-1])
+            if until is not None and (ordered[-1] if from_sorted else heap[0])[0] > until:
                 return
-            self.now, _, _, action = known.pop() if is_known else heapq.heappop(heap)
+            self.now, _, _, action = ordered.pop() if from_sorted else heapq.heappop(heap)
             action()
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._known)
+        return len(self._heap) + len(self._sorted)
 
     def __repr__(self) -> str:
-        return f"<Timeline now={self.now:.6f} planned={len(self)}>"
+        return f"<Timeline now={self.now:.6f} scheduled={len(self)}>"
 
 
 # Decoding iterations that one event may cover. The model ends a step at any change.
@@ -153,7 +155,7 @@ class ReplicaPlan:
 
 
 class SimulatedReplica:
-    """Driver of one engine model: begins a step if there is work, and passes on the outcome of each step."""
+    """Driver of one engine model: begins a step if there is work, and reports the outcome of each step."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class SimulatedReplica:
         self.spec = plan.spec
         self.model = EngineModel(plan.engine, plan.step_time)
         self.draining = False
-        self._tells_load = plan.reports_load
+        self._reports_load = plan.reports_load
         self._timeline = timeline
         self._on_outcome = on_outcome
         self._received = 0
@@ -172,8 +174,8 @@ class SimulatedReplica:
         self._token_gaps = 0
         self._token_gaps_s = 0.0
         self._tpot.record(0.0, 0, timeline.now)
-        # The planned end of the current step. If the model has another end, the step was cut short.
-        self._planned_end: float | None = None
+        # The scheduled end of the current step. If the model has another end, the step was cut short.
+        self._scheduled_end: float | None = None
 
     def accept(self, sequence: EngineSequence) -> None:
         """Add a request that has reached the engine."""
@@ -188,7 +190,7 @@ class SimulatedReplica:
 
     def report(self) -> ReplicaReport:
         """Return the current load report."""
-        if not self._tells_load:
+        if not self._reports_load:
             return ReplicaReport(
                 received=None, waiting=None, running=None, kv_usage_ratio=None, draining=self.draining
             )
@@ -207,14 +209,14 @@ class SimulatedReplica:
         ends_at = self.model.ends_at
         if ends_at is None:
             ends_at = self.model.begin_step(now, max_steps=_MAX_STEPS)
-        if ends_at is not None and ends_at != self._planned_end:
-            self._planned_end = ends_at
-            self._timeline.at(max(ends_at, now), Rank.ENGINE, lambda: self._step_ends(ends_at))
+        if ends_at is not None and ends_at != self._scheduled_end:
+            self._scheduled_end = ends_at
+            self._timeline.schedule(max(ends_at, now), Phase.ENGINE, lambda: self._step_ends(ends_at))
 
-    def _step_ends(self, planned: float) -> None:
-        if planned != self._planned_end:
+    def _step_ends(self, scheduled: float) -> None:
+        if scheduled != self._scheduled_end:
             return
-        self._planned_end = None
+        self._scheduled_end = None
         outcome = self.model.end_step()
         gaps = outcome.iterations * outcome.sequences
         self._token_gaps += gaps
@@ -259,7 +261,7 @@ class SimulatedRequest:
     def counted_tokens(self) -> int:
         """Length of the prompt in tokens."""
         known = self.request.shape.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
-        assert known is not None, "either the gateway or the oracle knows it"
+        assert known is not None, "a simulated request needs prompt_tokens"
         return known
 
 
@@ -269,7 +271,7 @@ class Simulation:
 
     Attributes:
         records: one per concluded request, in the order of conclusion.
-        on_decision: called with every decision; None writes no log, which is faster.
+        on_decision: called with every decision; None records nothing, which is faster.
         learner: learner of length queues; None for the policy's initial ones.
         estimator: replaces the one that the settings describe.
         partitions: every partition that was applied, with its time.
@@ -294,16 +296,16 @@ class Simulation:
         self.scheduler = Scheduler(
             self.scheduler_settings, policies=SIMULATED_POLICIES, estimator=self.estimator
         )
-        self._partition_due()
+        self._apply_due_partition()
         for number, plan in enumerate(self.plans):
-            # Real replicas do not report in step either.
+            # Real replicas do not report simultaneously either.
             self.join(plan, self.settings.report_interval_s * number / len(self.plans))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[RequestRecord]:
-        """Play all requests to their end and return their records."""
+        """Run all requests to completion and return their records."""
         self._pending_arrivals = len(requests)
         arrivals = ((each.request.arrived_at, partial(self._arrive, each)) for each in requests)
-        self.timeline.at_each(Rank.ARRIVAL, arrivals)
+        self.timeline.schedule_all(Phase.ARRIVAL, arrivals)
         self.timeline.run()
         return self.records
 
@@ -312,7 +314,7 @@ class Simulation:
         """True if the last request has ended."""
         return not self._pending_arrivals and not self._live
 
-    def live(self, request_id: str) -> SimulatedRequest:
+    def in_progress(self, request_id: str) -> SimulatedRequest:
         """Return a request that has arrived and not ended."""
         return self._live[request_id]
 
@@ -328,7 +330,7 @@ class Simulation:
     # The scheduler
 
     def feed(self, event: ev.Event) -> None:
-        """Pass an event to the scheduler now, and carry out its commands."""
+        """Pass an event to the scheduler now, and execute its commands."""
         now = self.timeline.now
         commands = self.scheduler.handle(event, now)
         if self.on_decision is not None:
@@ -338,23 +340,23 @@ class Simulation:
                 self._dispatch(command)
             elif isinstance(command, Conclude):
                 self._conclude(command)
-        self._plan_wake_up()
+        self._schedule_wake_up()
 
-    def _plan_wake_up(self) -> None:
+    def _schedule_wake_up(self) -> None:
         wake_at = self.scheduler.next_wakeup()
         # The simulation ends with its last request, because reports would continue forever.
         if wake_at is None or self.is_over or (self._wake_at is not None and self._wake_at <= wake_at):
             return
         self._wake_at = wake_at
-        self.timeline.at(max(wake_at, self.timeline.now), Rank.WAKE_UP, lambda: self._wake_up(wake_at))
+        self.timeline.schedule(max(wake_at, self.timeline.now), Phase.WAKE_UP, lambda: self._wake_up(wake_at))
 
-    def _wake_up(self, planned: float) -> None:
-        if planned == self._wake_at:
+    def _wake_up(self, scheduled: float) -> None:
+        if scheduled == self._wake_at:
             self._wake_at = None
             self.feed(ev.Woke())
 
-    def _after_latency(self, rank: Rank, action: Callable[[], None]) -> None:
-        self.timeline.at(self.timeline.now + self.settings.control_latency_s, rank, action)
+    def _after_latency(self, phase: Phase, action: Callable[[], None]) -> None:
+        self.timeline.schedule(self.timeline.now + self.settings.control_latency_s, phase, action)
 
     # Requests
 
@@ -366,9 +368,9 @@ class Simulation:
             scheduled = self.scheduler.find(simulated.request.request_id)
             if scheduled is not None:
                 self.learner.observe(scheduled.prefill_tokens)
-            self._partition_due()
+            self._apply_due_partition()
 
-    def _partition_due(self) -> None:
+    def _apply_due_partition(self) -> None:
         partition = self.learner.due(self.timeline.now) if self.learner is not None else None
         if partition is not None:
             self.partitions.append((self.timeline.now, partition))
@@ -378,7 +380,7 @@ class Simulation:
         simulated = self._live[command.request_id]
         simulated.dispatch, simulated.dispatched_at = command, self.timeline.now
         self._after_latency(
-            Rank.FEEDBACK, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
+            Phase.FEEDBACK, lambda: self._reach_engine(simulated, self.replicas[command.replica_id])
         )
 
     def _reach_engine(self, simulated: SimulatedRequest, replica: SimulatedReplica) -> None:
@@ -389,10 +391,10 @@ class Simulation:
             # Cancelled in transit.
             return
         if replica.draining:
-            self._return(request, replica, ev.DispatchFailure.UNREACHABLE)
+            self._put_back(request, replica, ev.DispatchFailure.UNREACHABLE)
             return
         if prompt_tokens + simulated.output_tokens > replica.spec.max_model_len:
-            self._return(request, replica, ev.DispatchFailure.TOO_LONG)
+            self._put_back(request, replica, ev.DispatchFailure.TOO_LONG)
             return
         simulated.sequence = EngineSequence(
             request.request_id,
@@ -404,9 +406,9 @@ class Simulation:
         )
         replica.accept(simulated.sequence)
 
-    def _return(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
+    def _put_back(self, request: Request, replica: SimulatedReplica, failure: ev.DispatchFailure) -> None:
         event = ev.DispatchFailed(request.request_id, replica.spec.replica_id, failure)
-        self._after_latency(Rank.FEEDBACK, lambda: self.feed(event))
+        self._after_latency(Phase.FEEDBACK, lambda: self.feed(event))
 
     def _conclude(self, command: Conclude) -> None:
         simulated = self._live.pop(command.request_id)
@@ -443,14 +445,14 @@ class Simulation:
         self.replicas[plan.replica_id] = replica
         self.feed(ev.ReplicaJoined(replica.spec))
         first_at = self.timeline.now + report_after_s
-        self.timeline.at(first_at, Rank.REPORT, partial(self._report, replica))
+        self.timeline.schedule(first_at, Phase.REPORT, partial(self._report, replica))
 
     def _step_ended(self, outcome: StepOutcome) -> None:
         for sequence in outcome.first_tokens:
             # A gateway sees the first token of a streamed response only.
             if self._live[sequence.sequence_id].request.spec.streamed:
                 first = ev.FirstToken(sequence.sequence_id)
-                self._after_latency(Rank.FEEDBACK, partial(self.feed, first))
+                self._after_latency(Phase.FEEDBACK, partial(self.feed, first))
         for sequence in outcome.finished:
             simulated = self._live[sequence.sequence_id]
             usage = Usage(
@@ -459,16 +461,16 @@ class Simulation:
                 cached_tokens=simulated.cached_tokens + sequence.cached_tokens,
             )
             finished = ev.Finished(sequence.sequence_id, Outcome.COMPLETED, usage)
-            self._after_latency(Rank.FEEDBACK, partial(self.feed, finished))
+            self._after_latency(Phase.FEEDBACK, partial(self.feed, finished))
 
     def _report(self, replica: SimulatedReplica) -> None:
         if self.replicas.get(replica.spec.replica_id) is not replica:
             return
         event = ev.ReplicaReported(replica.spec.replica_id, replica.report())
-        self._after_latency(Rank.REPORT, lambda: self.feed(event))
+        self._after_latency(Phase.REPORT, lambda: self.feed(event))
         if not self.is_over or self.timeline.now == 0.0:
-            self.timeline.at(
+            self.timeline.schedule(
                 self.timeline.now + self.settings.report_interval_s,
-                Rank.REPORT,
+                Phase.REPORT,
                 lambda: self._report(replica),
             )

@@ -21,7 +21,7 @@ from serve_app.core.routing.replica import ReplicaSpec
 from serve_app.errors import Outcome
 from serve_app.lab.simulation.partitions import FixedPartition
 from serve_app.lab.simulation.simulation import (
-    Rank,
+    Phase,
     ReplicaPlan,
     SimulatedRequest,
     Simulation,
@@ -96,12 +96,14 @@ class _Replay:
         for tokens in recording.earlier_prompt_tokens:
             simulation.scheduler.isolation.observe(tokens)
         for change in recording.changes:
-            simulation.timeline.at(change.at_s + self._offset_s, Rank.REPORT, partial(self._change, change))
+            simulation.timeline.schedule(
+                change.at_s + self._offset_s, Phase.REPORT, partial(self._change, change)
+            )
         played = [each for each in recording.requests if is_replayed(each)]
         for each in played:
             if each.outcome is Outcome.CANCELLED and each.ended_s is not None:
                 gone = partial(simulation.cancel, each.request_id)
-                simulation.timeline.at(each.ended_s + self._offset_s, Rank.ARRIVAL, gone)
+                simulation.timeline.schedule(each.ended_s + self._offset_s, Phase.ARRIVAL, gone)
         streamed = {each.request_id for each in played if each.submission.spec.streamed}
         records = simulation.run([self._simulated(each) for each in played])
         return {

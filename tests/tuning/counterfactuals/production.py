@@ -124,7 +124,7 @@ def produce(
 
 
 def _times(simulation: Simulation, request_id: str, now: float) -> RequestTimes:
-    simulated = simulation.live(request_id)
+    simulated = simulation.in_progress(request_id)
     sequence, sent_at = simulated.sequence, simulated.dispatched_at
     assert sequence is not None
     assert sent_at is not None
