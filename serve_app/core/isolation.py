@@ -257,7 +257,7 @@ class PrefillIsolation:
 _USUAL_TIMES = 2.0
 
 
-class PrefillWatch:
+class PrefillTracker:
     """Ends prefills in the ledger, and learns their cost and the feedback delay."""
 
     def __init__(self, ledger: ReplicaLedger, costs: PrefillCosts, delay: FeedbackDelay) -> None:
@@ -284,7 +284,7 @@ class PrefillWatch:
             self.costs.observe(replica.spec.pool, scheduled.prefill_tokens, now - scheduled.dispatched_at)
         self._learn_delay(scheduled, replica, now - scheduled.dispatched_at)
 
-    def end_overdue(self, now: float) -> None:
+    def end_assumed(self, now: float) -> None:
         """End the prefills whose assumed end has come."""
         while self._assumed and self._assumed[0][0] <= now:
             _, _, scheduled, dispatch_number = heapq.heappop(self._assumed)

@@ -28,7 +28,7 @@ from serve_app.core.accounting.waits import WaitUpdater, record_attempt, wait_br
 from serve_app.core.admission.admission import Admission
 from serve_app.core.admission.wait_prediction import SlotRate
 from serve_app.core.dispatch.backpressure import BatchOnlyMode, EngineBackpressure
-from serve_app.core.dispatch.dispatcher import Choice, Dispatcher, Placement
+from serve_app.core.dispatch.dispatcher import DispatchChoice, Dispatcher, Placement
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.dispatch.in_flight import (
     InFlight,
@@ -38,7 +38,7 @@ from serve_app.core.dispatch.in_flight import (
     retry_limit_conclusion,
 )
 from serve_app.core.dispatch.pass_through import PassThrough
-from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillWatch
+from serve_app.core.isolation import FeedbackDelay, PrefillIsolation, PrefillTracker
 from serve_app.core.policies import POLICIES, MakePolicy, make_policy
 from serve_app.core.policies.protocol import PolicyInputs
 from serve_app.core.queueing.expiry import ExpiryHeap, earliest
@@ -104,7 +104,7 @@ class Scheduler:
             kv_fill_ratio=backpressure.kv_fill_ratio,
         )
         self.estimator = estimator or TokenEstimator(settings.estimator)
-        self._prefills = PrefillWatch(self.ledger, self.prefill_costs, lag := FeedbackDelay())
+        self._prefills = PrefillTracker(self.ledger, self.prefill_costs, lag := FeedbackDelay())
         self.isolation = PrefillIsolation(settings.isolation, lag, isolates=self._policy.isolates)
         self.suspensions = Suspensions(self.ledger)
         priorities = EnginePriorities(settings.engine_priority)
@@ -358,7 +358,7 @@ class Scheduler:
         for replica_id, age_s in self.ledger.expire_reports(now):
             self._commands.append(cmd.ReportStale(replica_id=replica_id, age_s=age_s))
             self.admission.outages.observe(self.ledger.has_alive, now)
-        self._prefills.end_overdue(now)
+        self._prefills.end_assumed(now)
         self.admission.predictor.drain.on_time(self.queue.waiting, now)
         if self.admission.outages.pop_due(now) or self._routing.is_due(now):
             self._reject_all(self._rerouting.all_waiting(now))
@@ -389,7 +389,7 @@ class Scheduler:
         for choice in self.dispatcher.choices(now):
             self._send(choice, now)
 
-    def _send(self, choice: Choice, now: float) -> None:
+    def _send(self, choice: DispatchChoice, now: float) -> None:
         """Hold the capacity of a choice and emit its command."""
         scheduled, replica, hold = choice.scheduled, choice.replica, choice.hold
         if scheduled.queued:

@@ -35,7 +35,7 @@ TUNING = ParameterTuningSettings(
     min_requests=60,
     core_share=0.5,
     objective=ObjectiveSettings(min_requests=10),
-    # A fit would take longer than the minute that is played.
+    # A fit would take longer than the simulated minute.
     calibration=CalibrationSettings(check_requests=1_000_000),
     rollout=RolloutSettings(mode="on", slice_s=5.0, settle_s=1.0, pairs=4, max_step=1.0, cool_down_s=2.0),
 )

@@ -38,8 +38,8 @@ PROMOTION = PromotionSettings(interactive_s=0.5, default_s=1.0, batch_s=2.0, pro
 ISOLATION = IsolationSettings(
     max_long_prefills=2, max_longest_prefills=1, prior_boundary_tokens=350, prior_longest_tokens=600
 )
-DENIED = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
-MAY_RETURN = DENIED | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
+REJECTED_BY_QUEUE = {Outcome.REJECTED_QUEUE_FULL, Outcome.REJECTED_DEADLINE_UNMEETABLE}
+RETRYABLE = REJECTED_BY_QUEUE | {Outcome.REJECTED_NO_REPLICA, Outcome.EXPIRED}
 replica_ids = st.sampled_from(sorted(SPECS))
 steps_of_time = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.5, 3.0])
 
@@ -93,7 +93,7 @@ class RecordingMachine(RuleBasedStateMachine):
         self.gateway_of: dict[str, str] = {}
         self.replicas: dict[str, KnownReplica] = {}
         self.known_stale: set[str] = set()
-        self.gone_at: dict[str, float] = {}
+        self.lost_at: dict[str, float] = {}
         self.returning = ""
         self.sent: set[str] = set()
         self.target = TARGET
@@ -137,11 +137,11 @@ class RecordingMachine(RuleBasedStateMachine):
             assert len(alive & self.suspended()) <= max(1, len(alive) // 2)
 
     def rejects_only_with_a_backlog(self, command: Conclude) -> None:
-        """No request is denied while the queue is empty, and a retryable one gets a `Retry-After`."""
-        if command.conclusion.outcome in MAY_RETURN:
+        """Queue limits apply only with a backlog or no-wait. A retryable rejection has a `Retry-After`."""
+        if command.conclusion.outcome in RETRYABLE:
             assert command.conclusion.retry_after_s is not None
             assert 0 < command.conclusion.retry_after_s <= RETRY_AFTER_CAP_S
-        if command.conclusion.outcome in DENIED:
+        if command.conclusion.outcome in REJECTED_BY_QUEUE:
             assert self.waiting - {command.request_id} or command.request_id in self.no_wait
 
     def check_dispatch(self, command: Dispatch) -> None:

@@ -195,7 +195,7 @@ class SchedulerMachine(RecordingMachine):
     @rule(replica_id=replica_ids)
     def lose(self, replica_id: str) -> None:
         if self.replicas.pop(replica_id, None) is not None:
-            self.gone_at[replica_id] = self.now
+            self.lost_at[replica_id] = self.now
         self.known_stale.discard(replica_id)
         self.feed(ev.ReplicaLost(replica_id))
 
@@ -317,8 +317,8 @@ class SchedulerMachine(RecordingMachine):
         for scheduled in self.scheduler.queue:
             bound_to = scheduled.request.bound_to
             if bound_to is not None and bound_to not in self.replicas:
-                gone_at = max(self.gone_at.get(bound_to, 0.0), scheduled.request.arrived_at)
-                assert self.now <= gone_at + 1.0 + 1e-9
+                lost_at = max(self.lost_at.get(bound_to, 0.0), scheduled.request.arrived_at)
+                assert self.now <= lost_at + 1.0 + 1e-9
 
     @invariant()
     def wake_ups_are_never_in_the_past(self) -> None:

@@ -155,7 +155,7 @@ class CandidateGroups:
 
 # Not frozen, because creation is faster; as `CapacityQuery`.
 @dataclass(slots=True)
-class Choice:
+class DispatchChoice:
     """A request to dispatch now, its replica, and what to hold there."""
 
     scheduled: ScheduledRequest
@@ -198,7 +198,7 @@ class Dispatcher:
         if self._promotion is not None:
             self._starved.add(scheduled)
 
-    def choices(self, now: float) -> Iterable[Choice]:
+    def choices(self, now: float) -> Iterable[DispatchChoice]:
         """Yield the choices of one round, until nothing fits.
 
         Before the next choice, the caller must remove the request from the queue and hold its capacity in the
@@ -208,7 +208,7 @@ class Dispatcher:
         self.reservations.prune(now)
         return self._round(now) if self._queue.waiting else ()
 
-    def _round(self, now: float) -> Iterator[Choice]:
+    def _round(self, now: float) -> Iterator[DispatchChoice]:
         self._policy.on_round_start()
         # Optimisation: most events of a saturated fleet free no replica.
         spilled = any(self._ledger.open.has_any(pool, now) for pool in self._pools)
@@ -226,7 +226,7 @@ class Dispatcher:
         self._policy.on_round_end(self._queue.queue_names())
         self._starved.prune(len(self._queue))
 
-    def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> Choice | None:
+    def choose_immediate(self, scheduled: ScheduledRequest, now: float) -> DispatchChoice | None:
         """Return what `choices` would select for a request that has just arrived while nothing else waits.
 
         It bypasses the queue, because there is nothing to compare with. Returns None if the request fits
@@ -246,7 +246,7 @@ class Dispatcher:
             placed = self._placement.choose(scheduled, replica, query, now)
             if placed is not None:
                 self._queue.account_immediate(scheduled)
-                return Choice(scheduled, *placed)
+                return DispatchChoice(scheduled, *placed)
         return None
 
     def on_immediate_dispatch(self, scheduled: ScheduledRequest, now: float) -> None:
@@ -274,7 +274,7 @@ class Dispatcher:
         reasons = {pool: self._obstacle(head, pool, now) for pool in head.pools}
         return "; ".join(f"{pool}: {reason}" for pool, reason in reasons.items())
 
-    def _fill(self, pools: Iterable[str], now: float, *, position: int) -> Iterator[Choice]:
+    def _fill(self, pools: Iterable[str], now: float, *, position: int) -> Iterator[DispatchChoice]:
         for pool in pools:
             while self._queue.waiting and (choice := self._choose(pool, now, position=position)) is not None:
                 yield choice
@@ -287,7 +287,7 @@ class Dispatcher:
             self._promotion.on_dispatch(scheduled, now, capacity_was_reserved=capacity_was_reserved)
         self._floors.on_dispatch(scheduled.request.priority, self._queue.waiting_classes())
 
-    def _choose(self, pool: str, now: float, *, position: int) -> Choice | None:
+    def _choose(self, pool: str, now: float, *, position: int) -> DispatchChoice | None:
         """Return the first head in the order of service that fits a replica of `pool`, or None."""
         limit = self._ledger.context_limit(pool)
         if limit is None or not any(self._queue.groups.at(pool, position)):
@@ -314,7 +314,7 @@ class Dispatcher:
                     misfits[limits, needs_empty_engine_queue] = tokens
             placed = self._placement.choose(head, replica, query, now)
             if placed is not None:
-                return Choice(head, *placed)
+                return DispatchChoice(head, *placed)
             if not position and (head is first or self._may_reserve(head, pool)):
                 self._reserve_capacity(head, pool, tokens, now)
         return None

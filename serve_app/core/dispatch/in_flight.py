@@ -7,7 +7,7 @@ from serve_app.core.accounting.costs import EngineTime
 from serve_app.core.accounting.waits import wait_breakdown
 from serve_app.core.dispatch.engine_priority import EnginePriorities
 from serve_app.core.events import DispatchFailed, DispatchFailure
-from serve_app.core.isolation import PrefillWatch
+from serve_app.core.isolation import PrefillTracker
 from serve_app.core.request import NO_HOLD, ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import Hold, ReplicaState
@@ -26,7 +26,7 @@ class InFlight:
     def __init__(
         self,
         ledger: ReplicaLedger,
-        prefills: PrefillWatch,
+        prefills: PrefillTracker,
         suspensions: "Suspensions",
         priorities: EnginePriorities,
     ) -> None:

@@ -7,7 +7,7 @@ holds these requests, too, so the scheduler knows the load of its engines.
 
 import zlib
 
-from serve_app.core.dispatch.dispatcher import Choice
+from serve_app.core.dispatch.dispatcher import DispatchChoice
 from serve_app.core.request import ScheduledRequest
 from serve_app.core.routing.ledger import ReplicaLedger
 from serve_app.core.routing.replica_state import Hold
@@ -35,7 +35,7 @@ class PassThrough:
         share = self.active_share
         return share < 1 and zlib.crc32(request.request_id.encode()) >= share * _HASHES
 
-    def choice(self, scheduled: ScheduledRequest) -> Choice | None:
+    def choice(self, scheduled: ScheduledRequest) -> DispatchChoice | None:
         """Return the dispatch of a bypassing request; None for others, and while no replica can hold it."""
         if not self.selects(scheduled.request):
             return None
@@ -56,6 +56,6 @@ class PassThrough:
         scheduled.bypassed = True
         estimate = scheduled.estimate
         tokens = min(estimate.expected_tokens, replica.spec.max_model_len)
-        return Choice(
+        return DispatchChoice(
             scheduled, replica, Hold(tokens, scheduled.prefill_class, estimate.expected_prompt_tokens)
         )
