@@ -5,23 +5,25 @@ cycle of one request. Rules:
 
 - Responses are sent in the order of the requests. A pipelined request waits until the previous response is
   complete, and reading pauses.
-- Backpressure works in both directions. Reading pauses while the application has yet to receive more than
-  `_BODY_BUFFER_BYTES` of a body. While the client does not read, `send` waits and `pass_on` returns False.
-- The head is limited in size and time, idle connections in time. The rest of a body whose request has been
-  answered is read and dropped for a while, because closing at once would reset the connection under the
-  response.
-- Timeouts are enforced one check (a second) late. A process that was suspended sees an elapsed timeout before
-  the request that arrived in between.
+- Backpressure works in both directions. Reading pauses while more than `_BODY_BUFFER_BYTES` of a body are
+  buffered. While the client does not read, `send` waits and `write_chunk` returns False.
+- The head is limited in size and time, idle connections in time. If a response ends before the body of its
+  request, the rest of the body is read and dropped for a while. Closing at once would reset the connection,
+  and the client could lose the response.
+- Timeouts are enforced one check (a second) late, so that a process resumed after a suspension first reads
+  what arrived in that time.
 - The head of a response is sent with the first piece of its body, in one segment.
 
 Several processes may share an address (`SO_REUSEPORT`), so that a successor listens before its predecessor
-stops. `stop` loses no request:
+stops. `stop` then loses no request:
 
 1. The kernel drops connection attempts; clients retry a second later, and another process accepts them.
 2. The server stops listening once handshakes in progress have been accepted.
 3. Each connection gets one more response, with `connection: close`.
-4. Connections that are idle for some seconds are closed. Open responses are awaited until the deadline, then
-   cut.
+4. Connections that are idle for `STOPPING_IDLE_TIMEOUT_S` are closed. In-flight responses may continue until
+   the deadline, and are then aborted.
+
+Without `shares_address`, no attempts are dropped, and idle connections are closed at once.
 """
 
 import asyncio
@@ -51,10 +53,10 @@ Headers = list[tuple[bytes, bytes]]
 MAX_HEAD_BYTES = 64 * 1024
 # From the start of the connection, or the first byte of a later head.
 HEAD_TIMEOUT_S = 30.0
-# Time to read the rest of a body whose request has been answered.
-REST_OF_BODY_S = 5.0
-# Idle timeout of a stopping server: a client that has been silent for this long hardly sends at that moment.
-LAST_IDLE_S = 2.0
+# Time to read the rest of a body after the response to its request.
+REST_OF_BODY_TIMEOUT_S = 5.0
+# Idle timeout of a stopping server: a client that was idle for this long is unlikely to send just then.
+STOPPING_IDLE_TIMEOUT_S = 2.0
 # Time for handshakes in progress, which take a round trip. Less than the second after which clients retry.
 _HANDSHAKE_S = 0.5
 # Interval of timeout checks.
@@ -64,16 +66,16 @@ _OVERLOAD_CONNECTIONS = 4096
 
 _BODY_BUFFER_BYTES = 64 * 1024
 # Longer pieces are written separately from the head, because a copy would cost more.
-_COPIED_BYTES = 64 * 1024
-_UNFIT_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
-_UNFIT_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_MAX_COALESCED_BYTES = 64 * 1024
+_INVALID_IN_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
+_INVALID_IN_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _NO_BODY_STATUSES = frozenset({204, 304})
-_OFFER_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-class ServerEndedError(ServeAppError):
-    """An HTTP server is not running."""
+class ServerNotRunningError(ServeAppError):
+    """An HTTP server accepts no connections: it has not been started, or has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +85,17 @@ class HttpServerOptions:
     Attributes:
         idle_s: timeout of connections between two requests.
         max_connections: maximum number of connections; None for no limit.
-        overload: application that answers connections above that limit.
-        dated: add `date` to responses.
-        tls: accept TLS connections only.
-        shares_address: other processes may listen on the same address; see the module.
+        overload: application that responds to connections above that limit.
+        send_date: whether responses have a `date`.
+        tls: context for TLS; None to accept unencrypted connections.
+        shares_address: whether other processes may listen on the same address; see the module.
         backlog: listen backlog.
     """
 
     idle_s: float
     max_connections: int | None = None
     overload: ASGIApp | None = None
-    dated: bool = True
+    send_date: bool = True
     tls: ssl.SSLContext | None = None
     shares_address: bool = False
     backlog: int = 4096
@@ -106,8 +108,8 @@ class HttpServer:
         name: name of the application in messages.
 
     Attributes:
-        stopping: each connection closes after its next response.
-        closes_idle: connections without an open request are closed at once.
+        stopping: whether the server is stopping; each connection then closes after its next response.
+        closes_idle: whether connections are closed as soon as they have no request.
         tasks: one per request that an application is serving.
     """
 
@@ -123,7 +125,7 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._connections: set[Connection] = set()
         self._closed = asyncio.Event()
-        self._timer_of_checks: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"HttpServer({self._name}, connections={self.connections})"
@@ -142,14 +144,14 @@ class HttpServer:
         )
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` if the server accepts no connections."""
+        """Raise `ServerNotRunningError` if the server accepts no connections."""
         if self._server is None:
-            raise ServerEndedError(f"the HTTP server of {self._name} has not been started")
+            raise ServerNotRunningError(f"the HTTP server of {self._name} has not been started")
         if self.stopping or not self._server.is_serving():
-            raise ServerEndedError(f"the HTTP server of {self._name} has ended")
+            raise ServerNotRunningError(f"the HTTP server of {self._name} has ended")
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, wait up to `grace_s` seconds for open responses, then cut them. Idempotent."""
+        """Stop: wait up to `grace_s` seconds for in-flight responses, then abort them. Idempotent."""
         if self._server is None or self._socket is None or self.stopping:
             return
         loop = asyncio.get_running_loop()
@@ -159,7 +161,7 @@ class HttpServer:
             await asyncio.sleep(min(_HANDSHAKE_S, grace_s))
         self._server.close()
         if not self._options.shares_address:
-            # The peers are gateways, which retry a request that meets a closed connection.
+            # The peers are gateways, which retry a request if its connection was closed.
             self.closes_idle = True
             for connection in tuple(self._connections):
                 if connection.is_idle:
@@ -181,26 +183,24 @@ class HttpServer:
 
     # Called by connections.
 
-    def app_for(self, connection: "Connection") -> ASGIApp | None:
+    def register(self, connection: "Connection") -> ASGIApp | None:
         """Register a new connection, and return its application, or None to reset it."""
         self._connections.add(connection)
-        if self._timer_of_checks is None:
-            self._timer_of_checks = asyncio.get_running_loop().call_later(
-                CHECK_INTERVAL_S, self._check_timeouts
-            )
-        most = self._options.max_connections
-        if most is None or len(self._connections) <= most:
+        if self._check_timer is None:
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check_timeouts)
+        limit = self._options.max_connections
+        if limit is None or len(self._connections) <= limit:
             return self.app
-        return self._options.overload if len(self._connections) <= most + _OVERLOAD_CONNECTIONS else None
+        return self._options.overload if len(self._connections) <= limit + _OVERLOAD_CONNECTIONS else None
 
-    def forget(self, connection: "Connection") -> None:
+    def unregister(self, connection: "Connection") -> None:
         """Remove a closed connection."""
         self._connections.discard(connection)
         self._closed.set()
 
     def date_line(self) -> bytes:
         """Return the `date` header line of a response; empty if responses have none."""
-        if not self._options.dated:
+        if not self._options.send_date:
             return b""
         now = int(time())
         if now != self._date[0]:
@@ -211,10 +211,10 @@ class HttpServer:
         """Enforce timeouts every second while there are connections."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        idle_s = min(self._options.idle_s, LAST_IDLE_S) if self.stopping else self._options.idle_s
+        idle_s = min(self._options.idle_s, STOPPING_IDLE_TIMEOUT_S) if self.stopping else self._options.idle_s
         for connection in tuple(self._connections):
-            connection.look(now, idle_s)
-        self._timer_of_checks = (
+            connection.check_timeouts(now, idle_s)
+        self._check_timer = (
             loop.call_later(CHECK_INTERVAL_S, self._check_timeouts) if self._connections else None
         )
 
@@ -222,8 +222,9 @@ class HttpServer:
 class Connection(asyncio.Protocol):
     """One connection: parses requests and runs them one after the other.
 
-    A client may offer another protocol, as Java's HttpClient does with `Upgrade: h2c`. The parser then treats
-    what follows the head as that protocol, not a body. Offers are rejected: the head is parsed again without.
+    A client may request an upgrade to another protocol, as Java's HttpClient does with `Upgrade: h2c`. The
+    parser then treats what follows the head as that protocol, not as a body. Upgrades are ignored: the head
+    is parsed again without them.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -242,16 +243,16 @@ class Connection(asyncio.Protocol):
         self._last: Exchange | None = None
         # Start of the head being received; None between the end of a head and the first byte of the next.
         self._head_since: float | None = None
-        self._answered_at = 0.0
-        # Timeout that had elapsed at the last check.
-        self._overdue: float | None = None
+        self._response_ended_at = 0.0
+        # Start of the timeout that had elapsed at the last check; None if none had.
+        self._elapsed_since: float | None = None
         # Bytes of the head being received; -1 outside of heads.
         self._head_bytes = -1
         self._url = b""
         self._headers: Headers = []
         self._expects_continue = False
-        self._head_without_offer = b""
-        self._constant: Scope = {}
+        self._head_without_upgrade = b""
+        self._base_scope: Scope = {}
 
     # asyncio.
 
@@ -261,9 +262,9 @@ class Connection(asyncio.Protocol):
         self._head_since = self._loop.time()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            # TCP detects vanished hosts.
+            # Keepalive detects hosts that have vanished.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._constant = {
+        self._base_scope = {
             "type": "http",
             "asgi": _ASGI,
             "server": _address(transport.get_extra_info("sockname")),
@@ -271,7 +272,7 @@ class Connection(asyncio.Protocol):
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
             "root_path": "",
         }
-        app = self._server.app_for(self)
+        app = self._server.register(self)
         if app is None:
             transport.abort()
         else:
@@ -279,13 +280,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio passes it
         """Notify the open requests."""
-        self._server.forget(self)
+        self._server.unregister(self)
         # The parser refers to this object.
         self._parser = None
         self._writable.set()
         for exchange in (self._active, *self._waiting):
             if exchange is not None:
-                exchange.client_gone()
+                exchange.handle_disconnect()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of requests."""
@@ -295,10 +296,10 @@ class Connection(asyncio.Protocol):
         was_in_head = self._head_bytes >= 0
         try:
             parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            head, self._head_without_offer = self._head_without_offer, b""
+        except httptools.HttpParserUpgrade as upgrade:
+            head, self._head_without_upgrade = self._head_without_upgrade, b""
             self._parser = _parser_of(self)
-            self.data_received(head + data[offer.args[0] :])
+            self.data_received(head + data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
             self._reject(400, "Invalid HTTP request received.")
@@ -318,8 +319,8 @@ class Connection(asyncio.Protocol):
         """Resume writing, because the client has read."""
         self.write_paused = False
         self._writable.set()
-        if (exchange := self._active) is not None and exchange.on_room is not None:
-            exchange.on_room()
+        if (exchange := self._active) is not None and exchange.on_writable is not None:
+            exchange.on_writable()
 
     # httptools.
 
@@ -333,7 +334,7 @@ class Connection(asyncio.Protocol):
         self._expects_continue = False
 
     def on_url(self, url: bytes) -> None:
-        """Append a piece of the target."""
+        """Append bytes to the target, which may arrive in several pieces."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -354,12 +355,12 @@ class Connection(asyncio.Protocol):
         if method == "CONNECT":
             raise ValueError("CONNECT is not supported")
         if parser.should_upgrade():
-            self._head_without_offer = without_offer(method, self._url, self._headers)
+            self._head_without_upgrade = head_without_upgrade(method, self._url, self._headers)
             return
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         scope: Scope = {
-            **self._constant,
+            **self._base_scope,
             "http_version": version,
             "method": method,
             "path": unquote(path) if "%" in path else path,
@@ -382,18 +383,18 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of a body to its request."""
-        if self._last is not None and not self._head_without_offer:
+        if self._last is not None and not self._head_without_upgrade:
             self._last.take_body(body)
 
     def on_message_complete(self) -> None:
-        """Complete a body."""
-        if self._last is not None and not self._head_without_offer:
+        """Mark the body of the request as complete."""
+        if self._last is not None and not self._head_without_upgrade:
             self._last.end_body()
 
     # Used by exchanges.
 
     @property
-    def stops(self) -> bool:
+    def server_is_stopping(self) -> bool:
         """True if the connection must close after its next response."""
         return self._server.stopping
 
@@ -402,13 +403,13 @@ class Connection(asyncio.Protocol):
         return self._server.date_line()
 
     def pause_reading(self) -> None:
-        """Pause reading. Idempotent, like its counterpart."""
+        """Pause reading, for backpressure. Idempotent."""
         if not self._read_paused:
             self._read_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading."""
+        """Resume reading, unless the connection is closing. Idempotent."""
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
@@ -418,9 +419,9 @@ class Connection(asyncio.Protocol):
         if self.write_paused:
             await self._writable.wait()
 
-    def answered(self, *, keep_alive: bool) -> None:
+    def on_response_end(self, *, keep_alive: bool) -> None:
         """End the current request, and run the next."""
-        self._answered_at = self._loop.time()
+        self._response_ended_at = self._loop.time()
         self._active = None
         if not keep_alive or (self._server.closes_idle and not self._waiting):
             self.transport.close()
@@ -442,20 +443,20 @@ class Connection(asyncio.Protocol):
         """Close after pending writes."""
         self.transport.close()
 
-    def look(self, now: float, idle_s: float) -> None:
+    def check_timeouts(self, now: float, idle_s: float) -> None:
         """Enforce timeouts that had already elapsed at the last check."""
         if self._head_since is not None:
             since, limit_s = self._head_since, HEAD_TIMEOUT_S
         elif self._active is None and self._last is not None:
-            since = self._answered_at
-            limit_s = REST_OF_BODY_S if self._last.more_body else idle_s
+            since = self._response_ended_at
+            limit_s = REST_OF_BODY_TIMEOUT_S if self._last.more_body else idle_s
         else:
-            self._overdue = None
+            self._elapsed_since = None
             return
         if now - since < limit_s:
-            self._overdue = None
-        elif self._overdue != since:
-            self._overdue = since
+            self._elapsed_since = None
+        elif self._elapsed_since != since:
+            self._elapsed_since = since
         elif self._head_bytes >= 0:
             self._reject(408, f"The request's head was not complete within {HEAD_TIMEOUT_S:g} s.")
         else:
@@ -469,7 +470,7 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(tasks.discard)
 
     def _reject(self, status: int, message: str) -> None:
-        """Stop parsing, with an error response if possible; earlier requests are still answered."""
+        """Stop parsing, with an error response if possible; earlier requests still get their responses."""
         self._parser = None
         last = self._last
         if last is not None and not last.response_complete:
@@ -489,8 +490,8 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request and its response: the ASGI cycle.
 
-    A gateway finds it in the scope's extensions (`gateway.answer.client`). Instead of awaiting `receive`, it
-    is called back when the client disconnects, and it writes pieces of a stream without a coroutine for each.
+    A gateway finds it in the scope's extensions (`gateway.answer.client`). It registers a callback for a
+    disconnect, instead of awaiting `receive`, and writes chunks of a stream without a coroutine for each.
 
     HTTP/1.0 has no chunks (RFC 9112, 6.1), so a response of unknown length ends with its connection. nginx,
     among others, declares 1.0 by default when it forwards, so buffering such responses would disable
@@ -500,8 +501,8 @@ class Exchange:
         more_body: the request's body is incomplete.
         disconnected: the client has disconnected.
         response_complete: the response has been written.
-        on_gone: called if the client disconnects before that.
-        on_room: called when more can be written after `pass_on` returned False.
+        on_disconnect: called if the client disconnects before the response is complete.
+        on_writable: called when more can be written after `write_chunk` returned False.
     """
 
     __slots__ = (
@@ -510,14 +511,14 @@ class Exchange:
         "_connection",
         "_expects_continue",
         "_head",
-        "_left",
         "_method",
         "_received",
+        "_remaining_bytes",
         "disconnected",
         "keep_alive",
         "more_body",
-        "on_gone",
-        "on_room",
+        "on_disconnect",
+        "on_writable",
         "response_complete",
         "response_started",
         "scope",
@@ -532,8 +533,8 @@ class Exchange:
         self.disconnected = False
         self.response_started = False
         self.response_complete = False
-        self.on_gone: Callable[[], None] | None = None
-        self.on_room: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
         self._connection = connection
         self._method: str = scope["method"]
         self._expects_continue = expects_continue
@@ -542,7 +543,7 @@ class Exchange:
         self._head = b""
         self._chunked = False
         # Remaining bytes of the declared length; None without one.
-        self._left: int | None = None
+        self._remaining_bytes: int | None = None
         scope["extensions"] = {EXCHANGE: self}
 
     # Called by the connection.
@@ -561,17 +562,17 @@ class Exchange:
         self.more_body = False
         self._received.set()
 
-    def client_gone(self) -> None:
-        """Handle a closed connection."""
+    def handle_disconnect(self) -> None:
+        """Notify the application that the connection was closed."""
         if self.response_complete:
             return
         self.disconnected = True
         self._received.set()
-        if self.on_gone is not None:
-            self.on_gone()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run the application; if it fails, send an error or cut the response."""
+        """Run the application; if it fails, send an error or abort the response."""
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -605,7 +606,7 @@ class Exchange:
         """Write a part of the response.
 
         Raises:
-            RuntimeError: the parts are no valid response.
+            RuntimeError: the parts do not form a valid response.
         """
         if self._connection.write_paused and not self.disconnected:
             await self._connection.drain()
@@ -613,41 +614,41 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             if self.response_started:
-                raise RuntimeError("a response began twice")
+                raise RuntimeError("a response was started twice")
             self.response_started = True
             self._expects_continue = False
-            self._head = self._rendered(message["status"], message.get("headers", ()))
+            self._head = self._render_head(message["status"], message.get("headers", ()))
         elif not self.response_started or self.response_complete:
-            raise RuntimeError(f"{message['type']} before the beginning of a response, or after its end")
+            raise RuntimeError(f"{message['type']} was sent before the start of a response, or after its end")
         else:
             self._write(message.get("body", b""), ends=not message.get("more_body", False))
 
-    def pass_on(self, piece: bytes) -> bool:
+    def write_chunk(self, piece: bytes) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more.
 
-        Pieces are buffered if there is no room; `on_room` is called when writing may continue.
+        Pieces are buffered if there is no room; `on_writable` is called when writing may continue.
         """
         if not self.disconnected:
             self._write(piece, ends=False)
         return not self._connection.write_paused
 
-    def _rendered(self, status: int, headers: Headers) -> bytes:
+    def _render_head(self, status: int, headers: Headers) -> bytes:
         lines = [_STATUS_LINES[status], self._connection.date_line()]
-        stated = closes = False
+        has_length = closes = False
         for name, value in headers:
-            if _UNFIT_NAME.search(name) or _UNFIT_VALUE.search(value):
+            if _INVALID_IN_NAME.search(name) or _INVALID_IN_VALUE.search(value):
                 raise RuntimeError(f"invalid characters in the name or value of header {name!r}")
             name = name.lower()  # noqa: PLW2901 - the same name
             if name == b"content-length":
-                self._left, stated = int(value), True
+                self._remaining_bytes, has_length = int(value), True
             elif name == b"transfer-encoding":
                 continue  # added below
             elif name == b"connection" and b"close" in value.lower():
                 closes = True
             lines += (name, b": ", value, b"\r\n")
-        if closes or self._connection.stops:
+        if closes or self._connection.server_is_stopping:
             self.keep_alive = False
-        if not stated and self._method != "HEAD" and status not in _NO_BODY_STATUSES:
+        if not has_length and self._method != "HEAD" and status not in _NO_BODY_STATUSES:
             if self.scope["http_version"] == "1.0":
                 self.keep_alive = False
             else:
@@ -660,20 +661,22 @@ class Exchange:
 
     def _write(self, body: bytes, *, ends: bool) -> None:
         if self._method == "HEAD":
-            body, self._left = b"", None
-        if self._left is not None:
-            self._left -= len(body)
-            if self._left < 0:
-                raise RuntimeError(f"the response body exceeds its content-length by {-self._left} bytes")
-            if ends and self._left:
-                raise RuntimeError(f"the response body is {self._left} bytes shorter than its content-length")
+            body, self._remaining_bytes = b"", None
+        if self._remaining_bytes is not None:
+            self._remaining_bytes -= len(body)
+            if self._remaining_bytes < 0:
+                excess = -self._remaining_bytes
+                raise RuntimeError(f"the response body exceeds its content-length by {excess} bytes")
+            if ends and self._remaining_bytes:
+                missing = self._remaining_bytes
+                raise RuntimeError(f"the response body is {missing} bytes shorter than its content-length")
         write = self._connection.transport.write
         head, self._head = self._head, b""
         if self._chunked:
             body = b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
             if ends:
                 body += b"0\r\n\r\n"
-        elif len(body) <= _COPIED_BYTES:
+        elif len(body) <= _MAX_COALESCED_BYTES:
             body = head + body
         elif head:
             write(head)
@@ -681,9 +684,9 @@ class Exchange:
             write(body)
         if ends:
             self.response_complete = True
-            self.on_gone = self.on_room = None
+            self.on_disconnect = self.on_writable = None
             self._received.set()
-            self._connection.answered(keep_alive=self.keep_alive)
+            self._connection.on_response_end(keep_alive=self.keep_alive)
 
     async def _fail(self) -> None:
         if self.response_complete or self.disconnected:
@@ -703,15 +706,15 @@ EXCHANGE = "ewsjf.exchange"
 """Key of the `Exchange` in a scope's extensions."""
 
 
-def without_offer(method: str, url: bytes, headers: Headers) -> bytes:
-    """Return a request's head without its offer of another protocol."""
+def head_without_upgrade(method: str, url: bytes, headers: Headers) -> bytes:
+    """Return a request's head without its request for an upgrade."""
     lines = [b"%b %b HTTP/1.1" % (method.encode("ascii"), url)]
     for name, value in headers:
         if name == b"connection":
             options = [option.strip() for option in value.split(b",")]
-            remaining = b", ".join(option for option in options if option.lower() not in _OFFER_HEADERS)
+            remaining = b", ".join(option for option in options if option.lower() not in _UPGRADE_HEADERS)
             lines.append(b"connection: %b" % remaining)
-        elif name not in _OFFER_HEADERS:
+        elif name not in _UPGRADE_HEADERS:
             lines.append(b"%b: %b" % (name, value))
     return b"\r\n".join(lines) + b"\r\n\r\n"
 

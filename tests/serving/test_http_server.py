@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from serve_app.engines.engine import ASGIApp, Receive, Scope, Send
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerEndedError
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
 from serve_app.serving.listening import listening_socket
 from tests.http_server import listening
 
@@ -109,10 +109,10 @@ async def test_a_broken_second_request_does_not_end_the_response_before_it() -> 
 
 async def test_a_server_that_has_stopped_is_not_healthy() -> None:
     server = HttpServer("a test", echo, HttpServerOptions(idle_s=5.0))
-    with pytest.raises(ServerEndedError, match="has not been started"):
+    with pytest.raises(ServerNotRunningError, match="has not been started"):
         server.check_health()
     await server.start(listening_socket("127.0.0.1", 0, 1, 16))
     server.check_health()
     await server.stop(0.0)
-    with pytest.raises(ServerEndedError, match="has ended"):
+    with pytest.raises(ServerNotRunningError, match="has ended"):
         server.check_health()

@@ -313,7 +313,7 @@ class Gateway:
         named = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1")).get("model")
         found = self._served.find(named[0] if named else self._served.first(caller), caller)
         forwarded = self._reader.forwarded(incoming)
-        await self._any_replica.pass_on(found.replicas(), incoming, forwarded, b"")
+        await self._any_replica.forward(found.replicas(), incoming, forwarded, b"")
 
     async def _forward_unscheduled(self, incoming: IncomingRequest) -> None:
         caller = self._reader.authenticate(incoming)
@@ -323,7 +323,7 @@ class Gateway:
             found = self._served.find(parse_model(held.data), caller)
             with incoming.watch():
                 forwarded = self._reader.forwarded(incoming)
-                await self._any_replica.pass_on(found.replicas(), incoming, forwarded, held.data)
+                await self._any_replica.forward(found.replicas(), incoming, forwarded, held.data)
         finally:
             held.release()
 

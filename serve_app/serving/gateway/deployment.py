@@ -120,7 +120,7 @@ class GatewayDeployment:
         return await self._gateway.drain(drain_s, retry_after_s)
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` if the gateway's own port accepts no connections."""
+        """Raise `ServerNotRunningError` if the gateway's own port accepts no connections."""
         if self._listener is not None:
             self._listener.check_health()
 

@@ -70,7 +70,7 @@ class GatewayListener:
         await self._server.start(shared_socket(options.host or "127.0.0.1", options.port, _BACKLOG))
 
     def check_health(self) -> None:
-        """Raise `ServerEndedError` if no connections are accepted."""
+        """Raise `ServerNotRunningError` if no connections are accepted."""
         self._server.check_health()
 
     async def stop(self, grace_s: float, deregister_s: float = 0.0) -> None:

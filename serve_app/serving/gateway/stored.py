@@ -177,7 +177,7 @@ class StoredResponses:
         held.release()
         replica = self._holder(found[1], owner, self._replicas(caller), param="response_id")
         with incoming.watch():
-            await self._pass_on(replica, incoming)
+            await self._forward(replica, incoming)
 
     def _replicas(self, caller: Caller) -> list[ReplicaAddress]:
         # Names and adapters of a model share a scheduler, and a key may allow only one of them.
@@ -208,7 +208,7 @@ class StoredResponses:
             param=param,
         )
 
-    async def _pass_on(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
+    async def _forward(self, replica: ReplicaAddress, incoming: IncomingRequest) -> None:
         asked = msgspec.structs.replace(incoming, path=incoming.path + _query(incoming))
         head = upstream_head(asked, self._reader.forwarded(incoming), replica, 0)
         try:

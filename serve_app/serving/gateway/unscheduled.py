@@ -29,7 +29,7 @@ class AnyReplica:
         self._upstream = upstream
         self._next = 0
 
-    async def pass_on(
+    async def forward(
         self, replicas: Sequence[ReplicaAddress], incoming: IncomingRequest, forwarded: bytes, body: bytes
     ) -> None:
         """Send a request to one of `replicas`, and its answer to the client.

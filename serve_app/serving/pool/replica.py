@@ -33,7 +33,7 @@ from serve_app.serving.channel.connector import Locate
 from serve_app.serving.channel.replica_client import ReplicaClient
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.channel.settings import ChannelSettings
-from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerEndedError
+from serve_app.serving.http_server import HttpServer, HttpServerOptions, ServerNotRunningError
 from serve_app.serving.listening import PortError, listening_socket
 from serve_app.serving.tls import Tls, TlsSettings
 
@@ -134,7 +134,7 @@ class ReplicaServer:
             app,
             HttpServerOptions(
                 idle_s=settings.keep_alive_s,
-                dated=False,
+                send_date=False,
                 tls=None if tls is None else Tls(tls).server,
                 backlog=settings.backlog,
             ),
@@ -161,7 +161,7 @@ class ReplicaServer:
         """Raise `EngineError` if the server is not running."""
         try:
             self._server.check_health()
-        except ServerEndedError as exc:
+        except ServerNotRunningError as exc:
             raise EngineError(f"{exc}, on {self.host}:{self.port}") from exc
 
     async def stop(self, grace_s: float) -> None:

@@ -130,7 +130,7 @@ async def test_a_tunnel_is_rejected(stage: Stage) -> None:
 async def test_a_rejected_request_whose_body_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "REST_OF_BODY_S", 0.3)
+    monkeypatch.setattr(http_server, "REST_OF_BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_server, "CHECK_INTERVAL_S", 0.1)
     async with serving(gateway(FakeDispatcher([]))) as port:
         answer = await raw(port, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")

@@ -20,7 +20,7 @@ from serve_app.serving import http_server
 from serve_app.serving.gateway import Gateway
 from serve_app.serving.gateway import listener as gateway_listener
 from serve_app.serving.gateway.listener import GatewayListener
-from serve_app.serving.http_server import ServerEndedError
+from serve_app.serving.http_server import ServerNotRunningError
 from serve_app.serving.listening import PortError
 from serve_app.serving.tls import TlsSettings
 from tests.serving.certificates import Authority
@@ -151,7 +151,7 @@ async def test_a_stopping_gateway_waits_for_streams_and_accepts_no_new_clients()
         assert "".join(word or "" for word in words).split() == [f"w{number}" for number in range(40)]
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(HOST, port)
-        with pytest.raises(ServerEndedError):
+        with pytest.raises(ServerNotRunningError):
             own.check_health()
 
 

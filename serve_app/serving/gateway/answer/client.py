@@ -30,15 +30,15 @@ class ClientExchange(Protocol):
 
     Attributes:
         disconnected: the client has disconnected.
-        on_gone: called on a disconnect before the response is complete.
-        on_room: called when more can be written after `pass_on` returned False.
+        on_disconnect: called on a disconnect before the response is complete.
+        on_writable: called when more can be written after `write_chunk` returned False.
     """
 
     disconnected: bool
-    on_gone: Callable[[], None] | None
-    on_room: Callable[[], None] | None
+    on_disconnect: Callable[[], None] | None
+    on_writable: Callable[[], None] | None
 
-    def pass_on(self, piece: bytes) -> bool:
+    def write_chunk(self, piece: bytes) -> bool:
         """Write a piece of a response that has begun; return whether there is room for more."""
         ...
 
@@ -48,21 +48,21 @@ class AsgiExchange:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self.disconnected = False
-        self.on_room: Callable[[], None] | None = None
-        self._on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
         self._receive = receive
         self._send = send
         self._receiving: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
 
     @property
-    def on_gone(self) -> Callable[[], None] | None:
+    def on_disconnect(self) -> Callable[[], None] | None:
         """See `ClientExchange`. Setting it starts a task in `receive`, where ASGI reports disconnects."""
-        return self._on_gone
+        return self._on_disconnect
 
-    @on_gone.setter
-    def on_gone(self, callback: Callable[[], None] | None) -> None:
-        self._on_gone = callback
+    @on_disconnect.setter
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        self._on_disconnect = callback
         if callback is not None and self._receiving is None:
             self._receiving = asyncio.create_task(self._until_gone())
         elif callback is None and self._receiving is not None:
@@ -75,7 +75,7 @@ class AsgiExchange:
             await self._sending
         await self._send(message)
 
-    def pass_on(self, piece: bytes) -> bool:
+    def write_chunk(self, piece: bytes) -> bool:
         """Send a piece in a task; there is no room for another until it is done."""
         self._sending = asyncio.create_task(self._send_piece(piece))
         return False
@@ -87,8 +87,8 @@ class AsgiExchange:
             # Some servers report a disconnect in this way.
             self._gone()
         else:
-            if self.on_room is not None:
-                self.on_room()
+            if self.on_writable is not None:
+                self.on_writable()
 
     async def _until_gone(self) -> None:
         with contextlib.suppress(Exception):
@@ -99,8 +99,8 @@ class AsgiExchange:
 
     def _gone(self) -> None:
         self.disconnected = True
-        if self._on_gone is not None:
-            self._on_gone()
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
 
 def exchange_of(scope: Scope) -> ClientExchange | None:
@@ -133,14 +133,14 @@ class DisconnectWatch:
         if self._exchange.disconnected:
             self.fire()
         else:
-            self._exchange.on_gone = self.fire
+            self._exchange.on_disconnect = self.fire
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        self._exchange.on_gone = None
+        self._exchange.on_disconnect = None
         if self._error is None:
             return
         assert self._served is not None
@@ -164,7 +164,7 @@ class ClientStream:
 
     Attributes:
         exchange: the server's side of the request.
-        on_room: called when there is room again, after `pass_on` returned False.
+        on_writable: called when there is room again, after `write_chunk` returned False.
         request_id: the client's request id, which every response repeats; empty until known.
         status: HTTP status once the response has begun; 0 before.
         since: tick of the watch at which the client stopped reading or the current send began.
@@ -176,7 +176,7 @@ class ClientStream:
         "_task",
         "_watch",
         "exchange",
-        "on_room",
+        "on_writable",
         "request_id",
         "since",
         "status",
@@ -184,7 +184,7 @@ class ClientStream:
 
     def __init__(self, send: Send, watch: "StallWatch", exchange: ClientExchange) -> None:
         self.exchange = exchange
-        self.on_room: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
         self.request_id = b""
         self.status = 0
         self.since: int | None = None
@@ -211,17 +211,17 @@ class ClientStream:
         finally:
             self.since = None
 
-    def pass_on(self, piece: bytes) -> bool:
+    def write_chunk(self, piece: bytes) -> bool:
         """Send a piece of a response that has begun, without waiting; return whether there is room for more.
 
         Allowed only while `passing` runs.
         """
         if self._failure is not None:
             return False
-        has_room = self.exchange.pass_on(piece)
+        has_room = self.exchange.write_chunk(piece)
         if not has_room and self.since is None:
             self.since = self._watch.ticks
-            self.exchange.on_room = self._has_room
+            self.exchange.on_writable = self._has_room
         return has_room
 
     async def passing(self, ended: Callable[[], "asyncio.Future[None] | None"]) -> None:
@@ -243,18 +243,18 @@ class ClientStream:
             self._raise_failure()
             raise
         finally:
-            self.since = self.on_room = None
+            self.since = self.on_writable = None
 
-    def give_up(self) -> None:
-        """Fail the current send."""
+    def fail_send(self) -> None:
+        """Fail the current `send`, because the client does not read."""
         if self._failure is None and self._task is not None:
             self._failure = ClientGone(f"the client has read nothing for {self._watch.timeout_s} s")
             self._task.cancel()
 
     def _has_room(self) -> None:
         self.since = None
-        if self.on_room is not None:
-            self.on_room()
+        if self.on_writable is not None:
+            self.on_writable()
 
     def _raise_failure(self) -> None:
         """Raise the stall as the reason of a cancellation, if this stream caused it."""
@@ -292,6 +292,6 @@ class StallWatch:
         self.ticks += 1
         for stream in tuple(self._watched):
             if stream.since is not None and (self.ticks - stream.since) * self._tick_s > self.timeout_s:
-                stream.give_up()
+                stream.fail_send()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._tick_s, self._tick) if self._watched else None

@@ -525,8 +525,8 @@ class StreamPassing:
             OSError: the client has disconnected.
         """
         response, client = self._response, self._client
-        client.on_room = self._go_on
-        self._has_room = client.pass_on(events)
+        client.on_writable = self._go_on
+        self._has_room = client.write_chunk(events)
         response.on_pieces = self._take
         try:
             self._pass_on()
@@ -556,7 +556,7 @@ class StreamPassing:
         try:
             events = self._scanner.feed(self._response.take())
             if events:
-                self._has_room = self._client.pass_on(events)
+                self._has_room = self._client.write_chunk(events)
         except Exception as error:  # noqa: BLE001 - raised in the task that serves the request
             self._fault = error
             self._response.close()
