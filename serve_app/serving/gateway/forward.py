@@ -1,11 +1,11 @@
 """Life of one scheduled request, from its submission to exactly one conclusion.
 
 Rules:
-- Each grant is answered by exactly one `finished` or one `put_back`, on every path, including cancellation of
-  the serving task. `_open_grant` is the grant that has not been answered.
+- Each grant ends with exactly one call of `finish` or `put_back`, on every path, including cancellation of
+  the serving task. `_open_grant` is the grant that has not ended.
 - The client receives only comments before the first bytes of an answer that is meant for it. Until then a
   failure of a replica puts the request back into its queue, invisibly to the client.
-- A timeout is final: a silent engine may still be computing, and the next one would take as long.
+- A timeout is final: the engine may still be computing, and the next one would take as long.
 - An engine's own error is retried once on another replica. A second one is passed to the client, because the
   request is the likely cause.
 - After the first byte, a failure ends the stream with an error event. Nothing is sent twice, and no stream
@@ -49,7 +49,12 @@ from serve_app.serving.gateway.answer.stream import (
     stream_outcome,
 )
 from serve_app.serving.gateway.answer.waiting import QueuedComments, QueueSubscription, QueueUpdates
-from serve_app.serving.gateway.request.headers import RECEIPT_HEADER, describing, returned, upstream_head
+from serve_app.serving.gateway.request.headers import (
+    RECEIPT_HEADER,
+    dispatch_headers,
+    response_headers,
+    upstream_head,
+)
 from serve_app.serving.gateway.request.incoming import ForwardJob
 from serve_app.serving.gateway.request_log import ConcludedRequest
 from serve_app.serving.gateway.stored import BackgroundWork, EngineResponse, ResponseHolders
@@ -130,18 +135,18 @@ class ScheduledCall:
             with self._watch:
                 await self._serve()
         except RequestRejected as rejection:
-            self._settle(rejection.outcome, detail=rejection.message)
+            self._conclude(rejection.outcome, detail=rejection.message)
             await self._answer(rejection)
         except (ClientGone, OSError) as gone:
             # Servers may also report a disconnect as an OSError from `send`.
             if not self._continues_in_background():
-                self._settle(Outcome.CANCELLED, detail=str(gone))
+                self._conclude(Outcome.CANCELLED, detail=str(gone))
         except asyncio.CancelledError:
-            self._settle(Outcome.CANCELLED, detail="the server ended the request")
+            self._conclude(Outcome.CANCELLED, detail="the server ended the request")
             raise
         except Exception as error:
             logger.exception("event=gateway_error request_id=%s", self._job.submission.request_id)
-            self._settle(Outcome.FAILED, detail=repr(error))
+            self._conclude(Outcome.FAILED, detail=repr(error))
             await self._answer(
                 RequestRejected(Outcome.FAILED, "internal error of the gateway; see its log", status=500)
             )
@@ -150,33 +155,33 @@ class ScheduledCall:
                 self._comments.cancel()
             self._job.body.release()
             if self._continues_in_background():
-                self._follow()
+                self._follow_background_response()
             else:
-                self._leave()
+                self._record_departure()
 
-    def _leave(self) -> None:
+    def _record_departure(self) -> None:
         telemetry = self._services.telemetry
         telemetry.on_departure(self._job.submission.spec.model)
-        telemetry.on_conclusion(self._concluded())
+        telemetry.on_conclusion(self._conclusion_record())
 
     def _continues_in_background(self) -> bool:
         """Return whether the engine continues a background response after the client's request has ended."""
         return self._open_grant is not None and self._stored is not None and self._stored.is_running
 
-    def _follow(self) -> None:
+    def _follow_background_response(self) -> None:
         assert self._open_grant is not None
         assert self._stored is not None
 
         def on_end(outcome: Outcome, usage: Usage | None, detail: str) -> None:
-            self._settle(outcome, usage, detail=detail)
-            self._leave()
+            self._conclude(outcome, usage, detail=detail)
+            self._record_departure()
 
         self._services.background.follow(self._stored.response_id, self._open_grant.address, on_end)
 
     def end(self, retry_after_s: float) -> None:
         """End the request because the application stops, with an error event if the answer has begun."""
         if self._started:
-            message = "the server stopped in the middle of this answer, which is incomplete"
+            message = "the server stopped during this answer, which is incomplete: send the request again"
             rejection = RequestRejected(Outcome.FAILED, message, code=STOPPING_CODE)
         else:
             rejection = stopping(retry_after_s)
@@ -188,7 +193,9 @@ class ScheduledCall:
         self._times.submitted_at = submitted_at = monotonic()
         answer = await self._scheduler.acquire(submission, self._job.incoming.id_of_client)
         if isinstance(answer, Grant):
-            telemetry.on_grant(answer.dispatch, submission.spec.model, self._job.body.whole_at, submitted_at)
+            telemetry.on_grant(
+                answer.dispatch, submission.spec.model, self._job.body.received_at, submitted_at
+            )
         failure: UpstreamError | None = None
         while isinstance(answer, Grant):
             self._accept(answer)
@@ -202,7 +209,7 @@ class ScheduledCall:
                 return
             telemetry.put_back(submission.spec.model, failure.failure)
             self._trace.put_back(failure.failure)
-            # From here the scheduler client answers for the request, also if this task is cancelled.
+            # From here the scheduler client is responsible for the request, also if this task is cancelled.
             self._open_grant = None
             answer = await self._scheduler.put_back(
                 submission.request_id, answer.dispatch.replica_id, failure.failure, str(failure)
@@ -234,11 +241,11 @@ class ScheduledCall:
         try:
             is_stream = response.status == 200 and response.header(b"content-type").startswith(_EVENT_STREAM)
             if is_stream and self._job.assembles:
-                await self._pass_assembled(response)
+                await self._forward_assembled(response)
             elif is_stream:
-                await self._pass_stream(response, grant)
+                await self._forward_stream(response, grant)
             else:
-                await self._pass_whole(response)
+                await self._forward_non_streamed(response)
         finally:
             response.close()
 
@@ -251,8 +258,8 @@ class ScheduledCall:
         head = upstream_head(self._job.incoming, forwarded, address, len(body))
         return await self._services.upstream.send(address.server, head, body)
 
-    async def _pass_whole(self, response: UpstreamResponse) -> None:
-        """Pass on an answer in one piece. It is read completely first, so that a failure can be retried."""
+    async def _forward_non_streamed(self, response: UpstreamResponse) -> None:
+        """Forward a non-streamed answer. It is read completely first, so that a failure can be retried."""
         body = await response.read()
         failure = failure_of(response.status, response.headers, body)
         if failure is not None and self._may_retry(failure):
@@ -262,18 +269,18 @@ class ScheduledCall:
         if self._stored is not None and outcome is Outcome.COMPLETED:
             self._stored.on_answer(body)
         if not self._continues_in_background():
-            self._settle(outcome, usage, detail=str(failure or ""))
+            self._conclude(outcome, usage, detail=str(failure or ""))
         self._begin_answer()
         path, api = self._job.incoming.path, self._job.incoming.api
         headers, body = api.engine_answer(response.status, path, self._headers(response), body)
         if await self._has_commented():
-            event = api.whole_event(response.status, body)
+            event = api.body_event(response.status, body)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             await send_body(self._send, response.status, headers, body)
 
-    async def _pass_assembled(self, response: UpstreamResponse) -> None:
-        """Assemble a stream for a client that wants one piece. Failures can be retried until its end."""
+    async def _forward_assembled(self, response: UpstreamResponse) -> None:
+        """Forward a stream as a non-streamed answer. Failures can be retried until the end of the stream."""
         scanner, assembly = StreamScanner(hide_usage=False), AnswerAssembly()
         assembly.feed(await next_events(response, scanner))
         self._scheduler.first_token(self._job.submission.request_id)
@@ -282,22 +289,22 @@ class ScheduledCall:
         status, body = 200, assembly.error
         if body is None:
             body = assembly.whole()
-        elif scanner.error_is_engines:
+        elif scanner.is_engine_error:
             failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
             status = 500
         else:
             status = 400
-        self._settle_stream(scanner)
+        self._conclude_stream(scanner)
         self._begin_answer()
         headers = [pair for pair in self._headers(response) if pair[0] != b"content-type"]
         await send_body(self._send, status, [JSON_TYPE, *headers], body)
 
-    async def _pass_stream(self, response: UpstreamResponse, grant: Grant) -> None:
+    async def _forward_stream(self, response: UpstreamResponse, grant: Grant) -> None:
         scanner = StreamScanner(hide_usage=self._job.hide_usage)
         events = await first_events(response, scanner, self._job.announced)
-        if scanner.error is not None and scanner.error_is_engines:
+        if scanner.error is not None and scanner.is_engine_error:
             failure = engine_failure(scanner)
             if self._may_retry(failure):
                 raise failure
@@ -311,19 +318,19 @@ class ScheduledCall:
             await client({"type": "http.response.start", "status": 200, "headers": self._headers(response)})
         self._streams = True
         if not response.at_end:
-            gaps = self._services.telemetry.gaps_of(self._job.submission, grant.dispatch)
-            events = await StreamPassing(response, scanner, client, gaps).run(events)
+            itl = self._services.telemetry.itl_histogram(self._job.submission, grant.dispatch)
+            events = await StreamPassing(response, scanner, client, itl).run(events)
         if response.error is not None:
-            events += self._broken(response.error, scanner)
+            events += self._end_broken_stream(response.error, scanner)
         else:
-            self._settle_stream(scanner)
+            self._conclude_stream(scanner)
         if self._wants_receipt:
             events += self._times.receipt_comment(grant.dispatch)
         self._streams = False
         await client({"type": "http.response.body", "body": events, "more_body": False})
 
     def _may_retry(self, failure: UpstreamError) -> bool:
-        """Return whether another replica may mend a failure; an engine's own error is retried once."""
+        """Return whether a retry on another replica may succeed; an engine's own error is retried once."""
         if failure.failure is not DispatchFailure.ENGINE_ERROR:
             return True
         seen, self._engine_failed = self._engine_failed, True
@@ -337,10 +344,10 @@ class ScheduledCall:
         if job.queue_form is None:
             self._comments = QueuedComments(self._send, interval_s, headers)
         else:
-            telling = QueueSubscription(
+            subscription = QueueSubscription(
                 job.queue_form, partial(self._scheduler.watch, job.submission.request_id)
             )
-            self._comments = QueueUpdates(self._send, interval_s, headers, telling)
+            self._comments = QueueUpdates(self._send, interval_s, headers, subscription)
         self._comments.start()
 
     async def _has_commented(self) -> bool:
@@ -355,10 +362,12 @@ class ScheduledCall:
         self._started = True
         self._job.body.release()
 
-    def _broken(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
-        """Settle a stream that broke after its first byte, and return the error event that ends it."""
-        self._settle(Outcome.FAILED, scanner.usage, detail=str(error))
-        message = f"the engine stopped in the middle of its answer, which is incomplete: {error}"
+    def _end_broken_stream(self, error: UpstreamError, scanner: StreamScanner) -> bytes:
+        """Conclude a stream that failed after its first byte, and return the error event that ends it."""
+        self._conclude(Outcome.FAILED, scanner.usage, detail=str(error))
+        message = (
+            f"the engine failed during its answer, which is incomplete: send the request again ({error})"
+        )
         return self._job.incoming.api.error_event(RequestRejected(Outcome.FAILED, message))
 
     @property
@@ -370,10 +379,10 @@ class ScheduledCall:
         own = self._job.incoming.id_headers
         dispatch = self._grant.dispatch
         receipt = self._times.receipt_header(dispatch) if self._wants_receipt else []
-        return [*returned(response.headers), *own, *describing(dispatch), *receipt]
+        return [*response_headers(response.headers), *own, *dispatch_headers(dispatch), *receipt]
 
     async def _answer(self, rejection: RequestRejected) -> None:
-        """Send an error to the client, in its open stream or, if nothing was sent, as the answer."""
+        """Send an error to the client: in its open stream or, if nothing was sent, as the response."""
         if await self._has_commented() and not self._started:
             self._started = self._streams = True
         if self._streams:
@@ -396,8 +405,8 @@ class ScheduledCall:
         with contextlib.suppress(OSError, ClientGone):
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
-    def _settle(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
-        """Fix the outcome and release the grant; only the first call sets the outcome."""
+    def _conclude(self, outcome: Outcome, usage: Usage | None = None, detail: str = "") -> None:
+        """Set the outcome and release the grant; only the first call sets the outcome."""
         is_first = self._outcome is None
         if is_first:
             self._outcome, self._usage, self._detail = outcome, usage, detail
@@ -411,11 +420,11 @@ class ScheduledCall:
             times = self._times.finished(incoming.path, now, granted=False)
             self._scheduler.note_end(incoming.request_id, outcome, times)
 
-    def _settle_stream(self, scanner: StreamScanner) -> None:
+    def _conclude_stream(self, scanner: StreamScanner) -> None:
         self._times.engine = scanner.times
-        self._settle(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
+        self._conclude(stream_outcome(scanner), scanner.usage, detail=scanner.error or "")
 
-    def _concluded(self) -> ConcludedRequest:
+    def _conclusion_record(self) -> ConcludedRequest:
         incoming, submission, usage = self._job.incoming, self._job.submission, self._usage
         dispatch = self._grant.dispatch if self._grant is not None else None
         record = RequestRecord(

@@ -21,7 +21,7 @@ from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
 from serve_app.serving.gateway.answer.stream import usage_of
 from serve_app.serving.gateway.keys import Caller
-from serve_app.serving.gateway.request.headers import engine_head, returned, upstream_head
+from serve_app.serving.gateway.request.headers import engine_head, response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import ForwardJob, IncomingRequest, ResponseTerms
 from serve_app.serving.gateway.request.reader import RequestReader
 from serve_app.serving.gateway.upstream import (
@@ -229,7 +229,7 @@ class StoredResponses:
 
 async def _answer(response: UpstreamResponse, incoming: IncomingRequest, replica: ReplicaAddress) -> None:
     named = (b"x-replica", replica.replica_id.encode("latin-1", "replace"))
-    headers = [*returned(response.headers), *incoming.id_headers, named]
+    headers = [*response_headers(response.headers), *incoming.id_headers, named]
     if response.header(b"content-type").startswith(_EVENT_STREAM):
         await _stream(response, incoming, headers)
         return

@@ -164,20 +164,20 @@ class Telemetry:
         """Count a request as no longer in flight."""
         self.in_flight[model] -= 1
 
-    def on_grant(self, granted: Dispatch, model: str, whole_at: float, submitted_at: float) -> None:
+    def on_grant(self, granted: Dispatch, model: str, received_at: float, submitted_at: float) -> None:
         """Record the overhead of a request that has just received its first grant.
 
         Args:
-            whole_at: when the body was complete, on the monotonic clock.
+            received_at: when the body was complete, on the monotonic clock.
             submitted_at: when the request was submitted.
         """
-        self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - whole_at)
+        self.overhead[self._gateway_id, model, "parse"].observe(submitted_at - received_at)
         schedule_s = monotonic() - submitted_at - granted.queue_wait_s
         # The scheduler measures the wait on its own clock, so the difference may be slightly negative.
         self.overhead[self._gateway_id, model, "schedule"].observe(max(0.0, schedule_s))
 
-    def gaps_of(self, submission: Submission, granted: Dispatch) -> HistogramCell:
-        """Return the cell that records the inter-token gaps of a stream."""
+    def itl_histogram(self, submission: Submission, granted: Dispatch) -> HistogramCell:
+        """Return the cell that records the inter-token latencies of a stream."""
         return self._series_of(submission.spec.model, submission.priority, granted.pool).gaps
 
     def put_back(self, model: str, failure: DispatchFailure) -> None:

@@ -7,7 +7,7 @@ from serve_app.errors import Outcome
 from serve_app.serving.channel.scheduler_client import ReplicaAddress
 from serve_app.serving.gateway.answer.engine_answer import failure_of
 from serve_app.serving.gateway.answer.responses import EngineTimedOut, RequestRejected, send_body
-from serve_app.serving.gateway.request.headers import returned, upstream_head
+from serve_app.serving.gateway.request.headers import response_headers, upstream_head
 from serve_app.serving.gateway.request.incoming import IncomingRequest
 from serve_app.serving.gateway.upstream import (
     EngineSilentError,
@@ -38,7 +38,7 @@ class AnyReplica:
             RequestRejected: no replica answers.
         """
         response, answer = await self._try_replicas(replicas, incoming, forwarded, body)
-        headers = [*returned(response.headers), *incoming.id_headers]
+        headers = [*response_headers(response.headers), *incoming.id_headers]
         headers, answer = incoming.api.engine_answer(response.status, incoming.path, headers, answer)
         await send_body(incoming.send, response.status, headers, answer)
 

@@ -124,8 +124,8 @@ class ClientApi(Protocol):
         """Return the rejection as a server-sent event, for a stream that has begun."""
         ...
 
-    def whole_event(self, status: int, body: bytes) -> bytes:
-        """Return an engine's whole answer as a server-sent event."""
+    def body_event(self, status: int, body: bytes) -> bytes:
+        """Return an engine's non-streamed answer as a server-sent event."""
         ...
 
     def engine_answer(
@@ -154,7 +154,7 @@ class OpenAIApi:
         """Return an unnamed event."""
         return data_event(rejection.body())
 
-    def whole_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors have the same form
+    def body_event(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - errors have the same form
         """Return an unnamed event."""
         return data_event(body)
 
@@ -184,9 +184,9 @@ class AnthropicApi:
 
     def error_event(self, rejection: RequestRejected) -> bytes:
         """Return an event named `error`."""
-        return self.whole_event(400, self.error(rejection))
+        return self.body_event(400, self.error(rejection))
 
-    def whole_event(self, status: int, body: bytes) -> bytes:
+    def body_event(self, status: int, body: bytes) -> bytes:
         """Return an event, named `error` for errors."""
         return b"event: error\n" + data_event(body) if status >= 400 else data_event(body)
 

@@ -331,16 +331,16 @@ class StreamScanner:
         usage: last usage from the engine; None before the first.
         times: stage times that came with it; None if the engine reports none.
         error: error message from inside the stream; None without an error.
-        error_is_engines: the error is the engine's fault, not the request's.
+        is_engine_error: the error is the engine's fault, not the request's.
     """
 
-    __slots__ = ("_held", "_hide_usage", "error", "error_is_engines", "times", "usage")
+    __slots__ = ("_held", "_hide_usage", "error", "is_engine_error", "times", "usage")
 
     def __init__(self, *, hide_usage: bool) -> None:
         self.usage: Usage | None = None
         self.times: EngineTimes | None = None
         self.error: str | None = None
-        self.error_is_engines = False
+        self.is_engine_error = False
         self._hide_usage = hide_usage
         self._held = bytearray()
 
@@ -405,11 +405,11 @@ class StreamScanner:
         error = event.error
         if isinstance(error, _EngineError):
             self.error = error.message or "the engine reported an error"
-            self.error_is_engines = error.is_engines
+            self.is_engine_error = error.is_engines
         else:
             message_text = event.message if isinstance(event.message, str) else None
             self.error = error or message_text or "the engine reported an error"
-            self.error_is_engines = True
+            self.is_engine_error = True
 
 
 class Announcements:
@@ -495,7 +495,7 @@ def stream_outcome(scanner: StreamScanner) -> Outcome:
     """Return the outcome of a request whose stream is complete."""
     if scanner.error is None:
         return Outcome.COMPLETED
-    return Outcome.FAILED if scanner.error_is_engines else Outcome.REJECTED_INVALID
+    return Outcome.FAILED if scanner.is_engine_error else Outcome.REJECTED_INVALID
 
 
 class StreamPassing:

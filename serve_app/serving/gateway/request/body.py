@@ -111,16 +111,16 @@ class HeldBody:
 
     Attributes:
         data: its bytes; empty after release.
-        whole_at: arrival of its last byte, on the monotonic clock.
+        received_at: arrival of its last byte, on the monotonic clock.
     """
 
-    __slots__ = ("_budget", "_held_bytes", "data", "whole_at")
+    __slots__ = ("_budget", "_held_bytes", "data", "received_at")
 
     def __init__(self, budget: "BodyBudget") -> None:
         self._budget = budget
         self._held_bytes = 0
         self.data: bytes = b""
-        self.whole_at = 0.0
+        self.received_at = 0.0
 
     def grow(self, size: int) -> None:
         """Reserve memory for bytes that have arrived.

@@ -234,12 +234,12 @@ def _host_and_credentials(address: ReplicaAddress) -> str:
     return f"host: {host}:{address.port}\r\n{credentials}"
 
 
-def returned(raw: HeaderList) -> HeaderList:
+def response_headers(raw: HeaderList) -> HeaderList:
     """Return the headers of a replica's answer that are passed to the client."""
     return [(name, value) for name, value in raw if name not in _NOT_RETURNED]
 
 
-def describing(dispatch: Dispatch) -> HeaderList:
+def dispatch_headers(dispatch: Dispatch) -> HeaderList:
     """Return the headers that describe the dispatch of a request."""
     return [
         (b"x-queue-wait-ms", b"%.1f" % (dispatch.queue_wait_s * 1000)),

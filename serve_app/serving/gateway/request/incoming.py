@@ -90,7 +90,7 @@ class ForwardJob(msgspec.Struct, frozen=True, kw_only=True):
         forwarded: client header lines for the engine.
         body: body for the engine, without fields of the grant; released as soon as it cannot be sent again.
         hide_usage: the client did not request the usage event that ends the stream.
-        assembles: the engine streams, but the client wants one piece.
+        assembles: the engine streams, but the client requested a non-streamed answer.
         announced: events that begin a stream before its first token.
         response: terms of a stored response; None for other APIs.
         is_form: the body is a form, to which no fields can be added.

@@ -217,7 +217,7 @@ class RequestReader:
         except BaseException:
             held.release()
             raise
-        held.whole_at = monotonic()
+        held.received_at = monotonic()
         return held
 
     async def _receive(self, incoming: IncomingRequest, held: HeldBody, deadline: asyncio.Timeout) -> None:

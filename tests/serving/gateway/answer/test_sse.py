@@ -111,7 +111,7 @@ def test_an_error_inside_the_stream_is_noticed(document: object, engines: bool) 
     received, scanner = scan(event(document), [3])
     assert received == event(document)
     assert scanner.error == "boom"
-    assert scanner.error_is_engines is engines
+    assert scanner.is_engine_error is engines
 
 
 def test_words_about_errors_in_generated_text_are_not_errors() -> None:

@@ -120,7 +120,7 @@ def test_the_engines_own_connection_headers_do_not_return() -> None:
         (b"server", b"uvicorn"),
         (b"x-engine", b"1"),
     ]
-    assert headers.returned(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
+    assert headers.response_headers(raw) == [(b"content-type", b"text/plain"), (b"x-engine", b"1")]
 
 
 async def test_a_request_head_names_the_replica_and_carries_its_token() -> None:
