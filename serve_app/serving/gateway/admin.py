@@ -1,11 +1,13 @@
-"""Admin endpoints: `/debug`, the scheduling mode, pools of remote servers, and what-if replays.
+"""Admin endpoints: `/debug`, the scheduled share, endpoints of remote pools, and what-if simulations.
 
+GET   /admin/endpoints: the endpoints of remote pools; POST adds or restores one, DELETE removes one
+GET   /admin/mode: each model's scheduled share; POST changes it
 GET   /debug/queue, /debug/status, /debug/scaling, /debug/usage, /debug/costs, /debug/tuner
 GET   /debug/costs.csv: the same as `/debug/costs`, as a table
 GET   /debug/requests/ID: where the time of a request went, for ten minutes after its end
 GET   /debug/requests/ID/recording: the minutes around it, for a replay; no text
-GET   /debug/requests/ID/what-if: what would have helped it, by replays beside this gateway
-GET   /debug/capture: the requests of that time as a trace without text, one JSON document a line
+GET   /debug/requests/ID/what-if: what would have helped it, by simulations in a process beside this gateway
+GET   /debug/capture: the requests of the last ten minutes as a trace without text, as JSON Lines
 POST  /debug/tuner/freeze, /debug/tuner/thaw
 """
 
@@ -40,7 +42,7 @@ ENDPOINTS_METHODS = ("GET", "POST", "DELETE")
 _ACTIONS = {"POST": "add", "DELETE": "remove"}
 
 # The caller is interactive; a watcher that takes longer is being replaced.
-_TIMEOUT_S = 5.0
+_WATCHER_TIMEOUT_S = 5.0
 
 
 class EndpointChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,11 +58,11 @@ class PoolWatcher:
     """Access to the watcher of one pool.
 
     Attributes:
-        described: returns a description of each endpoint.
-        change: performs `add` or `remove` for a URL; the answer has `error` if that was rejected.
+        describe: returns a description of each endpoint.
+        change: performs `add` or `remove` for a URL; the result has `error` if that was rejected.
     """
 
-    described: Callable[[], Awaitable[list[dict[str, object]]]]
+    describe: Callable[[], Awaitable[list[dict[str, object]]]]
     change: Callable[[str, str], Awaitable[dict[str, object]]]
 
 
@@ -72,7 +74,7 @@ class EndpointAdmin:
         self._reader = reader
 
     async def serve(self, incoming: IncomingRequest) -> None:
-        """List the endpoints, add or restore one, or remove one; its running requests finish."""
+        """List, add, restore or remove endpoints. A removed endpoint completes its running requests."""
         self._reader.authenticate(incoming).check_admin()
         action = _ACTIONS.get(incoming.scope["method"])
         await (self._show(incoming) if action is None else self._change(action, incoming))
@@ -81,10 +83,10 @@ class EndpointAdmin:
         endpoints: list[dict[str, object]] = []
         for (model, pool), watcher in self._watchers.items():
             try:
-                found = await asyncio.wait_for(watcher.described(), _TIMEOUT_S)
+                found = await asyncio.wait_for(watcher.describe(), _WATCHER_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - whatever keeps one watcher from answering
                 found = [{"pool": pool, "error": f"its watcher does not respond: {error!r}"}]
-            endpoints += [{"model": model, **one} for one in found]
+            endpoints += [{"model": model, **endpoint} for endpoint in found]
         await send_json(incoming.send, 200, encode({"endpoints": endpoints}), [])
 
     async def _change(self, action: str, incoming: IncomingRequest) -> None:
@@ -97,10 +99,10 @@ class EndpointAdmin:
             ) from exc
         finally:
             held.release()
-        model, pool = self._chosen(change)
+        model, pool = self._select_pool(change)
         try:
             answer = await asyncio.wait_for(
-                self._watchers[model, pool].change(action, change.url), _TIMEOUT_S
+                self._watchers[model, pool].change(action, change.url), _WATCHER_TIMEOUT_S
             )
         except Exception as exc:
             message = f"the watcher of pool {pool} does not respond: {exc!r}; retry later"
@@ -109,28 +111,33 @@ class EndpointAdmin:
             raise RequestRejected(Outcome.REJECTED_INVALID, str(answer["error"]), param="url")
         await send_json(incoming.send, 200, encode({"model": model, "pool": pool, **answer}), [])
 
-    def _chosen(self, change: EndpointChange) -> tuple[str, str]:
-        fitting = [
+    def _select_pool(self, change: EndpointChange) -> tuple[str, str]:
+        matches = [
             (model, pool)
             for model, pool in self._watchers
             if change.model in (None, model) and change.pool in (None, pool)
         ]
-        if len(fitting) == 1:
-            return fitting[0]
-        there = ", ".join(f"{pool} of {model}" for model, pool in self._watchers) or "none"
-        what = "several pools match: specify model and pool" if fitting else "no such pool of endpoints"
-        raise RequestRejected(Outcome.REJECTED_INVALID, f"{what}; pools: {there}", param="pool")
+        if len(matches) == 1:
+            return matches[0]
+        known = ", ".join(f"{model}/{pool}" for model, pool in self._watchers) or "none"
+        given = (("model", change.model), ("pool", change.pool))
+        if matches:
+            problem = "several remote pools match: specify model and pool"
+        else:
+            wanted = " and ".join(f"{name} {value!r}" for name, value in given if value is not None)
+            problem = f"no remote pool matches {wanted or 'the request'}"
+        raise RequestRejected(Outcome.REJECTED_INVALID, f"{problem}; remote pools: {known}", param="pool")
 
 
 # Admin queries to schedulers, which a gateway forwards over the control channel.
 
 
 # The caller is interactive, and a healthy scheduler answers sooner.
-VIEW_TIMEOUT_S = 5.0
+QUERY_TIMEOUT_S = 5.0
 
 
-class SchedulerViews(Protocol):
-    """Admin interface of one model's scheduler."""
+class SchedulerQueries(Protocol):
+    """Interface for admin queries to one model's scheduler."""
 
     async def query(self, name: str, **arguments: Any) -> Any:
         """Return the answer to a query defined by `scheduler.queries.AdminQueries`.
@@ -142,7 +149,7 @@ class SchedulerViews(Protocol):
 
 
 async def query_scheduler(
-    model: str, views: SchedulerViews, query: str, within_s: float = VIEW_TIMEOUT_S, **arguments: Any
+    model: str, scheduler: SchedulerQueries, query: str, within_s: float = QUERY_TIMEOUT_S, **arguments: Any
 ) -> Any:
     """Query the scheduler of one model.
 
@@ -150,25 +157,25 @@ async def query_scheduler(
         RequestRejected: it does not answer.
     """
     try:
-        return await asyncio.wait_for(views.query(query, **arguments), within_s)
+        return await asyncio.wait_for(scheduler.query(query, **arguments), within_s)
     except Exception as error:
         message = f"the scheduler of {model} does not respond: {error!r}; retry later"
         raise RequestRejected(Outcome.REJECTED_NO_REPLICA, message, retry_after_s=1.0) from error
 
 
-Query = Callable[[str, SchedulerViews], Awaitable[Mapping[str, Any]]]
+Query = Callable[[str, SchedulerQueries], Awaitable[Mapping[str, Any]]]
 """A query to a model's scheduler, given the model's name."""
 
 
 async def query_all(
-    views: Mapping[str, SchedulerViews],
+    queries: Mapping[str, SchedulerQueries],
     query: Query,
 ) -> list[Mapping[str, Any]]:
     """Query each model's scheduler; a failed query yields the model's name and the error."""
     answers: list[Mapping[str, Any]] = []
-    for model, each in views.items():
+    for model, scheduler in queries.items():
         try:
-            answers.append(await asyncio.wait_for(query(model, each), VIEW_TIMEOUT_S))
+            answers.append(await asyncio.wait_for(query(model, scheduler), QUERY_TIMEOUT_S))
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering
             answers.append({"model": model, "error": f"its scheduler does not respond: {error!r}"})
     return answers
@@ -192,22 +199,22 @@ class ModeChange(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ModeAdmin:
-    """The `/admin/mode` API, over the views of each model."""
+    """The `/admin/mode` API, backed by each model's scheduler."""
 
-    def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
-        self._views = views
+    def __init__(self, queries: Mapping[str, SchedulerQueries], reader: RequestReader) -> None:
+        self._queries = queries
         self._reader = reader
 
     async def serve(self, incoming: IncomingRequest) -> None:
         """Return each model's scheduled share and queue times, after applying a requested change."""
         self._reader.authenticate(incoming).check_admin()
-        chosen = self._views
+        chosen = self._queries
         if incoming.scope["method"] == "POST":
-            chosen = await self._changed(incoming)
-        models = await query_all(chosen, lambda _model, views: views.query("mode"))
+            chosen = await self._apply_change(incoming)
+        models = await query_all(chosen, lambda _model, scheduler: scheduler.query("mode"))
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
-    async def _changed(self, incoming: IncomingRequest) -> Mapping[str, SchedulerViews]:
+    async def _apply_change(self, incoming: IncomingRequest) -> Mapping[str, SchedulerQueries]:
         held = await self._reader.body(incoming)
         try:
             change = msgspec.json.decode(held.data, type=ModeChange)
@@ -216,23 +223,23 @@ class ModeAdmin:
             raise RequestRejected(Outcome.REJECTED_INVALID, message) from exc
         finally:
             held.release()
-        if change.model is not None and change.model not in self._views:
-            known = ", ".join(self._views)
+        if change.model is not None and change.model not in self._queries:
+            known = ", ".join(self._queries)
             raise RequestRejected(
                 Outcome.REJECTED_INVALID,
                 f"unknown model {change.model!r}; models: {known}",
                 param="model",
             )
-        chosen = self._views if change.model is None else {change.model: self._views[change.model]}
-        for model, views in chosen.items():
-            await query_scheduler(model, views, "change_mode", active_share=change.active_share)
+        chosen = self._queries if change.model is None else {change.model: self._queries[change.model]}
+        for model, scheduler in chosen.items():
+            await query_scheduler(model, scheduler, "change_mode", active_share=change.active_share)
         return chosen
 
 
 # What-if replays of recorded traffic, in a low-priority process next to the gateway.
 
 
-# About two dozen replays, each with 0.7 ms of CPU time per request.
+# A what-if runs about 24 replays, at 0.7 ms of CPU time per request each.
 TIME_LIMIT_S = 120.0
 _RETRY_S = 10.0
 _MODULE = "serve_app.tuning.counterfactuals"
@@ -255,7 +262,7 @@ class Replays:
         if self._is_busy:
             raise RequestRejected(
                 Outcome.REJECTED_QUEUE_FULL,
-                "this gateway is replaying another request: retry in some seconds",
+                f"this gateway is already replaying another request: retry in {_RETRY_S:g} s",
                 retry_after_s=_RETRY_S,
             )
         self._is_busy = True
@@ -271,7 +278,7 @@ class Replays:
 
     async def _run(self, recording: bytes) -> dict[str, Any]:
         # This process's `sys.path` has the working directory that Ray ships; a new process would not find it.
-        path = os.pathsep.join(place for place in sys.path if place)
+        path = os.pathsep.join(folder for folder in sys.path if folder)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self._module),
             stdin=asyncio.subprocess.PIPE,
@@ -285,8 +292,8 @@ class Replays:
         except TimeoutError as error:
             raise RequestRejected(
                 Outcome.FAILED,
-                f"the replay takes longer than {self._time_limit_s:g} s: `python -m serve_app explain ID "
-                "--what-if` replays on your machine, without a limit",
+                f"the replay exceeded {self._time_limit_s:g} s: to replay on your machine without a limit, "
+                "run `python -m serve_app explain ID --what-if`",
                 code="replay_timeout",
                 status=504,
             ) from error
@@ -344,25 +351,24 @@ RECEIPTS_PATH = "/debug/requests/"
 RECORDING, WHAT_IF = "/recording", "/what-if"
 _RECORDING_TIMEOUT_S = 15.0
 _NO_RECEIPT = (
-    "no receipt of this request. Receipts are stored for ten minutes after the end of a request, for the "
-    "last 20,000 requests, and not across a restart of the scheduler. Requests that the gateway rejected "
-    "have none (invalid body, key or model, or no connected scheduler): see the response and the log line. "
-    "Use the x-request-id of the response"
+    "no receipt for {request_id!r}: use the x-request-id of the response. Receipts expire ten minutes after "
+    "the end of a request, after 20,000 newer ones, or at a restart of the scheduler. Requests that the "
+    "gateway rejected (invalid body, key or model, or no connected scheduler) have none: see the log line"
 )
 _NOT_ENDED = (
     "this request has not ended, or was admitted by an earlier scheduler: its recording is available after "
     "its end"
 )
-_LINES = (b"content-type", b"application/jsonl")
-_TABLE = (b"content-type", b"text/csv; charset=utf-8")
+_JSONL_TYPE = (b"content-type", b"application/jsonl")
+_CSV_TYPE = (b"content-type", b"text/csv; charset=utf-8")
 _THAWED = "the tuner is thawed: trials are allowed again"
 
 
 class DebugPages:
-    """The `/debug` endpoints, over the views of each model."""
+    """The `/debug` endpoints, backed by each model's scheduler."""
 
-    def __init__(self, views: Mapping[str, SchedulerViews], reader: RequestReader) -> None:
-        self._views = views
+    def __init__(self, queries: Mapping[str, SchedulerQueries], reader: RequestReader) -> None:
+        self._queries = queries
         self._reader = reader
         self._replays = Replays()
 
@@ -370,14 +376,14 @@ class DebugPages:
     def routes(self) -> dict[str, tuple[str, Callable[[IncomingRequest], Awaitable[None]]]]:
         """The method and the handler of each path."""
         pages: dict[str, tuple[str, Query]] = {
-            "/debug/queue": ("GET", lambda _model, views: views.query("queue")),
-            "/debug/status": ("GET", lambda _model, views: views.query("status")),
-            "/debug/scaling": ("GET", lambda _model, views: views.query("scaling")),
-            "/debug/usage": ("GET", lambda _model, views: views.query("usage")),
-            "/debug/costs": ("GET", lambda _model, views: views.query("costs")),
+            "/debug/queue": ("GET", lambda _model, scheduler: scheduler.query("queue")),
+            "/debug/status": ("GET", lambda _model, scheduler: scheduler.query("status")),
+            "/debug/scaling": ("GET", lambda _model, scheduler: scheduler.query("scaling")),
+            "/debug/usage": ("GET", lambda _model, scheduler: scheduler.query("usage")),
+            "/debug/costs": ("GET", lambda _model, scheduler: scheduler.query("costs")),
             "/debug/tuner": ("GET", _tuner),
-            "/debug/tuner/freeze": ("POST", partial(_freeze, "frozen by an admin")),
-            "/debug/tuner/thaw": ("POST", partial(_freeze, "")),
+            "/debug/tuner/freeze": ("POST", partial(_set_frozen, "frozen by an admin")),
+            "/debug/tuner/thaw": ("POST", partial(_set_frozen, "")),
         }
         shown = {path: (method, partial(self._show, query)) for path, (method, query) in pages.items()}
         return {
@@ -399,68 +405,75 @@ class DebugPages:
             return
         request_id = unquote(name)
         found_by = await query_all(
-            self._views, lambda _, views: views.query("receipt", request_id=request_id)
+            self._queries, lambda _, scheduler: scheduler.query("receipt", request_id=request_id)
         )
         for found in found_by:
             if "request_id" in found:
                 await send_json(incoming.send, 200, encode(found), [])
                 return
-        raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+        raise _no_receipt(request_id)
 
     async def _replay(self, incoming: IncomingRequest, request_id: str) -> None:
         """Return the recording around a request, or its what-if analysis."""
-        for model, views in self._views.items():
+        for model, scheduler in self._queries.items():
             recording = await query_scheduler(
-                model, views, "recording", _RECORDING_TIMEOUT_S, request_id=request_id
+                model, scheduler, "recording", _RECORDING_TIMEOUT_S, request_id=request_id
             )
             if recording and incoming.path.endswith(RECORDING):
                 await send_body(incoming.send, 200, [JSON_TYPE], recording.encode())
                 return
             if recording:
-                analysis = await _with_name(await self._replays.what_if(recording), model, views)
+                analysis = await _with_tenant_name(await self._replays.what_if(recording), model, scheduler)
                 await send_json(incoming.send, 200, encode(analysis), [])
                 return
-            if "request_id" in await query_scheduler(model, views, "receipt", request_id=request_id):
+            if "request_id" in await query_scheduler(model, scheduler, "receipt", request_id=request_id):
                 raise RequestRejected(Outcome.REJECTED_INVALID, _NOT_ENDED, code="not_ended", status=409)
-        raise RequestRejected(Outcome.REJECTED_INVALID, _NO_RECEIPT, code="not_found", status=404)
+        raise _no_receipt(request_id)
 
     async def _capture(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
         lines = b""
-        for model, views in self._views.items():
-            for line in await query_scheduler(model, views, "capture"):
+        for model, scheduler in self._queries.items():
+            for line in await query_scheduler(model, scheduler, "capture"):
                 lines += encode({**line, "model": model}) + b"\n"
-        await send_body(incoming.send, 200, [_LINES], lines)
+        await send_body(incoming.send, 200, [_JSONL_TYPE], lines)
 
     async def _cost_table(self, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await query_all(self._views, lambda _model, views: views.query("costs"))
+        models = await query_all(self._queries, lambda _model, scheduler: scheduler.query("costs"))
         if errors := [f"{model['model']}: {model['error']}" for model in models if "error" in model]:
             # A partial table would be indistinguishable from a complete one.
             message = "; ".join(errors)
             raise RequestRejected(Outcome.FAILED, message, code="scheduler_unavailable", status=503)
-        await send_body(incoming.send, 200, [_TABLE], cost_table(models).encode())
+        await send_body(incoming.send, 200, [_CSV_TYPE], cost_table(models).encode())
 
     async def _show(self, query: Query, incoming: IncomingRequest) -> None:
         self._reader.authenticate(incoming).check_admin()
-        models = await query_all(self._views, query)
+        models = await query_all(self._queries, query)
         await send_json(incoming.send, 200, encode({"models": models}), [])
 
 
-async def _with_name(analysis: dict[str, Any], model: str, views: SchedulerViews) -> dict[str, Any]:
-    """Return a what-if answer with the name of the omitted tenant, if its receipt still exists."""
+def _no_receipt(request_id: str) -> RequestRejected:
+    message = _NO_RECEIPT.format(request_id=request_id)
+    return RequestRejected(Outcome.REJECTED_INVALID, message, code="not_found", status=404)
+
+
+async def _with_tenant_name(
+    analysis: dict[str, Any], model: str, scheduler: SchedulerQueries
+) -> dict[str, Any]:
+    """Return a what-if analysis with the name of the omitted tenant, if its receipt still exists."""
     example = example_of_tenant(analysis)
-    receipt = await query_scheduler(model, views, "receipt", request_id=example) if example else {}
+    receipt = await query_scheduler(model, scheduler, "receipt", request_id=example) if example else {}
     return with_tenant_name(analysis, receipt["tenant"]) if "tenant" in receipt else analysis
 
 
-async def _tuner(model: str, views: SchedulerViews) -> Mapping[str, Any]:
+async def _tuner(model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
     """Return the part of the status that describes the tuner."""
-    status = await views.query("status")
+    status = await scheduler.query("status")
     return {"model": model, **status["tuner"]}
 
 
-async def _freeze(reason: str, model: str, views: SchedulerViews) -> Mapping[str, Any]:
+async def _set_frozen(reason: str, model: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
     """Freeze the tuner with a reason, or thaw it with an empty one, and describe the effect."""
-    await views.query("freeze", reason=reason)
+    await scheduler.query("freeze", reason=reason)
     return {"model": model, "frozen": reason, "message": _FROZEN if reason else _THAWED}

@@ -25,7 +25,7 @@ from serve_app.serving.gateway.admin import (
     EndpointAdmin,
     ModeAdmin,
     PoolWatcher,
-    SchedulerViews,
+    SchedulerQueries,
 )
 from serve_app.serving.gateway.answer.client import ClientGone, StallWatch
 from serve_app.serving.gateway.answer.client_api import send_rejection
@@ -77,7 +77,7 @@ class Gateway:
     Args:
         schedulers: by model name.
         gateway_id: unique among all gateways; prefix of every request id.
-        views: admin views of each model's scheduler, by model name.
+        queries: admin queries of each model's scheduler, by model name.
         tls: for connections to replicas.
         watchers: watchers of endpoint pools, by model and pool.
 
@@ -90,7 +90,7 @@ class Gateway:
         settings: GatewaySettings,
         schedulers: Mapping[str, SchedulerClient],
         gateway_id: str,
-        views: Mapping[str, SchedulerViews] | None = None,
+        queries: Mapping[str, SchedulerQueries] | None = None,
         tls: TlsSettings | None = None,
         watchers: Mapping[tuple[str, str], PoolWatcher] | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class Gateway:
         self._settings = settings
         self._http = with_cors(self._serve, settings.cors)
         self._schedulers = schedulers
-        self._views = views or {}
+        self._queries = queries or {}
         self._served = ServedModels(settings.models, schedulers)
         self._tracer = make_tracer(gateway_id) if settings.tracing else None
         self._reader = RequestReader(settings, self._served, gateway_id, self._tracer)
@@ -127,12 +127,12 @@ class Gateway:
         )
         self._stored = StoredResponses(self._upstream, schedulers, self._reader, holders)
         self._any_replica = AnyReplica(self._upstream)
-        self._dashboard = Dashboard(Frames(self._views, gateway_id), self._reader)
+        self._dashboard = Dashboard(Frames(self._queries, gateway_id), self._reader)
         self._calls: set[ScheduledCall] = set()
         self._call_ended = asyncio.Event()
         # `Retry-After` of rejections, in seconds, once the application stops.
         self._stopping_retry_after_s: float | None = None
-        self._debug = DebugPages(self._views, self._reader)
+        self._debug = DebugPages(self._queries, self._reader)
         self._routes = self._routing_table(watchers or {})
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ class Gateway:
         """Return the allowed methods and the handler of each path."""
         engine_pages = EnginePages(self._upstream, self._schedulers, self._metrics_endpoint.check)
         endpoint_admin = EndpointAdmin(watchers, self._reader)
-        mode_admin = ModeAdmin(self._views, self._reader)
+        mode_admin = ModeAdmin(self._queries, self._reader)
         return {
             **dict.fromkeys((*SCHEDULED, *FORMS), ("POST", self._scheduled)),
             **dict.fromkeys(UNSCHEDULED, ("POST", self._forward_unscheduled)),

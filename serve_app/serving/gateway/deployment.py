@@ -165,7 +165,7 @@ def without_request_id(app: ASGIApp) -> ASGIApp:
 
 
 def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:
-    async def described() -> list[dict[str, object]]:
+    async def describe() -> list[dict[str, object]]:
         found: list[dict[str, object]] = await handle.described.remote()
         return found
 
@@ -173,4 +173,4 @@ def _watcher_of(handle: DeploymentHandle[Any]) -> PoolWatcher:
         answer: dict[str, object] = await handle.change.remote(action, url)
         return answer
 
-    return PoolWatcher(described, change)
+    return PoolWatcher(describe, change)

@@ -406,18 +406,18 @@ def rejection(outcome: Outcome, message: str = "", retry_after_s: float | None =
 _numbers = itertools.count()
 
 
-def gateway(dispatcher: SchedulerClient, views: Any = None, **changes: Any) -> Gateway:
+def gateway(dispatcher: SchedulerClient, queries: Any = None, **changes: Any) -> Gateway:
     """Build a gateway with one model.
 
     Args:
-        views: answers admin queries; None has no answers.
+        queries: answers admin queries; None has no answers.
     """
     settings = {
         "models": (ServedModel(name=MODEL, max_model_len=4096),),
         "upstream": UpstreamSettings(connect_timeout_s=2.0),
         **changes,
     }
-    seen = {} if views is None else {MODEL: views}
+    seen = {} if queries is None else {MODEL: queries}
     return Gateway(GatewaySettings(**settings), {MODEL: dispatcher}, f"gw{next(_numbers)}", seen)
 
 
@@ -447,15 +447,15 @@ class Answers:
 
 
 @contextlib.asynccontextmanager
-async def admin_client(views: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def admin_client(queries: Mapping[str, Answers], **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Run a gateway over these schedulers; yield a client with an admin key. `k2` is another tenant's key.
 
     Args:
-        views: by model.
+        queries: fake schedulers, by model.
     """
     keys = (ApiKey(tenant="ops", key="k1", admin=True), ApiKey(tenant="t", key="k2"))
-    settings = {"models": tuple(ServedModel(name=name) for name in views), "keys": keys, **changes}
-    app = Gateway(GatewaySettings(**settings), {name: FakeDispatcher([]) for name in views}, "gw", views)
+    settings = {"models": tuple(ServedModel(name=name) for name in queries), "keys": keys, **changes}
+    app = Gateway(GatewaySettings(**settings), {name: FakeDispatcher([]) for name in queries}, "gw", queries)
     headers = {"authorization": "Bearer k1"}
     async with (
         serving(app) as port,

@@ -1,4 +1,4 @@
-"""Admin endpoints: inspection and cancellation, for every model behind a gateway."""
+"""Debug endpoints: queue, status and tuner, for every model behind a gateway."""
 
 from typing import Any, NoReturn
 
@@ -9,19 +9,19 @@ from tests.serving.gateway.builders import Answers, admin_client
 OTHER = {"authorization": "Bearer k2"}
 
 
-async def silent(*_: str) -> NoReturn:
+async def unreachable(*_: str) -> NoReturn:
     raise ConnectionError("gone")
 
 
-@pytest.mark.parametrize("question", ["queue", "status"])
-async def test_each_scheduler_is_queried_and_a_silent_one_is_named(question: str) -> None:
-    async def shown() -> dict[str, Any]:
+@pytest.mark.parametrize("query", ["queue", "status"])
+async def test_each_scheduler_is_queried_and_an_unreachable_one_is_named(query: str) -> None:
+    async def answer() -> dict[str, Any]:
         return {"model": "a", "waiting": 3}
 
-    views = {"a": Answers(**{question: shown}), "b": Answers(**{question: silent})}
-    async with admin_client(views) as http:
-        first, second = (await http.get(f"/debug/{question}")).json()["models"]
-        rejected = await http.get(f"/debug/{question}", headers=OTHER)
+    schedulers = {"a": Answers(**{query: answer}), "b": Answers(**{query: unreachable})}
+    async with admin_client(schedulers) as http:
+        first, second = (await http.get(f"/debug/{query}")).json()["models"]
+        rejected = await http.get(f"/debug/{query}", headers=OTHER)
     assert first == {"model": "a", "waiting": 3}
     assert second["model"] == "b"
     assert "gone" in second["error"]
@@ -33,14 +33,14 @@ async def test_the_tuner_of_each_model_can_be_inspected_alone() -> None:
         return {"model": "a", "waiting": 3, "tuner": {"mode": "on", "state": "searching"}}
 
     async with admin_client({"a": Answers(status=status)}) as http:
-        answer = await http.get("/debug/tuner")
-    assert answer.json() == {"models": [{"model": "a", "mode": "on", "state": "searching"}]}
+        response = await http.get("/debug/tuner")
+    assert response.json() == {"models": [{"model": "a", "mode": "on", "state": "searching"}]}
 
 
 async def test_admins_freeze_and_thaw_every_tuner() -> None:
     freezes: list[tuple[str, str]] = []
 
-    def views(model: str) -> Answers:
+    def scheduler(model: str) -> Answers:
         async def freeze(reason: str) -> None:
             if model == "b" and not reason:
                 raise ConnectionError("gone")
@@ -48,21 +48,21 @@ async def test_admins_freeze_and_thaw_every_tuner() -> None:
 
         return Answers(freeze=freeze)
 
-    async with admin_client({name: views(name) for name in "ab"}) as http:
+    async with admin_client({name: scheduler(name) for name in "ab"}) as http:
         assert (await http.post("/debug/tuner/freeze", headers=OTHER)).status_code == 403
         assert freezes == []
-        (answered, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
-        assert "there are no trials until POST /debug/tuner/thaw" in answered["message"]
+        (frozen, _) = (await http.post("/debug/tuner/freeze")).json()["models"]
+        assert "there are no trials until POST /debug/tuner/thaw" in frozen["message"]
         assert freezes == [("a", "frozen by an admin"), ("b", "frozen by an admin")]
-        answer = (await http.post("/debug/tuner/thaw")).json()["models"]
+        first, second = (await http.post("/debug/tuner/thaw")).json()["models"]
     thawed = "the tuner is thawed: trials are allowed again"
-    assert answer[0] == {"model": "a", "frozen": "", "message": thawed}
-    assert "gone" in answer[1]["error"]
+    assert first == {"model": "a", "frozen": "", "message": thawed}
+    assert "gone" in second["error"]
 
 
-async def test_a_foreign_page_cannot_freeze_the_tuner_of_a_laptop() -> None:
+async def test_a_cross_origin_request_cannot_freeze_a_tuner_without_keys() -> None:
     async with admin_client({"a": Answers()}, keys=()) as http:
         del http.headers["authorization"]
-        answer = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})
-        looked = [await http.get(f"/debug/{view}") for view in ("queue", "status", "tuner")]
-    assert [each.status_code for each in (answer, *looked)] == [401] * 4
+        post = await http.post("/debug/tuner/freeze", headers={"origin": "https://evil.example"})
+        gets = [await http.get(f"/debug/{path}") for path in ("queue", "status", "tuner")]
+    assert [response.status_code for response in (post, *gets)] == [401] * 4

@@ -134,11 +134,11 @@ async def watched(
             await other.start()
         client = await world.gateway()
 
-        async def described() -> list[dict[str, object]]:
+        async def describe() -> list[dict[str, object]]:
             return watcher.described()
 
         served = GatewaySettings(models=(ServedModel(name=model, max_model_len=4096),), keys=(ADMIN,))
-        watchers = {(model, POOL): PoolWatcher(described, watcher.change)}
+        watchers = {(model, POOL): PoolWatcher(describe, watcher.change)}
         app = Gateway(served, {model: client}, "gw", watchers=watchers)
         stack.callback(app.close)
         url = await stack.enter_async_context(serving(app))

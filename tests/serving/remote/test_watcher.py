@@ -129,17 +129,17 @@ async def test_an_admins_choices_persist_across_a_restart(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "text"),
     [
         ({"url": "no url"}, 400, "http://host:8000"),
-        ({"url": "http://a:1", "pool": "other"}, 400, "short of tiny"),
+        ({"url": "http://a:1", "pool": "other"}, 400, "pool 'other'; remote pools: tiny/short"),
         ({"uri": "http://a:1"}, 400, "the body must be like"),
     ],
 )
-async def test_mistakes_of_an_admin_are_reported(body: dict[str, Any], status: int, says: str) -> None:
+async def test_mistakes_of_an_admin_are_reported(body: dict[str, Any], status: int, text: str) -> None:
     async with watched() as fleet:
         answer = await fleet.http.post("/admin/endpoints", json=body)
-        assert (answer.status_code, says in answer.text) == (status, True), answer.text
+        assert (answer.status_code, text in answer.text) == (status, True), answer.text
         unknown = await fleet.http.request("DELETE", "/admin/endpoints", json={"url": "http://a:1"})
         assert "has no endpoint" in unknown.text
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serve_app.errors import Outcome
-from serve_app.serving.gateway.admin import SchedulerViews
+from serve_app.serving.gateway.admin import SchedulerQueries
 from serve_app.serving.gateway.answer.client import ClientGone
 from serve_app.serving.gateway.answer.responses import (
     HeaderList,
@@ -42,7 +42,7 @@ class Frames:
     """Renderer of frames, shared by all watchers; a context manager around each watcher.
 
     Args:
-        views: by model.
+        queries: admin queries of each model's scheduler, by model.
         gateway_id: included in each frame, because each gateway has its own watchers.
         interval_s: time between two frames, in seconds.
 
@@ -52,9 +52,9 @@ class Frames:
     """
 
     def __init__(
-        self, views: Mapping[str, SchedulerViews], gateway_id: str, interval_s: float = INTERVAL_S
+        self, queries: Mapping[str, SchedulerQueries], gateway_id: str, interval_s: float = INTERVAL_S
     ) -> None:
-        self._views = views
+        self._queries = queries
         self._gateway_id = gateway_id
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
@@ -112,7 +112,7 @@ class Frames:
             await asyncio.sleep(max(0.0, began + self._interval_s - loop.time()))
 
     async def _frame(self) -> bytes:
-        models = await asyncio.gather(*(self._model(name, each) for name, each in self._views.items()))
+        models = await asyncio.gather(*(self._model(name, each) for name, each in self._queries.items()))
         return encode(
             {
                 "at": time.time(),
@@ -122,9 +122,11 @@ class Frames:
             }
         )
 
-    async def _model(self, name: str, views: SchedulerViews) -> Mapping[str, Any]:
+    async def _model(self, name: str, scheduler: SchedulerQueries) -> Mapping[str, Any]:
         try:
-            found: Mapping[str, Any] = await asyncio.wait_for(views.query("overview"), _RESPONSE_TIMEOUT_S)
+            found: Mapping[str, Any] = await asyncio.wait_for(
+                scheduler.query("overview"), _RESPONSE_TIMEOUT_S
+            )
         except TimeoutError:
             return {"model": name, "error": f"its scheduler has not responded for {_RESPONSE_TIMEOUT_S:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever keeps one scheduler from answering

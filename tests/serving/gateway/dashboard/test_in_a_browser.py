@@ -331,9 +331,9 @@ async def test_one_of_several_models_is_chosen(stage: PageStage, page: BrowserPa
     async def nothing(_: str = "") -> Any:
         return {}
 
-    views = stage.app._dashboard._frames._views
-    assert isinstance(views, dict)
-    views["other"] = Answers(queue=nothing, status=nothing, freeze=nothing, overview=other)
+    queries = stage.app._dashboard._frames._queries
+    assert isinstance(queries, dict)
+    queries["other"] = Answers(queue=nothing, status=nothing, freeze=nothing, overview=other)
     await live(page)
     choice = "document.getElementById('model')"
     assert await page.evaluate(f"[...{choice}.options].map((each) => each.value)") == [MODEL, "other"]
