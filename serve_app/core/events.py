@@ -89,7 +89,7 @@ class Cancelled:
 class GatewayLost:
     """A gateway is lost, and its queued requests with it.
 
-    Running requests remain charged until they are cancelled, because an engine may still process them.
+    Running requests keep their holds until they are cancelled, because an engine may still process them.
     """
 
     gateway_id: str
@@ -126,7 +126,7 @@ class PartitionChanged:
 
 @dataclass(frozen=True, slots=True)
 class Retuned:
-    """Settings in `retuning.RETUNABLE` change, without an effect on the order of queued requests."""
+    """Settings in `retuning.RETUNABLE` change. They apply to all further decisions; no queue is rebuilt."""
 
     settings: SchedulerSettings
 

@@ -1,4 +1,4 @@
-"""Retuning: the settings that may change in a running scheduler without an effect on the order in its queues.
+"""Retuning: the settings that may change in a running scheduler, without rebuilding its queues.
 
 They are read for each decision: the weights of the score, the limits of prefill isolation, and the targets of
 backpressure. All others are part of the state of queues, accounts or reservations. Changing them requires a

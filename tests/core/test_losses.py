@@ -67,7 +67,7 @@ def test_a_request_rejected_by_a_short_engine_as_too_long_is_sent_to_the_long_po
     assert (rejection.outcome, rejection.message) == (Outcome.REJECTED_TOO_LONG, message)
 
 
-def test_a_lost_gateway_releases_waiting_requests_and_running_ones_stay_charged(driver: ManualDriver) -> None:
+def test_a_lost_gateway_releases_queued_requests_and_running_ones_retain_holds(driver: ManualDriver) -> None:
     for number in range(40):
         driver.arrive(f"r{number}", prompt_tokens=2_000, gateway_id="g2")
     running = {r.request.request_id for r in driver.scheduler.requests_of("g2") if r.replica_id is not None}

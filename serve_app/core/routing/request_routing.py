@@ -74,8 +74,8 @@ class RequestRouting:
 
     def discard_ended(self, now: float) -> None:
         """Remove the ended grace periods after queued requests were routed again."""
-        overdue = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
-        for missing in overdue:
+        ended = [each for each, since in self._missing_since.items() if now >= since + self._grace_s]
+        for missing in ended:
             del self._missing_since[missing]
 
     def _route_bound(
@@ -87,8 +87,9 @@ class RequestRouting:
             # earlier scheduler sent has no pool yet.
             pool = "" if replica is None else replica.spec.pool
             pools = (pool,) if pool else self._router.order()[-1:]
-            lost_response = _lost_response(bound_to) if self._is_overdue(Destination(bound_to), now) else None
-            return pools, self._admission.outage_rejection(request, pools, now) or lost_response
+            has_ended = self._grace_has_ended(Destination(bound_to), now)
+            rejection = self._admission.outage_rejection(request, pools, now)
+            return pools, rejection or (_lost_response(bound_to) if has_ended else None)
         self._missing_since.pop(Destination(bound_to), None)
         pools = (replica.spec.pool,)
         if pools[0] not in self._router.order():
@@ -103,30 +104,31 @@ class RequestRouting:
         self, adapter: str, request: Request, estimate: TokenEstimate, now: float, above_tokens: int
     ) -> Route:
         order = self._router.order()
-        holders = [
+        listing = [
             state
             for state in self._ledger.by_adapter.of(adapter)
             if state.joined and state.spec.pool in order
         ]
         routed = self._router.route(request, estimate, above_tokens=above_tokens)
         missing = Destination(adapter=adapter)
-        if not holders:
+        if not listing:
             pools = routed or order[-1:]
-            unknown = _unknown_adapter(adapter) if self._is_overdue(missing, now) else None
+            unknown = _unknown_adapter(adapter) if self._grace_has_ended(missing, now) else None
             return pools, self._admission.outage_rejection(request, pools, now) or unknown
         self._missing_since.pop(missing, None)
-        held = {state.spec.pool for state in holders}
+        listing_pools = {state.spec.pool for state in listing}
         least = least_budget_tokens(request, estimate)
-        pools = tuple(pool for pool in routed if pool in held) or tuple(
+        pools = tuple(pool for pool in routed if pool in listing_pools) or tuple(
             pool
             for pool in order
-            if pool in held and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
+            if pool in listing_pools
+            and max(least, above_tokens + 1) <= (self._ledger.context_limit(pool) or 0)
         )
         if not pools:
-            return pools, too_long(request, estimate, max(state.context_limit for state in holders))
+            return pools, too_long(request, estimate, max(state.context_limit for state in listing))
         return pools, self._admission.outage_rejection(request, pools, now)
 
-    def _is_overdue(self, missing: Destination, now: float) -> bool:
+    def _grace_has_ended(self, missing: Destination, now: float) -> bool:
         return now >= self._missing_since.setdefault(missing, now) + self._grace_s
 
 
