@@ -205,7 +205,7 @@ def concluded(commands: Sequence[Command]) -> list[tuple[str, str]]:
     ]
 
 
-def the_conclusion(commands: Sequence[Command]) -> Conclusion:
+def only_conclusion(commands: Sequence[Command]) -> Conclusion:
     """Return the conclusion in the only command."""
     (command,) = commands
     assert isinstance(command, Conclude)
@@ -214,6 +214,6 @@ def the_conclusion(commands: Sequence[Command]) -> Conclusion:
 
 def retry_after_s(commands: Sequence[Command]) -> float:
     """Return the `Retry-After` of the only rejected request."""
-    delay_s = the_conclusion(commands).retry_after_s
+    delay_s = only_conclusion(commands).retry_after_s
     assert delay_s is not None
     return delay_s

@@ -2,7 +2,7 @@
 
 from serve_app.core.events import DispatchFailed, DispatchFailure, Finished, ReplicaLost, Resumed, Woke
 from serve_app.errors import Outcome
-from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, request, the_conclusion
+from tests.builders import ManualDriver, concluded, dispatched, fill, one_replica, only_conclusion, request
 
 GRACE_S = 5.0
 
@@ -59,7 +59,7 @@ def test_it_is_rejected_if_its_replica_does_not_return() -> None:
     assert dispatched(driver.report("s2", after_s=GRACE_S - 0.5)) == []
     commands = driver.feed(Woke(), after_s=0.5)
     assert concluded(commands) == [("waits", "rejected_unknown_response")]
-    rejection = the_conclusion(commands)
+    rejection = only_conclusion(commands)
     assert "stored on replica s1, which is no longer available: send the" in rejection.message
     assert rejection.retry_after_s is None
 
@@ -81,7 +81,7 @@ def test_a_replica_that_only_runs_what_an_earlier_scheduler_sent_it_is_waited_fo
 def test_it_is_too_long_by_the_limit_of_its_own_replica() -> None:
     driver = one_replica("s1", limits={"max_model_len": 500})
     driver.join("s2", "only", max_model_len=4_000)
-    rejection = the_conclusion(driver.arrive("r", prompt_tokens=900, bound_to="s1"))
+    rejection = only_conclusion(driver.arrive("r", prompt_tokens=900, bound_to="s1"))
     assert rejection.outcome is Outcome.REJECTED_TOO_LONG
     assert "maximum context length is 500 tokens" in rejection.message
 
@@ -109,7 +109,7 @@ def test_a_replica_of_a_pool_that_is_no_longer_configured_serves_no_bound_reques
     """Such a replica still drains after a deployment with other pools."""
     driver = two_replicas()
     driver.join("old", "removed", adapters=("sql",))
-    end = the_conclusion(driver.arrive("r", bound_to="old"))
+    end = only_conclusion(driver.arrive("r", bound_to="old"))
     assert end.outcome is Outcome.REJECTED_UNKNOWN_RESPONSE
     assert "which is no longer available" in end.message
     # Its adapters no longer belong to the application: the request waits as for an unlisted adapter.

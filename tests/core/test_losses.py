@@ -20,8 +20,8 @@ from tests.builders import (
     concluded,
     dispatched,
     fill,
+    only_conclusion,
     request,
-    the_conclusion,
     two_pools,
 )
 
@@ -63,7 +63,7 @@ def test_a_request_rejected_by_a_short_engine_as_too_long_is_sent_to_the_long_po
     driver.arrive("r")
     assert dispatched(driver.feed(DispatchFailed("r", "s1", DispatchFailure.TOO_LONG))) == [("r", "l1")]
     message = "maximum context length is 4000"
-    rejection = the_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
+    rejection = only_conclusion(driver.feed(DispatchFailed("r", "l1", DispatchFailure.TOO_LONG, message)))
     assert (rejection.outcome, rejection.message) == (Outcome.REJECTED_TOO_LONG, message)
 
 

@@ -14,8 +14,8 @@ from tests.builders import (
     dispatched,
     fill,
     one_replica,
+    only_conclusion,
     retry_after_s,
-    the_conclusion,
     two_pools,
 )
 
@@ -163,7 +163,7 @@ def test_the_replica_with_the_most_free_tokens_is_chosen() -> None:
 
 
 def test_a_request_too_long_for_every_pool_is_rejected_with_its_limit_and_size() -> None:
-    rejection = the_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
+    rejection = only_conclusion(two_pools().arrive("r", prompt_tokens=4_000, max_output_tokens=1))
     assert (rejection.outcome, rejection.retry_after_s) == (Outcome.REJECTED_TOO_LONG, None)
     assert "maximum context length is 4000 tokens. " in rejection.message
     assert "estimated at 4,000 tokens, and the requested output is 1" in rejection.message
@@ -201,7 +201,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:
-    rejection = the_conclusion(two_pools().arrive("r", model="other"))
+    rejection = only_conclusion(two_pools().arrive("r", model="other"))
     assert rejection.outcome is Outcome.REJECTED_UNKNOWN_MODEL
     assert "other" in rejection.message
 
@@ -236,7 +236,7 @@ def test_a_no_wait_request_is_dispatched_or_rejected_immediately() -> None:
     assert dispatched(driver.arrive("a", no_wait=True, **LONG)) == [("a", "l1")]
     driver.arrive("b", **LONG)
     driver.arrive("c", **LONG)
-    rejection = the_conclusion(driver.arrive("d", no_wait=True, **LONG))
+    rejection = only_conclusion(driver.arrive("d", no_wait=True, **LONG))
     assert rejection.outcome is Outcome.REJECTED_QUEUE_FULL
     assert "x-queue: no-wait" in rejection.message
 
@@ -264,7 +264,7 @@ def test_without_any_replica_requests_wait_and_are_rejected_after_the_grace() ->
     assert driver.feed(Woke(), after_s=9.9) == []
     commands = driver.feed(Woke(), after_s=0.1)
     assert concluded(commands) == [("r", "rejected_no_replica")]
-    assert "m has had no live replica for 10.0 s" in the_conclusion(commands).message
+    assert "m has had no live replica for 10.0 s" in only_conclusion(commands).message
     assert concluded(driver.arrive("late")) == [("late", "rejected_no_replica")]
     driver.join("s1", "short")
     assert dispatched(driver.arrive("later")) == [("later", "s1")]

@@ -179,9 +179,9 @@ class RecordingMachine(RuleBasedStateMachine):
             self.feed(ev.Woke())
         self.now = until
 
-    def has_room(self, replica_id: str, head: ScheduledRequest) -> bool:
+    def has_capacity(self, replica_id: str, head: ScheduledRequest) -> bool:
         known, state = self.replicas[replica_id], self.scheduler.ledger[replica_id]
-        if not self.accepts(replica_id) or self.is_shut_to(replica_id, head):
+        if not self.accepts(replica_id) or self.is_excluded(replica_id, head):
             return False
         running = [request_id for request_id, at in self.running.items() if at == replica_id]
         if known.spec.max_num_seqs is None:
@@ -208,7 +208,7 @@ class RecordingMachine(RuleBasedStateMachine):
     def has_short_queue(
         self, max_num_seqs: int, running: list[str], head: ScheduledRequest, state: ReplicaState
     ) -> bool:
-        """Return whether the engine's own queue has room for one more."""
+        """Return whether the engine's own queue accepts one more request."""
         if len(running) >= max_num_seqs + self.target:
             return False
         unstarted = [request_id for request_id in running if request_id not in self.started]
@@ -217,7 +217,7 @@ class RecordingMachine(RuleBasedStateMachine):
             return False
         return head.request.priority is not BATCH or min(len(unstarted), state.reported_queue) == 0
 
-    def is_shut_to(self, replica_id: str, head: ScheduledRequest) -> bool:
+    def is_excluded(self, replica_id: str, head: ScheduledRequest) -> bool:
         """Return whether earlier failures exclude this replica for the request."""
         others = [
             each

@@ -285,7 +285,7 @@ class SchedulerMachine(RecordingMachine):
             for replica_id, known in self.replicas.items():
                 if not head.request.destination.admits(replica_id, known.spec.adapters):
                     continue
-                assert known.spec.pool not in pools or not self.has_room(replica_id, head)
+                assert known.spec.pool not in pools or not self.has_capacity(replica_id, head)
 
     @invariant()
     def waits_for_pools_that_fit(self) -> None:
@@ -312,7 +312,7 @@ class SchedulerMachine(RecordingMachine):
             assert self.expires_at[request_id] > self.now
 
     @invariant()
-    def no_bound_request_waits_for_a_replica_that_is_gone(self) -> None:
+    def no_bound_request_waits_for_a_lost_replica(self) -> None:
         """Past the grace period."""
         for scheduled in self.scheduler.queue:
             bound_to = scheduled.request.bound_to

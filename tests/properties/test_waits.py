@@ -120,9 +120,9 @@ class WaitsMachine(SchedulerMachine):
             self.scheduler.handle = handle  # type: ignore[method-assign]
         for command in seen:
             if isinstance(command, Dispatch | Conclude) and command.waited is not None:
-                self.adds_up(command.request_id, command.waited)
+                self.wait_causes_add_up(command.request_id, command.waited)
 
-    def adds_up(self, request_id: str, waited: WaitBreakdown) -> None:
+    def wait_causes_add_up(self, request_id: str, waited: WaitBreakdown) -> None:
         now = nanoseconds(self.now)
         assert sum(waited.causes.values()) == now - nanoseconds(self.arrived_at[request_id])
         assert all(spent > 0 for spent in waited.causes.values())

@@ -164,9 +164,9 @@ class QueueMap:
             return
         for queue in self._queues:
             queue.empty_rounds = 0 if not queue.bubble or queue.name in waiting else queue.empty_rounds + 1
-        kept = [queue for queue in self._queues if queue.empty_rounds <= _BUBBLE_ROUNDS]
-        if len(kept) < len(self._queues):
-            self._queues = kept
+        remaining = [queue for queue in self._queues if queue.empty_rounds <= _BUBBLE_ROUNDS]
+        if len(remaining) < len(self._queues):
+            self._queues = remaining
             self._number()
 
     def _bubble(

@@ -261,8 +261,8 @@ class FleetScaler:
 
     def restore(self, state: Snapshot) -> None:
         """Continue from a result of `state`, except for removed pools. Changes nothing if it is invalid."""
-        kept = section(state, "start_s")
-        found = {name: number(kept, name, at_least=0) for name in kept if name in self._pools}
+        stored = section(state, "start_s")
+        found = {name: number(stored, name, at_least=0) for name in stored if name in self._pools}
         for name, seconds in found.items():
             self._pools[name].start_time.restore(seconds)
 

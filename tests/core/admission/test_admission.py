@@ -5,7 +5,7 @@ from serve_app.core.events import Finished
 from serve_app.core.settings import AdmissionSettings
 from serve_app.errors import Outcome
 from serve_app.request import PriorityClass
-from tests.builders import ManualDriver, concluded, dispatched, one_replica, retry_after_s, the_conclusion
+from tests.builders import ManualDriver, concluded, dispatched, one_replica, only_conclusion, retry_after_s
 
 
 def saturated(**changes: object) -> ManualDriver:
@@ -39,7 +39,7 @@ def test_a_deadline_that_cannot_be_met_is_rejected_on_arrival_with_a_retry_after
     driver = settled()
     waiting = len(driver.scheduler.queue)
     assert waiting == 8
-    rejection = the_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
+    rejection = only_conclusion(driver.arrive("r", tenant="filler", expires_at=driver.now + 4.0))
     assert rejection.outcome is Outcome.REJECTED_DEADLINE_UNMEETABLE
     assert "queue timeout is 4.0 s" in rejection.message
     # Eight seconds of work must drain to four, less the margin.
@@ -76,7 +76,7 @@ def test_a_heavy_tenant_is_rejected_while_a_light_one_is_admitted() -> None:
     heavy = [driver.arrive(f"h{number}", tenant="heavy") for number in range(30)]
     assert sum(commands == [] for commands in heavy) == 15
     assert concluded(heavy[-1]) == [("h29", "rejected_queue_full")]
-    assert "of this tenant" in the_conclusion(heavy[-1]).message
+    assert "of this tenant" in only_conclusion(heavy[-1]).message
     assert driver.arrive("light", tenant="light") == []
 
 

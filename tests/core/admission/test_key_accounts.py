@@ -20,7 +20,7 @@ from serve_app.core.events import (
 )
 from serve_app.errors import Outcome
 from serve_app.request import Usage
-from tests.builders import ManualDriver, concluded, dispatched, key, one_replica, request, the_conclusion
+from tests.builders import ManualDriver, concluded, dispatched, key, one_replica, only_conclusion, request
 
 # An exact prompt of 40 tokens and an output limit of 10, which is also the estimated output.
 TOKENS = 50
@@ -157,7 +157,7 @@ def test_a_request_that_is_rejected_for_another_reason_is_not_counted(limit: str
     limited = key("k1", **{limit: TOKENS if limit == "tokens_per_minute" else 1})
     for name in "wxyz":
         driver.arrive(name)
-    assert the_conclusion(driver.arrive("a", key=limited)).outcome is Outcome.REJECTED_QUEUE_FULL
+    assert only_conclusion(driver.arrive("a", key=limited)).outcome is Outcome.REJECTED_QUEUE_FULL
     finish(driver, "w")
     finish(driver, "x")
     assert dispatched(driver.arrive("b", key=limited))

@@ -13,9 +13,9 @@ from tests.builders import (
     dispatched,
     fill,
     one_replica,
+    only_conclusion,
     retry_after_s,
     spec,
-    the_conclusion,
     two_pools,
 )
 
@@ -35,7 +35,7 @@ def test_a_request_that_waits_when_the_last_replica_dies_is_rejected_after_the_g
     assert driver.scheduler.next_wakeup() == driver.now + GRACE_S
     commands = driver.feed(Woke(), after_s=GRACE_S)
     assert concluded(commands) == [("waits", "rejected_no_replica")]
-    assert "m has had no live replica for" in the_conclusion(commands).message
+    assert "m has had no live replica for" in only_conclusion(commands).message
 
 
 def test_a_replica_that_joins_within_the_grace_period_serves_the_request() -> None:
