@@ -47,7 +47,7 @@ def checked_retuning(current: SchedulerSettings, new: SchedulerSettings) -> Sche
             each.name for each in fields(new) if getattr(allowed, each.name) != getattr(new, each.name)
         ]
         raise ValueError(
-            f"{', '.join(changed)} cannot change in a running scheduler; retunable settings: "
-            f"{', '.join(RETUNABLE)}"
+            f"{', '.join(changed)} cannot change in a running scheduler; "
+            f"retunable settings: {', '.join(RETUNABLE)}"
         )
     return new

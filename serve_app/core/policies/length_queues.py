@@ -26,8 +26,8 @@ class LengthInterval:
     def __post_init__(self) -> None:
         if not 0 < self.min_tokens <= self.mean_tokens <= self.max_tokens:
             raise ValueError(
-                f"an interval needs 0 < min <= mean <= max, got {self.min_tokens}, {self.mean_tokens}, "
-                f"{self.max_tokens}"
+                "an interval needs 0 < min <= mean <= max, "
+                f"got {self.min_tokens}, {self.mean_tokens}, {self.max_tokens}"
             )
         if self.count < 1:
             raise ValueError(f"an interval needs at least one prompt, got count {self.count}")

@@ -101,8 +101,8 @@ class RoutingSettings(RoutingConfig):
             return
         if len(self.pools) > _ADAPTIVE_POOLS:
             raise ValueError(
-                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: disable it, and set "
-                "b_short_tokens"
+                f"adaptive_b_short balances two pools, got {', '.join(self.pools)}: "
+                "disable it, and set b_short_tokens"
             )
         lowest, highest = adaptive.lowest(self.b_short_tokens), adaptive.b_short_max or self.b_short_tokens
         if not lowest <= self.b_short_tokens <= highest:
